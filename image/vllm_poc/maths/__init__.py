@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol's formulas, batched over nonces. Needs torch, not vLLM."""

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to a pod: bodies of ``POST init/generate`` and ``POST generate``.
+
+One body serves both protocols. ``r_target`` selects the distance protocol, ``params`` the artifact
+protocol, and exactly one of them must be there.
+"""
+
+from typing import Annotated, Any, Self
+
+from pydantic import AnyHttpUrl, ConfigDict, Field, model_validator
+
+from vllm_poc.wire.base import Nonce, Protocol, WireMessage
+from vllm_poc.wire.partition import NonceSlot
+
+#: Sequence length of the distance protocol where the request names none.
+DEFAULT_DISTANCE_SEQ_LEN = 256
+#: Batch size where the request names none.
+DEFAULT_BATCH_SIZE = 32
+#: Length of an artifact where the request names none.
+DEFAULT_K_DIM = 12
+#: Largest number of nonces that one ``POST generate`` may ask for.
+MAX_REQUEST_NONCES = 100_000
+
+BatchSize = Annotated[int, Field(ge=1, le=65_536)]
+
+
+class ArtifactParams(WireMessage):
+    """``params`` of the artifact protocol. Unknown keys are refused, as the protocol says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1)
+    seq_len: int = Field(ge=1)
+    k_dim: int = Field(default=DEFAULT_K_DIM, ge=1)
+
+
+class RoundRequest(WireMessage):
+    """What both requests say about the round."""
+
+    block_hash: str = Field(min_length=1, max_length=256)
+    block_height: int = Field(ge=0)
+    public_key: str = Field(min_length=1, max_length=1024)
+    batch_size: BatchSize = DEFAULT_BATCH_SIZE
+    # Artifact protocol.
+    params: ArtifactParams | None = None
+    poc_stronger_rng: bool = False
+    # Distance protocol.
+    r_target: float | None = Field(default=None, gt=0, le=2)
+    seq_len: int | None = Field(default=None, ge=1)
+    use_layer_hooks: bool = False
+    use_sign_flips: bool | None = None
+    # Ours, optional: the id that makes a repeated request harmless.
+    round_id: str | None = Field(default=None, min_length=1, max_length=253)
+
+    @model_validator(mode="after")
+    def _exactly_one_protocol(self) -> Self:
+        if (self.r_target is None) == (self.params is None):
+            raise ValueError("set either r_target (distance protocol) or params (artifact protocol), not both")
+        if self.params is not None and self.seq_len is not None:
+            raise ValueError("seq_len belongs into params in the artifact protocol")
+        return self
+
+    @property
+    def protocol(self) -> Protocol:
+        """Which of the two protocols the request is of."""
+        return Protocol.ARTIFACT if self.params is not None else Protocol.DISTANCE
+
+    @property
+    def effective_seq_len(self) -> int:
+        """Tokens per nonce."""
+        if self.params is not None:
+            return self.params.seq_len
+        return self.seq_len or DEFAULT_DISTANCE_SEQ_LEN
+
+    @property
+    def layer_hooks(self) -> bool:
+        """Whether every decoder layer's output is reflected: always in the artifact protocol."""
+        return self.protocol is Protocol.ARTIFACT or self.use_layer_hooks
+
+    @property
+    def sign_flips(self) -> bool:
+        """Whether the last hidden state gets random signs: the distance protocol's alternative to hooks."""
+        if self.protocol is Protocol.ARTIFACT:
+            return False
+        return not self.use_layer_hooks if self.use_sign_flips is None else self.use_sign_flips
+
+
+class InitGenerateRequest(RoundRequest):
+    """Start to compute the nonces of one slot until stopped."""
+
+    node_id: int
+    node_count: int
+    group_id: int = 0
+    n_groups: int = 1
+    # Callback base: `url` in the artifact protocol, `callback_url` in the distance protocol.
+    url: AnyHttpUrl | None = None
+    callback_url: AnyHttpUrl | None = None
+    # Ours, optional: resume at this index of the slot.
+    start_index: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _slot_is_valid_and_one_url(self) -> Self:
+        slot = self.slot  # raises with the field's name
+        if self.start_index >= slot.capacity:
+            raise ValueError(f"start_index {self.start_index} lies beyond the int32 range of the slot")
+        if self.url is not None and self.callback_url is not None:
+            raise ValueError("set url or callback_url, not both")
+        return self
+
+    @property
+    def slot(self) -> NonceSlot:
+        """The residue class to compute."""
+        return NonceSlot(
+            node_id=self.node_id,
+            node_count=self.node_count,
+            group_id=self.group_id,
+            n_groups=self.n_groups,
+        )
+
+    @property
+    def receiver(self) -> str | None:
+        """Callback base URL without a trailing slash, or None."""
+        url = self.url or self.callback_url
+        return str(url).rstrip("/") if url is not None else None
+
+    def same_work(self, other: "InitGenerateRequest") -> bool:
+        """Whether both ask for the same nonces of the same round; where they resume may differ."""
+        skip: Any = {"start_index"}
+        return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
+
+
+class GenerateRequest(RoundRequest):
+    """Compute the named nonces and answer with their results."""
+
+    nonces: list[Nonce] = Field(min_length=1, max_length=MAX_REQUEST_NONCES)
+    # The protocol's clients always send them; they say nothing about the nonces.
+    node_id: int = 0
+    node_count: int = 1
+    wait: bool = False
+
+    @model_validator(mode="after")
+    def _nonces_are_unique(self) -> Self:
+        if len(set(self.nonces)) != len(self.nonces):
+            raise ValueError("nonces must be unique")
+        return self

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of a pod. Fields after "ours" are additions that clients of the protocol may ignore."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from vllm_poc.wire.artifacts import Artifact, Encoding
+from vllm_poc.wire.base import PowState, Protocol, WireMessage
+
+
+class RoundConfig(WireMessage):
+    """The round that runs, as it was requested."""
+
+    block_hash: str
+    block_height: int
+    public_key: str
+    node_id: int
+    node_count: int
+    group_id: int
+    n_groups: int
+    seq_len: int
+    k_dim: int | None = None
+    # Ours.
+    protocol: Protocol
+    model: str | None = None
+    batch_size: int
+    url: str | None = None
+    poc_stronger_rng: bool = False
+    use_layer_hooks: bool = False
+    use_sign_flips: bool = False
+
+
+class RoundStats(WireMessage):
+    """Progress in the artifact protocol's words."""
+
+    total_processed: int = 0
+    nonces_per_second: float = 0.0
+
+
+class ModelLimits(WireMessage):
+    """What the served model allows; lets a client say what is wrong before it asks."""
+
+    names: list[str] = Field(default_factory=list)
+    max_seq_len: int = Field(default=0, ge=0)
+    hidden_size: int = Field(default=0, ge=0)
+
+
+class StatusResponse(WireMessage):
+    """``GET status``, for both protocols.
+
+    Times are seconds, rates are nonces per second. ``next_index`` is the first index of the slot
+    that was not computed yet; ``delivered_index`` the first that the receiver has not accepted
+    yet: a restart from there loses nothing.
+    """
+
+    status: PowState
+    config: RoundConfig | None = None
+    stats: RoundStats | None = None
+    # Distance protocol.
+    state: PowState
+    valid_nonces: list[int] = Field(default_factory=list)
+    valid_distances: list[float] = Field(default_factory=list)
+    total_checked: int = 0
+    total_valid: int = 0
+    elapsed_seconds: float = 0.0
+    rate_per_second: float = 0.0
+    r_target: float | None = None
+    # Ours.
+    session_id: str
+    round_id: str | None = None
+    next_index: int = 0
+    delivered_index: int = 0
+    rejected: int = 0
+    last_progress_seconds: float | None = None
+    held_back_seconds: float = 0.0
+    error: str | None = None
+    model: ModelLimits = Field(default_factory=ModelLimits)
+
+
+class PowStatus(WireMessage):
+    """The state after a call that changed it."""
+
+    status: PowState
+    session_id: str
+    round_id: str | None = None
+    next_index: int = 0
+    delivered_index: int = 0
+
+
+class CommandResponse(WireMessage):
+    """Answer to ``init/generate`` and ``stop``."""
+
+    status: Literal["OK"] = "OK"
+    pow_status: PowStatus
+
+
+class GeneratedResponse(WireMessage):
+    """Answer to ``generate`` with ``wait``: ``artifacts`` or the distances, in the order of the nonces."""
+
+    status: Literal["completed"] = "completed"
+    request_id: str
+    # Artifact protocol.
+    artifacts: list[Artifact] | None = None
+    encoding: Encoding | None = None
+    # Distance protocol.
+    nonces: list[int] | None = None
+    distances: list[float] | None = None
+    total_checked: int | None = None
+    total_valid: int | None = None
+    valid_nonces: list[int] | None = None
+    valid_distances: list[float] | None = None
+
+
+class FieldError(WireMessage):
+    """One thing wrong with a request."""
+
+    field: str
+    message: str
+
+
+class ErrorResponse(WireMessage):
+    """Body of every 4xx and 5xx answer. ``detail`` is the sentence for people."""
+
+    detail: str
+    # CamelCase word for programs: RoundConflict, ModelMismatch, SequenceTooLong, InvalidRequest, ...
+    reason: str
+    errors: list[FieldError] = Field(default_factory=list)
+    # With RoundConflict: what runs instead.
+    running: RoundConfig | None = None
+    round_id: str | None = None

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two messages between the API server process and the workers.
+
+They travel through ``collective_rpc`` by method name, as plain dictionaries of plain values, so
+that nothing has to be pickled.
+"""
+
+from typing import NotRequired, TypedDict
+
+
+class BatchRequest(TypedDict):
+    """One forward pass: these nonces of this round."""
+
+    protocol: str
+    block_hash: str
+    public_key: str
+    nonces: list[int]
+    seq_len: int
+    k_dim: int
+    strong_rng: bool
+    layer_hooks: bool
+    sign_flips: bool
+
+
+class BatchResult(TypedDict):
+    """What the last pipeline stage answers; the other ranks answer None.
+
+    ``nonces`` lists the nonces with a finite result, in request order. ``distances`` (distance
+    protocol) or ``vectors`` (artifact protocol; base64 of k_dim fp16 little-endian numbers) run
+    parallel to it. ``not_finite`` lists the nonces whose result was NaN or infinite.
+    """
+
+    nonces: list[int]
+    not_finite: list[int]
+    distances: NotRequired[list[float]]
+    vectors: NotRequired[list[str]]
+
+
+class ModelFacts(TypedDict):
+    """What a worker says about its model; ``refusal`` is the reason why PoC cannot run on it."""
+
+    hidden_size: int
+    num_layers: int
+    max_model_len: int
+    max_batch_tokens: int
+    max_batch_nonces: int
+    scratch_bytes: int
+    refusal: str | None
