@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts on the wire: fp16 little-endian vectors in base64."""
+"""Artifacts on the wire: fp16 little-endian vectors in standard base64 with padding."""
 
+import base64
+import math
+import struct
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -21,3 +25,42 @@ class Encoding(WireMessage):
     dtype: Literal["f16"] = "f16"
     k_dim: int = Field(ge=1)
     endian: Literal["le"] = "le"
+
+
+def encode_vector(values: Sequence[float]) -> str:
+    """Round ``values`` to fp16 (nearest even) and encode them; 12 numbers become 32 characters.
+
+    ValueError if a value is not finite in fp16, whose largest number is 65504.
+    """
+    try:
+        packed = struct.pack(_format(len(values)), *values)
+    except OverflowError:
+        raise ValueError("vector holds a value beyond the fp16 range of 65504: do not send it") from None
+    _refuse_not_finite(values)
+    return base64.b64encode(packed).decode("ascii")
+
+
+def decode_vector(text: str, k_dim: int) -> tuple[float, ...]:
+    """Return the ``k_dim`` numbers of ``text``.
+
+    ValueError if the text is not base64, has another length, or holds NaN or an infinity.
+    """
+    try:
+        packed = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ValueError(f"vector_b64 is not base64: {error}") from None
+    if len(packed) != 2 * k_dim:
+        raise ValueError(f"vector_b64 holds {len(packed)} bytes, but k_dim {k_dim} takes {2 * k_dim}")
+    values = struct.unpack(_format(k_dim), packed)
+    _refuse_not_finite(values)
+    return values
+
+
+def _format(k_dim: int) -> str:
+    return f"<{k_dim}e"
+
+
+def _refuse_not_finite(values: Sequence[float]) -> None:
+    for position, value in enumerate(values):
+        if not math.isfinite(value):
+            raise ValueError(f"vector holds {value} at position {position}: only finite numbers count")

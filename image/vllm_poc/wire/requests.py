@@ -55,7 +55,9 @@ class RoundRequest(WireMessage):
     @model_validator(mode="after")
     def _exactly_one_protocol(self) -> Self:
         if (self.r_target is None) == (self.params is None):
-            raise ValueError("set either r_target (distance protocol) or params (artifact protocol), not both")
+            raise ValueError(
+                "set either r_target (distance protocol) or params (artifact protocol), not both"
+            )
         if self.params is not None and self.seq_len is not None:
             raise ValueError("seq_len belongs into params in the artifact protocol")
         return self

@@ -51,7 +51,8 @@ class StatusResponse(WireMessage):
 
     Times are seconds, rates are nonces per second. ``next_index`` is the first index of the slot
     that was not computed yet; ``delivered_index`` the first that the receiver has not accepted
-    yet: a restart from there loses nothing.
+    yet: a restart from there loses nothing. ``delivered_valid`` and ``delivered_rejected`` count the
+    valid and the rejected nonces from ``start_index`` up to ``delivered_index``.
     """
 
     status: PowState
@@ -71,6 +72,9 @@ class StatusResponse(WireMessage):
     round_id: str | None = None
     next_index: int = 0
     delivered_index: int = 0
+    start_index: int = 0
+    delivered_valid: int = 0
+    delivered_rejected: int = 0
     rejected: int = 0
     last_progress_seconds: float | None = None
     held_back_seconds: float = 0.0

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m poc_operator``: run the operator."""
+
+import argparse
+import logging
+
+import kopf
+
+from poc_operator.handlers import pods, process, rounds  # noqa: F401 - importing registers the handlers
+
+
+def main() -> None:
+    """Parse the command line and run until told to stop."""
+    parser = argparse.ArgumentParser(prog="poc_operator", description="Runs PoCRounds on vLLM pods.")
+    parser.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        help="watch this namespace; may be repeated (default: all namespaces)",
+    )
+    parser.add_argument("--health-port", type=int, default=8080, help="port of GET /healthz (default: 8080)")
+    parser.add_argument("--log-format", choices=["json", "plain"], default="json")
+    options = parser.parse_args()
+    kopf.configure(
+        verbose=None,
+        log_format=kopf.LogFormat.JSON if options.log_format == "json" else kopf.LogFormat.PLAIN,
+    )
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    kopf.run(
+        standalone=True,
+        namespaces=options.namespace,
+        clusterwide=not options.namespace,
+        liveness_endpoint=f"http://0.0.0.0:{options.health_port}/healthz",
+    )
+
+
+if __name__ == "__main__":
+    main()

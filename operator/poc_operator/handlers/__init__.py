@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kopf's handlers. They translate between kopf and ``runtime`` and decide nothing."""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds: one daemon per round that is not finished, and the clean-up of a deleted one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import kopf
+
+from poc_operator.model import names
+from poc_operator.model.status import RoundState
+from poc_operator.plan.snapshot import RoundEvent
+from poc_operator.runtime.driver import Emit
+from poc_operator.runtime.operator import Operator
+
+#: Seconds for which a deleted round waits for its pods to stop; a pod flushes for 30 s at most.
+_DELETE_SECONDS = 120.0
+
+
+def _finished(status: Mapping[str, Any]) -> bool:
+    return status.get("state") in (RoundState.COMPLETE, RoundState.FAILED)
+
+
+def _needs_driving(spec: kopf.Spec, status: kopf.Status, **_: object) -> bool:
+    return not _finished(status) or spec.get("ttlSecondsAfterFinished") is not None
+
+
+def _needs_stopping(status: kopf.Status, **_: object) -> bool:
+    return not _finished(status)
+
+
+def _emitter(body: kopf.Body) -> Emit:
+    def emit(event: RoundEvent) -> None:
+        kind = "Warning" if event.warning else "Normal"
+        kopf.event(body, type=kind, reason=event.reason, message=event.message)
+
+    return emit
+
+
+@kopf.daemon(names.GROUP, names.VERSION, names.PLURAL, when=_needs_driving, cancellation_timeout=10)
+async def drive(
+    *,
+    namespace: str | None,
+    name: str,
+    uid: str,
+    body: kopf.Body,
+    memo: kopf.Memo,
+    **_: object,
+) -> None:
+    """Drive the round until it is finished. When the operator ends, the pods go on."""
+    operator: Operator = memo.operator
+    await operator.drive(uid, operator.driver(namespace or "", name, _emitter(body)))
+
+
+@kopf.on.event(names.GROUP, names.VERSION, names.PLURAL)
+async def round_event(uid: str, memo: kopf.Memo, **_: object) -> None:
+    """React to a changed spec at once, as to ``suspend``."""
+    operator: Operator = memo.operator
+    operator.round_changed(uid)
+
+
+@kopf.on.delete(names.GROUP, names.VERSION, names.PLURAL, when=_needs_stopping, timeout=_DELETE_SECONDS)
+async def stop_deleted(
+    *, namespace: str | None, name: str, body: kopf.Body, memo: kopf.Memo, **_: object
+) -> None:
+    """Stop the pods of a deleted round; the finalizer holds the object until they have, or time is up."""
+    operator: Operator = memo.operator
+    left = await operator.driver(namespace or "", name, _emitter(body)).stop_all()
+    if left:
+        raise kopf.TemporaryError(f"{left} pods still compute the deleted round", delay=2)

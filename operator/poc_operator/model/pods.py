@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods as the plan sees them, and what they report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from vllm_poc.wire.responses import StatusResponse
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodView:
+    """The few facts about a pod that matter to a round."""
+
+    name: str
+    namespace: str
+    uid: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ip: str | None = None
+    ready: bool = False
+    gone: bool = False  # being deleted, or ended for good
+    waiting_for: str = ""  # why it is not ready, in the kubelet's words
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Build a view from the API server's JSON."""
+        meta, status = body["metadata"], body.get("status") or {}
+        conditions = {c["type"]: c for c in status.get("conditions") or []}
+        ready = conditions.get("Ready", {})
+        return cls(
+            name=meta["name"],
+            namespace=meta["namespace"],
+            uid=meta["uid"],
+            labels=meta.get("labels") or {},
+            ip=status.get("podIP"),
+            ready=ready.get("status") == "True",
+            gone="deletionTimestamp" in meta or status.get("phase") in ("Succeeded", "Failed"),
+            waiting_for=_waiting_for(status, conditions),
+        )
+
+
+def _waiting_for(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the most telling reason why a pod is not ready: image, crash, scheduling, else readiness."""
+    for container in status.get("containerStatuses") or []:
+        waiting = (container.get("state") or {}).get("waiting")
+        if waiting:
+            return str(waiting.get("reason", "ContainerWaiting"))
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return str(scheduled.get("message") or scheduled.get("reason") or "Unschedulable")
+    ready = conditions.get("Ready", {})
+    return str(ready.get("reason", "Pending")) if ready.get("status") != "True" else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodReport:
+    """What one poll of a pod yielded: its status, or why there is none.
+
+    ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as
+    (reason, message), if it declined.
+    """
+
+    status: StatusResponse | None = None
+    error: str | None = None
+    started: str | None = None
+    refusal: tuple[str, str] | None = None

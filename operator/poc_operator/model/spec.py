@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``spec`` of a PoCRound.
+
+The CRD's schema and CEL rules have refused every malformed spec before one arrives here, and have
+filled in the defaults; the models repeat only the types.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from vllm_poc.wire.base import Protocol
+
+
+def _camel(name: str) -> str:
+    return to_camel(name).replace("Url", "URL")
+
+
+class ApiModel(BaseModel):
+    """Base of what is stored in the API server: camelCase there, snake_case here."""
+
+    model_config = ConfigDict(alias_generator=_camel, populate_by_name=True, extra="ignore", frozen=True)
+
+
+def _decimal(text: str) -> str:
+    float(text)
+    return text
+
+
+class NodeRange(ApiModel):
+    """Node ids ``first`` to ``last`` of ``count`` are served by this cluster."""
+
+    first: int
+    last: int
+    count: int
+
+    @property
+    def ids(self) -> range:
+        """The node ids served here."""
+        return range(self.first, self.last + 1)
+
+
+class ArtifactSpec(ApiModel):
+    """Parameters of the artifact protocol."""
+
+    k_dim: int = 12
+
+
+class ModelSpec(ApiModel):
+    """The model that the pods must serve and how its inputs are made."""
+
+    name: str
+    seq_len: int
+    strong_rng: bool = False
+
+
+class Selector(ApiModel):
+    """Which pods of the round's namespace belong to it."""
+
+    match_labels: dict[str, str]
+
+    def matches(self, labels: dict[str, str]) -> bool:
+        """Whether a pod with these labels belongs to the round."""
+        return self.match_labels.items() <= labels.items()
+
+
+class StopSpec(ApiModel):
+    """When a round is complete; exactly one field is set."""
+
+    after_seconds: int | None = None
+    after_nonces: int | None = None
+    after_valid: int | None = None
+
+
+class ReissuePolicy(StrEnum):
+    """Where a pod that lost its part of the round starts again."""
+
+    RESUME = "Resume"
+    RESTART = "Restart"
+    NEVER = "Never"
+
+
+class ReissueSpec(ApiModel):
+    """How often lost work is given out again."""
+
+    policy: ReissuePolicy = ReissuePolicy.RESUME
+    limit_per_pod: int = 10
+    limit: int = 1000
+
+
+class RoundSpec(ApiModel):
+    """What the user asked for."""
+
+    block_hash: str
+    block_height: int
+    public_key: str
+    nodes: NodeRange
+    r_target: Annotated[str, AfterValidator(_decimal)] | None = None
+    artifact: ArtifactSpec | None = None
+    model: ModelSpec
+    selector: Selector
+    port: int = 8000
+    mode: str = "Generate"
+    batch_size: int = 32
+    callback_url: str | None = None
+    stop: StopSpec | None = None
+    active_deadline_seconds: int | None = None
+    start_deadline_seconds: int = 900
+    poll_failure_seconds: int = 300
+    reissue: ReissueSpec = Field(default_factory=ReissueSpec)
+    suspend: bool = False
+    ttl_seconds_after_finished: int | None = None
+
+    @property
+    def protocol(self) -> Protocol:
+        """Which protocol the round runs."""
+        return Protocol.DISTANCE if self.r_target is not None else Protocol.ARTIFACT

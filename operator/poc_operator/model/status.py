@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``status`` of a PoCRound: what the operator knows and what it has promised."""
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import Field
+
+from poc_operator.model.conditions import Condition, Reason
+from poc_operator.model.spec import ApiModel
+
+
+class RoundState(StrEnum):
+    """The one word that ``kubectl get`` shows; conditions are the contract for programs."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    STOPPING = "Stopping"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the round is over for good."""
+        return self in (RoundState.COMPLETE, RoundState.FAILED)
+
+
+class SlotState(StrEnum):
+    """Where one slot stands."""
+
+    WAITING = "Waiting"  # no pod has been told to work on it, or its pod lost it
+    STARTING = "Starting"  # recorded for a pod that has not confirmed yet
+    RUNNING = "Running"  # its pod confirmed and computes
+    DONE = "Done"  # stopped, results flushed
+    FAILED = "Failed"  # given up
+
+    @property
+    def active(self) -> bool:
+        """Whether a pod may be computing the slot's nonces."""
+        return self in (SlotState.STARTING, SlotState.RUNNING)
+
+
+class Assignment(ApiModel):
+    """One slot and who works on it.
+
+    ``start``, ``next`` and ``delivered`` are indices of the slot's nonces: where the current pod
+    began, the first not computed, the first not delivered. ``valid_before`` and
+    ``rejected_before`` count what earlier pods contributed below ``start``.
+    """
+
+    node: int
+    group: int
+    pod: str | None = None
+    uid: str | None = None
+    session: str | None = None
+    state: SlotState = SlotState.WAITING
+    start: int = 0
+    next: int = 0
+    delivered: int = 0
+    valid: int = 0
+    valid_before: int = 0
+    rejected: int = 0
+    rejected_before: int = 0
+    rate: str = "0"
+    attempts: int = 0
+    error: str | None = None
+
+
+class Totals(ApiModel):
+    """Sums over all slots. ``rate`` is nonces per second as decimal text."""
+
+    checked: int = 0
+    valid: int = 0
+    delivered: int = 0
+    rejected: int = 0
+    reissues: int = 0
+    rate: str = "0"
+
+
+class Outcome(ApiModel):
+    """How the round ends; recorded before its pods are told to stop."""
+
+    type: RoundState
+    reason: Reason
+    message: str
+
+
+class RoundStatus(ApiModel):
+    """Everything the next operator process needs to go on where this one stopped."""
+
+    observed_generation: int = 0
+    state: RoundState = RoundState.PENDING
+    message: str = ""
+    start_time: datetime | None = None
+    completion_time: datetime | None = None
+    poll_failure_time: datetime | None = None
+    stop_time: datetime | None = None
+    pods: str = "0/0"
+    totals: Totals = Field(default_factory=Totals)
+    outcome: Outcome | None = None
+    slots: int = 0
+    groups: int = 0
+    assignments: list[Assignment] = Field(default_factory=list)
+    conditions: list[Condition] = Field(default_factory=list)

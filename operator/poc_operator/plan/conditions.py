@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conditions of a round: for programs its contract, for people what it does or waits for."""
+
+from collections import Counter
+
+from poc_operator.model.conditions import Condition, ConditionType, Reason, merge_conditions
+from poc_operator.model.status import RoundState, RoundStatus, SlotState
+from poc_operator.plan.compatibility import Finding, incompatibility
+from poc_operator.plan.snapshot import Snapshot, Step
+from poc_operator.plan.waiting import waits_for
+
+Verdict = tuple[bool, Reason, str]
+
+
+def _accepted(snapshot: Snapshot, status: RoundStatus) -> Verdict:
+    finding = _no_pod_can_run_it(snapshot)
+    if finding is not None and status.start_time is None:
+        return (False, *finding)
+    return True, Reason.ACCEPTED, "the spec is valid"
+
+
+def _no_pod_can_run_it(snapshot: Snapshot) -> Finding | None:
+    """Return the commonest reason if every pod that answers is unable to run the round."""
+    reports = [snapshot.reports.get(pod.uid) for pod in snapshot.live_pods if pod.ready]
+    findings = [
+        incompatibility(snapshot.round.spec, report)
+        for report in reports
+        if report is not None and report.status
+    ]
+    if not findings or None in findings:
+        return None
+    return Counter(finding for finding in findings if finding).most_common(1)[0][0]
+
+
+def _progressing(snapshot: Snapshot, status: RoundStatus) -> Verdict:
+    if status.state.finished and status.outcome is not None:
+        return False, status.outcome.reason, status.outcome.message
+    if status.state is RoundState.SUSPENDED:
+        return False, Reason.SUSPENDED, "spec.suspend is true; set it to false to go on"
+    if status.stop_time is not None:
+        left = sum(slot.state.active for slot in status.assignments)
+        return True, Reason.STOPPING, f"waiting for {left} pods to deliver their results and stop"
+    return waits_for(snapshot, status) or (True, Reason.RUNNING, _pace(status))
+
+
+def _pace(status: RoundStatus) -> str:
+    running = sum(slot.state is SlotState.RUNNING for slot in status.assignments)
+    return f"{running} pods compute {status.totals.rate} nonces/s"
+
+
+def _degraded(status: RoundStatus) -> Verdict:
+    failed = [slot for slot in status.assignments if slot.state is SlotState.FAILED]
+    if failed:
+        return True, Reason.SLOTS_FAILED, f"{len(failed)} slots were given up, the first: {failed[0].error}"
+    missing = sum(slot.next - slot.delivered for slot in status.assignments)
+    if missing and not any(slot.state.active for slot in status.assignments):
+        return (
+            True,
+            Reason.DELIVERY_INCOMPLETE,
+            f"{missing} computed nonces were not delivered to spec.callbackURL",
+        )
+    if status.totals.rejected:
+        return (
+            True,
+            Reason.RESULTS_REJECTED,
+            f"{status.totals.rejected} nonces had no finite result or were refused",
+        )
+    waiting = [slot for slot in status.assignments if slot.state is SlotState.WAITING]
+    if waiting and status.start_time is not None:
+        return (
+            True,
+            Reason.SLOTS_WAITING,
+            f"{len(waiting)} of {len(status.assignments)} slots wait for a free, ready pod",
+        )
+    return False, Reason.ALL_SLOTS_WORK, "no slot is lost"
+
+
+def _ended(status: RoundStatus, state: RoundState) -> Verdict:
+    if status.state is state and status.outcome is not None:
+        return True, status.outcome.reason, status.outcome.message
+    return (
+        False,
+        Reason.RUNNING,
+        "the round is not over" if not status.state.finished else f"the round is {status.state}",
+    )
+
+
+def _suspended(status: RoundStatus) -> Verdict:
+    if status.state is RoundState.SUSPENDED:
+        return True, Reason.SUSPENDED, "spec.suspend is true"
+    return False, Reason.NOT_SUSPENDED, "spec.suspend is false or pods are still stopping"
+
+
+def set_conditions(snapshot: Snapshot, step: Step) -> Step:
+    """Write all conditions, and the message that ``kubectl get -o wide`` shows."""
+    status = step.status
+    verdicts = {
+        ConditionType.ACCEPTED: _accepted(snapshot, status),
+        ConditionType.PROGRESSING: _progressing(snapshot, status),
+        ConditionType.DEGRADED: _degraded(status),
+        ConditionType.COMPLETE: _ended(status, RoundState.COMPLETE),
+        ConditionType.FAILED: _ended(status, RoundState.FAILED),
+        ConditionType.SUSPENDED: _suspended(status),
+    }
+    new = [_condition(snapshot, kind, verdict) for kind, verdict in verdicts.items()]
+    update = {
+        "conditions": merge_conditions(status.conditions, new),
+        "message": verdicts[ConditionType.PROGRESSING][2],
+    }
+    return Step(status=status.model_copy(update=update), actions=step.actions, events=step.events)
+
+
+def _condition(snapshot: Snapshot, kind: ConditionType, verdict: Verdict) -> Condition:
+    true, reason, message = verdict
+    return Condition(
+        type=kind,
+        status=str(true),
+        reason=reason,
+        message=message,
+        observed_generation=snapshot.round.metadata.generation,
+        last_transition_time=snapshot.now,
+    )

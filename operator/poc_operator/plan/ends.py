@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the round must end now, and how. The first rule with an answer wins."""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from poc_operator.model.conditions import ConditionType, Reason
+from poc_operator.model.status import Outcome, RoundState, RoundStatus, SlotState
+from poc_operator.plan.snapshot import Snapshot, Step
+
+Rule = Callable[[Snapshot, RoundStatus], Outcome | None]
+
+
+def _complete(message: str) -> Outcome:
+    return Outcome(type=RoundState.COMPLETE, reason=Reason.COMPLETED, message=message)
+
+
+def _failed(reason: Reason, message: str) -> Outcome:
+    return Outcome(type=RoundState.FAILED, reason=reason, message=message)
+
+
+def _seconds_since(snapshot: Snapshot, moment: datetime | None) -> float:
+    return (snapshot.now - moment).total_seconds() if moment is not None else 0.0
+
+
+def enough_nonces(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """``stop.afterNonces`` is reached."""
+    stop = snapshot.round.spec.stop
+    checked = sum(slot.next for slot in status.assignments)
+    if stop is None or stop.after_nonces is None or checked < stop.after_nonces:
+        return None
+    return _complete(f"spec.stop.afterNonces of {stop.after_nonces} reached")
+
+
+def enough_valid(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """``stop.afterValid`` is reached."""
+    stop = snapshot.round.spec.stop
+    valid = sum(slot.valid for slot in status.assignments)
+    if stop is None or stop.after_valid is None or valid < stop.after_valid:
+        return None
+    return _complete(f"spec.stop.afterValid of {stop.after_valid} reached")
+
+
+def enough_time(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """``stop.afterSeconds`` have passed since the first pod started."""
+    stop = snapshot.round.spec.stop
+    if stop is None or stop.after_seconds is None:
+        return None
+    if _seconds_since(snapshot, status.start_time) < stop.after_seconds:
+        return None
+    return _complete(f"spec.stop.afterSeconds of {stop.after_seconds} reached")
+
+
+def all_nonces_computed(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """Every slot is at the end of the int32 range."""
+    if not status.assignments or any(slot.state is not SlotState.DONE for slot in status.assignments):
+        return None
+    return _complete("every nonce of the round is computed")
+
+
+def deadline_exceeded(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """``activeDeadlineSeconds`` have passed since the start."""
+    limit = snapshot.round.spec.active_deadline_seconds
+    if limit is None or _seconds_since(snapshot, status.start_time) < limit:
+        return None
+    return _failed(
+        Reason.DEADLINE_EXCEEDED, f"not complete {limit} s after the start (spec.activeDeadlineSeconds)"
+    )
+
+
+def start_deadline_exceeded(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """No pod has started within ``startDeadlineSeconds`` of the creation."""
+    limit = snapshot.round.spec.start_deadline_seconds
+    if status.start_time is not None:
+        return None
+    if _seconds_since(snapshot, _startable_since(snapshot)) < limit:
+        return None
+    waited = f"; last waited for: {status.message}" if status.message else ""
+    message = f"no pod started within {limit} s (spec.startDeadlineSeconds){waited}"
+    return _failed(Reason.START_DEADLINE_EXCEEDED, message)
+
+
+def _startable_since(snapshot: Snapshot) -> datetime:
+    """Creation, or the moment of the last resumption."""
+    created = snapshot.round.metadata.creation_timestamp
+    changes = [
+        condition.last_transition_time
+        for condition in snapshot.round.status.conditions
+        if condition.type == ConditionType.SUSPENDED
+    ]
+    return max([created, *changes])
+
+
+def pods_unreachable(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """No pod has answered for ``pollFailureSeconds``."""
+    limit = snapshot.round.spec.poll_failure_seconds
+    if status.poll_failure_time is None or _seconds_since(snapshot, status.poll_failure_time) < limit:
+        return None
+    return _failed(Reason.PODS_UNREACHABLE, f"no pod has answered for {limit} s (spec.pollFailureSeconds)")
+
+
+def all_slots_failed(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """Every slot was given up."""
+    if not status.assignments or any(slot.state is not SlotState.FAILED for slot in status.assignments):
+        return None
+    return _failed(Reason.REISSUE_LIMIT_EXCEEDED, status.assignments[0].error or "every slot was given up")
+
+
+#: What is done counts first: a round that has both enough nonces and a passed deadline is complete.
+ENDS: tuple[Rule, ...] = (
+    enough_nonces,
+    enough_valid,
+    enough_time,
+    all_nonces_computed,
+    deadline_exceeded,
+    start_deadline_exceeded,
+    pods_unreachable,
+    all_slots_failed,
+)
+
+
+def end(snapshot: Snapshot, step: Step) -> Step:
+    """Record how the round ends, before any pod is told to stop."""
+    if step.status.stop_time is not None:
+        return step  # ends already, or is suspended: nothing is computed, no deadline runs
+    outcome = next((found for rule in ENDS if (found := rule(snapshot, step.status))), None)
+    if outcome is None:
+        return step
+    update = {"outcome": outcome, "stop_time": snapshot.now}
+    return Step(status=step.status.model_copy(update=update), actions=step.actions, events=step.events)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened to each slot since the last plan, as its pod's report tells.
+
+``_RULES`` is read from top to bottom; the first rule that has something to say about a slot wins.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from poc_operator.model.pods import PodReport, PodView
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.reissue import lose
+from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step
+from vllm_poc.wire.base import PowState
+from vllm_poc.wire.partition import NonceSlot
+from vllm_poc.wire.responses import StatusResponse
+
+_COMPUTING = (PowState.GENERATING, PowState.VALIDATING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotView:
+    """One slot, its pod, and what the pod says."""
+
+    snapshot: Snapshot
+    slot: Assignment
+    pod: PodView | None
+    report: PodReport
+
+    @property
+    def status(self) -> StatusResponse | None:
+        """The pod's status, if it answered."""
+        return self.report.status
+
+    @property
+    def ours(self) -> bool:
+        """Whether the pod's last round is this one."""
+        return self.status is not None and self.status.round_id == self.snapshot.round.id
+
+    @property
+    def computing(self) -> bool:
+        """Whether the pod computes anything."""
+        return self.status is not None and self.status.state in _COMPUTING
+
+    @property
+    def ending(self) -> bool:
+        """Whether the round is being stopped or suspended."""
+        return self.snapshot.round.status.stop_time is not None
+
+
+Change = tuple[Assignment, RoundEvent | None]
+Rule = Callable[[SlotView], Change | None]
+
+
+def _idle_slot(view: SlotView) -> Change | None:
+    return None if view.slot.state.active else (view.slot, None)
+
+
+def _pod_gone(view: SlotView) -> Change | None:
+    if view.pod is not None:
+        return None
+    return lose(view.snapshot, view.slot, f"pod {view.slot.pod} is gone", unbind=True)
+
+
+def _unreachable(view: SlotView) -> Change | None:
+    if view.status is not None:
+        return None
+    return view.slot.model_copy(update={"error": view.report.error}), None
+
+
+def _start_accepted(view: SlotView) -> Change | None:
+    if view.slot.state is not SlotState.STARTING or view.report.started is None:
+        return None
+    return _confirm(view.slot, view.report.started), None
+
+
+def _runs(view: SlotView) -> Change | None:
+    """The pod computes this round: adopt it if unconfirmed, take its counters if it is the known one."""
+    status = view.status
+    if status is None or not (view.ours and view.computing):
+        return None
+    if view.slot.state is SlotState.STARTING:
+        return _count(_confirm(view.slot, status.session_id), status), None
+    if view.slot.session == status.session_id:
+        return _count(view.slot, status), None
+    return None
+
+
+def _not_started_yet(view: SlotView) -> Change | None:
+    if view.slot.state is not SlotState.STARTING:
+        return None
+    error = "the pod computes another round" if view.computing else None
+    refusal = view.report.refusal
+    return view.slot.model_copy(update={"error": refusal[1] if refusal else error}), None
+
+
+def _stopped(view: SlotView) -> Change | None:
+    """The known session has stopped: as told, at the end of its nonces, by failure, or by somebody."""
+    status = view.status
+    if status is None or not view.ours or view.slot.session != status.session_id:
+        return None
+    slot = _count(view.slot, status)
+    if status.state is PowState.FAILED:
+        return lose(view.snapshot, slot, f"pod {slot.pod} failed: {status.error}")
+    if view.ending or slot.next >= _capacity(view.snapshot, slot):
+        return slot.model_copy(update={"state": SlotState.DONE, "rate": "0", "error": None}), None
+    return lose(view.snapshot, slot, f"pod {slot.pod} was stopped by somebody else")
+
+
+def _restarted(view: SlotView) -> Change | None:
+    return lose(view.snapshot, view.slot, f"pod {view.slot.pod} restarted and forgot the round")
+
+
+_RULES: tuple[Rule, ...] = (
+    _idle_slot,
+    _pod_gone,
+    _start_accepted,
+    _unreachable,
+    _runs,
+    _not_started_yet,
+    _stopped,
+    _restarted,
+)
+
+
+def observe(snapshot: Snapshot, step: Step) -> Step:
+    """Bring every slot up to date with its pod's report."""
+    changes = [_observe_slot(snapshot, slot) for slot in step.status.assignments]
+    status = step.status.model_copy(update={"assignments": [slot for slot, _ in changes]})
+    return Step(
+        status=status, actions=step.actions, events=[*step.events, *(event for _, event in changes if event)]
+    )
+
+
+def _observe_slot(snapshot: Snapshot, slot: Assignment) -> Change:
+    view = SlotView(snapshot=snapshot, slot=slot, pod=snapshot.pod_of(slot), report=snapshot.report_of(slot))
+    return next(change for rule in _RULES if (change := rule(view)))
+
+
+def _confirm(slot: Assignment, session: str) -> Assignment:
+    return slot.model_copy(update={"state": SlotState.RUNNING, "session": session, "error": None})
+
+
+def _count(slot: Assignment, status: StatusResponse) -> Assignment:
+    return slot.model_copy(
+        update={
+            "next": status.next_index,
+            "delivered": status.delivered_index,
+            "valid": slot.valid_before + status.delivered_valid,
+            "rejected": slot.rejected_before + status.delivered_rejected,
+            "rate": f"{status.rate_per_second:.1f}",
+            "error": None,
+        }
+    )
+
+
+def _capacity(snapshot: Snapshot, slot: Assignment) -> int:
+    return NonceSlot(
+        node_id=slot.node,
+        node_count=snapshot.round.spec.nodes.count,
+        group_id=slot.group,
+        n_groups=snapshot.round.status.groups,
+    ).capacity

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chain of policies: reading it from top to bottom is reading what the operator does."""
+
+from collections.abc import Callable
+
+from poc_operator.plan.conditions import set_conditions
+from poc_operator.plan.ends import end
+from poc_operator.plan.expiry import expire
+from poc_operator.plan.observe import observe
+from poc_operator.plan.slots import bind_pods, fix_slots
+from poc_operator.plan.snapshot import Plan, Snapshot, Step
+from poc_operator.plan.starts import start_pods
+from poc_operator.plan.stops import finish, stop_pods
+from poc_operator.plan.summary import note_times, summarise
+from poc_operator.plan.suspension import suspend
+
+Policy = Callable[[Snapshot, Step], Step]
+
+POLICIES: tuple[Policy, ...] = (
+    observe,  # what happened to each slot
+    note_times,  # since when it runs, since when nobody answers
+    end,  # must it end?
+    suspend,  # may it run?
+    fix_slots,  # which residue classes, once
+    bind_pods,  # which pod for which slot
+    start_pods,
+    stop_pods,
+    finish,
+    summarise,
+    set_conditions,
+)
+
+
+def plan(snapshot: Snapshot) -> Plan:
+    """Return the round's next status, and the actions to take once it is recorded."""
+    step = Step(status=snapshot.round.status)
+    if step.status.state.finished:
+        return expire(snapshot, step)
+    for policy in POLICIES:
+        step = policy(snapshot, step)
+    return step

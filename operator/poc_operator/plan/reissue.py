@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a slot whose pod lost it: it is given out again within the budget, or given up."""
+
+from poc_operator.model.conditions import Reason
+from poc_operator.model.spec import ReissuePolicy
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.snapshot import RoundEvent, Snapshot
+
+
+def lose(
+    snapshot: Snapshot, slot: Assignment, why: str, *, unbind: bool = False
+) -> tuple[Assignment, RoundEvent | None]:
+    """Return the slot after its work was lost, and the Event that tells the user.
+
+    With ``unbind`` the slot waits for another pod; else its own pod is told again.
+    """
+    if snapshot.round.status.stop_time is not None:
+        return slot.model_copy(update={"state": SlotState.DONE, "rate": "0", "error": why}), None
+    refusal = _exhausted(snapshot, slot)
+    if refusal is not None:
+        failed = slot.model_copy(
+            update={"state": SlotState.FAILED, "rate": "0", "error": f"{why}; {refusal}"}
+        )
+        return failed, _event(slot, f"{why}; {refusal}")
+    again = _reset(slot, _start_index(snapshot, slot), why)
+    if unbind:
+        again = again.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None})
+    return again, _event(slot, f"{why}; starts again at index {again.start}")
+
+
+def _exhausted(snapshot: Snapshot, slot: Assignment) -> str | None:
+    limits = snapshot.round.spec.reissue
+    if limits.policy is ReissuePolicy.NEVER:
+        return "spec.reissue.policy is Never"
+    if slot.attempts > limits.limit_per_pod:
+        return f"spec.reissue.limitPerPod of {limits.limit_per_pod} is used up"
+    if snapshot.round.status.totals.reissues >= limits.limit:
+        return f"spec.reissue.limit of {limits.limit} is used up"
+    return None
+
+
+def _start_index(snapshot: Snapshot, slot: Assignment) -> int:
+    resume = snapshot.round.spec.reissue.policy is ReissuePolicy.RESUME
+    return slot.delivered if resume else 0
+
+
+def _reset(slot: Assignment, start: int, why: str) -> Assignment:
+    """Forget the lost session; keep what was delivered below ``start``."""
+    kept = start > 0
+    return slot.model_copy(
+        update={
+            "state": SlotState.STARTING,
+            "session": None,
+            "start": start,
+            "next": start,
+            "delivered": start,
+            "valid": slot.valid if kept else 0,
+            "valid_before": slot.valid if kept else 0,
+            "rejected": slot.rejected if kept else 0,
+            "rejected_before": slot.rejected if kept else 0,
+            "rate": "0",
+            "attempts": slot.attempts + 1,
+            "error": why,
+        }
+    )
+
+
+def _event(slot: Assignment, message: str) -> RoundEvent:
+    return RoundEvent(
+        reason=Reason.WORK_LOST, message=f"node {slot.node} group {slot.group}: {message}", warning=True
+    )

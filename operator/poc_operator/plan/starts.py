@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts of the slots that are recorded for a pod but not confirmed by it."""
+
+from pydantic import AnyHttpUrl
+
+from poc_operator.model.round import Round
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.snapshot import Snapshot, StartPod, Step
+from vllm_poc.wire.base import PowState
+from vllm_poc.wire.requests import ArtifactParams, InitGenerateRequest
+
+
+def start_pods(snapshot: Snapshot, step: Step) -> Step:
+    """Tell every pod whose slot is recorded and unconfirmed, as soon as it is ready and idle."""
+    if step.status.stop_time:
+        return step
+    starts = [
+        StartPod(pod=pod, request=start_request(snapshot.round, step.status.groups, slot))
+        for slot in step.status.assignments
+        if slot.state is SlotState.STARTING
+        and (pod := snapshot.pod_of(slot)) is not None
+        and pod.ready
+        and _may_start(snapshot, slot)
+    ]
+    return Step(status=step.status, actions=[*step.actions, *starts], events=step.events)
+
+
+def _may_start(snapshot: Snapshot, slot: Assignment) -> bool:
+    status = snapshot.report_of(slot).status
+    return status is not None and status.state is not PowState.GENERATING
+
+
+def start_request(round_: Round, groups: int, slot: Assignment) -> InitGenerateRequest:
+    """Return the pod's order for a slot. The round id makes a repetition harmless."""
+    spec = round_.spec
+    artifact = spec.artifact
+    return InitGenerateRequest(
+        block_hash=spec.block_hash,
+        block_height=spec.block_height,
+        public_key=spec.public_key,
+        batch_size=spec.batch_size,
+        node_id=slot.node,
+        node_count=spec.nodes.count,
+        group_id=slot.group,
+        n_groups=groups,
+        start_index=slot.start,
+        round_id=round_.id,
+        url=AnyHttpUrl(spec.callback_url) if spec.callback_url else None,
+        poc_stronger_rng=spec.model.strong_rng,
+        r_target=float(spec.r_target) if spec.r_target is not None else None,
+        seq_len=spec.model.seq_len if artifact is None else None,
+        params=(
+            ArtifactParams(model=spec.model.name, seq_len=spec.model.seq_len, k_dim=artifact.k_dim)
+            if artifact is not None
+            else None
+        ),
+    )

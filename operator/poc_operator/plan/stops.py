@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stops of the pods of a round that ends or is suspended, and the end itself."""
+
+from datetime import timedelta
+
+from poc_operator.model.pods import PodView
+from poc_operator.model.status import Assignment, RoundState, SlotState
+from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step, StopPod
+from vllm_poc.wire.base import PowState
+
+#: So long a pod that does not answer is waited for when its round ends.
+STOP_PATIENCE = timedelta(seconds=90)
+
+
+def running_pods(snapshot: Snapshot) -> list[PodView]:
+    """Pods that compute this round, or may do so without our knowledge."""
+    return [
+        pod
+        for slot in snapshot.round.status.assignments
+        if slot.state.active and (pod := snapshot.pod_of(slot)) is not None and _may_compute(snapshot, slot)
+    ]
+
+
+def _may_compute(snapshot: Snapshot, slot: Assignment) -> bool:
+    status = snapshot.report_of(slot).status
+    if status is None:
+        return True
+    return status.round_id == snapshot.round.id and status.state is PowState.GENERATING
+
+
+def stop_pods(snapshot: Snapshot, step: Step) -> Step:
+    """Stop every pod that still computes, and settle the slots that nobody computes."""
+    stop_time = step.status.stop_time
+    if stop_time is None:
+        return step
+    current = Snapshot(
+        round=snapshot.round.model_copy(update={"status": step.status}),
+        pods=snapshot.pods,
+        reports=snapshot.reports,
+        now=snapshot.now,
+    )
+    pods = running_pods(current)
+    stops = [StopPod(pod=pod, round_id=snapshot.round.id) for pod in pods]
+    busy = {pod.uid for pod in pods} if snapshot.now - stop_time < STOP_PATIENCE else set()
+    assignments = [_settle(slot, busy) for slot in step.status.assignments]
+    status = step.status.model_copy(update={"assignments": assignments})
+    return Step(status=status, actions=[*step.actions, *stops], events=step.events)
+
+
+def _settle(slot: Assignment, busy: set[str]) -> Assignment:
+    if slot.state in (SlotState.DONE, SlotState.FAILED) or slot.uid in busy:
+        return slot
+    return slot.model_copy(update={"state": SlotState.DONE, "rate": "0"})
+
+
+def finish(snapshot: Snapshot, step: Step) -> Step:
+    """Close the round once every pod has stopped."""
+    status = step.status
+    if status.outcome is None or any(slot.state.active for slot in status.assignments):
+        return step
+    undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
+    message = status.outcome.message
+    if undelivered:
+        message += f"; {undelivered} computed nonces were not delivered"
+    outcome = status.outcome.model_copy(update={"message": message})
+    update = {"outcome": outcome, "completion_time": snapshot.now}
+    failed = outcome.type is RoundState.FAILED
+    event = RoundEvent(reason=outcome.reason, message=message, warning=failed)
+    return Step(status=status.model_copy(update=update), actions=step.actions, events=[*step.events, event])

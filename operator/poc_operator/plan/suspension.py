@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``spec.suspend``: the pods stop and keep what they delivered; later they go on from there."""
+
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.snapshot import Snapshot, Step
+
+
+def suspend(snapshot: Snapshot, step: Step) -> Step:
+    """Follow ``spec.suspend``: start to stop the pods, or let them go on from where they were."""
+    status = step.status
+    if status.outcome is not None:
+        return step
+    if snapshot.round.spec.suspend:
+        stopping = status.model_copy(update={"stop_time": status.stop_time or snapshot.now})
+        return Step(status=stopping, actions=step.actions, events=step.events)
+    if status.stop_time is None or any(slot.state.active for slot in status.assignments):
+        return step  # it runs, or is still stopping: it resumes once every pod has stopped
+    waiting = [_resume(slot) for slot in status.assignments]
+    # Like a Job's, the clock of a resumed round starts anew.
+    resumed = status.model_copy(update={"stop_time": None, "start_time": None, "assignments": waiting})
+    return Step(status=resumed, actions=step.actions, events=step.events)
+
+
+def _resume(slot: Assignment) -> Assignment:
+    """Let a slot that was stopped wait for a pod; its work goes on after the last delivered nonce."""
+    if slot.state is not SlotState.DONE:
+        return slot
+    return slot.model_copy(
+        update={
+            "state": SlotState.WAITING,
+            "pod": None,
+            "uid": None,
+            "session": None,
+            "start": slot.delivered,
+            "next": slot.delivered,
+            "valid_before": slot.valid,
+            "rejected_before": slot.rejected,
+        }
+    )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round waits for while no pod computes, in words that say what to do."""
+
+from collections.abc import Callable
+
+from poc_operator.model.conditions import Reason
+from poc_operator.model.pods import PodView
+from poc_operator.model.status import RoundStatus, SlotState
+from poc_operator.plan.compatibility import incompatibility
+from poc_operator.plan.snapshot import Snapshot
+from vllm_poc.wire.base import PowState
+
+Wait = tuple[bool, Reason, str]
+Rule = Callable[[Snapshot], Wait | None]
+
+#: So many pods are named in a message; more would not be read.
+_NAMED = 3
+
+
+def _names(pods: list[PodView], detail: Callable[[PodView], str]) -> str:
+    named = ", ".join(f"{pod.name} ({detail(pod)})" for pod in pods[:_NAMED])
+    return named if len(pods) <= _NAMED else f"{named} and {len(pods) - _NAMED} more"
+
+
+def _no_pod_matches(snapshot: Snapshot) -> Wait | None:
+    if snapshot.live_pods:
+        return None
+    labels = ",".join(f"{key}={value}" for key, value in snapshot.round.spec.selector.match_labels.items())
+    namespace = snapshot.round.metadata.namespace
+    return (
+        False,
+        Reason.NO_MATCHING_PODS,
+        (
+            f'no pod in namespace "{namespace}" has the labels {labels}: '
+            "install the vllm-poc-worker chart there, or label your vLLM pods"
+        ),
+    )
+
+
+def _no_pod_ready(snapshot: Snapshot) -> Wait | None:
+    pods = snapshot.live_pods
+    if any(pod.ready for pod in pods):
+        return None
+    waiting = _names(pods, lambda pod: pod.waiting_for)
+    return False, Reason.NO_POD_READY, f"waiting for one of {len(pods)} pods to become ready: {waiting}"
+
+
+def _no_pod_answers(snapshot: Snapshot) -> Wait | None:
+    ready = [pod for pod in snapshot.live_pods if pod.ready]
+    if any(snapshot.reports.get(pod.uid) and snapshot.reports[pod.uid].status for pod in ready):
+        return None
+    errors = _names(ready, lambda pod: _error(snapshot, pod))
+    return (
+        False,
+        Reason.PODS_UNREACHABLE,
+        (
+            f"no pod answers on port {snapshot.round.spec.port}: {errors}; "
+            "check spec.port and that vLLM runs with --enable-poc"
+        ),
+    )
+
+
+def _error(snapshot: Snapshot, pod: PodView) -> str:
+    report = snapshot.reports.get(pod.uid)
+    return (report.error if report else None) or "not polled yet"
+
+
+def _no_pod_fits(snapshot: Snapshot) -> Wait | None:
+    findings = [
+        incompatibility(snapshot.round.spec, report)
+        for pod in snapshot.live_pods
+        if pod.ready and (report := snapshot.reports.get(pod.uid)) and report.status
+    ]
+    if None in findings:
+        return None
+    first = next(finding for finding in findings if finding)
+    return (False, *first)
+
+
+def _all_pods_busy(snapshot: Snapshot) -> Wait | None:
+    answering = [
+        (pod, report.status)
+        for pod in snapshot.live_pods
+        if pod.ready and (report := snapshot.reports.get(pod.uid)) and report.status
+    ]
+    others = [
+        pod
+        for pod, status in answering
+        if status.state is PowState.GENERATING and status.round_id != snapshot.round.id
+    ]
+    if len(others) < len(answering):
+        return None
+    holders = _names(others, lambda pod: _holder(snapshot, pod))
+    return False, Reason.PODS_BUSY, f"every pod computes another round: {holders}; wait for it or stop it"
+
+
+def _holder(snapshot: Snapshot, pod: PodView) -> str:
+    status = snapshot.reports[pod.uid].status
+    if status is None or status.config is None:
+        return "unknown round"
+    return f"height {status.config.block_height}, round {status.round_id or 'without id'}"
+
+
+_RULES: tuple[Rule, ...] = (_no_pod_matches, _no_pod_ready, _no_pod_answers, _no_pod_fits, _all_pods_busy)
+
+
+def waits_for(snapshot: Snapshot, status: RoundStatus) -> Wait | None:
+    """Return what a round without a computing pod waits for; None if one computes."""
+    if any(slot.state is SlotState.RUNNING for slot in status.assignments):
+        return None
+    blocked = next((wait for rule in _RULES if (wait := rule(snapshot))), None)
+    return blocked or (True, Reason.STARTING, "waiting for the pods to confirm their start")

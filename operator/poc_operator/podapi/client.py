@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed calls to one pod. Every call has a time limit, every answer a size limit."""
+
+from http import HTTPStatus
+from typing import Self, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from poc_operator.podapi.errors import (
+    NotAPodOfOurs,
+    PodBusy,
+    PodError,
+    PodRefused,
+    PodTimeout,
+    PodUnreachable,
+)
+from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.requests import InitGenerateRequest
+from vllm_poc.wire.responses import CommandResponse, ErrorResponse, StatusResponse
+
+#: A status with its lists left out is about 1 KiB; nothing the operator reads is near this.
+MAX_BODY_BYTES = 4 * 2**20
+#: Seconds for a status poll: a pod that needs longer counts as not answering.
+STATUS_SECONDS = 5.0
+#: Seconds for a start: the pod may have to wait for the forward pass in flight.
+START_SECONDS = 30.0
+#: Seconds for a stop: the pod flushes its results first, 30 s at most.
+STOP_SECONDS = 60.0
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class PodClient:
+    """REST client for all pods; one pooled session. Errors are of ``podapi.errors``."""
+
+    def __init__(self, token: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=200), headers=headers, trust_env=False
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def status(self, base: str) -> StatusResponse:
+        """Return the pod's state and counters, without the lists of valid nonces."""
+        return await self._call("GET", f"{base}/status?lists=false", STATUS_SECONDS, StatusResponse)
+
+    async def start(self, base: str, request: InitGenerateRequest) -> CommandResponse:
+        """Start a slot; safe to repeat, since the request carries the round's id."""
+        body = request.model_dump(mode="json", exclude_none=True)
+        return await self._call("POST", f"{base}/init/generate", START_SECONDS, CommandResponse, body)
+
+    async def stop(self, base: str, round_id: str) -> CommandResponse:
+        """Stop the round, unless the pod computes another one by now; its results are flushed first."""
+        return await self._call("POST", f"{base}/stop?round_id={round_id}", STOP_SECONDS, CommandResponse)
+
+    async def _call(
+        self, method: str, url: str, seconds: float, answer: type[Answer], body: object | None = None
+    ) -> Answer:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with self._session.request(
+                method, url, json=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                return _parse(response.status, await _read(response), answer)
+        except TimeoutError as error:
+            raise PodTimeout(f"no answer within {seconds:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise PodUnreachable(str(error) or type(error).__name__) from error
+
+
+def base_url(host: str, port: int) -> str:
+    """Return the address of a pod's PoC routes."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{API_PREFIX}"
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    body = await response.content.read(MAX_BODY_BYTES + 1)
+    while len(body) <= MAX_BODY_BYTES and (more := await response.content.read(MAX_BODY_BYTES)):
+        body += more
+    if len(body) > MAX_BODY_BYTES:
+        raise NotAPodOfOurs(f"the answer exceeds {MAX_BODY_BYTES} bytes")
+    return body
+
+
+def _parse(status: int, body: bytes, answer: type[Answer]) -> Answer:
+    if status != HTTPStatus.OK:
+        raise _error(status, body)
+    try:
+        return answer.model_validate_json(body)
+    except ValidationError as error:
+        raise NotAPodOfOurs(f"not an answer of the PoC protocol: {error.errors()[0]['msg']}") from error
+
+
+def _error(status: int, body: bytes) -> PodError:
+    try:
+        refusal = ErrorResponse.model_validate_json(body)
+    except ValidationError:
+        if status == HTTPStatus.NOT_FOUND:
+            return NotAPodOfOurs("HTTP 404: the server has no PoC routes; start vLLM with --enable-poc")
+        return NotAPodOfOurs(f"HTTP {status} without an explanation")
+    if refusal.reason == "RoundConflict":
+        return PodBusy(refusal.reason, refusal.detail)
+    return PodRefused(refusal.reason, refusal.detail)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop that drives one round: read, poll, plan, record, act.
+
+The order is what makes a killed operator harmless. A plan is recorded in the status before its
+actions are taken, and each action is safe to repeat, so the next process reads the status, polls
+the pods and goes on.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from poc_operator.model.pods import PodReport, PodView
+from poc_operator.model.round import Round
+from poc_operator.plan.plan import plan
+from poc_operator.plan.snapshot import Action, DeleteRound, RoundEvent, Snapshot, StartPod, StopPod
+from poc_operator.plan.stops import running_pods
+from poc_operator.podapi.client import PodClient, base_url
+from poc_operator.podapi.errors import PodBusy, PodError, PodRefused
+from poc_operator.runtime.pods import PodCache
+from poc_operator.runtime.polling import poll
+from poc_operator.store.rounds import RoundStore
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks at a round that runs or waits.
+POLL_SECONDS = 2.0
+
+Emit = Callable[[RoundEvent], None]
+
+
+class RoundDriver:
+    """Drives the round ``namespace/name`` as long as it exists."""
+
+    def __init__(
+        self, namespace: str, name: str, *, store: RoundStore, client: PodClient, pods: PodCache, emit: Emit
+    ) -> None:
+        self._namespace = namespace
+        self._name = name
+        self._store = store
+        self._client = client
+        self._pods = pods
+        self._emit = emit
+        # Answers to the starts of the last tick: what the pods' next reports cannot tell.
+        self._started: dict[str, str] = {}
+        self._refusals: dict[str, tuple[str, str]] = {}
+
+    async def tick(self) -> bool:
+        """Take the round one step further. Return False when there is nothing left to drive."""
+        round_ = await self._store.get(self._namespace, self._name)
+        if round_ is None or round_.metadata.deletion_timestamp is not None:
+            return False
+        snapshot = await self._look(round_)
+        step = plan(snapshot)
+        if step.status != round_.status:
+            await self._store.write_status(round_, step.status)
+        for event in step.events:
+            self._emit(event)
+        await self._act(round_, step.actions)
+        deletes = any(isinstance(action, DeleteRound) for action in step.actions)
+        ttl = round_.spec.ttl_seconds_after_finished
+        return not (deletes or (step.status.state.finished and ttl is None))
+
+    async def stop_all(self) -> int:
+        """Stop every pod that computes the round; return how many still do. For a round being deleted."""
+        round_ = await self._store.get(self._namespace, self._name)
+        if round_ is None:
+            return 0
+        pods = running_pods(await self._look(round_))
+        await self._act(round_, [StopPod(pod=pod, round_id=round_.id) for pod in pods])
+        return len(running_pods(await self._look(round_)))
+
+    async def _look(self, round_: Round) -> Snapshot:
+        pods = self._pods.matching(round_)
+        finished = round_.status.state.finished and round_.metadata.deletion_timestamp is None
+        reports = {} if finished else await poll(self._client, pods, round_.spec.port)
+        return Snapshot(
+            round=round_,
+            pods=pods,
+            reports={uid: self._with_answer(uid, report) for uid, report in reports.items()},
+            now=datetime.now(UTC).replace(microsecond=0),
+        )
+
+    def _with_answer(self, uid: str, report: PodReport) -> PodReport:
+        return dataclasses.replace(
+            report, started=self._started.pop(uid, None), refusal=self._refusals.get(uid)
+        )
+
+    async def _act(self, round_: Round, actions: Sequence[Action]) -> None:
+        await asyncio.gather(*(self._take(round_, action) for action in actions))
+
+    async def _take(self, round_: Round, action: Action) -> None:
+        match action:
+            case StartPod():
+                await self._start(round_, action)
+            case StopPod(pod=pod):
+                await self._stop(_address(round_, pod), action)
+            case DeleteRound():
+                await self._store.delete(round_)
+
+    async def _start(self, round_: Round, start: StartPod) -> None:
+        uid = start.pod.uid
+        self._refusals.pop(uid, None)
+        try:
+            answer = await self._client.start(_address(round_, start.pod), start.request)
+            self._started[uid] = answer.pow_status.session_id
+        except PodRefused as error:
+            self._refusals[uid] = (error.reason, str(error))
+        except PodError as error:
+            # The outcome is unknown; the next poll tells, and a repeated start is harmless.
+            log.warning("start of pod %s: %s", start.pod.name, error)
+
+    async def _stop(self, address: str, stop: StopPod) -> None:
+        try:
+            await self._client.stop(address, stop.round_id)
+        except PodBusy:
+            log.info("pod %s computes another round by now", stop.pod.name)
+        except PodError as error:
+            log.warning("stop of pod %s: %s", stop.pod.name, error)
+
+
+def _address(round_: Round, pod: PodView) -> str:
+    return base_url(pod.ip or "", round_.spec.port)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the handlers share: connections, pods, and the rounds that are being driven."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Self
+
+from poc_operator.model.pods import PodView
+from poc_operator.podapi.client import PodClient
+from poc_operator.runtime.driver import POLL_SECONDS, Emit, RoundDriver
+from poc_operator.runtime.pods import PodCache
+from poc_operator.store.errors import StaleRound, StoreUnavailable
+from poc_operator.store.rounds import RoundStore
+
+log = logging.getLogger(__name__)
+
+#: Seconds without a finished tick after which a round's loop counts as hung. A tick that stops pods
+#: waits for their results.
+HUNG_SECONDS = 180.0
+
+
+class Operator:
+    """One per process."""
+
+    def __init__(self, store: RoundStore, client: PodClient) -> None:
+        self._store = store
+        self._client = client
+        self._pods = PodCache()
+        self._wake: dict[str, asyncio.Event] = {}  # by round uid
+        self._last_tick: dict[str, float] = {}
+
+    @classmethod
+    async def create(cls, token: str | None) -> Self:
+        """Connect to the API server. ``token`` is sent to the pods, if they ask for one."""
+        return cls(await RoundStore.connect(), PodClient(token))
+
+    async def close(self) -> None:
+        """Close all connections; running rounds go on in their pods."""
+        await self._client.close()
+        await self._store.close()
+
+    def pod_changed(self, pod: PodView) -> None:
+        """Remember a pod and let the rounds look at it at once."""
+        if self._pods.put(pod):
+            self._wake_all()
+
+    def pod_deleted(self, uid: str) -> None:
+        """Forget a pod and let the rounds react at once."""
+        if self._pods.remove(uid):
+            self._wake_all()
+
+    def round_changed(self, uid: str) -> None:
+        """Let the round's loop look at its changed spec at once."""
+        if uid in self._wake:
+            self._wake[uid].set()
+
+    def _wake_all(self) -> None:
+        for event in self._wake.values():
+            event.set()
+
+    def hung_rounds(self) -> list[str]:
+        """Return the uids of rounds whose loop has not finished a tick for too long."""
+        oldest = time.monotonic() - HUNG_SECONDS
+        return [uid for uid, tick in self._last_tick.items() if tick < oldest]
+
+    def driver(self, namespace: str, name: str, emit: Emit) -> RoundDriver:
+        """Return a driver for the round."""
+        return RoundDriver(
+            namespace, name, store=self._store, client=self._client, pods=self._pods, emit=emit
+        )
+
+    async def drive(self, uid: str, driver: RoundDriver) -> None:
+        """Drive the round until it is finished. A cancellation is safe at any moment."""
+        wake = self._wake[uid] = asyncio.Event()
+        try:
+            self._last_tick[uid] = time.monotonic()
+            while await _tick(driver):
+                self._last_tick[uid] = time.monotonic()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(wake.wait(), POLL_SECONDS)
+                wake.clear()
+        finally:
+            self._wake.pop(uid, None)
+            self._last_tick.pop(uid, None)
+
+
+async def _tick(driver: RoundDriver) -> bool:
+    """Take one step; trouble with the API server is logged and tried again at the next tick."""
+    try:
+        return await driver.tick()
+    except StaleRound:
+        log.info("the round changed while it was planned; planning again")
+    except StoreUnavailable as error:
+        log.warning("API server: %s; trying again", error)
+    return True

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds in the Kubernetes API server."""

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong between operator and API server.
+
+StoreError
+ ├── StaleRound       somebody changed the round meanwhile: read it anew and plan again
+ └── StoreUnavailable the API server did not answer, or not as expected: try again later
+"""
+
+
+class StoreError(Exception):
+    """A request to the API server failed."""
+
+
+class StaleRound(StoreError):  # noqa: N818 - reads as a state
+    """The round changed since it was read."""
+
+
+class StoreUnavailable(StoreError):  # noqa: N818
+    """The API server cannot be used at the moment."""

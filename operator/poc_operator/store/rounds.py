@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading rounds, writing their status, deleting them.
+
+The status is written against the resource version that was read. A plan made from an outdated
+round, as by an operator that has been replaced, is thus refused instead of overwriting a newer one.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import client, config
+from kubernetes.aio.client.exceptions import ApiException
+
+from poc_operator.model import names
+from poc_operator.model.round import Round
+from poc_operator.model.status import RoundStatus
+from poc_operator.store.errors import StaleRound, StoreUnavailable
+
+#: Seconds for one request to the API server.
+REQUEST_SECONDS = 15.0
+
+
+class RoundStore:
+    """The PoCRounds of the cluster."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+        self._objects = client.CustomObjectsApi(api)
+
+    @classmethod
+    async def connect(cls) -> "RoundStore":
+        """Connect as the pod's service account, or with the user's kubeconfig outside a cluster."""
+        await config.load_config()  # type: ignore[no-untyped-call]
+        return cls(client.ApiClient())
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()  # type: ignore[no-untyped-call]
+
+    async def get(self, namespace: str, name: str) -> Round | None:
+        """Return the round as it is now; None if it does not exist."""
+        async with _errors():
+            body: Any = await self._objects.get_namespaced_custom_object(**self._key(namespace, name))
+            return Round.parse(body)
+        return None
+
+    async def write_status(self, round_: Round, status: RoundStatus) -> None:
+        """Replace the round's status; StaleRound if the round changed since it was read."""
+        patch = {
+            "metadata": {"resourceVersion": round_.metadata.resource_version},
+            "status": _merge_patch(status),
+        }
+        async with _errors():
+            await self._objects.patch_namespaced_custom_object_status(
+                **self._key(round_.metadata.namespace, round_.metadata.name),
+                body=patch,
+                _content_type="application/merge-patch+json",
+            )
+
+    async def delete(self, round_: Round) -> None:
+        """Delete the round; nothing happens if it is gone or was replaced by another of its name."""
+        async with _errors():
+            await self._objects.delete_namespaced_custom_object(
+                **self._key(round_.metadata.namespace, round_.metadata.name),
+                body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=round_.metadata.uid)),
+            )
+
+    def _key(self, namespace: str, name: str) -> dict[str, Any]:
+        return {
+            "group": names.GROUP,
+            "version": names.VERSION,
+            "plural": names.PLURAL,
+            "namespace": namespace,
+            "name": name,
+            "_request_timeout": REQUEST_SECONDS,
+        }
+
+
+def _merge_patch(status: RoundStatus) -> dict[str, Any]:
+    """Return the status as a JSON merge patch: a field that is unset now becomes null, which deletes it."""
+    patch = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    aliases = (str(field.alias) for field in RoundStatus.model_fields.values())
+    return dict.fromkeys(aliases) | patch
+
+
+@asynccontextmanager
+async def _errors() -> AsyncIterator[None]:
+    """Translate the client's errors; a missing object is no error."""
+    try:
+        yield
+    except ApiException as error:
+        if error.status == HTTPStatus.CONFLICT:
+            raise StaleRound(error.reason) from error
+        if error.status != HTTPStatus.NOT_FOUND:
+            raise StoreUnavailable(f"HTTP {error.status}: {error.reason}") from error
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        raise StoreUnavailable(str(error) or type(error).__name__) from error
