@@ -59,9 +59,7 @@ async def round_event(uid: str, memo: kopf.Memo, **_: object) -> None:
 
 
 @kopf.on.delete(names.GROUP, names.VERSION, names.PLURAL, when=_needs_stopping, timeout=_DELETE_SECONDS)
-async def stop_deleted(
-    *, namespace: str | None, name: str, body: kopf.Body, memo: kopf.Memo, **_: object
-) -> None:
+async def stop_deleted(*, namespace: str | None, name: str, body: kopf.Body, memo: kopf.Memo, **_: object) -> None:
     """Stop the pods of a deleted round; the finalizer holds the object until they have, or time is up."""
     operator: Operator = memo.operator
     left = await operator.driver(namespace or "", name, _emitter(body)).stop_all()

@@ -52,10 +52,10 @@ class Assignment(ApiModel):
 
     node: int
     group: int
+    state: SlotState
     pod: str | None = None
     uid: str | None = None
     session: str | None = None
-    state: SlotState = SlotState.WAITING
     start: int = 0
     next: int = 0
     delivered: int = 0
@@ -63,7 +63,6 @@ class Assignment(ApiModel):
     valid_before: int = 0
     rejected: int = 0
     rejected_before: int = 0
-    rate: str = "0"
     attempts: int = 0
     error: str | None = None
 

@@ -23,9 +23,7 @@ def _no_pod_can_run_it(snapshot: Snapshot) -> Finding | None:
     """Return the commonest reason if every pod that answers is unable to run the round."""
     reports = [snapshot.reports.get(pod.uid) for pod in snapshot.live_pods if pod.ready]
     findings = [
-        incompatibility(snapshot.round.spec, report)
-        for report in reports
-        if report is not None and report.status
+        incompatibility(snapshot.round.spec, report) for report in reports if report is not None and report.status
     ]
     if not findings or None in findings:
         return None

@@ -63,9 +63,7 @@ def deadline_exceeded(snapshot: Snapshot, status: RoundStatus) -> Outcome | None
     limit = snapshot.round.spec.active_deadline_seconds
     if limit is None or _seconds_since(snapshot, status.start_time) < limit:
         return None
-    return _failed(
-        Reason.DEADLINE_EXCEEDED, f"not complete {limit} s after the start (spec.activeDeadlineSeconds)"
-    )
+    return _failed(Reason.DEADLINE_EXCEEDED, f"not complete {limit} s after the start (spec.activeDeadlineSeconds)")
 
 
 def start_deadline_exceeded(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:

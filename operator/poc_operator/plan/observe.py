@@ -103,7 +103,7 @@ def _stopped(view: SlotView) -> Change | None:
     if status.state is PowState.FAILED:
         return lose(view.snapshot, slot, f"pod {slot.pod} failed: {status.error}")
     if view.ending or slot.next >= _capacity(view.snapshot, slot):
-        return slot.model_copy(update={"state": SlotState.DONE, "rate": "0", "error": None}), None
+        return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
     return lose(view.snapshot, slot, f"pod {slot.pod} was stopped by somebody else")
 
 
@@ -127,9 +127,7 @@ def observe(snapshot: Snapshot, step: Step) -> Step:
     """Bring every slot up to date with its pod's report."""
     changes = [_observe_slot(snapshot, slot) for slot in step.status.assignments]
     status = step.status.model_copy(update={"assignments": [slot for slot, _ in changes]})
-    return Step(
-        status=status, actions=step.actions, events=[*step.events, *(event for _, event in changes if event)]
-    )
+    return Step(status=status, actions=step.actions, events=[*step.events, *(event for _, event in changes if event)])
 
 
 def _observe_slot(snapshot: Snapshot, slot: Assignment) -> Change:
@@ -148,7 +146,6 @@ def _count(slot: Assignment, status: StatusResponse) -> Assignment:
             "delivered": status.delivered_index,
             "valid": slot.valid_before + status.delivered_valid,
             "rejected": slot.rejected_before + status.delivered_rejected,
-            "rate": f"{status.rate_per_second:.1f}",
             "error": None,
         }
     )

@@ -15,12 +15,10 @@ def lose(
     With ``unbind`` the slot waits for another pod; else its own pod is told again.
     """
     if snapshot.round.status.stop_time is not None:
-        return slot.model_copy(update={"state": SlotState.DONE, "rate": "0", "error": why}), None
+        return slot.model_copy(update={"state": SlotState.DONE, "error": why}), None
     refusal = _exhausted(snapshot, slot)
     if refusal is not None:
-        failed = slot.model_copy(
-            update={"state": SlotState.FAILED, "rate": "0", "error": f"{why}; {refusal}"}
-        )
+        failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
         return failed, _event(slot, f"{why}; {refusal}")
     again = _reset(slot, _start_index(snapshot, slot), why)
     if unbind:
@@ -58,7 +56,6 @@ def _reset(slot: Assignment, start: int, why: str) -> Assignment:
             "valid_before": slot.valid if kept else 0,
             "rejected": slot.rejected if kept else 0,
             "rejected_before": slot.rejected if kept else 0,
-            "rate": "0",
             "attempts": slot.attempts + 1,
             "error": why,
         }
@@ -66,6 +63,4 @@ def _reset(slot: Assignment, start: int, why: str) -> Assignment:
 
 
 def _event(slot: Assignment, message: str) -> RoundEvent:
-    return RoundEvent(
-        reason=Reason.WORK_LOST, message=f"node {slot.node} group {slot.group}: {message}", warning=True
-    )
+    return RoundEvent(reason=Reason.WORK_LOST, message=f"node {slot.node} group {slot.group}: {message}", warning=True)

@@ -38,7 +38,9 @@ def fix_slots(snapshot: Snapshot, step: Step) -> Step:
         return step
     nodes = snapshot.round.spec.nodes
     groups = -(-len(snapshot.live_pods) // len(nodes.ids))
-    assignments = [Assignment(node=node, group=group) for group in range(groups) for node in nodes.ids]
+    assignments = [
+        Assignment(node=node, group=group, state=SlotState.WAITING) for group in range(groups) for node in nodes.ids
+    ]
     update = {"slots": nodes.count * groups, "groups": groups, "assignments": assignments}
     return Step(status=step.status.model_copy(update=update), actions=step.actions, events=step.events)
 

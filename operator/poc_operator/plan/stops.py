@@ -50,7 +50,7 @@ def stop_pods(snapshot: Snapshot, step: Step) -> Step:
 def _settle(slot: Assignment, busy: set[str]) -> Assignment:
     if slot.state in (SlotState.DONE, SlotState.FAILED) or slot.uid in busy:
         return slot
-    return slot.model_copy(update={"state": SlotState.DONE, "rate": "0"})
+    return slot.model_copy(update={"state": SlotState.DONE})
 
 
 def finish(snapshot: Snapshot, step: Step) -> Step:

@@ -6,15 +6,16 @@ from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotS
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step
 
 
-def totals(assignments: list[Assignment]) -> Totals:
-    """Sum up the slots."""
+def totals(snapshot: Snapshot, assignments: list[Assignment]) -> Totals:
+    """Sum up the slots; the rate is that of the pods which compute now."""
+    running = [snapshot.report_of(slot).status for slot in assignments if slot.state is SlotState.RUNNING]
     return Totals(
         checked=sum(slot.next for slot in assignments),
         valid=sum(slot.valid for slot in assignments),
         delivered=sum(slot.delivered for slot in assignments),
         rejected=sum(slot.rejected for slot in assignments),
         reissues=sum(max(0, slot.attempts - 1) for slot in assignments),
-        rate=f"{sum(float(slot.rate) for slot in assignments):.1f}",
+        rate=f"{sum(status.rate_per_second for status in running if status):.1f}",
     )
 
 
@@ -40,9 +41,7 @@ def note_times(snapshot: Snapshot, step: Step) -> Step:
     start_time = status.start_time
     if started and start_time is None:
         start_time = snapshot.now
-        events.append(
-            RoundEvent(reason=Reason.STARTED, message=f"{len(status.assignments)} slots of {status.slots}")
-        )
+        events.append(RoundEvent(reason=Reason.STARTED, message=f"{len(status.assignments)} slots of {status.slots}"))
     failing = _poll_failed(snapshot, status.assignments)
     update = {
         "start_time": start_time,
@@ -57,7 +56,7 @@ def summarise(snapshot: Snapshot, step: Step) -> Step:
     done = sum(slot.state is SlotState.DONE for slot in slots)
     update = {
         "observed_generation": snapshot.round.metadata.generation,
-        "totals": totals(slots),
+        "totals": totals(snapshot, slots),
         "pods": f"{done}/{sum(slot.pod is not None for slot in slots)}",
         "state": _state(step.status),
     }

@@ -84,9 +84,7 @@ def _all_pods_busy(snapshot: Snapshot) -> Wait | None:
         if pod.ready and (report := snapshot.reports.get(pod.uid)) and report.status
     ]
     others = [
-        pod
-        for pod, status in answering
-        if status.state is PowState.GENERATING and status.round_id != snapshot.round.id
+        pod for pod, status in answering if status.state is PowState.GENERATING and status.round_id != snapshot.round.id
     ]
     if len(others) < len(answering):
         return None
@@ -96,9 +94,10 @@ def _all_pods_busy(snapshot: Snapshot) -> Wait | None:
 
 def _holder(snapshot: Snapshot, pod: PodView) -> str:
     status = snapshot.reports[pod.uid].status
-    if status is None or status.config is None:
-        return "unknown round"
-    return f"height {status.config.block_height}, round {status.round_id or 'without id'}"
+    if status is None:
+        return "no answer"
+    height = f", height {status.config.block_height}" if status.config else ""
+    return f"round {status.round_id or 'without id'}{height}"
 
 
 _RULES: tuple[Rule, ...] = (_no_pod_matches, _no_pod_ready, _no_pod_answers, _no_pod_fits, _all_pods_busy)

@@ -84,9 +84,7 @@ class RoundDriver:
         )
 
     def _with_answer(self, uid: str, report: PodReport) -> PodReport:
-        return dataclasses.replace(
-            report, started=self._started.pop(uid, None), refusal=self._refusals.get(uid)
-        )
+        return dataclasses.replace(report, started=self._started.pop(uid, None), refusal=self._refusals.get(uid))
 
     async def _act(self, round_: Round, actions: Sequence[Action]) -> None:
         await asyncio.gather(*(self._take(round_, action) for action in actions))

@@ -67,9 +67,7 @@ class Operator:
 
     def driver(self, namespace: str, name: str, emit: Emit) -> RoundDriver:
         """Return a driver for the round."""
-        return RoundDriver(
-            namespace, name, store=self._store, client=self._client, pods=self._pods, emit=emit
-        )
+        return RoundDriver(namespace, name, store=self._store, client=self._client, pods=self._pods, emit=emit)
 
     async def drive(self, uid: str, driver: RoundDriver) -> None:
         """Drive the round until it is finished. A cancellation is safe at any moment."""

@@ -82,6 +82,10 @@ class RoundStore:
 def _merge_patch(status: RoundStatus) -> dict[str, Any]:
     """Return the status as a JSON merge patch: a field that is unset now becomes null, which deletes it."""
     patch = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    # A thousand slots must fit; what has its default value is left out.
+    patch["assignments"] = [
+        slot.model_dump(mode="json", by_alias=True, exclude_defaults=True) for slot in status.assignments
+    ]
     aliases = (str(field.alias) for field in RoundStatus.model_fields.values())
     return dict.fromkeys(aliases) | patch
 

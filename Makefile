@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+CLUSTER ?= local
+PYTHON ?= python3
+
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help
+help: ## Show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+.PHONY: demo
+demo: ## From a bare machine to a completed round (CLUSTER=current: on the cluster of your kubeconfig)
+	@$(PYTHON) -m hack.demo --cluster $(CLUSTER) \
+		$(if $(OPERATOR_VALUES),--operator-values $(OPERATOR_VALUES)) $(if $(WORKER_VALUES),--worker-values $(WORKER_VALUES))
+
+.PHONY: demo-down
+demo-down: ## End what the demo started on this machine
+	@$(PYTHON) -m hack.cluster down
+
+.PHONY: test
+test: check test-unit test-worker test-cluster ## Everything that this machine can prove
+
+.PHONY: check
+check: .venv/.lock ## Format, lint, types, layers
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy operator/poc_operator image/vllm_poc hack tests
+	.venv/bin/lint-imports
+
+.PHONY: test-unit
+test-unit: .venv/.lock ## Tests that need neither torch nor a cluster
+	.venv/bin/pytest -m "not torch and not vllm and not cluster and not gpu" tests/unit
+
+.PHONY: test-worker
+test-worker: toolchain ## The maths, the pod's API, and real vLLM on CPU
+	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest -m "not gpu and not cluster" tests/unit/vllm_poc tests/wire tests/vllm
+
+.PHONY: test-cluster
+test-cluster: .venv/.lock toolchain ## Both charts, real rounds and bad input on a real cluster
+	.venv/bin/pytest -m cluster tests/chart tests/cluster
+
+.PHONY: toolchain
+toolchain:
+	@$(PYTHON) -m hack.toolchain
+
+.PHONY: images
+images: toolchain ## Build both images and print their names
+	@$(PYTHON) -m hack.images
+
+.PHONY: format
+format: .venv/.lock ## Format the code
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+.PHONY: lock
+lock: ## Resolve all dependencies anew
+	hack/lock.sh
+
+.venv/.lock: locks/dev.txt
+	@uv=$$($(PYTHON) -m hack.uv path) && \
+	$$uv venv --quiet --allow-existing --python $(PYTHON) .venv && \
+	$$uv pip sync --quiet --python .venv/bin/python --require-hashes locks/dev.txt
+	@cp locks/dev.txt .venv/.lock

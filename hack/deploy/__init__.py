@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installing both charts, on the local cluster or on the user's: shared by the demo and the tests."""

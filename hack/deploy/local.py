@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chart values for the local cluster: images built here, vLLM and the tiny models mounted from the machine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hack.cluster.images import load
+from hack.images.build import build
+from hack.images.site import ROOT, Role
+from hack.models.store import models
+from hack.vllm.environment import environment
+
+OPERATOR_CHART = ROOT / "charts" / "vllm-poc-operator"
+WORKER_CHART = ROOT / "charts" / "vllm-poc-worker"
+#: The name that the example round asks for.
+SERVED_NAME = "demo"
+_VLLM = "/opt/vllm"
+_MODELS = "/models"
+
+Values = Mapping[str, Any]
+
+
+def _image(role: Role) -> Values:
+    repository, tag = load(build(role)).rsplit(":", 1)
+    return {"repository": repository, "tag": tag, "pullPolicy": "Never"}
+
+
+def operator_values() -> Values:
+    """Build and load the operator's image; return the chart values that use it."""
+    return {"image": _image(Role.OPERATOR)}
+
+
+def worker_values(*, replicas: int, model: str = "qwen3-tiny") -> Values:
+    """Build and load the worker's image; return chart values for ``replicas`` CPU pods of a tiny model."""
+    mounts = {"vllm": (environment(), _VLLM), "models": (models(), _MODELS)}
+    return {
+        "image": _image(Role.WORKER),
+        "replicas": replicas,
+        "command": [f"{_VLLM}/bin/python", "-m", "vllm_poc", "serve"],
+        "model": {"path": f"{_MODELS}/{model}", "name": SERVED_NAME},
+        "extraArgs": ["--max-model-len=1024", "--enforce-eager"],
+        "extraEnv": [{"name": name, "value": value} for name, value in _CPU_ENVIRONMENT.items()],
+        "extraVolumes": [_volume(name, path) for name, (path, _) in mounts.items()],
+        "extraVolumeMounts": [
+            {"name": name, "mountPath": target, "readOnly": True} for name, (_, target) in mounts.items()
+        ],
+        "sharedMemory": "1Gi",
+    }
+
+
+def _volume(name: str, path: Path) -> Values:
+    return {"name": name, "hostPath": {"path": str(path), "type": "Directory"}}
+
+
+# What vLLM needs to run beside others on a small machine without a GPU and without a network.
+_CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building the images with buildah. A tag is a hash of the content: what has not changed is not built again."""
+
+import hashlib
+
+from hack.cluster.base_image import ensure_base_image
+from hack.cluster.buildah import buildah, has_image
+from hack.images.site import ROOT, Role, fingerprint, site
+from hack.toolchain.common import exclusive, step
+
+DOCKERFILES = {
+    Role.OPERATOR: ROOT / "image" / "operator.Dockerfile",
+    Role.WORKER: ROOT / "image" / "Dockerfile",
+}
+REPOSITORIES = {Role.OPERATOR: "localhost/vllm-poc-operator", Role.WORKER: "localhost/vllm-poc-worker"}
+
+
+def image_name(role: Role, base: str) -> str:
+    """Return the full name that the role's image has on this base."""
+    tag = hashlib.sha256(f"{base} {fingerprint(role)}".encode()).hexdigest()[:12]
+    return f"{REPOSITORIES[role]}:{tag}"
+
+
+def build(role: Role, base: str | None = None) -> str:
+    """Build the role's image on ``base`` (default: the local Debian image); return its name."""
+    base = base or ensure_base_image()
+    name = image_name(role, base)
+    folder = site(role)
+    with exclusive("images"):
+        if not has_image(name):
+            with step(f"image {name}"):
+                argv = [
+                    "--tag",
+                    name,
+                    "--build-arg",
+                    f"BASE_IMAGE={base}",
+                    "--file",
+                    DOCKERFILES[role],
+                    folder,
+                ]
+                buildah("build", *argv)
+    return name

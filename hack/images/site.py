@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into an image: a folder with this project's wheel and, for the operator, its locked dependencies.
+
+The folder is made outside of the image's build, so that the build itself needs no network.
+"""
+
+import hashlib
+import shutil
+from enum import StrEnum
+from pathlib import Path
+
+from hack.toolchain.common import cache, exclusive, run, step
+from hack.uv import uv_environment, uv_path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What the images' Python must be; Debian 12's is.
+PYTHON_VERSION = "3.11"
+PLATFORM = "x86_64-manylinux_2_28"
+LIMIT = 300.0
+
+OPERATOR_LOCK = ROOT / "locks" / "operator.txt"
+BUILD_LOCK = ROOT / "locks" / "build.txt"
+
+
+class Role(StrEnum):
+    """Which of the two images."""
+
+    OPERATOR = "operator"
+    WORKER = "worker"
+
+
+def site(role: Role) -> Path:
+    """Return the folder of the role's image, making it first where the sources have changed."""
+    folder = cache() / "sites" / f"{role}-{fingerprint(role)}"
+    with exclusive("sites"):
+        if not folder.exists():
+            with step(f"packages of the {role} image"):
+                _make(role, folder)
+    return folder
+
+
+def fingerprint(role: Role) -> str:
+    """Return a hash of everything that the role's image is made of, but for its base."""
+    digest = hashlib.sha256(role.encode())
+    for path in _sources(role):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _sources(role: Role) -> list[Path]:
+    files = [ROOT / "pyproject.toml", BUILD_LOCK, *_package_files(ROOT / "image")]
+    if role is Role.OPERATOR:
+        files += [OPERATOR_LOCK, *_package_files(ROOT / "operator")]
+    return files
+
+
+def _package_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _make(role: Role, folder: Path) -> None:
+    # A folder without the suffix is complete, since renaming is atomic.
+    unfinished = folder.with_suffix(".part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if role is Role.OPERATOR:
+        _install(unfinished, "--require-hashes", "--requirement", OPERATOR_LOCK)
+    _install(unfinished, _wheel())
+    unfinished.rename(folder)
+
+
+def _install(folder: Path, *what: str | Path) -> None:
+    argv: list[str | Path] = [uv_path(), "pip", "install", "--quiet", "--no-deps", "--target", folder]
+    argv += ["--python-version", PYTHON_VERSION, "--python-platform", PLATFORM, "--only-binary", ":all:"]
+    run([*argv, *what], limit=LIMIT, env=uv_environment(), cwd=ROOT)
+
+
+def _wheel() -> Path:
+    """Build this project's wheel with the locked build backend."""
+    out = cache() / "wheel"
+    shutil.rmtree(out, ignore_errors=True)
+    argv: list[str | Path] = [uv_path(), "build", "--quiet", "--wheel", "--out-dir", out]
+    run(
+        [*argv, "--build-constraints", BUILD_LOCK, "--require-hashes"],
+        limit=LIMIT,
+        env=uv_environment(),
+        cwd=ROOT,
+    )
+    return next(out.glob("*.whl"))
