@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hack.cluster.images import load
+from hack.cluster.images import is_loaded, load
 from hack.images.build import build
 from hack.images.site import ROOT, Role
 from hack.models.store import models
@@ -22,7 +22,11 @@ Values = Mapping[str, Any]
 
 
 def _image(role: Role) -> Values:
-    repository, tag = load(build(role)).rsplit(":", 1)
+    name = build(role)
+    # The tag is a hash of the content: what is there is the same.
+    if not is_loaded(name):
+        load(name)
+    repository, tag = name.rsplit(":", 1)
     return {"repository": repository, "tag": tag, "pullPolicy": "Never"}
 
 

@@ -25,7 +25,9 @@ def main() -> None:
         verbose=None,
         log_format=kopf.LogFormat.JSON if options.log_format == "json" else kopf.LogFormat.PLAIN,
     )
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    # "Handler ... succeeded" for every event of every pod says nothing to anybody.
+    for noisy in ("aiohttp.access", "kopf.objects"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     kopf.run(
         standalone=True,
         namespaces=options.namespace,

@@ -13,7 +13,7 @@ API_PREFIX = "/api/v1/pow"
 def _refuse_bool(value: object) -> object:
     # JSON true would silently become the nonce 1.
     if isinstance(value, bool):
-        raise ValueError("must be an integer, not a boolean")  # noqa: TRY004 - pydantic wants ValueError
+        raise ValueError("must be an integer, not a boolean")
     return value
 
 

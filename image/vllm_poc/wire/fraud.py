@@ -59,7 +59,7 @@ def _tail(k: int, n: int, log_p: float, log_q: float) -> float:
     # P(X >= k) for k above the mean: the terms shrink from the first on, each from the one before.
     odds = math.exp(log_p - log_q)
     term = math.exp(_log_choose(n, k) + k * log_p + (n - k) * log_q)
-    terms = []
+    terms: list[float] = []
     while term > _NEGLIGIBLE * (terms[0] if terms else 0.0):
         terms.append(term)
         term *= (n - k) / (k + 1) * odds

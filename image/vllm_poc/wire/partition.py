@@ -14,6 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MAX_NONCE = 2**31 - 1
 
 
+def refuse_ids_beyond_counts(node_id: int, node_count: int, group_id: int, n_groups: int) -> None:
+    """Raise ValueError unless each id lies below its count."""
+    if node_id >= node_count:
+        raise ValueError(f"node_id {node_id} must be below node_count {node_count}")
+    if group_id >= n_groups:
+        raise ValueError(f"group_id {group_id} must be below n_groups {n_groups}")
+
+
 class NonceSlot(BaseModel):
     """One residue class of nonces: group ``group_id`` of node ``node_id``."""
 
@@ -26,10 +34,7 @@ class NonceSlot(BaseModel):
 
     @model_validator(mode="after")
     def _ids_lie_below_their_counts(self) -> Self:
-        if self.node_id >= self.node_count:
-            raise ValueError(f"node_id {self.node_id} must be below node_count {self.node_count}")
-        if self.group_id >= self.n_groups:
-            raise ValueError(f"group_id {self.group_id} must be below n_groups {self.n_groups}")
+        refuse_ids_beyond_counts(self.node_id, self.node_count, self.group_id, self.n_groups)
         return self
 
     @property

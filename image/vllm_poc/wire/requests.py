@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import AnyHttpUrl, ConfigDict, Field, model_validator
 
 from vllm_poc.wire.base import Nonce, Protocol, WireMessage
-from vllm_poc.wire.partition import NonceSlot
+from vllm_poc.wire.partition import NonceSlot, refuse_ids_beyond_counts
 
 #: Sequence length of the distance protocol where the request names none.
 DEFAULT_DISTANCE_SEQ_LEN = 256
@@ -55,9 +55,7 @@ class RoundRequest(WireMessage):
     @model_validator(mode="after")
     def _exactly_one_protocol(self) -> Self:
         if (self.r_target is None) == (self.params is None):
-            raise ValueError(
-                "set either r_target (distance protocol) or params (artifact protocol), not both"
-            )
+            raise ValueError("set either r_target (distance protocol) or params (artifact protocol), not both")
         if self.params is not None and self.seq_len is not None:
             raise ValueError("seq_len belongs into params in the artifact protocol")
         return self
@@ -90,10 +88,10 @@ class RoundRequest(WireMessage):
 class InitGenerateRequest(RoundRequest):
     """Start to compute the nonces of one slot until stopped."""
 
-    node_id: int
-    node_count: int
-    group_id: int = 0
-    n_groups: int = 1
+    node_id: int = Field(ge=0)
+    node_count: int = Field(ge=1)
+    group_id: int = Field(default=0, ge=0)
+    n_groups: int = Field(default=1, ge=1)
     # Callback base: `url` in the artifact protocol, `callback_url` in the distance protocol.
     url: AnyHttpUrl | None = None
     callback_url: AnyHttpUrl | None = None
@@ -102,8 +100,8 @@ class InitGenerateRequest(RoundRequest):
 
     @model_validator(mode="after")
     def _slot_is_valid_and_one_url(self) -> Self:
-        slot = self.slot  # raises with the field's name
-        if self.start_index >= slot.capacity:
+        refuse_ids_beyond_counts(self.node_id, self.node_count, self.group_id, self.n_groups)
+        if self.start_index >= self.slot.capacity:
             raise ValueError(f"start_index {self.start_index} lies beyond the int32 range of the slot")
         if self.url is not None and self.callback_url is not None:
             raise ValueError("set url or callback_url, not both")
@@ -139,6 +137,8 @@ class GenerateRequest(RoundRequest):
     node_id: int = 0
     node_count: int = 1
     wait: bool = False
+    # Artifacts to compare with; their content is the server's business.
+    validation: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _nonces_are_unique(self) -> Self:

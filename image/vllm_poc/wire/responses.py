@@ -52,7 +52,12 @@ class StatusResponse(WireMessage):
     Times are seconds, rates are nonces per second. ``next_index`` is the first index of the slot
     that was not computed yet; ``delivered_index`` the first that the receiver has not accepted
     yet: a restart from there loses nothing. ``delivered_valid`` and ``delivered_rejected`` count the
-    valid and the rejected nonces from ``start_index`` up to ``delivered_index``.
+    valid and the rejected nonces from ``start_index`` up to ``delivered_index``. Rejected is a nonce
+    whose result is not finite or whose delivery the receiver refused for good (4xx).
+
+    ``status`` and ``state`` differ in one case: after a stop the artifact protocol's clients expect
+    IDLE in ``status``, the distance protocol's STOPPED in ``state``. The counters stay readable until
+    the next start. ``valid_nonces`` and ``valid_distances`` hold the newest of a long round only.
     """
 
     status: PowState
@@ -78,7 +83,9 @@ class StatusResponse(WireMessage):
     rejected: int = 0
     last_progress_seconds: float | None = None
     held_back_seconds: float = 0.0
+    # Why the round FAILED, and what the callback receiver last answered while deliveries fail.
     error: str | None = None
+    delivery_error: str | None = None
     model: ModelLimits = Field(default_factory=ModelLimits)
 
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools that are built from Go modules: the table, where each one lies, and the build."""
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .common import UserError, cache, run, step
+
+BUILD_LIMIT = 1800.0
+GO_FLAGS = ("-trimpath", "-buildvcs=false", "-mod=readonly")
+
+
+@dataclass(frozen=True)
+class ToolSet:
+    """Tools of one Go module; the folder of that name beside this file pins the versions in go.mod and go.sum."""
+
+    name: str
+    programs: Mapping[str, str]  # file name of a tool -> its Go package
+    main_module: str
+    version_variable: str = ""  # where the tools expect their own version, if they cannot know it otherwise
+
+    @property
+    def module(self) -> Path:
+        """The folder of the Go module."""
+        return Path(__file__).parent / self.name
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the built tools; another pin or another flag gives another folder."""
+        content = hashlib.sha256()
+        for file in ("go.mod", "go.sum"):
+            content.update((self.module / file).read_bytes())
+        content.update("\0".join((*self.flags, *sorted(self.programs))).encode())
+        return cache() / "tools" / f"{self.name}-{content.hexdigest()[:16]}"
+
+    @property
+    def version(self) -> str:
+        """The pinned version of the main module."""
+        go_mod = self.module / "go.mod"
+        requirement = rf"^\s*(?:require )?{re.escape(self.main_module)} (v\S+)"
+        pin = re.search(requirement, go_mod.read_text(), re.MULTILINE)
+        if pin is None:
+            raise UserError(f"{go_mod} does not require {self.main_module}: add the requirement.")
+        return pin.group(1)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of go build."""
+        stamp = f" -X {self.version_variable}={self.version}" if self.version_variable else ""
+        return (*GO_FLAGS, "-ldflags", f"-s -w{stamp}")
+
+
+def _kubernetes(name: str) -> tuple[str, str]:
+    return name, f"k8s.io/kubernetes/cmd/{name}"
+
+
+KUBERNETES_TOOLS = (
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-proxy",
+    "kube-scheduler",
+    "kubectl",
+    "kubelet",
+)
+
+TOOL_SETS = (
+    ToolSet(
+        name="kubernetes",
+        programs=dict(map(_kubernetes, KUBERNETES_TOOLS)),
+        main_module="k8s.io/kubernetes",
+        version_variable="k8s.io/component-base/version.gitVersion",
+    ),
+    ToolSet(
+        name="etcd",
+        programs={"etcd": "go.etcd.io/etcd/server/v3", "etcdctl": "go.etcd.io/etcd/etcdctl/v3"},
+        main_module="go.etcd.io/etcd/server/v3",
+    ),
+    ToolSet(
+        name="coredns",
+        programs={"coredns": "github.com/coredns/coredns"},
+        main_module="github.com/coredns/coredns",
+    ),
+    ToolSet(name="helm", programs={"helm": "helm.sh/helm/v4/cmd/helm"}, main_module="helm.sh/helm/v4"),
+)
+
+
+def tool_path(name: str) -> Path:
+    """The path of a built tool."""
+    for tools in TOOL_SETS:
+        if name in tools.programs:
+            path = tools.folder / name
+            if not path.exists():
+                raise UserError(f"The tool {name} is not built yet: run python3 -m hack.toolchain.")
+            return path
+    known = ", ".join(sorted(name for tools in TOOL_SETS for name in tools.programs))
+    raise UserError(f"There is no tool {name}: choose one of {known}.")
+
+
+def ensure_tools() -> None:
+    """Build every tool set that is not in the cache."""
+    for tools in TOOL_SETS:
+        if not tools.folder.exists():
+            _require_go()
+            with step(f"{tools.name} {tools.version}"):
+                _build(tools)
+
+
+def _require_go() -> None:
+    if shutil.which("go") is None:
+        raise UserError("The Go toolchain is missing: install Go 1.26 or newer and put go on the PATH.")
+
+
+def _build(tools: ToolSet) -> None:
+    """Build into a folder of its own and rename it last, so that a folder in the cache is always complete."""
+    tools.folder.parent.mkdir(parents=True, exist_ok=True)
+    # Empty GOFLAGS: the flags of the user's own environment are not part of the folder's hash.
+    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": ""}
+    with tempfile.TemporaryDirectory(dir=tools.folder.parent, prefix=f".{tools.name}-") as scratch:
+        output = Path(scratch) / "bin"
+        output.mkdir()
+        argv = ["go", "build", *tools.flags, "-o", str(output), *tools.programs.values()]
+        run(argv, limit=BUILD_LIMIT, env=environment, cwd=tools.module)
+        for name, package in tools.programs.items():
+            (output / _go_name(package)).rename(output / name)
+        output.rename(tools.folder)
+
+
+def _go_name(package: str) -> str:
+    """The file name that go build gives to a package: the last word of its path but for a major version."""
+    return re.sub(r"/v\d+$", "", package).rsplit("/", 1)[-1]

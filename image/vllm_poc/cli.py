@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m vllm_poc serve MODEL …``: vLLM's API server with all its flags, plus PoC with ``--enable-poc``.
+
+Without that flag it is plain vLLM.
+"""
+
+import argparse
+import importlib
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
+MIDDLEWARE = "vllm_poc.server.middleware.PocMiddleware"
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+#: First and last minor release of vLLM that the extension is tested with.
+TESTED = ((0, 23), (0, 32))
+
+
+class UsageError(Exception):
+    """One sentence for the person who starts the server."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run vLLM's API server until it ends; exit status 2 with one sentence for a bad command line."""
+    try:
+        arguments = server_arguments(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        _fail(str(error))
+    # Not the `vllm` command: it wants a distribution of that name, which the CPU build is not.
+    sys.argv = [SERVER_MODULE, *arguments]
+    runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
+
+
+def server_arguments(argv: Sequence[str]) -> list[str]:
+    """Translate our command line into the API server's. UsageError if PoC cannot run with it."""
+    command, *rest = argv or ["--help"]
+    if command != "serve":
+        _parser().parse_args([command])  # --help, or an error that names the command
+    model = ["--model", rest.pop(0)] if rest and not rest[0].startswith("-") else []
+    ours, theirs = _serve_parser().parse_known_args(rest)
+    if not ours.enable_poc:
+        return [*model, *theirs]
+    if not ours.poc_allow_untested_vllm:
+        check_version(_vllm_version())
+    _refuse_other_extension(theirs)
+    return [*model, *theirs, "--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
+
+
+def check_version(version: str) -> None:
+    """Raise UsageError unless ``version`` lies in the tested range."""
+    first, last = (".".join(map(str, bound)) for bound in TESTED)
+    try:
+        minor = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        minor = ()
+    if not TESTED[0] <= minor <= TESTED[1]:
+        raise UsageError(
+            f"vLLM {version} is not among the tested releases {first} to {last}: "
+            "take one of them, or add --poc-allow-untested-vllm."
+        )
+
+
+def _vllm_version() -> str:
+    # Not from package metadata: the CPU build is a distribution of another name.
+    try:
+        return str(importlib.import_module("vllm.version").__version__)
+    except ImportError as error:
+        raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
+
+
+def _refuse_other_extension(arguments: Sequence[str]) -> None:
+    flag = "--worker-extension-cls"
+    if any(word == flag or word.startswith(f"{flag}=") for word in arguments):
+        raise UsageError(f"--enable-poc sets {flag} itself, and vLLM takes only one: leave yours out.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m vllm_poc", description=__doc__)
+    parser.add_argument("command", choices=["serve"], help="serve MODEL: start the API server")
+    return parser
+
+
+def _serve_parser() -> argparse.ArgumentParser:
+    # No abbreviations: they would swallow flags of vLLM. --help is left to vLLM, which has most flags.
+    parser = argparse.ArgumentParser(prog="python -m vllm_poc serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--enable-poc", action="store_true")
+    parser.add_argument("--poc-allow-untested-vllm", action="store_true")
+    return parser
+
+
+def _fail(sentence: str) -> NoReturn:
+    print(f"error: {sentence}", file=sys.stderr)  # noqa: T201 - a command line program
+    sys.exit(2)

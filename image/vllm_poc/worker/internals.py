@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that touches vLLM's internals; each is looked up by feature, not by version number.
+
+A feature that is not found becomes an `UnsupportedModelError`, so that a new vLLM release ends in a
+sentence and not in wrong numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
+
+# Where the models keep their decoder layers, first match wins.
+_LAYER_PATHS = ("model.layers", "transformer.h", "layers")
+
+
+class UnsupportedModelError(Exception):
+    """One sentence: why PoC cannot run on this model or with these flags, and what to change."""
+
+
+class BatchShape(NamedTuple):
+    """A batch of ``nonces`` sequences of ``seq_len`` tokens each."""
+
+    nonces: int
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the forward pass."""
+        return self.nonces * self.seq_len
+
+
+class AttentionPlan(NamedTuple):
+    """What the model is told about a batch: positions ``[tokens]``; the rest by attention layer's name."""
+
+    positions: Tensor
+    metadata: dict[str, Any]
+    slots: dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGroup:
+    """Attention layers of one cache shape that share a metadata builder.
+
+    ``block_dim`` is the dimension of a layer's ``kv_cache`` that counts blocks, ``block_size`` the
+    number of tokens in such a block.
+    """
+
+    layers: dict[str, Attention]
+    builder: AttentionMetadataBuilder[Any]
+    block_dim: int
+    block_size: int
+
+    def plan(self, shape: BatchShape, positions: Tensor) -> tuple[Any, Tensor]:
+        """Return metadata and slot mapping that put the batch into the blocks from number 0 on."""
+        nonces, seq_len = shape
+        blocks = -(-seq_len // self.block_size)
+        table = torch.arange(nonces * blocks, device=positions.device).view(nonces, blocks)
+        # Each sequence starts a block, so its first slot is a multiple of the block size.
+        slots = (table[:, :1] * self.block_size + positions.view(nonces, seq_len)).flatten()
+        common = _common_metadata(shape, positions=positions, table=table.int(), slots=slots)
+        return self.builder.build(common_prefix_len=0, common_attn_metadata=common), slots
+
+
+class Runner:
+    """vLLM's model runner as PoC sees it. UnsupportedModelError if it lacks what PoC needs."""
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self.model: nn.Module = runner.get_model()
+        self.device: torch.device = runner.device
+        self.dtype: torch.dtype = runner.vllm_config.model_config.dtype
+        self.layers = _decoder_layers(self.model)
+        _require_own_caches(runner.vllm_config.compilation_config.static_forward_context)
+        self.groups = [_cache_group(runner, group) for groups in runner.attn_groups for group in groups]
+        self._config = runner.vllm_config
+
+    def plan(self, shape: BatchShape) -> AttentionPlan:
+        """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own."""
+        positions = torch.arange(shape.seq_len, device=self.device).repeat(shape.nonces)
+        plan = AttentionPlan(positions, {}, {})
+        for group in self.groups:
+            metadata, slots = group.plan(shape, positions)
+            plan.metadata.update(dict.fromkeys(group.layers, metadata))
+            plan.slots.update(dict.fromkeys(group.layers, slots))
+        return plan
+
+    def forward(self, embeddings: Tensor, plan: AttentionPlan) -> Tensor:
+        """Run the model on ``embeddings`` ``[nonces, seq_len, hidden]``, which it may overwrite.
+
+        Returns the output of the final norm in the same shape.
+        """
+        # Compiled code expects token ids and knows nothing of the layer hooks.
+        with set_forward_context(
+            plan.metadata,
+            self._config,
+            num_tokens=len(plan.positions),
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=plan.slots,
+            skip_compiled=True,
+        ):
+            hidden: Tensor = self.model(
+                input_ids=None,
+                positions=plan.positions,
+                intermediate_tensors=None,
+                inputs_embeds=embeddings.flatten(0, 1),
+            )
+        return hidden.view_as(embeddings)
+
+
+def _common_metadata(shape: BatchShape, *, positions: Tensor, table: Tensor, slots: Tensor) -> CommonAttentionMetadata:
+    starts = torch.arange(0, shape.tokens + 1, shape.seq_len, dtype=torch.int32)
+    lengths = torch.full((shape.nonces,), shape.seq_len, dtype=torch.int32)
+    values = {
+        "query_start_loc": starts.to(slots.device),
+        "query_start_loc_cpu": starts,
+        "seq_lens": lengths.to(slots.device),
+        "seq_lens_cpu_upper_bound": lengths,
+        "num_reqs": shape.nonces,
+        "num_actual_tokens": shape.tokens,
+        "max_query_len": shape.seq_len,
+        "max_seq_len": shape.seq_len,
+        "block_table_tensor": table,
+        "slot_mapping": slots,
+        "causal": True,
+        "positions": positions,
+    }
+    known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+    return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in known})
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    roots = [getattr(model, "model", None), model]
+    for root in filter(None, roots):
+        for path in _LAYER_PATHS:
+            found = _submodule(root, path)
+            if isinstance(found, nn.ModuleList):
+                return list(found)
+    places = ", ".join(_LAYER_PATHS)
+    raise UnsupportedModelError(
+        f"PoC finds no decoder layers in {type(model).__name__} at {places}: serve another model."
+    )
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
+    context = runner.vllm_config.compilation_config.static_forward_context
+    layers = {name: context[name] for name in group.layer_names}
+    for name, layer in layers.items():
+        _require_paged_cache(name, layer)
+    cache = next(iter(layers.values())).kv_cache
+    block_dim, split = _block_dim(cache, runner.kv_cache_config.num_blocks)
+    return CacheGroup(
+        layers=layers,
+        builder=group.get_metadata_builder(0),
+        block_dim=block_dim,
+        block_size=group.kv_cache_spec.block_size // split,
+    )
+
+
+def _require_own_caches(context: dict[str, Any]) -> None:
+    # A layer that reads another layer's keys would find those of the layer that wrote last.
+    for name, layer in context.items():
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            raise UnsupportedModelError(f"The layer {name} reads another's KV cache: serve another model.")
+
+
+def _require_paged_cache(name: str, layer: Attention) -> None:
+    if not isinstance(getattr(layer, "kv_cache", None), Tensor):
+        raise UnsupportedModelError(f"The layer {name} has no paged KV cache: serve a model with attention only.")
+
+
+def _block_dim(cache: Tensor, num_blocks: int) -> tuple[int, int]:
+    """Return which dimension counts blocks, and into how many of them the kernel splits vLLM's block."""
+    for dim in (0, 1):
+        split, rest = divmod(cache.shape[dim], num_blocks)
+        if split and not rest:
+            return dim, split
+    raise UnsupportedModelError(
+        f"PoC does not know the KV cache layout {tuple(cache.shape)} of {num_blocks} blocks: "
+        "choose another --attention-backend."
+    )

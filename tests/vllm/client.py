@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests ask a server: greedy chat, PoC, and their own worker methods."""
+
+import base64
+import json
+import struct
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_poc.wire.base import API_PREFIX
+
+REQUEST_SECONDS = 60
+ROUND = {"block_hash": "b10c", "block_height": 7, "public_key": "key"}
+K_DIM = 12
+
+
+class Client:
+    """Talks to one server."""
+
+    def __init__(self, base: str, model: str) -> None:
+        self._base = base
+        self._model = model
+
+    def chat(self, prompt: str, *, tokens: int = 24) -> list[int]:
+        """Return the token ids of the greedy answer."""
+        answer = self._post("/v1/chat/completions", self._chat_body(prompt, tokens, stream=False))
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        return ids
+
+    def stream_chat(self, prompt: str, *, tokens: int = 24) -> list[int]:
+        """Return the token ids of the greedy answer, as they arrive one after the other."""
+        ids: list[int] = []
+        with self._open("/v1/chat/completions", self._chat_body(prompt, tokens, stream=True)) as lines:
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[len(b"data: ") :])["choices"]:
+                        ids += choice.get("token_ids") or []
+        return ids
+
+    def artifacts(self, nonces: Sequence[int], *, seq_len: int = 64, **fields: Any) -> list[list[float]]:  # noqa: ANN401
+        """Return the artifact of each nonce."""
+        params = {"model": self._model, "seq_len": seq_len, "k_dim": K_DIM}
+        answer = self.generate(nonces=list(nonces), params=params, **fields)
+        return [decode(artifact["vector_b64"]) for artifact in answer["artifacts"]]
+
+    def distances(self, nonces: Sequence[int], *, seq_len: int = 64, **fields: Any) -> list[float]:  # noqa: ANN401
+        """Return the distance of each nonce."""
+        answer = self.generate(nonces=list(nonces), r_target=1.4, seq_len=seq_len, **fields)
+        found: list[float] = answer["distances"]
+        return found
+
+    def generate(self, **fields: Any) -> Any:  # noqa: ANN401
+        """Post to ``generate`` and wait for the answer."""
+        return self.poc("generate", {**ROUND, "wait": True, **fields})
+
+    def start(self, **fields: Any) -> Any:  # noqa: ANN401
+        """Post to ``init/generate`` an artifact round, unless ``fields`` say otherwise."""
+        params = {"model": self._model, "seq_len": 64, "k_dim": K_DIM}
+        body = {**ROUND, "node_id": 0, "node_count": 1, "batch_size": 8, "params": params, **fields}
+        return self.poc("init/generate", {name: value for name, value in body.items() if value is not None})
+
+    def stop(self) -> Any:  # noqa: ANN401
+        """Stop the round."""
+        return self.poc("stop", {})
+
+    def status(self) -> Any:  # noqa: ANN401
+        """Return the PoC status."""
+        url = f"{self._base}{API_PREFIX}/status"
+        with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
+            return json.load(answer)
+
+    def poc(self, route: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Post to a PoC route."""
+        return self._post(f"{API_PREFIX}/{route}", body)
+
+    def worker(self, method: str, *args: object) -> Any:  # noqa: ANN401
+        """Call a worker's method and return the only answer."""
+        (result,) = self._post("/collective_rpc", {"method": method, "args": args})["results"]
+        return result
+
+    def _chat_body(self, prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": stream,
+        }
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
+        with self._open(path, body) as answer:
+            return json.load(answer)
+
+    def _open(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self._base + path, json.dumps(body).encode(), headers)  # noqa: S310
+        return urllib.request.urlopen(request, timeout=REQUEST_SECONDS)  # noqa: S310
+
+
+def decode(vector_b64: str) -> list[float]:
+    """Return the numbers of an artifact."""
+    return list(struct.unpack(f"<{K_DIM}e", base64.b64decode(vector_b64)))

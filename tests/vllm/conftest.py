@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers, started once for all tests that need them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hack.models.store import models
+from tests.vllm.receiver import Receiver, receiving
+from tests.vllm.server import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.vllm.client import Client
+    from tests.vllm.reference import Reference
+
+NEEDS_WORKER = "needs the worker environment: $(python3 -m hack.vllm path)/bin/python -m pytest tests/vllm"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/vllm/" in item.path.as_posix():
+            item.add_marker(pytest.mark.vllm)
+            # The first test of a server also waits for its start.
+            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.skipif(find_spec("vllm") is None, reason=NEEDS_WORKER))
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return models()
+
+
+@pytest.fixture(scope="session")
+def qwen3(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Qwen3 without compilation, with the checksum over its KV cache."""
+    log = tmp_path_factory.mktemp("qwen3") / "server.log"
+    flags = ["--enforce-eager", "--worker-extension-cls", "tests.vllm.kv_checksum.ChecksumExtension"]
+    flags += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
+    with serving(model_folder / "qwen3-tiny", log, flags) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def llama(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Llama as users start it: compiled, with --enable-poc."""
+    log = tmp_path_factory.mktemp("llama") / "server.log"
+    with serving(model_folder / "llama-tiny", log, ["--enable-poc"]) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def qwen3_reference(model_folder: Path) -> Reference:
+    from tests.vllm.reference import Reference  # noqa: PLC0415 - needs transformers
+
+    return Reference(model_folder / "qwen3-tiny")
+
+
+@pytest.fixture(scope="session")
+def llama_reference(model_folder: Path) -> Reference:
+    from tests.vllm.reference import Reference  # noqa: PLC0415 - needs transformers
+
+    return Reference(model_folder / "llama-tiny")
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker extension that also tells a checksum over the model's real KV cache."""
+
+import hashlib
+
+import torch
+
+from vllm_poc.worker.extension import PocWorkerExtension
+
+
+class ChecksumExtension(PocWorkerExtension):
+    """PoC's extension with one method more."""
+
+    def poc_test_kv_checksum(self) -> str:
+        """Return a checksum over the KV cache of all layers."""
+        digest = hashlib.sha256()
+        for cache in self.model_runner.kv_caches:
+            digest.update(cache.contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A callback receiver on this machine that keeps what it is sent."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Receiver:
+    """The bodies posted to ``/generated``, in order."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.bodies: list[dict[str, Any]] = []
+        self._arrival = threading.Condition()
+
+    def add(self, body: dict[str, Any]) -> None:
+        """Keep a body."""
+        with self._arrival:
+            self.bodies.append(body)
+            self._arrival.notify_all()
+
+    def wait_for(self, count: int, seconds: float = 30) -> bool:
+        """Wait until ``count`` bodies have come; False if they do not in time."""
+        with self._arrival:
+            return self._arrival.wait_for(lambda: len(self.bodies) >= count, seconds)
+
+
+@contextmanager
+def receiving() -> Iterator[Receiver]:
+    """Listen on a free port while the context lasts."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            known = self.path == "/generated"
+            if known:
+                receiver.add(body)
+            self.send_response(200 if known else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    receiver = Receiver(f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a real server, wait for it within a limit, and stop it with all its processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from hack.vllm.environment import ROOT
+from tests.vllm.client import Client
+
+MODEL_NAME = "tiny"
+READY_SECONDS = 180
+STOP_SECONDS = 20
+LOG_LINES = 40
+ENVIRONMENT = {
+    "PYTHONPATH": f"{ROOT / 'image'}:{ROOT}",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Adds POST /collective_rpc, by which the tests reach their own worker methods.
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+# float32, so that a reference computed elsewhere agrees closely; few KV blocks, so that a checksum takes no time.
+FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--num-gpu-blocks-override", "256")
+
+
+@contextmanager
+def serving(model: Path, log: Path, flags: Sequence[str]) -> Iterator[Client]:
+    """Serve ``model`` on a free port while the context lasts; RuntimeError with the log's end if it does not start."""
+    port = _free_port()
+    argv = [sys.executable, "-m", "vllm_poc", "serve", str(model), "--served-model-name", MODEL_NAME]
+    argv += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv,
+            env=command_environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait_until_ready(process, port, log)
+            yield Client(f"http://127.0.0.1:{port}", MODEL_NAME)
+        finally:
+            _stop(process)
+
+
+def command_environment() -> dict[str, str]:
+    """Return the environment in which the commands of the worker's image run."""
+    return {**os.environ, **ENVIRONMENT}
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + READY_SECONDS
+    while not _is_healthy(port):
+        if process.poll() is not None or time.monotonic() > end:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+            raise RuntimeError(f"the server is not ready (exit status {process.returncode}); its log ends:\n{tail}")
+        time.sleep(0.5)
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    # The engine and its workers are in the server's process group and must not outlive it.
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_SECONDS)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results depend on the round and the nonce alone."""
+
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.vllm.client import Client
+from tests.vllm.server import serving
+from vllm_poc.worker.batches import BatchRequest
+
+NONCES = range(16)
+
+
+def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
+    pairs = zip(left, right, strict=True)
+    return max(abs(a - b) for a_row, b_row in pairs for a, b in zip(a_row, b_row, strict=True))
+
+
+def test_a_restarted_server_computes_the_same(qwen3: Client, model_folder: Path, tmp_path: Path) -> None:
+    flags = ["--enforce-eager", "--enable-poc"]
+    with serving(model_folder / "qwen3-tiny", tmp_path / "server.log", flags) as restarted:
+        assert restarted.artifacts(NONCES) == qwen3.artifacts(NONCES)
+        assert restarted.distances(NONCES) == qwen3.distances(NONCES)
+
+
+def test_another_hash_or_key_gives_other_artifacts(qwen3: Client) -> None:
+    mine = qwen3.artifacts(NONCES)
+    for theirs in (
+        qwen3.artifacts(NONCES, block_hash="other"),
+        qwen3.artifacts(NONCES, public_key="other"),
+    ):
+        assert all(largest_difference([a], [b]) > 0.1 for a, b in zip(mine, theirs, strict=True))
+
+
+def test_the_batch_around_a_nonce_hardly_matters(qwen3: Client) -> None:
+    for seq_len in (17, 64, 130):
+        alone = qwen3.artifacts(NONCES, seq_len=seq_len, batch_size=1)
+        together = qwen3.artifacts(NONCES, seq_len=seq_len, batch_size=8)
+        assert largest_difference(alone, together) <= 1e-3
+
+
+def test_chat_leaves_no_trace_in_the_results(qwen3: Client) -> None:
+    before = qwen3.artifacts(NONCES, seq_len=130)
+    qwen3.chat("Something long enough to fill more than one block of the cache. " * 12)
+    assert qwen3.artifacts(NONCES, seq_len=130) == before
+
+
+def test_more_nonces_than_one_batch_holds_are_sliced(qwen3: Client) -> None:
+    facts = qwen3.worker("poc_describe")
+    assert facts["refusal"] is None
+    assert facts["scratch_bytes"] > 0
+    count = facts["max_batch_nonces"] + 1
+    assert len(qwen3.artifacts(range(count), seq_len=1, batch_size=65_536)) == count
+
+
+def test_the_engine_survives_a_batch_that_is_too_large(qwen3: Client) -> None:
+    request = BatchRequest(
+        protocol="artifact",
+        block_hash="b10c",
+        public_key="key",
+        nonces=[0],
+        seq_len=qwen3.worker("poc_describe")["max_model_len"] + 1,
+        k_dim=12,
+        strong_rng=False,
+        layer_hooks=True,
+        sign_flips=False,
+    )
+    with pytest.raises(HTTPError):
+        qwen3.worker("poc_compute", request)
+    assert qwen3.artifacts([0]) != []
