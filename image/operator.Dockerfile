@@ -5,5 +5,7 @@ ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 COPY . /opt/vllm-poc-operator
 ENV PYTHONPATH=/opt/vllm-poc-operator PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+# The operator's identity in logs; this user has no entry in the base's /etc/passwd.
+ENV USER=vllm-poc-operator
 USER 65532:65532
 ENTRYPOINT ["python3", "-m", "poc_operator"]

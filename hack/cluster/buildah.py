@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from hack.toolchain.common import cache, main, require_root, run
+from hack.toolchain.common import UserError, cache, main, require_root, run
 
 LIMIT = 1800.0
 # The commands that read images, and so ask for a signature policy.
@@ -44,5 +44,12 @@ def _policy(storage: Path) -> Path:
     return path
 
 
+def program() -> None:
+    """Pass the command line on to buildah."""
+    if len(sys.argv) == 1:
+        raise UserError("No buildah command is given: name one, for example images.")
+    print(buildah(*sys.argv[1:]), end="")
+
+
 if __name__ == "__main__":
-    main(lambda: print(buildah(sys.argv[1], *sys.argv[2:]), end=""))
+    main(program)

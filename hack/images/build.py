@@ -17,7 +17,8 @@ REPOSITORIES = {Role.OPERATOR: "localhost/vllm-poc-operator", Role.WORKER: "loca
 
 def image_name(role: Role, base: str) -> str:
     """Return the full name that the role's image has on this base."""
-    tag = hashlib.sha256(f"{base} {fingerprint(role)}".encode()).hexdigest()[:12]
+    content = f"{base} {fingerprint(role)}".encode() + DOCKERFILES[role].read_bytes()
+    tag = hashlib.sha256(content).hexdigest()[:12]
     return f"{REPOSITORIES[role]}:{tag}"
 
 

@@ -107,6 +107,7 @@ def ensure_tools() -> None:
     for tools in TOOL_SETS:
         if not tools.folder.exists():
             _require_go()
+            print(f"building {tools.name} {tools.version}, which can take minutes", flush=True)
             with step(f"{tools.name} {tools.version}"):
                 _build(tools)
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the PoC server asks of the engine, and vLLM's engine behind it."""
+
+import asyncio
+from typing import Any, Protocol
+
+from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
+
+
+class EngineError(Exception):
+    """The engine failed, or did not answer in time."""
+
+
+class PocEngine(Protocol):
+    """The served model as PoC sees it."""
+
+    @property
+    def served_names(self) -> frozenset[str]:
+        """Names and paths by which a request may name the model."""
+        ...
+
+    async def facts(self) -> ModelFacts:
+        """Describe the model. EngineError if the engine does not answer."""
+        ...
+
+    async def compute(self, batch: BatchRequest) -> BatchResult:
+        """Run one forward pass. EngineError if it fails or takes too long."""
+        ...
+
+    async def has_unfinished_chat(self) -> bool:
+        """Whether inference requests wait or run."""
+        ...
+
+
+class OutputProcessor(Protocol):
+    """What is needed of vLLM's output processor: it knows every inference request of this process."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request waits or runs."""
+        ...
+
+
+class EngineClient(Protocol):
+    """What is needed of vLLM's ``AsyncLLM``."""
+
+    output_processor: OutputProcessor
+
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[object]:
+        """Call a worker method by name; one answer per rank."""
+        ...
+
+
+class VllmEngine:
+    """`PocEngine` over vLLM's ``AsyncLLM``; its workers carry `vllm_poc.worker`'s extension."""
+
+    def __init__(self, client: EngineClient, served_names: frozenset[str], *, call_seconds: float) -> None:
+        self._client = client
+        self._served_names = served_names
+        self._call_seconds = call_seconds
+
+    @property
+    def served_names(self) -> frozenset[str]:
+        """Names and paths by which a request may name the model."""
+        return self._served_names
+
+    async def facts(self) -> ModelFacts:
+        """Describe the model. EngineError if the engine does not answer."""
+        answers: list[ModelFacts] = await self._call("poc_describe")
+        return next((facts for facts in answers if facts["refusal"] is not None), answers[0])
+
+    async def compute(self, batch: BatchRequest) -> BatchResult:
+        """Run one forward pass. EngineError if it fails or takes too long."""
+        results: list[BatchResult] = await self._call("poc_compute", batch)
+        if len(results) != 1:
+            raise EngineError(f"poc_compute was answered by {len(results)} workers instead of one")
+        return results[0]
+
+    async def has_unfinished_chat(self) -> bool:
+        """Whether inference requests wait or run. PoC's own calls do not count as such."""
+        return self._client.output_processor.has_unfinished_requests()
+
+    async def _call(self, method: str, *args: object) -> list[Any]:
+        # The limit is kept here: one inside the engine would leave the late answer for the next call.
+        try:
+            async with asyncio.timeout(self._call_seconds):
+                answers = await self._client.collective_rpc(method, args=args)
+        except TimeoutError:
+            raise EngineError(f"{method} did not answer within {self._call_seconds:g} s") from None
+        except Exception as error:
+            raise EngineError(f"{method} failed: {str(error) or type(error).__name__}") from error
+        answered = [answer for answer in answers if answer is not None]
+        if not answered:
+            raise EngineError(f"{method} was answered by no worker")
+        return answered

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals, and how every error becomes a `vllm_poc.wire.responses.ErrorResponse`."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from vllm_poc.wire.responses import ErrorResponse, FieldError
+
+_log = logging.getLogger(__name__)
+_VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
+
+
+class RefusalError(Exception):
+    """A request that is answered with an error: HTTP status and body."""
+
+    def __init__(self, status: HTTPStatus, body: ErrorResponse) -> None:
+        super().__init__(body.detail)
+        self.status = status
+        self.body = body
+
+
+def refusal(status: HTTPStatus, reason: str, detail: str) -> RefusalError:
+    """Return a refusal with a CamelCase ``reason`` for programs and a sentence for people."""
+    return RefusalError(status, ErrorResponse(reason=reason, detail=detail))
+
+
+def field_refusal(field: str, message: str, *, reason: str = "InvalidRequest") -> RefusalError:
+    """Return a 422 about one field of the request."""
+    return RefusalError(HTTPStatus.UNPROCESSABLE_ENTITY, _invalid([FieldError(field=field, message=message)], reason))
+
+
+def response(status: HTTPStatus, body: ErrorResponse, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return the HTTP answer of an error."""
+    return JSONResponse(body.model_dump(mode="json"), status_code=status, headers=headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make every error of ``app`` an ErrorResponse."""
+    app.add_exception_handler(RefusalError, _refused)
+    app.add_exception_handler(RequestValidationError, _not_valid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _crashed)
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RefusalError)  # noqa: S101 - by registration
+    return response(error.status, error.body)
+
+
+async def _not_valid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - by registration
+    fields = [FieldError(field=_field(entry), message=_message(entry)) for entry in error.errors()]
+    return response(HTTPStatus.UNPROCESSABLE_ENTITY, _invalid(fields, "InvalidRequest"))
+
+
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)  # noqa: S101 - by registration
+    status = HTTPStatus(error.status_code)
+    reason = status.phrase.title().replace(" ", "")
+    return response(status, ErrorResponse(reason=reason, detail=error.detail), error.headers)
+
+
+async def _crashed(request: Request, error: Exception) -> JSONResponse:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    detail = f"{type(error).__name__}: {error}; the server's log has more"
+    return response(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorResponse(reason="InternalError", detail=detail))
+
+
+def _invalid(fields: Sequence[FieldError], reason: str) -> ErrorResponse:
+    first = fields[0]
+    detail = f"{first.field}: {first.message}" if first.field else first.message
+    return ErrorResponse(reason=reason, detail=detail, errors=list(fields))
+
+
+def _field(entry: Mapping[str, Any]) -> str:
+    # An empty name stands for rules between fields, whose message names them.
+    location = entry["loc"][1:]
+    return "body" if entry["type"] == "json_invalid" else ".".join(str(part) for part in location)
+
+
+def _message(entry: Mapping[str, Any]) -> str:
+    message: str = entry["msg"]
+    return message.removeprefix(_VALUE_ERROR)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the served model can do what a request asks for. Each check raises a RefusalError."""
+
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from vllm_poc.server.errors import field_refusal, refusal
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.requests import ArtifactParams, GenerateRequest, InitGenerateRequest, RoundRequest
+from vllm_poc.worker.batches import ModelFacts
+
+
+def check_round(request: RoundRequest, facts: ModelFacts, served_names: frozenset[str]) -> None:
+    """Refuse what the model does not allow: 409 for another model, 422 for a number beyond a limit."""
+    if facts["refusal"] is not None:
+        raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", facts["refusal"])
+    _check_seq_len(request, facts)
+    if request.params is not None:
+        _check_params(request.params, facts, served_names)
+
+
+def check_callback(request: InitGenerateRequest, settings: Settings) -> None:
+    """Refuse a callback to a host outside the allow list with 422."""
+    host = urlsplit(request.receiver or "").hostname
+    if host is not None and not settings.allows_callback_to(host):
+        field = "url" if request.url is not None else "callback_url"
+        allowed = ", ".join(settings.callback_allow)
+        raise field_refusal(field, f"callbacks to {host} are not allowed; VLLM_POC_CALLBACK_ALLOW allows {allowed}")
+
+
+def check_offered(request: GenerateRequest) -> None:
+    """Refuse with 422 what the protocol knows but this version does not do."""
+    if request.validation is not None:
+        raise field_refusal("validation", "comparing artifacts is not offered by this version: leave it out")
+    if not request.wait:
+        raise field_refusal("wait", "queued generation is not offered by this version: set wait to true")
+
+
+def slice_limit(request: RoundRequest, facts: ModelFacts) -> int:
+    """Return how many nonces one forward pass may hold: at least 1."""
+    by_tokens = facts["max_batch_tokens"] // request.effective_seq_len
+    return max(1, min(request.batch_size, facts["max_batch_nonces"], by_tokens))
+
+
+def _check_seq_len(request: RoundRequest, facts: ModelFacts) -> None:
+    field = "params.seq_len" if request.params is not None else "seq_len"
+    limits = {"max_model_len": facts["max_model_len"], "max_batch_tokens": facts["max_batch_tokens"]}
+    for limit, allowed in limits.items():
+        if request.effective_seq_len > allowed:
+            message = f"{request.effective_seq_len} exceeds the server's {limit} of {allowed}"
+            raise field_refusal(field, message, reason="SequenceTooLong")
+
+
+def _check_params(params: ArtifactParams, facts: ModelFacts, served_names: frozenset[str]) -> None:
+    if params.model not in served_names:
+        served = ", ".join(sorted(served_names))
+        raise refusal(
+            HTTPStatus.CONFLICT,
+            "ModelMismatch",
+            f"params.model: {params.model} was requested, but this server serves {served}",
+        )
+    if params.k_dim > facts["hidden_size"]:
+        raise field_refusal("params.k_dim", f"{params.k_dim} exceeds the hidden size of {facts['hidden_size']}")

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI middleware that puts the PoC routes into vLLM's server.
+
+vllm serve MODEL --middleware vllm_poc.server.middleware.PocMiddleware
+"""
+
+import hmac
+import os
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, State
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_poc.server.engine import VllmEngine
+from vllm_poc.server.errors import response
+from vllm_poc.server.routes import create_app
+from vllm_poc.server.service import PocService
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.responses import ErrorResponse
+
+
+class PocMiddleware:
+    """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._inner = app
+        self._settings = Settings.from_environment(os.environ)
+        self._service: PocService | None = None
+        self._poc_app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        if scope["type"] == "lifespan":
+            await self._live(scope, receive, send)
+        elif scope["type"] == "http" and _is_poc(scope["path"]):
+            await self._serve(scope, receive, send)
+        else:
+            await self._inner(scope, receive, send)
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            if self._service is not None:
+                await self._service.close()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._is_authorised(Headers(scope=scope)):
+            await _unauthorised()(scope, receive, send)
+            return
+        app = self._app_for(scope["app"].state)
+        if app is None:
+            await _not_ready()(scope, receive, send)
+            return
+        body = await _read_body(receive, self._settings.body_bytes)
+        if body is None:
+            await _too_large(self._settings.body_bytes)(scope, receive, send)
+            return
+        # A copy, since the PoC app puts itself into the scope.
+        await app(dict(scope), _replay(body, receive), send)
+
+    def _app_for(self, state: State) -> ASGIApp | None:
+        if self._poc_app is None:
+            engine = _engine(state, self._settings)
+            if engine is None:
+                return None
+            self._service = PocService(engine, self._settings)
+            self._poc_app = create_app(self._service)
+        return self._poc_app
+
+    def _is_authorised(self, headers: Headers) -> bool:
+        if self._settings.token is None:
+            return True
+        expected = f"Bearer {self._settings.token.get_secret_value()}"
+        return hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode())
+
+
+def _is_poc(path: str) -> bool:
+    return path == API_PREFIX or path.startswith(API_PREFIX + "/")
+
+
+def _engine(state: State, settings: Settings) -> VllmEngine | None:
+    # vLLM sets both while it starts; the models last.
+    client = getattr(state, "engine_client", None)
+    models = getattr(state, "openai_serving_models", None)
+    if client is None or models is None:
+        return None
+    names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
+    return VllmEngine(client, frozenset(names), call_seconds=settings.engine_seconds)
+
+
+async def _read_body(receive: Receive, limit: int) -> bytes | None:
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > limit:
+            return None
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return first.pop() if first else await receive()
+
+    return replayed
+
+
+def _unauthorised() -> Response:
+    detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
+    body = ErrorResponse(reason="Unauthorized", detail=detail)
+    return response(HTTPStatus.UNAUTHORIZED, body, {"WWW-Authenticate": "Bearer"})
+
+
+def _not_ready() -> Response:
+    body = ErrorResponse(reason="EngineNotReady", detail="the engine is still starting: try again later")
+    return response(HTTPStatus.SERVICE_UNAVAILABLE, body, {"Retry-After": "5"})
+
+
+def _too_large(limit: int) -> Response:
+    body = ErrorResponse(reason="BodyTooLarge", detail=f"the request body exceeds {limit} bytes: send less")
+    return response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, body)

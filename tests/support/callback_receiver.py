@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A callback receiver on the loopback interface that can be told to misbehave."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+
+class CallbackReceiver:
+    """Keeps accepted payloads. ``faults`` are the answers to the next posts; then comes ``answer``."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.answer = 200
+        self.faults: list[int] = []
+        self.delay = 0.0
+        self.attempts = 0
+        self.payloads: list[dict[str, Any]] = []
+
+    @property
+    def nonces(self) -> list[int]:
+        """Accepted nonces of either protocol in the order of arrival."""
+        return [nonce for payload in self.payloads for nonce in payload_nonces(payload)]
+
+    async def generated(self, request: web.Request) -> web.Response:
+        """Take one payload."""
+        self.attempts += 1
+        payload = await request.json()
+        await asyncio.sleep(self.delay)
+        status = self.faults.pop(0) if self.faults else self.answer
+        if status // 100 == 2:
+            self.payloads.append(payload)
+        return web.Response(status=status, headers={"Location": self.url} if status == 302 else {})
+
+
+def payload_nonces(payload: dict[str, Any]) -> list[int]:
+    """The nonces of a payload of either protocol."""
+    if "artifacts" in payload:
+        return [artifact["nonce"] for artifact in payload["artifacts"]]
+    nonces: list[int] = payload["nonces"]
+    return nonces
+
+
+@asynccontextmanager
+async def callback_receiver() -> AsyncIterator[CallbackReceiver]:
+    """Run a receiver on a free port."""
+    receiver = CallbackReceiver()
+    app = web.Application()
+    app.router.add_post("/callback/generated", receiver.generated)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    receiver.url = f"http://127.0.0.1:{runner.addresses[0][1]}/callback"
+    try:
+        yield receiver
+    finally:
+        await runner.cleanup()

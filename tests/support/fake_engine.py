@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vLLM's engine client: it answers the workers' calls by a formula."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from vllm_poc.wire.artifacts import encode_vector
+from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
+
+FACTS = ModelFacts(
+    hidden_size=64,
+    num_layers=2,
+    max_model_len=1024,
+    max_batch_tokens=2048,
+    max_batch_nonces=16,
+    scratch_bytes=4096,
+    refusal=None,
+)
+
+
+def distance(nonce: int) -> float:
+    """The distance that the fake gives a nonce, in 1.39..1.43."""
+    return 1.39 + (nonce * 37 % 100) / 2500
+
+
+def vector(nonce: int, k_dim: int) -> str:
+    """The artifact that the fake gives a nonce."""
+    return encode_vector([(nonce + j) % 100 / 100 for j in range(k_dim)])
+
+
+class FakeOutputProcessor:
+    """Knows whether chat runs."""
+
+    def __init__(self) -> None:
+        self.busy = False
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether chat runs."""
+        return self.busy
+
+
+class FakeEngineClient:
+    """Answers like a tensor-parallel pair of workers, the second of which speaks. Faults are attributes."""
+
+    def __init__(self) -> None:
+        self.output_processor = FakeOutputProcessor()
+        self.facts = FACTS.copy()
+        self.batches: list[BatchRequest] = []
+        self.seconds_per_batch = 0.001
+        self.fault: Exception | None = None
+        self.sick: Counter[int] = Counter()  # nonce: how often it comes out not finite
+
+    @property
+    def computed(self) -> list[int]:
+        """Every nonce asked for so far."""
+        return [nonce for batch in self.batches for nonce in batch["nonces"]]
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[object]:
+        """Answer one call."""
+        if method == "poc_describe":
+            await self._spend(0)
+            return [self.facts, self.facts]
+        assert method == "poc_compute"
+        await self._spend(self.seconds_per_batch)
+        return [None, self._compute(args[0])]
+
+    async def _spend(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        if self.fault is not None:
+            raise self.fault
+
+    def _compute(self, batch: BatchRequest) -> BatchResult:
+        self.batches.append(batch)
+        not_finite = [nonce for nonce in batch["nonces"] if self.sick[nonce] > 0]
+        self.sick.subtract(not_finite)
+        nonces = [nonce for nonce in batch["nonces"] if nonce not in not_finite]
+        result = BatchResult(nonces=nonces, not_finite=not_finite)
+        if batch["protocol"] == "distance":
+            result["distances"] = [distance(nonce) for nonce in nonces]
+        else:
+            result["vectors"] = [vector(nonce, batch["k_dim"]) for nonce in nonces]
+        return result

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.callback_receiver import CallbackReceiver, callback_receiver
+from tests.support.pod import Pod, running_pod
+
+QUICK = {
+    "CHAT_BACKOFF_SECONDS": "0.01",
+    "CALLBACK_INTERVAL_SECONDS": "0.01",
+    "RETRY_FIRST_SECONDS": "0.01",
+    "RETRY_LIMIT_SECONDS": "0.05",
+    "CALLBACK_SECONDS": "0.5",
+    "ENGINE_SECONDS": "0.5",
+    "FLUSH_SECONDS": "0.5",
+}
+
+
+@pytest.fixture
+def pod_settings() -> dict[str, str]:
+    """Settings of one test beyond the quick ones; parametrise this name to set some."""
+    return {}
+
+
+@pytest.fixture
+async def pod(pod_settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pod]:
+    for name, value in (QUICK | pod_settings).items():
+        monkeypatch.setenv(f"VLLM_POC_{name}", value)
+    async with running_pod() as pod:
+        yield pod
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[CallbackReceiver]:
+    async with callback_receiver() as receiver:
+        yield receiver

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks: every valid nonce exactly once and in order, whatever the receiver does."""
+
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from tests.support.callback_receiver import CallbackReceiver, payload_nonces
+from tests.support.fake_engine import distance, vector
+from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from vllm_poc.wire.base import PowState
+from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
+from vllm_poc.wire.responses import StatusResponse
+
+NEARLY_DONE = {"node_id": 0, "node_count": 1, "start_index": MAX_NONCE - 99}
+
+
+def expected_nonces(body: dict[str, Any], status: StatusResponse) -> list[int]:
+    nonces = NonceSlot(**SLOT).nonces(0, status.delivered_index)
+    return [nonce for nonce in nonces if "params" in body or distance(nonce) < body["r_target"]]
+
+
+@pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
+@pytest.mark.parametrize("faults", [[], [500, 503], [200, 429, 200, 408, 500, 302]], ids=str)
+async def test_every_nonce_arrives_once_and_in_order(
+    pod: Pod, receiver: CallbackReceiver, body: dict[str, Any], faults: list[int]
+) -> None:
+    receiver.faults = faults
+    field = "url" if "params" in body else "callback_url"
+    await pod.start(body | SLOT | {field: receiver.url})
+    await pod.reach(lambda s: len(receiver.payloads) > 5 and s.delivered_index > 50)
+    await pod.post("stop")
+    status = await pod.status()
+    assert status.delivered_index == status.next_index
+    assert receiver.nonces == expected_nonces(body, status)
+    assert status.delivered_valid == len(receiver.nonces)
+    assert status.delivery_error is None
+
+
+async def test_artifact_payload(pod: Pod, receiver: CallbackReceiver) -> None:
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url + "/"})
+    await pod.reach(lambda s: bool(receiver.payloads))
+    payload = receiver.payloads[0]
+    assert payload["artifacts"][0] == {"nonce": 4, "vector_b64": vector(4, 4)}
+    assert payload["encoding"] == {"dtype": "f16", "k_dim": 4, "endian": "le"}
+    assert [payload[key] for key in ("public_key", "block_hash", "block_height", "node_id")] == [
+        "node1",
+        "abc123",
+        7,
+        1,
+    ]
+
+
+async def test_distance_payload(pod: Pod, receiver: CallbackReceiver) -> None:
+    await pod.start(DISTANCE | SLOT | {"callback_url": receiver.url})
+    await pod.reach(lambda s: bool(receiver.payloads))
+    payload = receiver.payloads[0]
+    assert payload["dist"] == [distance(nonce) for nonce in payload["nonces"]]
+    assert max(payload["dist"]) < payload["r_target"] == 1.405
+    assert payload["node_id"] == 1
+
+
+async def test_slots_without_valid_nonces_still_count_as_delivered(pod: Pod, receiver: CallbackReceiver) -> None:
+    await pod.start(DISTANCE | SLOT | {"r_target": 0.5, "callback_url": receiver.url})
+    status = await pod.reach(lambda s: s.delivered_index > 50)
+    assert receiver.attempts == 0
+    assert (status.total_valid, status.delivered_valid) == (0, 0)
+
+
+async def test_what_the_receiver_refuses_for_good_is_counted_and_passed_over(
+    pod: Pod, receiver: CallbackReceiver
+) -> None:
+    receiver.faults = [400]
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert status.rejected == status.delivered_rejected > 0
+    assert status.delivered_valid == len(receiver.nonces) == 100 - status.rejected
+    assert status.delivered_index == status.next_index
+
+
+async def test_the_round_is_not_over_before_everything_is_delivered(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 503
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.total_checked == 100 and receiver.attempts > 3)
+    assert status.state is PowState.GENERATING
+    assert status.delivered_index == NEARLY_DONE["start_index"]
+    assert "HTTP 503" in (status.delivery_error or "")
+    receiver.answer = 200
+    await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
+
+
+@pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "64"}])
+async def test_generation_waits_for_a_slow_receiver(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 500
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: receiver.attempts > 10)
+    held = await pod.status()
+    assert held.next_index <= 64 + 2 * pod.engine.facts["max_batch_nonces"]
+    receiver.answer = 200
+    await pod.reach(lambda s: s.delivered_index > held.next_index)
+    await pod.post("stop")
+    assert receiver.nonces == expected_nonces(ARTIFACT, await pod.status())
+
+
+@pytest.mark.parametrize("pod_settings", [{"PAYLOAD_RESULTS": "40"}])
+async def test_payloads_are_bounded(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.faults = [500] * 5
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: len(receiver.payloads) > 8)
+    sizes = [len(payload_nonces(payload)) for payload in receiver.payloads]
+    assert max(sizes) <= 40
+
+
+async def test_stop_is_bounded_while_the_receiver_is_down(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 500
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: s.next_index > 0 and receiver.attempts > 0)
+    started = monotonic()
+    answer = await pod.post("stop")
+    assert 0.4 < monotonic() - started < 2
+    assert answer.json()["pow_status"]["delivered_index"] == 0
+    status = await pod.status()
+    assert (status.state, status.delivered_index, status.delivered_valid) == (PowState.STOPPED, 0, 0)
+    assert status.next_index > 0
+
+
+async def test_a_receiver_that_hangs_is_given_up_and_tried_again(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.delay = 60
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: s.delivery_error is not None)
+    receiver.delay = 0
+    await pod.reach(lambda s: s.delivered_index > 0)
+
+
+async def test_nobody_listening_is_an_error_in_the_status(pod: Pod) -> None:
+    await pod.start(ARTIFACT | SLOT | {"url": "http://127.0.0.1:9/callback"})
+    status = await pod.reach(lambda s: s.delivery_error is not None)
+    assert status.delivery_error is not None
+    assert status.delivery_error.startswith("http://127.0.0.1:9/callback/generated: ")
+    assert status.state is PowState.GENERATING
+
+
+async def test_what_was_computed_before_a_failure_is_delivered(pod: Pod, receiver: CallbackReceiver) -> None:
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: s.next_index > 0)
+    pod.engine.fault = RuntimeError("gone")
+    status = await pod.reach(lambda s: s.state is PowState.FAILED and s.delivered_index == s.next_index)
+    assert receiver.nonces == expected_nonces(ARTIFACT, status)
+
+
+async def test_a_defect_in_the_sender_fails_the_round(
+    pod: Pod, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("no payload")
+
+    monkeypatch.setattr("vllm_poc.server.generation.callback", broken)
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.FAILED)
+    assert status.error == "no payload"
+    assert (await pod.post("stop")).status_code == 200

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds from start to end: what is computed, held back, resumed, and how failures show."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.fake_engine import distance
+from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod, running_pod
+from vllm_poc.wire.base import PowState
+from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
+from vllm_poc.wire.requests import InitGenerateRequest
+
+NEARLY_DONE = {"node_id": 0, "node_count": 1, "start_index": MAX_NONCE - 99}
+
+
+async def test_before_the_first_round_the_status_is_idle(pod: Pod) -> None:
+    status = await pod.status()
+    assert (status.status, status.state, status.config) == (PowState.IDLE, PowState.IDLE, None)
+    assert status.model.names == ["/models/tiny", "tiny"]
+    assert (status.model.max_seq_len, status.model.hidden_size) == (1024, 64)
+
+
+@pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
+async def test_a_round_computes_its_slot_in_order(pod: Pod, body: dict[str, Any]) -> None:
+    answer = await pod.start(body | SLOT)
+    assert answer.status_code == 200
+    assert answer.json()["pow_status"]["status"] == "GENERATING"
+    status = await pod.reach(lambda s: s.total_checked > 100)
+    assert status.state is PowState.GENERATING
+    assert status.delivered_index == status.next_index
+    await pod.post("stop")
+    assert pod.engine.computed == NonceSlot(**SLOT).nonces(0, len(pod.engine.computed))
+
+
+async def test_the_workers_get_what_the_request_says(pod: Pod) -> None:
+    await pod.start(ARTIFACT | SLOT | {"poc_stronger_rng": True, "batch_size": 3})
+    await pod.reach(lambda s: s.total_checked > 0)
+    batch = pod.engine.batches[0]
+    assert batch == {
+        "protocol": "artifact",
+        "block_hash": "abc123",
+        "public_key": "node1",
+        "nonces": [4, 10, 16],
+        "seq_len": 64,
+        "k_dim": 4,
+        "strong_rng": True,
+        "layer_hooks": True,
+        "sign_flips": False,
+    }
+
+
+async def test_status_tells_the_round_and_its_valid_nonces(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT | {"round_id": "r1"})
+    await pod.reach(lambda s: s.total_valid > 5)
+    await pod.post("stop")
+    status = await pod.status()
+    computed = NonceSlot(**SLOT).nonces(0, status.next_index)
+    valid = [nonce for nonce in computed if distance(nonce) < 1.405]
+    assert status.valid_nonces == valid[-1000:]
+    assert status.valid_distances == [distance(nonce) for nonce in status.valid_nonces]
+    assert (status.total_checked, status.total_valid) == (len(computed), len(valid))
+    assert status.config is not None
+    assert status.config.model_dump(include=set(SLOT)) == SLOT
+    assert (status.round_id, status.r_target) == ("r1", 1.405)
+
+
+async def test_after_a_stop_each_protocol_reads_its_own_word(pod: Pod) -> None:
+    await pod.start(ARTIFACT | SLOT)
+    answer = await pod.post("stop")
+    assert answer.json()["pow_status"]["status"] == "STOPPED"
+    status = await pod.status()
+    assert (status.status, status.state) == (PowState.IDLE, PowState.STOPPED)
+
+
+async def test_stop_without_a_round_and_twice_is_harmless(pod: Pod) -> None:
+    assert (await pod.post("stop")).status_code == 200
+    await pod.start(ARTIFACT | SLOT)
+    assert [(await pod.post("stop")).status_code for _ in range(2)] == [200, 200]
+
+
+async def test_a_repeat_with_the_same_id_is_answered_with_what_runs(pod: Pod) -> None:
+    body = DISTANCE | SLOT | {"round_id": "r1"}
+    await pod.start(body)
+    await pod.reach(lambda s: s.next_index > 0)
+    answer = await pod.start(body | {"start_index": 5})
+    assert answer.status_code == 200
+    assert answer.json()["pow_status"]["round_id"] == "r1"
+    await pod.post("stop")
+    assert len(set(pod.engine.computed)) == len(pod.engine.computed), "the repeat must not start anything"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({}, {}), ({"round_id": "r1"}, {"round_id": "r2"}), ({"round_id": "r1"}, {"round_id": "r1", "node_id": 0})],
+    ids=["no id", "other id", "other slot"],
+)
+async def test_other_work_while_one_runs_is_a_conflict(pod: Pod, first: dict[str, Any], second: dict[str, Any]) -> None:
+    await pod.start(DISTANCE | SLOT | first)
+    answer = await pod.start(DISTANCE | SLOT | second)
+    error = answer.json()
+    assert (answer.status_code, error["reason"]) == (409, "RoundConflict")
+    assert error["detail"].startswith("Already generating")
+    assert error["running"]["node_id"] == SLOT["node_id"]
+    assert error["round_id"] == first.get("round_id")
+
+
+async def test_a_new_start_resumes_where_it_is_told(pod: Pod) -> None:
+    body = DISTANCE | SLOT | {"round_id": "r1"}
+    await pod.start(body)
+    await pod.reach(lambda s: s.next_index > 0)
+    await pod.post("stop")
+    pod.engine.batches.clear()
+    await pod.start(body | {"start_index": 1000})
+    status = await pod.reach(lambda s: s.total_checked > 0)
+    assert status.start_index == 1000
+    assert pod.engine.computed[0] == InitGenerateRequest(**body).slot.nonce(1000)
+
+
+async def test_the_round_ends_with_the_int32_range(pod: Pod) -> None:
+    await pod.start(DISTANCE | NEARLY_DONE)
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert status.total_checked == 100
+    assert pod.engine.computed[-1] == MAX_NONCE
+    assert status.next_index == status.delivered_index == MAX_NONCE + 1
+
+
+async def test_chat_holds_generation_back(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda s: s.next_index > 0)
+    pod.engine.output_processor.busy = True
+    await asyncio.sleep(0.05)
+    held = await pod.status()
+    await asyncio.sleep(0.1)
+    later = await pod.status()
+    assert later.next_index == held.next_index
+    assert later.held_back_seconds > held.held_back_seconds > 0
+    assert later.last_progress_seconds is not None
+    assert later.last_progress_seconds > 0.1
+    pod.engine.output_processor.busy = False
+    await pod.reach(lambda s: s.next_index > later.next_index)
+
+
+async def test_slow_slices_get_shorter_and_no_nonce_is_lost(pod: Pod) -> None:
+    pod.engine.seconds_per_batch = 0.06
+    await pod.start(DISTANCE | SLOT | {"batch_size": 8})
+    await pod.reach(lambda s: s.next_index > 24)
+    await pod.post("stop")
+    sizes = [len(batch["nonces"]) for batch in pod.engine.batches]
+    assert sizes[:5] == [8, 8, 4, 4, 2]
+    assert pod.engine.computed == NonceSlot(**SLOT).nonces(0, len(pod.engine.computed))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [(RuntimeError("CUDA error"), "poc_compute failed: CUDA error"), (None, "did not answer within 0.5 s")],
+    ids=["error", "hang"],
+)
+async def test_a_failing_engine_fails_the_round(pod: Pod, fault: Exception | None, message: str) -> None:
+    await pod.start(DISTANCE | SLOT | {"round_id": "r1"})
+    before = await pod.reach(lambda s: s.next_index > 0)
+    pod.engine.fault, pod.engine.seconds_per_batch = fault, 0 if fault else 60
+    status = await pod.reach(lambda s: s.state is PowState.FAILED)
+    assert status.status is PowState.FAILED
+    assert message in (status.error or "")
+    assert status.next_index >= before.next_index
+    pod.engine.fault, pod.engine.seconds_per_batch = None, 0.001
+    assert (await pod.start(DISTANCE | SLOT)).status_code == 200
+    assert (await pod.reach(lambda s: s.next_index > 0)).error is None
+
+
+async def test_nonces_that_stay_not_finite_are_counted_and_left_out(pod: Pod) -> None:
+    slot = NonceSlot(**SLOT)
+    pod.engine.sick.update({slot.nonce(1): 1, slot.nonce(2): 9})
+    await pod.start(ARTIFACT | SLOT)
+    status = await pod.reach(lambda s: s.total_checked > 20)
+    assert status.rejected == status.delivered_rejected == 1
+    assert status.total_valid == status.total_checked - 1
+    assert pod.engine.batches[1]["nonces"] == [slot.nonce(1), slot.nonce(2)]
+    assert pod.engine.computed.count(slot.nonce(2)) == 2
+
+
+async def test_the_server_takes_its_round_with_it() -> None:
+    before = asyncio.all_tasks()
+    async with running_pod() as pod:
+        await pod.start(DISTANCE | SLOT)
+        await pod.reach(lambda s: s.next_index > 0)
+    assert asyncio.all_tasks() == before

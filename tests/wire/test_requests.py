@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused and how; direct generation; the middleware's own answers."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_engine import distance, vector
+from tests.support.pod import ARTIFACT, DISTANCE, ROUND, SLOT, Pod
+from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.responses import ErrorResponse
+
+START = DISTANCE | SLOT
+GENERATE = DISTANCE | {"nonces": [5, 3, 9], "wait": True}
+PARAMS = ARTIFACT["params"]
+
+
+def without(body: dict[str, Any], field: str) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key != field}
+
+
+BAD_STARTS: list[tuple[dict[str, Any], str]] = [
+    (without(START, "block_hash"), "block_hash: Field required"),
+    (without(START, "node_id"), "node_id: Field required"),
+    (START | {"block_hash": ""}, "block_hash"),
+    (START | {"block_height": -1}, "block_height"),
+    (START | {"public_key": 5}, "public_key"),
+    (START | {"batch_size": 0}, "batch_size"),
+    (START | {"node_id": -1}, "node_id"),
+    (START | {"node_id": 3}, "node_id 3 must be below node_count 3"),
+    (START | {"node_count": 0}, "node_count"),
+    (START | {"group_id": 2}, "group_id 2 must be below n_groups 2"),
+    (START | {"n_groups": 0}, "n_groups"),
+    (START | {"r_target": "NaN"}, "r_target"),
+    (START | {"r_target": 2.5}, "r_target"),
+    (ROUND | SLOT, "set either r_target (distance protocol) or params"),
+    (START | {"params": PARAMS}, "set either r_target (distance protocol) or params"),
+    (START | {"seq_len": 0}, "seq_len"),
+    (START | {"seq_len": 1025}, "seq_len: 1025 exceeds the server's max_model_len of 1024"),
+    (START | {"start_index": -1}, "start_index"),
+    (START | {"start_index": 2**31}, "start_index 2147483648 lies beyond the int32 range"),
+    (START | {"callback_url": "ftp://host/x"}, "callback_url"),
+    (START | {"url": "http://a/", "callback_url": "http://b/"}, "set url or callback_url, not both"),
+    (START | {"round_id": ""}, "round_id"),
+    (ARTIFACT | SLOT | {"params": PARAMS | {"k_dim": 0}}, "params.k_dim"),
+    (ARTIFACT | SLOT | {"params": PARAMS | {"k_dim": 65}}, "params.k_dim: 65 exceeds the hidden size of 64"),
+    (ARTIFACT | SLOT | {"params": PARAMS | {"seq_len": 4096}}, "params.seq_len: 4096 exceeds"),
+    (ARTIFACT | SLOT | {"params": PARAMS | {"decode": True}}, "params.decode: Extra inputs"),
+]
+BAD_GENERATES: list[tuple[dict[str, Any], str]] = [
+    (without(GENERATE, "nonces"), "nonces: Field required"),
+    (GENERATE | {"nonces": []}, "nonces"),
+    (GENERATE | {"nonces": [1, 1]}, "nonces must be unique"),
+    (GENERATE | {"nonces": [2**31]}, "nonces.0"),
+    (GENERATE | {"nonces": [0, -1]}, "nonces.1"),
+    (GENERATE | {"nonces": [True]}, "nonces.0: must be an integer, not a boolean"),
+    (without(GENERATE, "wait"), "wait: queued generation is not offered by this version: set wait to true"),
+    (GENERATE | {"validation": {"artifacts": []}}, "validation: comparing artifacts is not offered"),
+]
+
+
+def error_of(answer: httpx.Response, status: int, reason: str) -> ErrorResponse:
+    assert answer.status_code == status, answer.text
+    error = ErrorResponse.model_validate(answer.json())
+    assert error.reason == reason
+    return error
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_STARTS, ids=[message for _, message in BAD_STARTS])
+async def test_bad_starts_are_refused_by_the_name_of_the_field(pod: Pod, body: dict[str, Any], message: str) -> None:
+    reason = "SequenceTooLong" if "seq_len" in message and "exceeds" in message else "InvalidRequest"
+    error = error_of(await pod.start(body), 422, reason)
+    assert error.detail.startswith(message)
+    assert error.errors
+    assert (await pod.status()).config is None
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_GENERATES, ids=[message for _, message in BAD_GENERATES])
+async def test_bad_generates_are_refused_by_the_name_of_the_field(pod: Pod, body: dict[str, Any], message: str) -> None:
+    error = error_of(await pod.post("generate", body), 422, "InvalidRequest")
+    assert error.detail.startswith(message)
+    assert pod.engine.computed == []
+
+
+@pytest.mark.parametrize("route", ["init/generate", "generate"])
+@pytest.mark.parametrize(("content", "field"), [("{", "body"), ("", ""), ("[]", "")])
+async def test_a_body_that_is_no_object_is_refused(pod: Pod, route: str, content: str, field: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = await pod.http.post(f"{API_PREFIX}/{route}", content=content, headers=headers)
+    assert error_of(answer, 422, "InvalidRequest").errors[0].field == field
+
+
+async def test_another_model_is_a_conflict(pod: Pod) -> None:
+    params = PARAMS | {"model": "other"}
+    error = error_of(await pod.start(ARTIFACT | SLOT | {"params": params}), 409, "ModelMismatch")
+    assert error.detail == ("params.model: other was requested, but this server serves /models/tiny, tiny")
+
+
+async def test_the_model_may_be_named_by_its_path(pod: Pod) -> None:
+    params = PARAMS | {"model": "/models/tiny"}
+    assert (await pod.start(ARTIFACT | SLOT | {"params": params})).status_code == 200
+
+
+async def test_a_model_that_poc_cannot_use_is_a_conflict(pod: Pod) -> None:
+    pod.engine.facts["refusal"] = "LoRA is on: remove --enable-lora"
+    assert error_of(await pod.start(START), 409, "ModelUnsupported").detail.startswith("LoRA")
+
+
+async def test_a_sequence_that_no_forward_can_hold_is_refused(pod: Pod) -> None:
+    pod.engine.facts["max_batch_tokens"] = 32
+    error = error_of(await pod.start(START), 422, "SequenceTooLong")
+    assert error.detail == "seq_len: 64 exceeds the server's max_batch_tokens of 32"
+
+
+@pytest.mark.parametrize("pod_settings", [{"CALLBACK_ALLOW": "*.poc.svc, gateway"}])
+async def test_callbacks_go_to_allowed_hosts_only(pod: Pod) -> None:
+    error = error_of(await pod.start(START | {"callback_url": "http://evil/x"}), 422, "InvalidRequest")
+    assert error.detail.startswith("callback_url: callbacks to evil are not allowed")
+    assert (await pod.start(START | {"callback_url": "http://A.poc.svc:8080/x"})).status_code == 200
+
+
+async def test_generate_distances_in_the_order_of_the_nonces(pod: Pod) -> None:
+    nonces = list(range(50, 0, -1))
+    answer = await pod.post("generate", GENERATE | {"nonces": nonces})
+    body = answer.json()
+    assert answer.status_code == 200
+    assert body["nonces"] == nonces
+    assert body["distances"] == [distance(nonce) for nonce in nonces]
+    valid = [nonce for nonce in nonces if distance(nonce) < 1.405]
+    assert body["valid_nonces"] == valid
+    assert (body["total_checked"], body["total_valid"]) == (50, len(valid))
+    assert "artifacts" not in body
+    assert max(len(batch["nonces"]) for batch in pod.engine.batches) == 16
+
+
+async def test_a_distance_at_the_target_is_not_valid(pod: Pod) -> None:
+    answer = await pod.post("generate", GENERATE | {"r_target": distance(5)})
+    assert 5 in answer.json()["nonces"]
+    assert 5 not in answer.json()["valid_nonces"]
+
+
+async def test_generate_artifacts(pod: Pod) -> None:
+    answer = await pod.post("generate", ARTIFACT | {"nonces": [7, 2], "wait": True, "node_id": 0, "node_count": 1})
+    body = answer.json()
+    assert body["artifacts"] == [{"nonce": n, "vector_b64": vector(n, 4)} for n in (7, 2)]
+    assert body["encoding"] == {"dtype": "f16", "k_dim": 4, "endian": "le"}
+    assert "distances" not in body
+
+
+async def test_generate_leaves_out_what_stays_not_finite(pod: Pod) -> None:
+    pod.engine.sick.update({3: 1, 9: 2})
+    answer = await pod.post("generate", GENERATE)
+    assert answer.json()["nonces"] == [5, 3]
+
+
+async def test_generate_is_served_while_a_round_runs(pod: Pod) -> None:
+    await pod.start(START)
+    answer = await pod.post("generate", GENERATE)
+    assert answer.json()["nonces"] == [5, 3, 9]
+    before = (await pod.status()).next_index
+    await pod.reach(lambda s: s.next_index > before)
+
+
+@pytest.mark.parametrize("pod_settings", [{"REQUEST_SECONDS": "0.1"}])
+async def test_generate_does_not_wait_for_chat_for_ever(pod: Pod) -> None:
+    pod.engine.output_processor.busy = True
+    error = error_of(await pod.post("generate", GENERATE), 503, "Busy")
+    assert "not done within 0.1 s" in error.detail
+
+
+async def test_generate_reports_a_failing_engine(pod: Pod) -> None:
+    await pod.status()
+    pod.engine.fault = RuntimeError("CUDA error")
+    error = error_of(await pod.post("generate", GENERATE), 503, "EngineFailed")
+    assert error.detail == "poc_compute failed: CUDA error"
+
+
+async def test_an_engine_that_cannot_describe_itself_starts_nothing(pod: Pod) -> None:
+    pod.engine.fault = AttributeError("no poc_describe")
+    error_of(await pod.start(START), 503, "EngineFailed")
+    assert (await pod.status()).model.max_seq_len == 0
+    pod.engine.fault = None
+    assert (await pod.start(START)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "reason"),
+    [("GET", "/nothing", 404, "NotFound"), ("GET", "/stop", 405, "MethodNotAllowed"), ("GET", "", 404, "NotFound")],
+)
+async def test_unknown_routes_are_json_errors(pod: Pod, method: str, path: str, status: int, reason: str) -> None:
+    error_of(await pod.http.request(method, API_PREFIX + path), status, reason)
+
+
+async def test_other_routes_pass_through_untouched(pod: Pod) -> None:
+    assert (await pod.http.get("/v1/models")).json() == {"data": ["tiny"]}
+    assert (await pod.http.get("/api/v1/power")).json() == {"detail": "Not Found"}
+
+
+async def test_before_the_engine_runs_the_answer_is_503() -> None:
+    pod = Pod()
+    answer = await pod.http.get(f"{API_PREFIX}/status")
+    error_of(answer, 503, "EngineNotReady")
+    assert answer.headers["Retry-After"]
+    assert (await pod.http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("pod_settings", [{"TOKEN": "s3cret"}])
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cr\u00e9t"])
+async def test_the_token_guards_the_poc_routes_alone(pod: Pod, header: str | None) -> None:
+    headers = {b"Authorization": header.encode()} if header else {}
+    answer = await pod.http.get(f"{API_PREFIX}/status", headers=headers)
+    assert "VLLM_POC_TOKEN" in error_of(answer, 401, "Unauthorized").detail
+    assert (await pod.http.get("/v1/models")).status_code == 200
+    good = {"Authorization": "Bearer s3cret"}
+    assert (await pod.http.get(f"{API_PREFIX}/status", headers=good)).status_code == 200
+
+
+@pytest.mark.parametrize("pod_settings", [{"BODY_BYTES": "1024"}])
+async def test_large_bodies_are_refused(pod: Pod) -> None:
+    answer = await pod.post("generate", GENERATE | {"nonces": list(range(1000))})
+    assert "1024 bytes" in error_of(answer, 413, "BodyTooLarge").detail
