@@ -26,16 +26,16 @@ test: check test-unit test-worker test-cluster ## Everything that this machine c
 check: .venv/.lock ## Format, lint, types, layers
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	.venv/bin/mypy operator/poc_operator image/vllm_poc hack tests
-	.venv/bin/lint-imports
+	.venv/bin/mypy operator image hack tests
+	PYTHONPATH=operator:image .venv/bin/lint-imports
 
 .PHONY: test-unit
-test-unit: .venv/.lock ## Tests that need neither torch nor a cluster
-	.venv/bin/pytest -m "not torch and not vllm and not cluster and not gpu" tests/unit
+test-unit: .venv/.lock ## Tests that need neither torch nor a cluster; both sides of the REST contract
+	.venv/bin/pytest tests/unit tests/wire --ignore tests/unit/vllm_poc/maths
 
 .PHONY: test-worker
-test-worker: toolchain ## The maths, the pod's API, and real vLLM on CPU
-	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest -m "not gpu and not cluster" tests/unit/vllm_poc tests/wire tests/vllm
+test-worker: toolchain ## The maths, and real vLLM on CPU
+	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/unit/vllm_poc/maths tests/vllm
 
 .PHONY: test-cluster
 test-cluster: .venv/.lock toolchain ## Both charts, real rounds and bad input on a real cluster

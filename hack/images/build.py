@@ -30,14 +30,6 @@ def build(role: Role, base: str | None = None) -> str:
     with exclusive("images"):
         if not has_image(name):
             with step(f"image {name}"):
-                argv = [
-                    "--tag",
-                    name,
-                    "--build-arg",
-                    f"BASE_IMAGE={base}",
-                    "--file",
-                    DOCKERFILES[role],
-                    folder,
-                ]
-                buildah("build", *argv)
+                settings = ["--tag", name, "--build-arg", f"BASE_IMAGE={base}"]
+                buildah("build", *settings, "--file", DOCKERFILES[role], folder)
     return name

@@ -6,6 +6,7 @@ from typing import Self, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
+from yarl import URL
 
 from poc_operator.podapi.errors import (
     NotAPodOfOurs,
@@ -52,28 +53,29 @@ class PodClient:
 
     async def status(self, base: str) -> StatusResponse:
         """Return the pod's state and counters, without the lists of valid nonces."""
-        return await self._call("GET", f"{base}/status?lists=false", STATUS_SECONDS, StatusResponse)
+        url = URL(f"{base}/status").with_query(lists="false")
+        return await self._call("GET", url, STATUS_SECONDS, StatusResponse)
 
     async def start(self, base: str, request: InitGenerateRequest) -> CommandResponse:
         """Start a slot; safe to repeat, since the request carries the round's id."""
         body = request.model_dump(mode="json", exclude_none=True)
-        return await self._call("POST", f"{base}/init/generate", START_SECONDS, CommandResponse, body)
+        return await self._call("POST", URL(f"{base}/init/generate"), START_SECONDS, CommandResponse, body)
 
     async def stop(self, base: str, round_id: str) -> CommandResponse:
         """Stop the round, unless the pod computes another one by now; its results are flushed first."""
-        return await self._call("POST", f"{base}/stop?round_id={round_id}", STOP_SECONDS, CommandResponse)
+        url = URL(f"{base}/stop").with_query(round_id=round_id)
+        return await self._call("POST", url, STOP_SECONDS, CommandResponse)
 
     async def _call(
-        self, method: str, url: str, seconds: float, answer: type[Answer], body: object | None = None
+        self, method: str, url: URL, seconds: float, answer: type[Answer], body: object | None = None
     ) -> Answer:
         timeout = aiohttp.ClientTimeout(total=seconds)
+        call = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False)
         try:
-            async with self._session.request(
-                method, url, json=body, timeout=timeout, allow_redirects=False
-            ) as response:
+            async with call as response:
                 return _parse(response.status, await _read(response), answer)
         except TimeoutError as error:
-            raise PodTimeout(f"no answer within {seconds:.0f} s") from error
+            raise PodTimeout(f"no answer within {seconds:g} s") from error
         except aiohttp.ClientError as error:
             raise PodUnreachable(str(error) or type(error).__name__) from error
 

@@ -2,6 +2,7 @@
 """How rounds end, are suspended, and expire."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ OURS = {"round_id": "round-uid"}
     ],
 )
 def test_ends_of_a_running_round(
-    spec: dict[str, object], counters: dict[str, int], after: int, state: RoundState, reason: Reason | None
+    spec: dict[str, Any], counters: dict[str, Any], after: int, state: RoundState, reason: Reason | None
 ) -> None:
     step = plan(look(a_round(RUNNING, **spec), (a_pod("a"), says(GENERATING, **counters)), after=after))
     assert step.status.state is state
