@@ -33,7 +33,7 @@ class Part:
     name: str
     argv: tuple[str, ...]
     check: Check
-    ports: tuple[Port, ...] = ()
+    ports: tuple[int, ...] = ()
     files: tuple[Path, ...] = ()  # read at start: the part is restarted when one of them changes
     limit: float = 60.0  # seconds from its start to its health
 

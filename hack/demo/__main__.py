@@ -5,26 +5,23 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from hack.cluster.up import up
 from hack.demo.looks import deployment, round_progress
 from hack.demo.progress import follow
-from hack.deploy.kube import Kube, current_kube, local_kube
-from hack.deploy.local import OPERATOR_CHART, WORKER_CHART, operator_values, worker_values
+from hack.deploy.kube import Kube, current_kube
+from hack.deploy.local import OPERATOR_CHART, WORKER_CHART
+from hack.deploy.releases import (
+    NAMESPACE,
+    OPERATOR,
+    OPERATOR_SECONDS,
+    SYSTEM_NAMESPACE,
+    WORKER,
+    WORKER_SECONDS,
+    deploy_locally,
+)
 from hack.images.site import ROOT
-from hack.models.store import models
-from hack.toolchain.__main__ import install
-from hack.toolchain.common import UserError, exclusive, main, step
-from hack.vllm.environment import environment
+from hack.toolchain.common import UserError, main, step
 
-SYSTEM_NAMESPACE = "poc-system"
-NAMESPACE = "poc-demo"
-OPERATOR = "vllm-poc-operator"
-WORKER = "vllm-poc-worker"
 ROUND = ROOT / "docs" / "examples" / "round.yaml"
-PODS = 2
-
-OPERATOR_SECONDS = 120.0
-WORKER_SECONDS = 900.0
 ROUND_SECONDS = 900.0
 
 
@@ -36,23 +33,10 @@ def program() -> None:
     parser.add_argument("--worker-values", type=Path, help="Helm values (with --cluster current)")
     options = parser.parse_args()
     if options.cluster == "local":
-        kube = _deploy_locally()
+        kube = deploy_locally()
     else:
         kube = _deploy_to_current(options.operator_values, options.worker_values)
     _run_round(kube)
-
-
-def _deploy_locally() -> Kube:
-    install()
-    environment()
-    models()
-    with exclusive("cluster"), step("cluster up"):
-        up()
-    kube = local_kube()
-    with step("images and charts"):
-        kube.helm_install(OPERATOR, OPERATOR_CHART, SYSTEM_NAMESPACE, operator_values())
-        kube.helm_install(WORKER, WORKER_CHART, NAMESPACE, worker_values(replicas=PODS))
-    return kube
 
 
 def _deploy_to_current(operator: Path | None, worker: Path | None) -> Kube:

@@ -42,6 +42,10 @@ class Kube:
         """Apply one object."""
         self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
 
+    def ensure_namespace(self, name: str, labels: Mapping[str, str]) -> None:
+        """Create a namespace with these labels, or label an existing one."""
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": dict(labels)}})
+
     def helm_install(self, release: str, chart: Path, namespace: str, *values: Mapping[str, Any] | Path) -> None:
         """Install or upgrade a chart with values from files or mappings, later ones winning."""
         argv: list[str | Path] = [self.helm_path, "upgrade", "--install", release, chart]

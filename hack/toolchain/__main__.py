@@ -21,6 +21,8 @@ def program() -> None:
             print(tool_path(name))
         return
     install()
+    for tools in TOOL_SETS:
+        print(f"{tools.name} {tools.version} in {tools.folder}")
 
 
 def install() -> None:
@@ -28,8 +30,6 @@ def install() -> None:
     with exclusive("toolchain"):
         ensure_packages()
         ensure_tools()
-    for tools in TOOL_SETS:
-        print(f"{tools.name} {tools.version} in {tools.folder}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stops the demo says so in one clear sentence, with the remedy."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hack.cluster import ports
+from hack.cluster.health import CommandCheck
+from hack.cluster.parts import Part
+from hack.demo.progress import follow
+from hack.toolchain import common, tools
+from hack.toolchain.common import UserError
+from tests.support.http_server import free_port
+
+ROOT = Path(__file__).parents[3]
+
+
+def demo(*arguments: str, path: str = "/usr/bin:/bin") -> str:
+    """Run the demo with only these folders on the PATH; return its error line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hack.demo", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_values_are_asked_for() -> None:
+    assert "error: OPERATOR_VALUES is not set" in demo("--cluster", "current")
+
+
+def test_values_must_exist(tmp_path: Path) -> None:
+    missing = str(tmp_path / "values.yaml")
+    line = demo("--cluster", "current", "--operator-values", missing, "--worker-values", missing)
+    assert line == f"error: OPERATOR_VALUES: {missing} does not exist."
+
+
+def test_kubectl_is_asked_for(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.touch()
+    arguments = ("--cluster", "current", "--operator-values", str(values), "--worker-values", str(values))
+    assert "kubectl is not on the PATH: install it" in demo(*arguments, path=str(tmp_path))
+
+
+def test_go_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("POC_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="The Go toolchain is missing: install Go"):
+        tools.ensure_tools()
+
+
+def test_a_tool_that_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("POC_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="kubectl is not built yet: run python3 -m hack.toolchain"):
+        tools.tool_path("kubectl")
+
+
+def test_a_port_in_use_is_named_with_its_owner() -> None:
+    port = free_port()
+    part = Part(name="some part", argv=("true",), check=CommandCheck(("true",)), ports=(port,))
+    ports.require_free_ports([part])
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port))
+        holder.listen()
+        sentence = rf"Port {port} of some part is in use by \S+ \(process {os.getpid()}\): stop that first"
+        with pytest.raises(UserError, match=sentence):
+            ports.require_free_ports([part])
+
+
+def test_a_command_that_fails_shows_its_last_words() -> None:
+    with pytest.raises(UserError, match=re.compile("exit status 3:\nbad luck", re.MULTILINE)):
+        common.run(["sh", "-c", "echo bad luck; exit 3"], limit=5)
+
+
+def test_a_command_that_hangs_is_ended() -> None:
+    with pytest.raises(UserError, match=r"did not end within 0 s"):
+        common.run(["sleep", "60"], limit=0.2)
+
+
+def test_what_never_gets_ready_tells_what_was_last_seen() -> None:
+    with pytest.raises(UserError, match="pods did not get ready within 0 s; last seen: 0 of 2"):
+        follow("pods", lambda: (False, "0 of 2"), limit=0)
+
