@@ -15,5 +15,5 @@ class ChecksumExtension(PocWorkerExtension):
         """Return a checksum over the KV cache of all layers."""
         digest = hashlib.sha256()
         for cache in self.model_runner.kv_caches:
-            digest.update(cache.contiguous().view(torch.uint8).numpy())
+            digest.update(cache.contiguous().view(torch.uint8).cpu().numpy())
         return digest.hexdigest()

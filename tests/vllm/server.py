@@ -15,13 +15,13 @@ from pathlib import Path
 
 from hack.vllm.environment import ROOT
 from tests.vllm.client import Client
+from tests.vllm.device import SERVER_FLAGS
 
 MODEL_NAME = "tiny"
 READY_SECONDS = 180
 STOP_SECONDS = 20
 LOG_LINES = 40
 ENVIRONMENT = {
-    "PYTHONPATH": f"{ROOT / 'image'}:{ROOT}",
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -29,8 +29,8 @@ ENVIRONMENT = {
     # Adds POST /collective_rpc, by which the tests reach their own worker methods.
     "VLLM_SERVER_DEV_MODE": "1",
 }
-# float32, so that a reference computed elsewhere agrees closely; few KV blocks, so that a checksum takes no time.
-FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--num-gpu-blocks-override", "256")
+# Few KV blocks, so that a checksum takes no time.
+FLAGS = (*SERVER_FLAGS, "--max-model-len", "1024", "--num-gpu-blocks-override", "256")
 
 
 @contextmanager
@@ -56,7 +56,8 @@ def serving(model: Path, log: Path, flags: Sequence[str]) -> Iterator[Client]:
 
 def command_environment() -> dict[str, str]:
     """Return the environment in which the commands of the worker's image run."""
-    return {**os.environ, **ENVIRONMENT}
+    folders = [ROOT / "image", ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": ":".join(map(str, folders))}
 
 
 def _free_port() -> int:

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.receiver import Receiver, receiving
 from tests.vllm.client import Client
-from tests.vllm.receiver import Receiver, receiving
 
 PROMPTS = (
     "What is a license?",

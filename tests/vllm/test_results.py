@@ -7,6 +7,7 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.vllm.client import Client
+from tests.vllm.device import BATCH_TOLERANCE
 from tests.vllm.server import serving
 from vllm_poc.worker.batches import BatchRequest
 
@@ -38,7 +39,7 @@ def test_the_batch_around_a_nonce_hardly_matters(qwen3: Client) -> None:
     for seq_len in (17, 64, 130):
         alone = qwen3.artifacts(NONCES, seq_len=seq_len, batch_size=1)
         together = qwen3.artifacts(NONCES, seq_len=seq_len, batch_size=8)
-        assert largest_difference(alone, together) <= 1e-3
+        assert largest_difference(alone, together) <= BATCH_TOLERANCE
 
 
 def test_chat_leaves_no_trace_in_the_results(qwen3: Client) -> None:

@@ -30,8 +30,8 @@ class Receiver:
 
 
 @contextmanager
-def receiving() -> Iterator[Receiver]:
-    """Listen on a free port while the context lasts."""
+def receiving(address: str = "127.0.0.1") -> Iterator[Receiver]:
+    """Listen on a free port of ``address`` while the context lasts."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -45,8 +45,8 @@ def receiving() -> Iterator[Receiver]:
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    receiver = Receiver(f"http://127.0.0.1:{server.server_port}")
+    server = ThreadingHTTPServer((address, 0), Handler)
+    receiver = Receiver(f"http://{address}:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
