@@ -13,6 +13,8 @@ from poc_operator.runtime.operator import Operator
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -> None:
     """Set kopf up and connect."""
     settings.peering.standalone = True
+    # Namespaces and CRDs are known at the start: no right to watch them is asked for.
+    settings.scanning.disabled = True
     settings.persistence.finalizer = names.FINALIZER
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.GROUP)

@@ -12,6 +12,9 @@ from poc_operator.plan.snapshot import RoundEvent
 from poc_operator.runtime.driver import Emit
 from poc_operator.runtime.operator import Operator
 
+#: Seconds for a daemon to end by itself, as when its round is finished, before it is cancelled.
+_BACKOFF_SECONDS = 2.0
+_CANCEL_SECONDS = 10.0
 #: Seconds for which a deleted round waits for its pods to stop; a pod flushes for 30 s at most.
 _DELETE_SECONDS = 120.0
 
@@ -36,7 +39,14 @@ def _emitter(body: kopf.Body) -> Emit:
     return emit
 
 
-@kopf.daemon(names.GROUP, names.VERSION, names.PLURAL, when=_needs_driving, cancellation_timeout=10)
+@kopf.daemon(
+    names.GROUP,
+    names.VERSION,
+    names.PLURAL,
+    when=_needs_driving,
+    cancellation_backoff=_BACKOFF_SECONDS,
+    cancellation_timeout=_CANCEL_SECONDS,
+)
 async def drive(
     *,
     namespace: str | None,
