@@ -25,8 +25,8 @@ def main() -> None:
         verbose=None,
         log_format=kopf.LogFormat.JSON if options.log_format == "json" else kopf.LogFormat.PLAIN,
     )
-    # "Handler ... succeeded" for every event of every pod says nothing to anybody.
-    for noisy in ("aiohttp.access", "kopf.objects"):
+    # "Handler ... succeeded" for every event of every pod and every probe says nothing to anybody.
+    for noisy in ("aiohttp.access", "kopf.activities", "kopf.objects"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     kopf.run(
         standalone=True,

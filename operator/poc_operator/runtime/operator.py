@@ -89,7 +89,7 @@ async def _tick(driver: RoundDriver) -> bool:
     try:
         return await driver.tick()
     except StaleRound:
-        log.info("the round changed while it was planned; planning again")
+        log.debug("the round changed while it was planned; planning again")
     except StoreUnavailable as error:
         log.warning("API server: %s; trying again", error)
     return True

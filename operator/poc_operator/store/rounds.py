@@ -5,6 +5,7 @@ The status is written against the resource version that was read. A plan made fr
 round, as by an operator that has been replaced, is thus refused instead of overwriting a newer one.
 """
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -33,7 +34,10 @@ class RoundStore:
     @classmethod
     async def connect(cls) -> "RoundStore":
         """Connect as the pod's service account, or with the user's kubeconfig outside a cluster."""
-        await config.load_config()  # type: ignore[no-untyped-call]
+        if "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config()  # type: ignore[no-untyped-call]
+        else:
+            await config.load_kube_config()  # type: ignore[no-untyped-call]
         return cls(client.ApiClient())
 
     async def close(self) -> None:
