@@ -26,7 +26,7 @@ test: check test-unit test-worker test-cluster ## Everything that this machine c
 check: .venv/.lock ## Format, lint, types, layers
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	.venv/bin/mypy operator image hack tests
+	.venv/bin/mypy operator image hack benchmarks tests
 	PYTHONPATH=operator:image .venv/bin/lint-imports
 
 .PHONY: test-unit
