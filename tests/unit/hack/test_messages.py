@@ -93,4 +93,3 @@ def test_a_command_that_hangs_is_ended() -> None:
 def test_what_never_gets_ready_tells_what_was_last_seen() -> None:
     with pytest.raises(UserError, match="pods did not get ready within 0 s; last seen: 0 of 2"):
         follow("pods", lambda: (False, "0 of 2"), limit=0)
-
