@@ -64,7 +64,7 @@ def test_go_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 def test_a_tool_that_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POC_HOME", str(tmp_path))
-    with pytest.raises(UserError, match="kubectl is not built yet: run python3 -m hack.toolchain"):
+    with pytest.raises(UserError, match=r"kubectl is not built yet: run python3 -m hack\.toolchain"):
         tools.tool_path("kubectl")
 
 
