@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""helm, and the cluster that judges what it renders."""
+
+import pytest
+
+from hack.deploy.kube import Kube
+from tests.support.cluster import deployed
+
+
+@pytest.fixture(scope="session")
+def kube() -> Kube:
+    return deployed()

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""helm on this checkout's charts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hack.deploy.kube import Kube
+from hack.deploy.local import OPERATOR_CHART, WORKER_CHART
+from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
+from hack.toolchain.common import run
+
+Values = dict[str, Any]
+LIMIT = 30.0
+#: Not the demo's release, so that the API server judges new objects and not changes of present ones.
+RELEASE = "fresh"
+NAMESPACES = {OPERATOR_CHART: SYSTEM_NAMESPACE, WORKER_CHART: NAMESPACE}
+MODEL: Values = {"model": {"path": "some/model"}}
+
+_TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+_COMMON: Values = {
+    "image": {"repository": "registry.example.org/poc", "digest": f"sha256:{'0' * 64}", "pullPolicy": "Always"},
+    "imagePullSecrets": [{"name": "pull"}],
+    "podAnnotations": {"example.org/note": "text"},
+    "podLabels": {"example.org/team": "a"},
+    "nodeSelector": {"kubernetes.io/os": "linux"},
+    "tolerations": [_TOLERATION],
+    "affinity": {"podAntiAffinity": {}},
+    "priorityClassName": "high",
+    "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy.example.org"}],
+    "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}},
+}
+#: Every value of each chart set to something else than its default.
+ALL_VALUES: dict[Path, Values] = {
+    OPERATOR_CHART: {
+        **_COMMON,
+        "crds": {"enabled": False},
+        "watchNamespaces": [NAMESPACE, "default"],
+        "rbac": {"aggregate": False},
+        "serviceAccount": {"create": True, "name": "own", "annotations": {"example.org/role": "poc"}},
+        "podTokenSecret": "pod-token",
+        "logFormat": "plain",
+    },
+    WORKER_CHART: {
+        **_COMMON,
+        "replicas": 3,
+        "model": {"path": "some/model", "name": "served"},
+        "extraArgs": ["--tensor-parallel-size=2"],
+        "command": ["vllm-poc", "serve"],
+        "poc": {"callbackAllow": ["*.example.org", "example.com"], "tokenSecret": "pod-token"},
+        "port": 9000,
+        "hubTokenSecret": "hub",
+        "cacheClaim": "weights",
+        "sharedMemory": "16Gi",
+        "startupSeconds": 600,
+        "terminationGracePeriodSeconds": 90,
+        "serviceAccount": {"name": "own"},
+        "podSecurityContext": {"fsGroup": 1000},
+        "securityContext": {"runAsNonRoot": True},
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+        ],
+        "runtimeClassName": "nvidia",
+        "extraVolumes": [{"name": "models", "hostPath": {"path": "/models"}}],
+        "extraVolumeMounts": [{"name": "models", "mountPath": "/models"}],
+    },
+}
+#: The least that each chart needs.
+LEAST_VALUES: dict[Path, Values] = {OPERATOR_CHART: {}, WORKER_CHART: MODEL}
+
+
+def lint(kube: Kube, chart: Path, values: Values) -> str:
+    """Run ``helm lint --strict``; UserError with its output if it finds something."""
+    return run([kube.helm_path, "lint", "--strict", chart, "--values", "-"], limit=LIMIT, stdin=json.dumps(values))
+
+
+def render(kube: Kube, chart: Path, values: Values) -> str:
+    """Return what ``helm template`` prints; UserError with helm's message if the values are refused."""
+    argv: list[str | Path] = [kube.helm_path, "template", RELEASE, chart, "--namespace", NAMESPACES[chart]]
+    return run([*argv, "--values", "-"], limit=LIMIT, stdin=json.dumps(values))
+
+
+def objects(kube: Kube, chart: Path, values: Values) -> list[dict[str, Any]]:
+    """Return the rendered objects."""
+    return [body for body in yaml.safe_load_all(render(kube, chart, values)) if body]
+
+
+def deployment(kube: Kube, chart: Path, values: Values) -> Any:  # noqa: ANN401 - a Kubernetes object
+    """Return the rendered Deployment."""
+    return next(body for body in objects(kube, chart, values) if body["kind"] == "Deployment")

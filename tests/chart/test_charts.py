@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both charts: linted, accepted by a real API server, and clear about wrong values."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hack.deploy.kube import Kube
+from hack.deploy.local import OPERATOR_CHART, WORKER_CHART
+from hack.deploy.releases import NAMESPACE
+from hack.images.site import ROOT
+from hack.toolchain.common import UserError
+from tests.chart.helm import ALL_VALUES, LEAST_VALUES, MODEL, NAMESPACES, Values, deployment, lint, objects, render
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
+
+CHARTS = [OPERATOR_CHART, WORKER_CHART]
+LEAST_AND_ALL = [(chart, values[chart]) for chart in CHARTS for values in (LEAST_VALUES, ALL_VALUES)]
+CASES = pytest.mark.parametrize(
+    ("chart", "values"), LEAST_AND_ALL, ids=["operator", "operator-all", "worker", "worker-all"]
+)
+CRD = ROOT / "crds" / "pocrounds.yaml"
+CHART_CRD = OPERATOR_CHART / "files" / "pocrounds.yaml"
+
+#: What is wrong: (chart, values, what helm says).
+WRONG: dict[str, tuple[Path, Values, tuple[str, ...]]] = {
+    "typo": (OPERATOR_CHART, {"watchNamespace": ["a"]}, ("'watchNamespace' not allowed",)),
+    "typo below": (OPERATOR_CHART, {"image": {"tags": "1"}}, ("/image", "'tags' not allowed")),
+    "format": (OPERATOR_CHART, {"logFormat": "xml"}, ("/logFormat", "'json', 'plain'")),
+    "empty repository": (OPERATOR_CHART, {"image": {"repository": ""}}, ("/image/repository", "minLength")),
+    "digest": (OPERATOR_CHART, {"image": {"digest": "sha256:1"}}, ("/image/digest", "pattern")),
+    "pull policy": (OPERATOR_CHART, {"image": {"pullPolicy": "Sometimes"}}, ("/image/pullPolicy", "'IfNotPresent'")),
+    "namespaces as text": (OPERATOR_CHART, {"watchNamespaces": "a"}, ("/watchNamespaces", "want array")),
+    "namespace twice": (OPERATOR_CHART, {"watchNamespaces": ["a", "a"]}, ("/watchNamespaces", "equal")),
+    "env without a name": (OPERATOR_CHART, {"extraEnv": [{"value": "a"}]}, ("/extraEnv/0", "'name'")),
+    "no account": (
+        OPERATOR_CHART,
+        {"serviceAccount": {"create": False}},
+        ("serviceAccount.name is required when serviceAccount.create is false",),
+    ),
+    "no model": (
+        WORKER_CHART,
+        {},
+        ("model.path is required: the hub id or the path of the model that vLLM shall serve",),
+    ),
+    "worker typo": (WORKER_CHART, {**MODEL, "replica": 2}, ("'replica' not allowed",)),
+    "negative replicas": (WORKER_CHART, {**MODEL, "replicas": -1}, ("/replicas", "minimum")),
+    "replicas as text": (WORKER_CHART, {**MODEL, "replicas": "two"}, ("/replicas", "want integer")),
+    "port": (WORKER_CHART, {**MODEL, "port": 70000}, ("/port", "maximum")),
+    "arguments as text": (WORKER_CHART, {**MODEL, "extraArgs": "--a=b"}, ("/extraArgs", "want array")),
+    "shared memory": (WORKER_CHART, {**MODEL, "sharedMemory": "much"}, ("/sharedMemory", "pattern")),
+    "empty callback host": (
+        WORKER_CHART,
+        {**MODEL, "poc": {"callbackAllow": [""]}},
+        ("/poc/callbackAllow/0", "minLength"),
+    ),
+    "hasty start": (WORKER_CHART, {**MODEL, "startupSeconds": 1}, ("/startupSeconds", "minimum")),
+}
+
+
+@CASES
+def test_helm_lint_finds_nothing(kube: Kube, chart: Path, values: Values) -> None:
+    assert "0 chart(s) failed" in lint(kube, chart, values)
+
+
+@CASES
+def test_the_api_server_accepts_what_is_rendered(kube: Kube, chart: Path, values: Values) -> None:
+    rendered = render(kube, chart, values)
+    applied = kube.kubectl("apply", "--dry-run=server", "-f", "-", stdin=rendered).splitlines()
+    assert len(applied) == len(objects(kube, chart, values))
+    assert all(line.endswith("(server dry run)") for line in applied)
+
+
+@pytest.mark.parametrize(("chart", "values", "says"), WRONG.values(), ids=WRONG)
+def test_wrong_values_are_refused(kube: Kube, chart: Path, values: Values, says: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as refusal:
+        render(kube, chart, values)
+    for words in says:
+        assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=["operator", "worker"])
+def test_the_table_of_all_values_is_complete(chart: Path) -> None:
+    assert ALL_VALUES[chart].keys() == yaml.safe_load((chart / "values.yaml").read_text()).keys()
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=["operator", "worker"])
+def test_objects_lie_in_the_releases_namespace(kube: Kube, chart: Path) -> None:
+    found = {body["metadata"].get("namespace") for body in objects(kube, chart, LEAST_VALUES[chart])}
+    assert found <= {NAMESPACES[chart], None}
+
+
+def test_the_charts_crd_is_the_file_of_the_repository(kube: Kube) -> None:
+    assert CHART_CRD.read_bytes() == CRD.read_bytes()
+    rendered = [body for body in objects(kube, OPERATOR_CHART, {}) if body["kind"] == "CustomResourceDefinition"]
+    assert rendered == [yaml.safe_load(CRD.read_text())]
+
+
+def test_the_cluster_has_the_crd_of_the_repository(kube: Kube) -> None:
+    kube.kubectl("diff", "-f", CRD)
+
+
+def test_values_reach_the_worker(kube: Kube) -> None:
+    pod = deployment(kube, WORKER_CHART, ALL_VALUES[WORKER_CHART])["spec"]["template"]["spec"]
+    vllm: dict[str, Any] = pod["containers"][0]
+    assert vllm["image"] == f"registry.example.org/poc@sha256:{'0' * 64}"
+    assert vllm["args"] == [
+        "some/model",
+        "--enable-poc",
+        "--host=0.0.0.0",
+        "--port=9000",
+        "--served-model-name=served",
+        "--tensor-parallel-size=2",
+    ]
+    environment = {variable["name"]: variable.get("value") for variable in vllm["env"]}
+    assert environment["VLLM_POC_CALLBACK_ALLOW"] == "*.example.org,example.com"
+    assert {"VLLM_POC_TOKEN", "HF_TOKEN", "HTTPS_PROXY"} <= environment.keys()
+
+
+def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:
+    pod = deployment(kube, OPERATOR_CHART, ALL_VALUES[OPERATOR_CHART])["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"] == ["--log-format=plain", f"--namespace={NAMESPACE}", "--namespace=default"]

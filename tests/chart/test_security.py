@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator gets no more rights than it needs, and its pod passes the strictest level."""
+
+import json
+from typing import Any
+
+import pytest
+
+from hack.deploy.kube import Kube
+from hack.deploy.local import OPERATOR_CHART
+from hack.deploy.releases import NAMESPACE, OPERATOR, RESTRICTED, SYSTEM_NAMESPACE
+from hack.toolchain.common import UserError
+from tests.chart.helm import RELEASE, objects
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
+
+ACCOUNT = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{OPERATOR}"
+ROUNDS = "poc.gonka.ai/pocrounds"
+
+#: group/resource[/subresource]: verbs. Nothing else is granted; the core group has no name.
+ALLOWED = {
+    ROUNDS: ("get", "list", "watch", "patch", "delete"),
+    f"{ROUNDS}/status": ("patch",),
+    "/pods": ("list", "watch"),
+    "/events": ("create",),
+}
+FORBIDDEN = {
+    ROUNDS: ("create", "update", "deletecollection"),
+    f"{ROUNDS}/status": ("get", "update"),
+    "/pods": ("get", "create", "update", "patch", "delete", "deletecollection"),
+    "/pods/exec": ("create",),
+    "/pods/log": ("get",),
+    "/secrets": ("get", "list", "watch"),
+    "/configmaps": ("get", "create"),
+    "/serviceaccounts/token": ("create",),
+    "/events": ("list", "delete"),
+    "/nodes": ("list",),
+    "/namespaces": ("list", "create", "delete"),
+    "apps/deployments": ("get", "patch", "delete"),
+    "rbac.authorization.k8s.io/clusterrolebindings": ("create",),
+    "apiextensions.k8s.io/customresourcedefinitions": ("create", "patch", "delete"),
+}
+GRANTS = [(what, verb, True) for what, verbs in ALLOWED.items() for verb in verbs]
+GRANTS += [(what, verb, False) for what, verbs in FORBIDDEN.items() for verb in verbs]
+#: Changes of the operator's container that the level must refuse.
+TOO_MUCH = {"runAsUser": 0, "allowPrivilegeEscalation": True, "capabilities": {"add": ["NET_ADMIN"]}}
+
+
+def may(kube: Kube, what: str, verb: str) -> bool:
+    """Ask the API server whether the operator's account may do this to the worker's namespace."""
+    group, resource, *rest = what.split("/")
+    attributes = {"namespace": NAMESPACE, "group": group, "resource": resource, "verb": verb}
+    attributes |= {"subresource": rest[0]} if rest else {}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {"user": ACCOUNT, "resourceAttributes": attributes},
+    }
+    answer = kube.kubectl("create", "-f", "-", "-o", "jsonpath={.status.allowed}", stdin=json.dumps(review))
+    return {"true": True, "false": False}[answer]
+
+
+@pytest.mark.parametrize(("what", "verb", "allowed"), GRANTS)
+def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: str, verb: str, allowed: bool) -> None:
+    assert may(kube, what, verb) is allowed
+
+
+def test_the_role_grants_what_the_table_says(kube: Kube) -> None:
+    role = next(body for body in objects(kube, OPERATOR_CHART, {}) if body["kind"] == "ClusterRole")
+    granted = {
+        (f"{group}/{resource}", verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert granted == {(what, verb) for what, verbs in ALLOWED.items() for verb in verbs}
+
+
+def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
+    watched = [NAMESPACE, "default"]
+    values = {"watchNamespaces": watched, "rbac": {"aggregate": False}, "crds": {"enabled": False}}
+    found = objects(kube, OPERATOR_CHART, values)
+    rights = [(body["kind"], body["metadata"].get("namespace")) for body in found if "Role" in body["kind"]]
+    assert sorted(rights) == sorted((kind, ns) for kind in ("Role", "RoleBinding") for ns in watched)
+    subjects = [subject for body in found for subject in body.get("subjects", [])]
+    account = {"kind": "ServiceAccount", "name": f"{RELEASE}-{OPERATOR}", "namespace": SYSTEM_NAMESPACE}
+    assert subjects == [account] * len(watched)
+
+
+def test_users_get_rounds_with_the_clusters_own_roles(kube: Kube) -> None:
+    roles = [body for body in objects(kube, OPERATOR_CHART, {"watchNamespaces": [NAMESPACE]}) if "rules" in body]
+    aggregated = {body["metadata"]["name"] for body in roles if body["kind"] == "ClusterRole"}
+    assert aggregated == {f"{RELEASE}-{OPERATOR}-view", f"{RELEASE}-{OPERATOR}-edit"}
+
+
+def test_the_operators_namespace_enforces_the_restricted_level(kube: Kube) -> None:
+    labels = kube.get("namespace", SYSTEM_NAMESPACE)["metadata"]["labels"]
+    assert labels.items() >= RESTRICTED.items()
+
+
+def test_the_operators_pod_passes_the_restricted_level(kube: Kube) -> None:
+    create(kube, operator_pod(kube))
+
+
+@pytest.mark.parametrize(("field", "value"), TOO_MUCH.items(), ids=TOO_MUCH)
+def test_the_restricted_level_would_refuse_more(kube: Kube, field: str, value: object) -> None:
+    pod = operator_pod(kube)
+    pod["spec"]["containers"][0]["securityContext"][field] = value
+    with pytest.raises(UserError, match="violates PodSecurity"):
+        create(kube, pod)
+
+
+def operator_pod(kube: Kube) -> dict[str, Any]:
+    """Return a pod as the operator's Deployment on the cluster makes them."""
+    template = kube.get("--namespace", SYSTEM_NAMESPACE, "deployment", OPERATOR)["spec"]["template"]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "restricted"}, "spec": template["spec"]}
+
+
+def create(kube: Kube, pod: dict[str, Any]) -> None:
+    kube.kubectl("--namespace", SYSTEM_NAMESPACE, "create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
