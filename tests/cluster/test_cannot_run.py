@@ -38,7 +38,7 @@ UNFIT = {
     "another model": (
         {"model": {"name": "other/model", "seqLen": 64}},
         "ModelMismatch",
-        'spec.model.name is "other/model" but the pod serves "/models/qwen3-tiny, demo": '
+        'spec.model.name is "other/model" but the pod serves "/models/qwen3-tiny", "demo": '
         "create the round with the served name",
     ),
     "sequence": (

@@ -12,9 +12,9 @@ Finding = tuple[Reason, str]
 def _wrong_model(spec: RoundSpec, model: ModelLimits) -> Finding | None:
     if not model.names or spec.model.name in model.names:
         return None
-    served = ", ".join(model.names)
+    served = ", ".join(f'"{name}"' for name in model.names)
     return Reason.MODEL_MISMATCH, (
-        f'spec.model.name is "{spec.model.name}" but the pod serves "{served}": '
+        f'spec.model.name is "{spec.model.name}" but the pod serves {served}: '
         "create the round with the served name, or select pods that serve this model"
     )
 
