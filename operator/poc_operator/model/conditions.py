@@ -45,7 +45,6 @@ class Reason(StrEnum):
     STARTED = "Started"
     STARTING = "Starting"
     START_DEADLINE_EXCEEDED = "StartDeadlineExceeded"
-    STOPPED = "Stopped"
     STOPPING = "Stopping"
     SUSPENDED = "Suspended"
     WORK_LOST = "WorkLost"

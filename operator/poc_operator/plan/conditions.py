@@ -76,17 +76,15 @@ def _degraded(status: RoundStatus) -> Verdict:
 def _ended(status: RoundStatus, state: RoundState) -> Verdict:
     if status.state is state and status.outcome is not None:
         return True, status.outcome.reason, status.outcome.message
-    return (
-        False,
-        Reason.RUNNING,
-        "the round is not over" if not status.state.finished else f"the round is {status.state}",
-    )
+    if status.state.finished and status.outcome is not None:
+        return False, status.outcome.reason, f"the round is {status.state}"
+    return False, Reason.RUNNING, "the round is not over"
 
 
 def _suspended(status: RoundStatus) -> Verdict:
     if status.state is RoundState.SUSPENDED:
         return True, Reason.SUSPENDED, "spec.suspend is true"
-    return False, Reason.NOT_SUSPENDED, "spec.suspend is false or pods are still stopping"
+    return False, Reason.NOT_SUSPENDED, "the round is not suspended"
 
 
 def set_conditions(snapshot: Snapshot, step: Step) -> Step:
