@@ -10,12 +10,16 @@ from aiohttp import web
 
 
 class CallbackReceiver:
-    """Keeps accepted payloads. ``faults`` are the answers to the next posts; then comes ``answer``."""
+    """Keeps accepted payloads. ``faults`` are the answers to the next posts; then comes ``answer``.
+
+    A payload with one of the ``bad`` nonces is answered 400 as a whole, as the network does.
+    """
 
     def __init__(self) -> None:
         self.url = ""
         self.answer = 200
         self.faults: list[int] = []
+        self.bad: set[int] = set()
         self.delay = 0.0
         self.attempts = 0
         self.payloads: list[dict[str, Any]] = []
@@ -31,6 +35,8 @@ class CallbackReceiver:
         payload = await request.json()
         await asyncio.sleep(self.delay)
         status = self.faults.pop(0) if self.faults else self.answer
+        if self.bad.intersection(payload_nonces(payload)):
+            status = 400
         if status // 100 == 2:
             self.payloads.append(payload)
         return web.Response(status=status, headers={"Location": self.url} if status == 302 else {})

@@ -4,17 +4,17 @@
 from collections.abc import Sequence
 from uuid import uuid4
 
-from vllm_poc.server.slices import Value
+from vllm_poc.server.slices import Item
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.base import WireMessage
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances
 from vllm_poc.wire.requests import GenerateRequest, InitGenerateRequest, RoundRequest
 from vllm_poc.wire.responses import GeneratedResponse, RoundConfig
 
-Items = Sequence[tuple[int, Value]]
+Items = Sequence[Item]
 
 
-def valid_items(request: RoundRequest, items: Items) -> list[tuple[int, Value]]:
+def valid_items(request: RoundRequest, items: Items) -> list[Item]:
     """Return the items that count: all artifacts; distances strictly below ``r_target``."""
     r_target = request.r_target
     if r_target is None:

@@ -13,7 +13,7 @@ from vllm_poc.server.engine import EngineError, PocEngine
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.generation import Round
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceRunner, Value
+from vllm_poc.server.slices import Item, SliceRunner
 from vllm_poc.server.status import idle_status, pow_status, round_status
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.requests import GenerateRequest, InitGenerateRequest
@@ -39,6 +39,11 @@ class PocService:
         self._commands = asyncio.Lock()  # a start waits for a stop that still flushes
         self._round: Round | None = None
         self._facts: ModelFacts | None = None
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a round runs."""
+        return self._round is not None and self._round.state is PowState.GENERATING
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""
@@ -99,8 +104,8 @@ class PocService:
             settings=self._settings,
         )
 
-    async def _compute(self, request: GenerateRequest, limit: int) -> list[tuple[int, Value]]:
-        size, items = self._runner.slice_size(limit), list[tuple[int, Value]]()
+    async def _compute(self, request: GenerateRequest, limit: int) -> list[Item]:
+        size, items = self._runner.slice_size(limit), list[Item]()
         done = 0
         while done < len(request.nonces):
             nonces = request.nonces[done : done + size.nonces]

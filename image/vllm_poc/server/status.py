@@ -41,7 +41,7 @@ def round_status(session_id: str, model: ModelLimits, current: Round, *, lists: 
         last_progress_seconds=_age(counters.progressed),
         held_back_seconds=current.held_back_seconds,
         error=current.error,
-        delivery_error=delivered.error,
+        delivery_error=current.delivery_error,
         model=model,
     )
 
