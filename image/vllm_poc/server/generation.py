@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -70,6 +71,7 @@ class Round:
         slice_limit: int,
         session: aiohttp.ClientSession,
         settings: Settings,
+        on_end: Callable[[], None],
     ) -> None:
         self.request = request
         self.state = PowState.GENERATING
@@ -79,6 +81,7 @@ class Round:
         self._size = runner.slice_size(slice_limit)
         self._held_back_before = runner.held_back_seconds
         self._flush_seconds = settings.flush_seconds
+        self._on_end = on_end
         self._sick_limit = settings.sick_nonces
         self._delivery = Delivery(
             receiver=request.receiver,
@@ -170,6 +173,7 @@ class Round:
         if self.state is PowState.GENERATING:
             self.state = state
             self.counters.ended = monotonic()
+            self._on_end()
 
 
 def _refuse_sick_engine(sick: int, limit: int) -> None:

@@ -53,7 +53,11 @@ class Settings(BaseModel):
     engine_seconds: Seconds = 120.0
     #: A round ends in FAILED after this many NaN or infinite results without one clean slice in between.
     sick_nonces: int = Field(default=100, ge=1)
-    #: A ``generate`` request that takes longer is answered 503.
+    #: Most nonces that ``generate`` without ``wait`` may have queued; more are answered 429.
+    queued_nonces: int = Field(default=100_000, ge=1)
+    #: Results of queued work can be fetched, and their callbacks are tried, for this long.
+    result_seconds: Seconds = 300.0
+    #: A request that waits longer for its result is answered 503.
     request_seconds: Seconds = 600.0
     #: Generation is held back while this many results wait for delivery.
     pending_results: int = Field(default=50_000, ge=1)
