@@ -23,6 +23,7 @@ class CallbackReceiver:
         self.delay = 0.0
         self.attempts = 0
         self.payloads: list[dict[str, Any]] = []
+        self.verdicts: list[dict[str, Any]] = []
 
     @property
     def nonces(self) -> list[int]:
@@ -41,6 +42,12 @@ class CallbackReceiver:
             self.payloads.append(payload)
         return web.Response(status=status, headers={"Location": self.url} if status == 302 else {})
 
+    async def validated(self, request: web.Request) -> web.Response:
+        """Take one verdict."""
+        self.attempts += 1
+        self.verdicts.append(await request.json())
+        return web.Response(status=self.answer)
+
 
 def payload_nonces(payload: dict[str, Any]) -> list[int]:
     """The nonces of a payload of either protocol."""
@@ -56,6 +63,7 @@ async def callback_receiver() -> AsyncIterator[CallbackReceiver]:
     receiver = CallbackReceiver()
     app = web.Application()
     app.router.add_post("/callback/generated", receiver.generated)
+    app.router.add_post("/callback/validated", receiver.validated)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -26,6 +26,7 @@ BAD_STARTS: list[tuple[dict[str, Any], str]] = [
     (without(START, "node_id"), "node_id: Field required"),
     (START | {"block_hash": ""}, "block_hash"),
     (START | {"block_height": -1}, "block_height"),
+    (START | {"block_height": 2**63}, "block_height"),
     (START | {"public_key": 5}, "public_key"),
     (START | {"batch_size": 0}, "batch_size"),
     (START | {"node_id": -1}, "node_id"),

@@ -28,8 +28,8 @@ class Letter(Generic[Item]):
 
     @property
     def error(self) -> str | None:
-        """What the receiver last answered while it accepts nothing."""
-        return self._poster.error
+        """What the receiver last answered while it accepts nothing, or why it refused an item for good."""
+        return self._poster.error or self._poster.refusal
 
     async def deliver(self, at_once: int, seconds: float) -> None:
         """Post until all is judged, or time is up."""

@@ -54,7 +54,8 @@ class Poster(Generic[Item]):
         session: aiohttp.ClientSession,
         settings: Settings,
     ) -> None:
-        self.error: str | None = None
+        self.error: str | None = None  # of the last attempt
+        self.refusal: str | None = None  # the last one that was final
         self._url = url
         self._payload = payload
         self._session = session
@@ -104,6 +105,7 @@ class Poster(Generic[Item]):
         if status in _SUCCESS:
             self.error, self._refused_in_a_row = None, 0
             return Outcome.ACCEPTED
+        self.refusal = self.error
         self._refused_in_a_row += count == 1
         hopeless = status in _NOT_ABOUT_CONTENT or self._refused_in_a_row >= SEARCH_LIMIT
         return Outcome.HOPELESS if hopeless else Outcome.REFUSED

@@ -24,6 +24,9 @@ UNKNOWN = -1
 DEFAULT_P_FLIP = 5e-4
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+#: Chains count blocks in int64.
+MAX_BLOCK_HEIGHT = 2**63 - 1
+
 BatchSize = Annotated[int, Field(ge=1, le=65_536)]
 
 
@@ -41,7 +44,7 @@ class RoundRequest(WireMessage):
     """What all requests say about the round."""
 
     block_hash: str = Field(min_length=1, max_length=256)
-    block_height: int = Field(ge=0)
+    block_height: int = Field(ge=0, le=MAX_BLOCK_HEIGHT)
     public_key: str = Field(min_length=1, max_length=1024)
     batch_size: BatchSize = DEFAULT_BATCH_SIZE
     # Artifact protocol.
