@@ -12,8 +12,9 @@ from tests.support.callback_receiver import CallbackReceiver
 from tests.support.fake_engine import distance, vector
 from tests.support.http_server import free_port, serve
 from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.wire.test_delivery import NEARLY_DONE
 from tests.wire.test_requests import error_of
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.base import API_PREFIX, PowState
 
 JOB: dict[str, Any] = ARTIFACT | {"nonces": list(range(40))}
 WRONG: dict[str, Any] = {"validation": {"artifacts": [{"nonce": nonce, "vector_b64": ""} for nonce in range(40)]}}
@@ -82,6 +83,13 @@ async def test_a_round_that_ends_lets_jobs_run_and_one_that_starts_holds_them(po
     pod.engine.seconds_per_batch = 0.001
     await pod.post("stop?round_id=r1")
     assert len((await ended(pod, job))["artifacts"]) == 320
+
+
+async def test_jobs_do_not_wait_for_the_rounds_receiver(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 503
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    assert (await ended(pod, await submit(pod, JOB)))["status"] == "completed"
+    assert (await pod.status()).state is PowState.GENERATING
 
 
 async def test_stop_cancels_what_waits_and_runs_and_keeps_results(pod: Pod) -> None:

@@ -48,9 +48,10 @@ async def test_honest_artifacts_pass(pod: Pod) -> None:
         encode_vector([0.1] * 5),
         "AH4AAAAAAAA=",
         "AHwAAAAAAAA=",
+        "é" * 12,
         vector(105, 4) + "\n",
     ],
-    ids=["far", "empty", "no base64", "short", "long", "NaN", "Inf", "line end"],
+    ids=["far", "empty", "no base64", "short", "long", "NaN", "Inf", "not ASCII", "line end"],
 )
 async def test_whatever_is_no_near_vector_is_a_mismatch(pod: Pod, received: str) -> None:
     body = (await pod.post("generate", validation({105: received}))).json()
@@ -75,6 +76,7 @@ async def test_known_answers(pod: Pod, monkeypatch: pytest.MonkeyPatch, case: di
     ("stat_test", "fraud"),
     [
         ({}, True),
+        (None, True),
         ({"p_mismatch": 0.1}, False),
         ({"p_mismatch": 0.03}, False),
         ({"p_mismatch": 0.03, "p_value_threshold": 0.5}, True),
@@ -84,7 +86,7 @@ async def test_known_answers(pod: Pod, monkeypatch: pytest.MonkeyPatch, case: di
     ],
     ids=str,
 )
-async def test_the_request_sets_the_test(pod: Pod, stat_test: dict[str, float], fraud: bool) -> None:
+async def test_the_request_sets_the_test(pod: Pod, stat_test: dict[str, float] | None, fraud: bool) -> None:
     changed = {nonce: shifted(nonce, 0.05) for nonce in (105, 106)}
     body = (await pod.post("generate", validation(changed) | {"stat_test": stat_test})).json()
     assert body["fraud_detected"] is fraud

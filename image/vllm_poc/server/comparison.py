@@ -33,7 +33,8 @@ class ArtifactComparison:
     def __init__(self, request: GenerateRequest) -> None:
         assert request.validation is not None  # noqa: S101 - the caller looked
         assert request.params is not None  # noqa: S101 - by the request's own rules
-        self._request = request
+        self._nonces = request.nonces
+        self._test = request.fraud_test
         self._k_dim = request.params.k_dim
         self._missing = {artifact.nonce: artifact.vector_b64 for artifact in request.validation.artifacts}
         self._mismatches: list[int] = []
@@ -42,19 +43,18 @@ class ArtifactComparison:
         """Compare computed artifacts with the received ones."""
         for nonce, vector_b64 in items:
             computed = decode_vector(str(vector_b64), self._k_dim)
-            if is_mismatch(computed, self._missing.pop(nonce), self._request.stat_test.dist_threshold):
+            if is_mismatch(computed, self._missing.pop(nonce), self._test.dist_threshold):
                 self._mismatches.append(nonce)
 
     def response(self, request_id: str) -> ValidatedResponse:
         """Return the verdict over what was computed. EngineError if nothing was."""
-        test, nonces = self._request.stat_test, self._request.nonces
         verdict = _verdict(
             self._mismatches,
-            len(nonces) - len(self._missing),
-            p_mismatch=test.p_mismatch,
-            fraud_threshold=test.fraud_threshold,
+            len(self._nonces) - len(self._missing),
+            p_mismatch=self._test.p_mismatch,
+            fraud_threshold=self._test.fraud_threshold,
         )
-        missing = [nonce for nonce in nonces if nonce in self._missing]
+        missing = [nonce for nonce in self._nonces if nonce in self._missing]
         return ValidatedResponse(request_id=request_id, not_computed=missing, **verdict.model_dump())
 
 

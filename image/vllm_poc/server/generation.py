@@ -71,7 +71,7 @@ class Round:
         slice_limit: int,
         session: aiohttp.ClientSession,
         settings: Settings,
-        on_end: Callable[[], None],
+        on_idle: Callable[[], None],
     ) -> None:
         self.request = request
         self.state = PowState.GENERATING
@@ -81,7 +81,7 @@ class Round:
         self._size = runner.slice_size(slice_limit)
         self._held_back_before = runner.held_back_seconds
         self._flush_seconds = settings.flush_seconds
-        self._on_end = on_end
+        self._on_idle = on_idle
         self._sick_limit = settings.sick_nonces
         self._delivery = Delivery(
             receiver=request.receiver,
@@ -133,6 +133,12 @@ class Round:
         self._sending.cancel()
 
     async def _compute_slot(self) -> None:
+        try:
+            await self._compute_slices()
+        finally:
+            self._on_idle()  # others need not wait for the receiver
+
+    async def _compute_slices(self) -> None:
         slot, counters = self.request.slot, self.counters
         while counters.next_index < slot.capacity:
             nonces = slot.nonces(counters.next_index, self._size.nonces)
@@ -173,7 +179,7 @@ class Round:
         if self.state is PowState.GENERATING:
             self.state = state
             self.counters.ended = monotonic()
-            self._on_end()
+            self._on_idle()
 
 
 def _refuse_sick_engine(sick: int, limit: int) -> None:

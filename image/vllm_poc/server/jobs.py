@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from vllm_poc.server.engine import EngineError
-from vllm_poc.server.errors import refusal
+from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.outbox import Letter
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
@@ -116,7 +116,7 @@ class JobQueue:
             await self._ready()
             job.state = JobState.RUNNING
             await self._work(job, job.request)
-        except EngineError as error:
+        except (EngineError, RefusalError) as error:
             self._end(job, JobState.FAILED, str(error))
         except Exception as error:
             _log.exception("request %s failed", job.id)
@@ -131,7 +131,7 @@ class JobQueue:
         job.state, job.error, job.request = state, error, None
         asyncio.get_running_loop().call_later(self._settings.result_seconds, self._jobs.pop, job.id, None)
 
-    def _full(self, queued: int) -> Exception:
+    def _full(self, queued: int) -> RefusalError:
         limit = self._settings.queued_nonces
         detail = f"Queue full: {queued} nonces would be queued, and {limit} may; try again when some are done"
         return refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail)

@@ -68,7 +68,7 @@ class PocMiddleware:
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:
             return False
-        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.is_generating
+        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.round_computes
 
     def _app_for(self, state: State) -> ASGIApp | None:
         if self._poc_app is None:

@@ -41,8 +41,13 @@ class Phases:
             return self.round.state
         return self._phase
 
+    @property
+    def computes(self) -> bool:
+        """Whether a round still has nonces to compute; one that only delivers its last results has none."""
+        return not self._free.is_set()
+
     async def free(self) -> None:
-        """Wait until no round generates."""
+        """Wait until no round computes."""
         await self._free.wait()
 
     async def start(self, request: InitGenerateRequest, slice_limit: int) -> None:
@@ -122,7 +127,7 @@ class Phases:
             slice_limit=slice_limit,
             session=self._session,
             settings=self._settings,
-            on_end=self._free.set,
+            on_idle=self._free.set,
         )
 
     async def _close_round(self) -> None:

@@ -76,13 +76,14 @@ async def phase_validate(service: Service) -> CommandResponse:
 
 
 @router.post("/validate")
-async def validate(batch: ProofBatch, service: Service, request: Request) -> ProofVerdict:
+async def validate(batch: ProofBatch, service: Service) -> ProofVerdict:
     """Recompute claimed distances for the configured round; the verdict also goes to `{callback}/validated`.
 
     `fraud_detected` is the binomial test over the nonces whose claim or recomputed distance is not below
-    `r_target`; see `p_mismatch` and `fraud_threshold` of the init calls.
+    `r_target`; see `p_mismatch` and `fraud_threshold` of the init calls. Work goes on if the client goes away,
+    since the callback's receiver waits for it too.
     """
-    return await while_connected(request, service.prove(batch))
+    return await service.prove(batch)
 
 
 @router.post("/generate", response_model_exclude_none=True)

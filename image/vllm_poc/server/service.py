@@ -47,9 +47,9 @@ class PocService:
         self._facts: ModelFacts | None = None
 
     @property
-    def is_generating(self) -> bool:
-        """Whether a round runs."""
-        return self._phases.state is PowState.GENERATING
+    def round_computes(self) -> bool:
+        """Whether a round runs that still has nonces to compute."""
+        return self._phases.computes
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""
@@ -146,7 +146,7 @@ class PocService:
 
     def _too_slow(self) -> RefusalError:
         seconds = self._settings.request_seconds
-        why = "a round runs" if self.is_generating else "the server is busy"
+        why = "a round runs" if self.round_computes else "the server is busy"
         detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
         return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail)
 

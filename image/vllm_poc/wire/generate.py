@@ -54,7 +54,7 @@ class GenerateRequest(CallbackRequest):
     node_count: int = 1
     wait: bool = False
     validation: Validation | None = None
-    stat_test: StatTest = Field(default_factory=StatTest)
+    stat_test: StatTest | None = None
 
     @model_validator(mode="after")
     def _nonces_are_unique(self) -> Self:
@@ -62,6 +62,11 @@ class GenerateRequest(CallbackRequest):
         if self.validation is not None and self.protocol is not Protocol.ARTIFACT:
             raise ValueError("validation compares artifacts and needs params; distances are compared by POST validate")
         return self
+
+    @property
+    def fraud_test(self) -> StatTest:
+        """The test that ``validation`` is put to."""
+        return self.stat_test or StatTest()
 
 
 def refuse_duplicates(field: str, nonces: Iterable[int]) -> None:
