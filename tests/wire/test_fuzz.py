@@ -23,6 +23,8 @@ ANSWER_SECONDS = 5.0
 #: The 503s that the routes document.
 DOCUMENTED_503 = {"Busy", "EngineFailed"}
 JOB: dict[str, Any] = {"nonces": [1, 2, 3], "node_id": 0, "node_count": 1}
+#: Short times, so that ten thousand requests do not pile up work that nobody awaits.
+SETTINGS = {"REQUEST_SECONDS": "0.2", "FLUSH_SECONDS": "0.1", "RESULT_SECONDS": "1", "QUEUED_NONCES": "500"}
 VALIDATION = {"artifacts": [{"nonce": nonce, "vector_b64": "AAAAAAAAAAA="} for nonce in JOB["nonces"]]}
 URL = "http://127.0.0.1:9/x"
 REQUESTS: list[tuple[str, str, Any]] = [
@@ -94,7 +96,7 @@ def requests(draw: st.DrawFn) -> tuple[str, str, bytes]:
 
 
 @pytest.mark.timeout(120 + EXAMPLES // 10)
-@pytest.mark.parametrize("pod_settings", [{"REQUEST_SECONDS": "0.2", "FLUSH_SECONDS": "0.1", "QUEUED_NONCES": "500"}])
+@pytest.mark.parametrize("pod_settings", [SETTINGS])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -107,6 +107,16 @@ async def test_stop_cancels_what_waits_and_runs_and_keeps_results(pod: Pod) -> N
     assert (await ended(pod, await submit(pod, JOB)))["status"] == "completed"
 
 
+async def test_stop_lets_no_job_start_when_the_round_ends(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 503
+    await pod.start(DISTANCE | SLOT | {"callback_url": receiver.url})
+    job = await submit(pod, JOB)
+    await pod.reach(lambda s: receiver.attempts > 0)
+    await pod.post("stop")
+    assert (await look(pod, job))["status"] == "cancelled"
+    assert {batch["protocol"] for batch in pod.engine.batches} == {"distance"}
+
+
 async def test_a_failing_engine_fails_its_job_alone(pod: Pod) -> None:
     await pod.status()
     pod.engine.fault = RuntimeError("CUDA error")

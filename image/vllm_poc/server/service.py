@@ -74,9 +74,10 @@ class PocService:
 
     async def stop(self, round_id: str | None = None) -> CommandResponse:
         """Stop the round, and queued work too unless only the round is named; results stay."""
-        await self._phases.stop(round_id)
         if round_id is None:
+            # Before the round: its end would let them start.
             await self._jobs.cancel("cancelled by stop")
+        await self._phases.stop(round_id)
         return self._answer(PowState.STOPPED)
 
     async def generate(self, request: GenerateRequest) -> Result | JobResponse:
