@@ -33,6 +33,10 @@ check: .venv/.lock ## Format, lint, types, layers
 test-unit: .venv/.lock ## Tests that need neither torch nor a cluster; both sides of the REST contract
 	.venv/bin/pytest tests/unit tests/wire --ignore tests/unit/vllm_poc/maths
 
+.PHONY: fuzz
+fuzz: .venv/.lock ## Ten thousand mutated requests to the pod's routes
+	FUZZ_EXAMPLES=10000 .venv/bin/pytest tests/wire/test_fuzz.py
+
 .PHONY: test-worker
 test-worker: toolchain ## The maths, and real vLLM on CPU
 	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/unit/vllm_poc/maths tests/vllm

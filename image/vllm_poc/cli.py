@@ -5,11 +5,12 @@ Without that flag it is plain vLLM.
 """
 
 import argparse
-import importlib
 import runpy
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+from vllm_poc.server.versions import vllm_version
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.middleware.PocMiddleware"
@@ -63,9 +64,8 @@ def check_version(version: str) -> None:
 
 
 def _vllm_version() -> str:
-    # Not from package metadata: the CPU build is a distribution of another name.
     try:
-        return str(importlib.import_module("vllm.version").__version__)
+        return vllm_version()
     except ImportError as error:
         raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
 

@@ -10,15 +10,20 @@ from aiohttp import web
 
 
 class CallbackReceiver:
-    """Keeps accepted payloads. ``faults`` are the answers to the next posts; then comes ``answer``."""
+    """Keeps accepted payloads. ``faults`` are the answers to the next posts; then comes ``answer``.
+
+    A payload with one of the ``bad`` nonces is answered 400 as a whole, as the network does.
+    """
 
     def __init__(self) -> None:
         self.url = ""
         self.answer = 200
         self.faults: list[int] = []
+        self.bad: set[int] = set()
         self.delay = 0.0
         self.attempts = 0
         self.payloads: list[dict[str, Any]] = []
+        self.verdicts: list[dict[str, Any]] = []
 
     @property
     def nonces(self) -> list[int]:
@@ -31,9 +36,17 @@ class CallbackReceiver:
         payload = await request.json()
         await asyncio.sleep(self.delay)
         status = self.faults.pop(0) if self.faults else self.answer
+        if self.bad.intersection(payload_nonces(payload)):
+            status = 400
         if status // 100 == 2:
             self.payloads.append(payload)
         return web.Response(status=status, headers={"Location": self.url} if status == 302 else {})
+
+    async def validated(self, request: web.Request) -> web.Response:
+        """Take one verdict."""
+        self.attempts += 1
+        self.verdicts.append(await request.json())
+        return web.Response(status=self.answer)
 
 
 def payload_nonces(payload: dict[str, Any]) -> list[int]:
@@ -50,6 +63,7 @@ async def callback_receiver() -> AsyncIterator[CallbackReceiver]:
     receiver = CallbackReceiver()
     app = web.Application()
     app.router.add_post("/callback/generated", receiver.generated)
+    app.router.add_post("/callback/validated", receiver.validated)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

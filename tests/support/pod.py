@@ -30,6 +30,8 @@ class Pod:
         self.app = FastAPI()
         self.app.add_middleware(PocMiddleware)
         self.app.get("/v1/models")(lambda: {"data": ["tiny"]})
+        for path in ("chat/completions", "completions", "responses"):
+            self.app.post(f"/v1/{path}")(_infer)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://pod")
 
     def become_ready(self) -> None:
@@ -59,6 +61,11 @@ class Pod:
             assert monotonic() < deadline, f"not reached in {seconds} s: {status}"
             await asyncio.sleep(0.005)
         return status
+
+
+async def _infer(seconds: float = 0) -> dict[str, bool]:
+    await asyncio.sleep(seconds)
+    return {"done": True}
 
 
 @asynccontextmanager

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
 from collections.abc import AsyncIterator
+from types import ModuleType
 
 import pytest
 
 from tests.support.callback_receiver import CallbackReceiver, callback_receiver
 from tests.support.pod import Pod, running_pod
 
+VLLM_VERSION = "0.32.0"
 QUICK = {
     "CHAT_BACKOFF_SECONDS": "0.01",
     "CALLBACK_INTERVAL_SECONDS": "0.01",
@@ -27,6 +30,8 @@ def pod_settings() -> dict[str, str]:
 async def pod(pod_settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pod]:
     for name, value in (QUICK | pod_settings).items():
         monkeypatch.setenv(f"VLLM_POC_{name}", value)
+    monkeypatch.setitem(sys.modules, "vllm.version", ModuleType("vllm.version"))
+    monkeypatch.setattr(sys.modules["vllm.version"], "__version__", VLLM_VERSION, raising=False)
     async with running_pod() as pod:
         yield pod
 

@@ -9,6 +9,7 @@ import pytest
 from tests.support.callback_receiver import CallbackReceiver, payload_nonces
 from tests.support.fake_engine import distance, vector
 from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from vllm_poc.server.posting import SEARCH_LIMIT
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
 from vllm_poc.wire.responses import StatusResponse
@@ -68,15 +69,36 @@ async def test_slots_without_valid_nonces_still_count_as_delivered(pod: Pod, rec
     assert (status.total_valid, status.delivered_valid) == (0, 0)
 
 
-async def test_what_the_receiver_refuses_for_good_is_counted_and_passed_over(
-    pod: Pod, receiver: CallbackReceiver
+@pytest.mark.parametrize("positions", [{0}, {99}, {3, 4, 50}, set(range(90))], ids=["first", "last", "some", "most"])
+async def test_one_bad_nonce_does_not_take_its_batch_with_it(
+    pod: Pod, receiver: CallbackReceiver, positions: set[int]
 ) -> None:
-    receiver.faults = [400]
+    nonces = range(MAX_NONCE - 99, MAX_NONCE + 1)
+    receiver.bad = {nonces[position] for position in positions}
     await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
     status = await pod.reach(lambda s: s.state is PowState.STOPPED)
-    assert status.rejected == status.delivered_rejected > 0
-    assert status.delivered_valid == len(receiver.nonces) == 100 - status.rejected
+    # After SEARCH_LIMIT refusals in a row the rest of a batch is not searched.
+    lost = set(nonces) - set(receiver.nonces)
+    assert receiver.bad <= lost
+    assert len(lost) == len(receiver.bad) or len(receiver.bad) > SEARCH_LIMIT
+    assert receiver.nonces == sorted(set(nonces) - lost)
+    assert status.rejected == status.delivered_rejected == len(lost)
+    assert status.delivered_valid == len(receiver.nonces)
     assert status.delivered_index == status.next_index
+
+
+@pytest.mark.parametrize("pod_settings", [{"PAYLOAD_RESULTS": "100", "CALLBACK_INTERVAL_SECONDS": "60"}])
+@pytest.mark.parametrize(("answer", "most"), [(404, 4), (403, 4), (400, 2 * SEARCH_LIMIT + 20)])
+async def test_a_receiver_that_refuses_everything_is_not_asked_about_every_nonce(
+    pod: Pod, receiver: CallbackReceiver, answer: int, most: int
+) -> None:
+    receiver.answer = answer
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert status.rejected == status.delivered_rejected == 100
+    assert status.delivered_valid == 0
+    assert 1 <= receiver.attempts <= most
+    assert f"HTTP {answer}" in (status.delivery_error or "")
 
 
 async def test_the_round_is_not_over_before_everything_is_delivered(pod: Pod, receiver: CallbackReceiver) -> None:

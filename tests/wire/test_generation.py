@@ -181,6 +181,26 @@ async def test_nonces_that_stay_not_finite_are_counted_and_left_out(pod: Pod) ->
     assert pod.engine.computed.count(slot.nonce(2)) == 2
 
 
+@pytest.mark.parametrize("pod_settings", [{"SICK_NONCES": "30"}])
+@pytest.mark.parametrize("every", [1, 8], ids=["all", "some of each slice"])
+async def test_a_sick_engine_fails_the_round(pod: Pod, every: int) -> None:
+    pod.engine.sick.update(dict.fromkeys(NonceSlot(**SLOT).nonces(40, 2000)[::every], 9))
+    await pod.start(ARTIFACT | SLOT)
+    status = await pod.reach(lambda s: s.state is PowState.FAILED)
+    assert 30 <= status.rejected <= 48
+    assert status.error is not None
+    assert "came out NaN or infinite" in status.error
+    assert status.delivered_index == status.next_index
+
+
+@pytest.mark.parametrize("pod_settings", [{"SICK_NONCES": "30"}])
+async def test_a_rare_nonce_that_is_not_finite_fails_no_round(pod: Pod) -> None:
+    pod.engine.sick.update(dict.fromkeys(NonceSlot(**SLOT).nonces(0, 4000)[::40], 9))
+    await pod.start(ARTIFACT | SLOT)
+    status = await pod.reach(lambda s: s.rejected > 40)
+    assert status.state is PowState.GENERATING
+
+
 async def test_the_server_takes_its_round_with_it() -> None:
     before = asyncio.all_tasks()
     async with running_pod() as pod:

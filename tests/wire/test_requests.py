@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is refused and how; direct generation; the middleware's own answers."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ BAD_STARTS: list[tuple[dict[str, Any], str]] = [
     (without(START, "node_id"), "node_id: Field required"),
     (START | {"block_hash": ""}, "block_hash"),
     (START | {"block_height": -1}, "block_height"),
+    (START | {"block_height": 2**63}, "block_height"),
     (START | {"public_key": 5}, "public_key"),
     (START | {"batch_size": 0}, "batch_size"),
     (START | {"node_id": -1}, "node_id"),
@@ -55,8 +57,15 @@ BAD_GENERATES: list[tuple[dict[str, Any], str]] = [
     (GENERATE | {"nonces": [2**31]}, "nonces.0"),
     (GENERATE | {"nonces": [0, -1]}, "nonces.1"),
     (GENERATE | {"nonces": [True]}, "nonces.0: must be an integer, not a boolean"),
-    (without(GENERATE, "wait"), "wait: queued generation is not offered by this version: set wait to true"),
-    (GENERATE | {"validation": {"artifacts": []}}, "validation: comparing artifacts is not offered"),
+    (GENERATE | {"validation": {"artifacts": []}}, "validation.artifacts: List should have at least 1 item"),
+    (
+        GENERATE | {"validation": {"artifacts": [{"nonce": 5, "vector_b64": ""}]}},
+        "validation compares artifacts and needs params; distances are compared by POST validate",
+    ),
+    (GENERATE | {"stat_test": {"p_mismatch": 1.5}}, "stat_test.p_mismatch"),
+    (GENERATE | {"stat_test": {"dist_threshold": "NaN"}}, "stat_test.dist_threshold"),
+    (GENERATE | {"stat_test": {"p_value_threshold": -1}}, "stat_test.p_value_threshold"),
+    (GENERATE | {"callback_url": "ftp://host/x"}, "callback_url"),
 ]
 
 
@@ -152,14 +161,22 @@ async def test_generate_leaves_out_what_stays_not_finite(pod: Pod) -> None:
     pod.engine.sick.update({3: 1, 9: 2})
     answer = await pod.post("generate", GENERATE)
     assert answer.json()["nonces"] == [5, 3]
+    assert answer.json()["not_computed"] == [9]
 
 
-async def test_generate_is_served_while_a_round_runs(pod: Pod) -> None:
+async def test_generate_waits_for_the_end_of_a_round(pod: Pod) -> None:
     await pod.start(START)
-    answer = await pod.post("generate", GENERATE)
-    assert answer.json()["nonces"] == [5, 3, 9]
-    before = (await pod.status()).next_index
-    await pod.reach(lambda s: s.next_index > before)
+    answer = asyncio.create_task(pod.post("generate", GENERATE))
+    await pod.reach(lambda s: s.total_checked > 100)
+    assert not answer.done()
+    await pod.post("stop")
+    assert (await answer).json()["nonces"] == [5, 3, 9]
+
+
+@pytest.mark.parametrize("pod_settings", [{"REQUEST_SECONDS": "0.1"}])
+async def test_generate_does_not_wait_for_a_round_for_ever(pod: Pod) -> None:
+    await pod.start(START)
+    assert "a round runs" in error_of(await pod.post("generate", GENERATE), 503, "Busy").detail
 
 
 @pytest.mark.parametrize("pod_settings", [{"REQUEST_SECONDS": "0.1"}])

@@ -3,25 +3,16 @@
 
 import asyncio
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from http import HTTPStatus
 
 import aiohttp
 
+from vllm_poc.server.posting import Outcome, Poster, halves
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import Value
+from vllm_poc.server.slices import Item
 from vllm_poc.wire.base import WireMessage
-
-_log = logging.getLogger(__name__)
-
-_SUCCESS = range(200, 300)
-_CLIENT_ERRORS = range(400, 500)
-#: Client errors that may pass, so that the payload is sent again.
-_PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 
 
 @dataclass(frozen=True)
@@ -29,7 +20,7 @@ class Piece:
     """What one slice leaves for delivery; ``end`` is the index after its last nonce."""
 
     end: int
-    items: Sequence[tuple[int, Value]]
+    items: Sequence[Item]
     rejected: int
 
     @property
@@ -46,15 +37,6 @@ class Delivered:
     valid: int = 0
     rejected: int = 0
     refused: int = 0  # by the receiver; part of ``rejected``
-    error: str | None = None
-
-
-class Outcome(Enum):
-    """What became of one attempt to deliver."""
-
-    ACCEPTED = auto()
-    REFUSED = auto()
-    FAILED = auto()
 
 
 class Delivery:
@@ -64,15 +46,15 @@ class Delivery:
         self,
         *,
         receiver: str | None,
-        payload: Callable[[Sequence[tuple[int, Value]]], WireMessage],
+        payload: Callable[[Sequence[Item]], WireMessage],
         start_index: int,
         session: aiohttp.ClientSession,
         settings: Settings,
     ) -> None:
         self.delivered = Delivered(start_index)
-        self._url = f"{receiver}/generated" if receiver is not None else None
-        self._payload = payload
-        self._session = session
+        self._poster = None
+        if receiver is not None:
+            self._poster = Poster(f"{receiver}/generated", payload, session=session, settings=settings)
         self._settings = settings
         self._queue: deque[Piece] = deque()
         self._weight = 0
@@ -80,10 +62,15 @@ class Delivery:
         self._changed = asyncio.Condition()
         self._next_post = 0.0
 
+    @property
+    def error(self) -> str | None:
+        """What the receiver last answered while deliveries fail."""
+        return self._poster.error if self._poster is not None else None
+
     async def add(self, piece: Piece) -> None:
         """Queue a piece; waits while too many results wait already."""
-        if self._url is None:
-            self._settle([piece], Outcome.ACCEPTED)
+        if self._poster is None:
+            self._count([piece], refused=0)
             return
         async with self._changed:
             await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
@@ -99,16 +86,10 @@ class Delivery:
             await self._changed.wait_for(lambda: not self._queue)
 
     async def run(self) -> None:
-        """Send until cancelled."""
-        while True:
-            pieces = await self._next_pieces()
-            outcome = await self._deliver([item for piece in pieces for item in piece.items])
-            async with self._changed:
-                for piece in pieces:
-                    self._queue.popleft()
-                    self._weight -= piece.weight
-                self._settle(pieces, outcome)
-                self._changed.notify_all()
+        """Send until cancelled; without a receiver there is nothing to send."""
+        while self._poster is not None:
+            await self._deliver(self._poster, await self._next_pieces())
+            self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
 
     async def _next_pieces(self) -> list[Piece]:
         async with self._changed:
@@ -122,46 +103,39 @@ class Delivery:
         full = min(self._settings.payload_results, self._settings.pending_results)
         return self._draining or self._weight >= full
 
-    async def _deliver(self, items: Sequence[tuple[int, Value]]) -> Outcome:
-        if not items:
-            return Outcome.ACCEPTED
-        body = self._payload(items).model_dump_json()
-        for pause in _pauses(self._settings):
-            outcome = await self._post(body)
-            if outcome is not Outcome.FAILED:
-                break
-            await asyncio.sleep(pause)
-        self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
-        return outcome
+    async def _deliver(self, poster: Poster[Item], pieces: Sequence[Piece]) -> None:
+        # What is refused is halved, so that its good part arrives; a settled half stays settled if we are stopped.
+        outcome = await poster.post(items := [item for piece in pieces for item in piece.items])
+        if outcome is Outcome.REFUSED and len(pieces) > 1:
+            for half in halves(pieces):
+                await self._deliver(poster, half)
+            return
+        refused = len(items) if outcome is Outcome.HOPELESS else 0
+        if outcome is Outcome.REFUSED:
+            refused = await _deliver_parts(poster, items)
+        await self._settle(pieces, refused)
 
-    async def _post(self, body: str) -> Outcome:
-        assert self._url is not None  # noqa: S101 - nothing is queued without a receiver
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer:
-                return self._judge(answer.status)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return self._failed(str(error) or type(error).__name__)
+    async def _settle(self, pieces: Sequence[Piece], refused: int) -> None:
+        async with self._changed:
+            for piece in pieces:
+                self._queue.popleft()
+                self._weight -= piece.weight
+            self._count(pieces, refused)
+            self._changed.notify_all()
 
-    def _judge(self, status: int) -> Outcome:
-        if status in _SUCCESS:
-            self.delivered.error = None
-            return Outcome.ACCEPTED
-        outcome = self._failed(f"HTTP {status}")
-        return Outcome.REFUSED if status in _CLIENT_ERRORS and status not in _PASSING else outcome
-
-    def _failed(self, reason: str) -> Outcome:
-        self.delivered.error = f"{self._url}: {reason}"
-        _log.warning("callback failed: %s", self.delivered.error)
-        return Outcome.FAILED
-
-    def _settle(self, pieces: Sequence[Piece], outcome: Outcome) -> None:
-        items = sum(len(piece.items) for piece in pieces)
-        refused = items if outcome is Outcome.REFUSED else 0
+    def _count(self, pieces: Sequence[Piece], refused: int) -> None:
         self.delivered.index = pieces[-1].end
-        self.delivered.valid += items - refused
+        self.delivered.valid += sum(len(piece.items) for piece in pieces) - refused
         self.delivered.refused += refused
         self.delivered.rejected += refused + sum(piece.rejected for piece in pieces)
+
+
+async def _deliver_parts(poster: Poster[Item], items: Sequence[Item]) -> int:
+    # They were refused together: a single one needs no second try.
+    if len(items) == 1:
+        return 1
+    first, second = halves(items)
+    return await poster.deliver(first) + await poster.deliver(second)
 
 
 def _up_to(queue: Sequence[Piece] | deque[Piece], limit: int) -> Iterator[Piece]:
@@ -171,10 +145,3 @@ def _up_to(queue: Sequence[Piece] | deque[Piece], limit: int) -> Iterator[Piece]
             return
         weight += piece.weight
         yield piece
-
-
-def _pauses(settings: Settings) -> Iterator[float]:
-    pause = settings.retry_first_seconds
-    while True:
-        yield pause
-        pause = min(2 * pause, settings.retry_limit_seconds)

@@ -31,9 +31,15 @@ def refusal(status: HTTPStatus, reason: str, detail: str) -> RefusalError:
     return RefusalError(status, ErrorResponse(reason=reason, detail=detail))
 
 
-def field_refusal(field: str, message: str, *, reason: str = "InvalidRequest") -> RefusalError:
-    """Return a 422 about one field of the request."""
-    return RefusalError(HTTPStatus.UNPROCESSABLE_ENTITY, _invalid([FieldError(field=field, message=message)], reason))
+def field_refusal(
+    field: str,
+    message: str,
+    *,
+    reason: str = "InvalidRequest",
+    status: HTTPStatus = HTTPStatus.UNPROCESSABLE_ENTITY,
+) -> RefusalError:
+    """Return a refusal, 422 by default, about one field of the request."""
+    return RefusalError(status, _invalid([FieldError(field=field, message=message)], reason))
 
 
 def response(status: HTTPStatus, body: ErrorResponse, headers: Mapping[str, str] | None = None) -> JSONResponse:

@@ -2,13 +2,15 @@
 """One round on this server: compute the slot's nonces in order until stopped, and deliver them.
 
 States: GENERATING -> STOPPED when stopped, or when the slot's last nonce is delivered;
-GENERATING -> FAILED when the engine fails. Both are final; the next start makes a new round.
+GENERATING -> FAILED when the engine fails, or keeps computing NaN and infinities. Both are final; the next
+start makes a new round.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -19,7 +21,7 @@ from vllm_poc.server.delivery import Delivered, Delivery, Piece
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.payloads import callback, valid_items
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceResult, SliceRunner, Value
+from vllm_poc.server.slices import Item, SliceResult, SliceRunner
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.requests import InitGenerateRequest
 
@@ -37,7 +39,8 @@ class Counters:
     checked: int = 0
     valid: int = 0
     not_finite: int = 0
-    newest_valid: deque[tuple[int, Value]] = field(default_factory=lambda: deque(maxlen=LISTED_NONCES))
+    sick: int = 0  # nonces not finite since the last slice without any
+    newest_valid: deque[Item] = field(default_factory=lambda: deque(maxlen=LISTED_NONCES))
     started: float = field(default_factory=monotonic)
     progressed: float | None = None
     ended: float | None = None
@@ -53,6 +56,10 @@ class Counters:
         return self.checked / self.elapsed_seconds if self.checked else 0.0
 
 
+class SickEngineError(Exception):
+    """The engine answers, but not with numbers."""
+
+
 class Round:
     """The round's two tasks, one that computes and one that delivers, and what status tells of them."""
 
@@ -64,6 +71,7 @@ class Round:
         slice_limit: int,
         session: aiohttp.ClientSession,
         settings: Settings,
+        on_idle: Callable[[], None],
     ) -> None:
         self.request = request
         self.state = PowState.GENERATING
@@ -73,6 +81,8 @@ class Round:
         self._size = runner.slice_size(slice_limit)
         self._held_back_before = runner.held_back_seconds
         self._flush_seconds = settings.flush_seconds
+        self._on_idle = on_idle
+        self._sick_limit = settings.sick_nonces
         self._delivery = Delivery(
             receiver=request.receiver,
             payload=partial(callback, request),
@@ -87,6 +97,11 @@ class Round:
     def delivered(self) -> Delivered:
         """How far delivery got."""
         return self._delivery.delivered
+
+    @property
+    def delivery_error(self) -> str | None:
+        """What the receiver last answered while deliveries fail."""
+        return self._delivery.error
 
     @property
     def held_back_seconds(self) -> float:
@@ -118,11 +133,18 @@ class Round:
         self._sending.cancel()
 
     async def _compute_slot(self) -> None:
+        try:
+            await self._compute_slices()
+        finally:
+            self._on_idle()  # others need not wait for the receiver
+
+    async def _compute_slices(self) -> None:
         slot, counters = self.request.slot, self.counters
         while counters.next_index < slot.capacity:
             nonces = slot.nonces(counters.next_index, self._size.nonces)
             result = await self._runner.run(self.request, nonces, self._size)
             await self._delivery.add(self._record(len(nonces), result))
+            _refuse_sick_engine(counters.sick, self._sick_limit)
 
     def _record(self, count: int, result: SliceResult) -> Piece:
         valid = valid_items(self.request, result.items)
@@ -131,6 +153,7 @@ class Round:
         counters.checked += count
         counters.valid += len(valid)
         counters.not_finite += result.rejected
+        counters.sick = counters.sick + result.rejected if result.rejected else 0
         counters.newest_valid.extend(valid)
         counters.progressed = monotonic()
         return Piece(counters.next_index, valid, result.rejected)
@@ -148,7 +171,7 @@ class Round:
                 await self._delivery.drained()
 
     def _fail(self, error: Exception) -> None:
-        _log.error("the round failed", exc_info=None if isinstance(error, EngineError) else error)
+        _log.error("the round failed", exc_info=None if isinstance(error, EngineError | SickEngineError) else error)
         self.error = str(error) or type(error).__name__
         self._end(PowState.FAILED)
 
@@ -156,6 +179,15 @@ class Round:
         if self.state is PowState.GENERATING:
             self.state = state
             self.counters.ended = monotonic()
+            self._on_idle()
+
+
+def _refuse_sick_engine(sick: int, limit: int) -> None:
+    if sick >= limit:
+        raise SickEngineError(
+            f"{sick} nonces came out NaN or infinite without one clean slice in between: "
+            "check the GPU and the model's dtype, then restart the server"
+        )
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

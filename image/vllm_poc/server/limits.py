@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the served model can do what a request asks for. Each check raises a RefusalError."""
 
+from collections.abc import Set
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from vllm_poc.server.errors import field_refusal, refusal
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.requests import ArtifactParams, GenerateRequest, InitGenerateRequest, RoundRequest
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.requests import ArtifactParams, CallbackRequest, RoundRequest
 from vllm_poc.worker.batches import ModelFacts
+
+#: How many nonces a message names.
+_NAMED = 5
 
 
 def check_round(request: RoundRequest, facts: ModelFacts, served_names: frozenset[str]) -> None:
@@ -19,7 +24,7 @@ def check_round(request: RoundRequest, facts: ModelFacts, served_names: frozense
         _check_params(request.params, facts, served_names)
 
 
-def check_callback(request: InitGenerateRequest, settings: Settings) -> None:
+def check_callback(request: CallbackRequest, settings: Settings) -> None:
     """Refuse a callback to a host outside the allow list with 422."""
     host = urlsplit(request.receiver or "").hostname
     if host is not None and not settings.allows_callback_to(host):
@@ -28,12 +33,17 @@ def check_callback(request: InitGenerateRequest, settings: Settings) -> None:
         raise field_refusal(field, f"callbacks to {host} are not allowed; VLLM_POC_CALLBACK_ALLOW allows {allowed}")
 
 
-def check_offered(request: GenerateRequest) -> None:
-    """Refuse with 422 what the protocol knows but this version does not do."""
-    if request.validation is not None:
-        raise field_refusal("validation", "comparing artifacts is not offered by this version: leave it out")
-    if not request.wait:
-        raise field_refusal("wait", "queued generation is not offered by this version: set wait to true")
+def check_validation(request: GenerateRequest) -> None:
+    """Refuse with 400 artifacts that are not of exactly the request's nonces."""
+    if request.validation is None:
+        return
+    wanted, received = set(request.nonces), {artifact.nonce for artifact in request.validation.artifacts}
+    if wanted != received:
+        message = (
+            "must have one artifact for each of nonces and no other: "
+            f"{_some(wanted - received)} missing, {_some(received - wanted)} not in nonces"
+        )
+        raise field_refusal("validation.artifacts", message, status=HTTPStatus.BAD_REQUEST)
 
 
 def slice_limit(request: RoundRequest, facts: ModelFacts) -> int:
@@ -61,3 +71,10 @@ def _check_params(params: ArtifactParams, facts: ModelFacts, served_names: froze
         )
     if params.k_dim > facts["hidden_size"]:
         raise field_refusal("params.k_dim", f"{params.k_dim} exceeds the hidden size of {facts['hidden_size']}")
+
+
+def _some(nonces: Set[int]) -> str:
+    if not nonces:
+        return "none"
+    named = ", ".join(str(nonce) for nonce in sorted(nonces)[:_NAMED])
+    return f"{named} and {len(nonces) - _NAMED} more" if len(nonces) > _NAMED else named

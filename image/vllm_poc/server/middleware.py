@@ -9,20 +9,23 @@ import os
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, State
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import response
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
-from vllm_poc.server.settings import Settings
+from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.wire.base import API_PREFIX
 from vllm_poc.wire.responses import ErrorResponse
 
+#: What poc-first refuses while a round generates; what already runs is not touched.
+INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+
 
 class PocMiddleware:
-    """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched."""
+    """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched, but for poc-first's refusals."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._inner = app
@@ -35,6 +38,8 @@ class PocMiddleware:
             await self._live(scope, receive, send)
         elif scope["type"] == "http" and _is_poc(scope["path"]):
             await self._serve(scope, receive, send)
+        elif self._refuses_inference(scope):
+            await _poc_goes_first()(scope, receive, send)
         else:
             await self._inner(scope, receive, send)
 
@@ -59,6 +64,11 @@ class PocMiddleware:
             return
         # A copy, since the PoC app puts itself into the scope.
         await app(dict(scope), _replay(body, receive), send)
+
+    def _refuses_inference(self, scope: Scope) -> bool:
+        if self._settings.priority is not Priority.POC_FIRST or self._service is None:
+            return False
+        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.round_computes
 
     def _app_for(self, state: State) -> ASGIApp | None:
         if self._poc_app is None:
@@ -119,6 +129,12 @@ def _unauthorised() -> Response:
 def _not_ready() -> Response:
     body = ErrorResponse(reason="EngineNotReady", detail="the engine is still starting: try again later")
     return response(HTTPStatus.SERVICE_UNAVAILABLE, body, {"Retry-After": "5"})
+
+
+def _poc_goes_first() -> Response:
+    message = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
+    error = {"message": message, "type": "service_unavailable", "code": HTTPStatus.SERVICE_UNAVAILABLE.value}
+    return JSONResponse({"error": error}, HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "5"})
 
 
 def _too_large(limit: int) -> Response:

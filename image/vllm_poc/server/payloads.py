@@ -2,19 +2,21 @@
 """Results in the words of the two protocols: callback payloads and answers."""
 
 from collections.abc import Sequence
-from uuid import uuid4
+from typing import Any
 
-from vllm_poc.server.slices import Value
+from vllm_poc.server.slices import Item
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.base import WireMessage
-from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances
-from vllm_poc.wire.requests import GenerateRequest, InitGenerateRequest, RoundRequest
-from vllm_poc.wire.responses import GeneratedResponse, RoundConfig
+from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.requests import RoundRequest, SlotRequest
+from vllm_poc.wire.responses import RoundConfig
+from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
 
-Items = Sequence[tuple[int, Value]]
+Items = Sequence[Item]
 
 
-def valid_items(request: RoundRequest, items: Items) -> list[tuple[int, Value]]:
+def valid_items(request: RoundRequest, items: Items) -> list[Item]:
     """Return the items that count: all artifacts; distances strictly below ``r_target``."""
     r_target = request.r_target
     if r_target is None:
@@ -22,48 +24,51 @@ def valid_items(request: RoundRequest, items: Items) -> list[tuple[int, Value]]:
     return [(nonce, value) for nonce, value in items if float(value) < r_target]
 
 
-def callback(request: InitGenerateRequest, items: Items) -> WireMessage:
-    """Return the payload that delivers valid items."""
-    if request.params is not None:
-        return GeneratedArtifacts(
-            public_key=request.public_key,
-            block_hash=request.block_hash,
-            block_height=request.block_height,
-            node_id=request.node_id,
-            artifacts=_artifacts(items),
-            encoding=Encoding(k_dim=request.params.k_dim),
-        )
-    assert request.r_target is not None  # noqa: S101 - one of the two is set, by validation
-    return GeneratedDistances(
-        public_key=request.public_key,
-        block_hash=request.block_hash,
-        block_height=request.block_height,
-        node_id=request.node_id,
-        nonces=[nonce for nonce, _ in items],
-        dist=[float(value) for _, value in items],
-        r_target=request.r_target,
-    )
-
-
-def generated(request: GenerateRequest, items: Items) -> GeneratedResponse:
-    """Return the answer to ``generate``. Nonces whose result is not finite are left out."""
-    request_id = str(uuid4())
+def callback(request: SlotRequest | GenerateRequest, items: Items, request_id: str | None = None) -> WireMessage:
+    """Return the ``/generated`` payload that delivers valid items."""
+    common = _round_fields(request) | {"node_id": request.node_id, "request_id": request_id}
     if request.params is not None:
         encoding = Encoding(k_dim=request.params.k_dim)
-        return GeneratedResponse(request_id=request_id, artifacts=_artifacts(items), encoding=encoding)
+        return GeneratedArtifacts(artifacts=_artifacts(items), encoding=encoding, **common)
+    assert request.r_target is not None  # noqa: S101 - one of the two is set, by validation
+    return GeneratedDistances(nonces=_nonces(items), dist=_distances(items), r_target=request.r_target, **common)
+
+
+def verdict_callback(request: GenerateRequest, result: ValidatedResponse) -> ValidatedArtifacts:
+    """Return the ``/validated`` payload of queued work."""
+    fields = result.model_dump(exclude={"status", "callback", "callback_error"})
+    return ValidatedArtifacts(node_id=request.node_id, **_round_fields(request), **fields)
+
+
+def generated(request: GenerateRequest, items: Items, request_id: str) -> GeneratedResponse:
+    """Return the answer to ``generate``. Nonces whose result is not finite are only named."""
+    computed = set(_nonces(items))
+    missing = [nonce for nonce in request.nonces if nonce not in computed]
+    if request.params is not None:
+        encoding = Encoding(k_dim=request.params.k_dim)
+        artifacts = _artifacts(items)
+        return GeneratedResponse(request_id=request_id, not_computed=missing, artifacts=artifacts, encoding=encoding)
     valid = valid_items(request, items)
     return GeneratedResponse(
         request_id=request_id,
-        nonces=[nonce for nonce, _ in items],
-        distances=[float(value) for _, value in items],
+        not_computed=missing,
+        nonces=_nonces(items),
+        distances=_distances(items),
         total_checked=len(items),
         total_valid=len(valid),
-        valid_nonces=[nonce for nonce, _ in valid],
-        valid_distances=[float(value) for _, value in valid],
+        valid_nonces=_nonces(valid),
+        valid_distances=_distances(valid),
     )
 
 
-def round_config(request: InitGenerateRequest) -> RoundConfig:
+def callback_items(result: GeneratedResponse) -> list[Item]:
+    """Return what a result's callbacks deliver: all artifacts, or the valid distances."""
+    if result.artifacts is not None:
+        return [(artifact.nonce, artifact.vector_b64) for artifact in result.artifacts]
+    return list(zip(result.valid_nonces or [], result.valid_distances or [], strict=True))
+
+
+def round_config(request: SlotRequest) -> RoundConfig:
     """Return the round as status tells it."""
     params = request.params
     return RoundConfig(
@@ -88,3 +93,15 @@ def round_config(request: InitGenerateRequest) -> RoundConfig:
 
 def _artifacts(items: Items) -> list[Artifact]:
     return [Artifact(nonce=nonce, vector_b64=str(value)) for nonce, value in items]
+
+
+def _nonces(items: Items) -> list[int]:
+    return [nonce for nonce, _ in items]
+
+
+def _distances(items: Items) -> list[float]:
+    return [float(value) for _, value in items]
+
+
+def _round_fields(request: RoundRequest) -> dict[str, Any]:
+    return request.model_dump(include={"public_key", "block_hash", "block_height"})

@@ -1,17 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The REST routes under ``/api/v1/pow``."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.security import HTTPBearer
 
+from vllm_poc.server.disconnect import while_connected
 from vllm_poc.server.errors import install_handlers
 from vllm_poc.server.service import PocService
-from vllm_poc.wire.base import API_PREFIX
-from vllm_poc.wire.requests import GenerateRequest, InitGenerateRequest
-from vllm_poc.wire.responses import CommandResponse, GeneratedResponse, StatusResponse
+from vllm_poc.server.versions import vllm_version
+from vllm_poc.wire.base import API_PREFIX, PowState
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
+from vllm_poc.wire.requests import InitGenerateRequest, InitRequest
+from vllm_poc.wire.responses import CommandResponse, ErrorResponse, StatusResponse, VersionsResponse
+from vllm_poc.wire.results import GeneratedResponse, JobResponse, ValidatedResponse
 
-router = APIRouter(prefix=API_PREFIX)
+_MEANINGS = {
+    400: "No round is configured, or the artifacts are not those of the nonces",
+    401: "The token is missing or wrong",
+    404: "Unknown or expired",
+    409: "Another round runs, or the server's model or protocol is another one",
+    413: "The body is too large",
+    422: "A field is wrong; `errors` names it",
+    429: "Too many nonces are queued",
+    503: "The engine is not ready or fails, or the result was not done in time",
+}
+#: Every error has the same body.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": meaning} for status, meaning in _MEANINGS.items()
+}
+# The middleware checks the token; this documents it.
+_BEARER = HTTPBearer(auto_error=False, description="Needed where the server has VLLM_POC_TOKEN set.")
+
+router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)])
 
 
 def _service(request: Request) -> PocService:
@@ -22,33 +45,95 @@ def _service(request: Request) -> PocService:
 Service = Annotated[PocService, Depends(_service)]
 
 
+@router.post("/init")
+async def init(request: InitRequest, service: Service) -> CommandResponse:
+    """Take over a distance round; `phase/generate` or `phase/validate` follows."""
+    return await service.init(request, PowState.IDLE)
+
+
 @router.post("/init/generate")
 async def init_generate(request: InitGenerateRequest, service: Service) -> CommandResponse:
-    """Start to compute the nonces of one slot."""
+    """Start to compute the nonces of one slot. A repeat with the same `round_id` and content changes nothing."""
     return await service.start(request)
 
 
+@router.post("/init/validate")
+async def init_validate(request: InitRequest, service: Service) -> CommandResponse:
+    """Take over a distance round and let it validate."""
+    return await service.init(request, PowState.VALIDATING)
+
+
+@router.post("/phase/generate")
+async def phase_generate(service: Service) -> CommandResponse:
+    """Generate the distance round on from what was delivered, to the same callback address."""
+    return await service.resume()
+
+
+@router.post("/phase/validate")
+async def phase_validate(service: Service) -> CommandResponse:
+    """Stop generating the distance round, deliver what is left, and let it validate."""
+    return await service.validate_phase()
+
+
+@router.post("/validate")
+async def validate(batch: ProofBatch, service: Service) -> ProofVerdict:
+    """Recompute claimed distances for the configured round; the verdict also goes to `{callback}/validated`.
+
+    `fraud_detected` is the binomial test over the nonces whose claim or recomputed distance is not below
+    `r_target`; see `p_mismatch` and `fraud_threshold` of the init calls. Work goes on if the client goes away,
+    since the callback's receiver waits for it too.
+    """
+    return await service.prove(batch)
+
+
 @router.post("/generate", response_model_exclude_none=True)
-async def generate(request: GenerateRequest, service: Service) -> GeneratedResponse:
-    """Compute the named nonces and answer with their results."""
-    return await service.generate(request)
+async def generate(
+    body: GenerateRequest, service: Service, request: Request
+) -> GeneratedResponse | ValidatedResponse | JobResponse:
+    """Compute named nonces, or compare received artifacts with them. Waits until no round generates.
+
+    With `wait` the answer is the result, and the work is cancelled if the client goes away; `url` is not used.
+    Without, the work is queued and its result kept for a while, and sent to `url` if there is one.
+    """
+    return await while_connected(request, service.generate(body))
+
+
+@router.get("/generate/{request_id}", response_model_exclude_none=True)
+async def generate_result(request_id: str, service: Service) -> GeneratedResponse | ValidatedResponse | JobResponse:
+    """Tell the state or the result of queued work."""
+    return service.job(request_id)
 
 
 @router.get("/status")
 async def status(service: Service, lists: bool = True) -> StatusResponse:
-    """Tell what runs and how far it got. Without ``lists`` the valid nonces are left out, for frequent polls."""
+    """Tell what runs and how far it got. Without `lists` the valid nonces are left out, for frequent polls."""
     return await service.status(lists=lists)
 
 
 @router.post("/stop")
 async def stop(service: Service, round_id: str | None = None) -> CommandResponse:
-    """Stop the round and deliver what is left. With ``round_id``: only if that round runs."""
+    """Stop the round, deliver what is left, and cancel queued work; results that are there stay.
+
+    With `round_id`: stop only if that round runs, and leave queued work alone.
+    """
     return await service.stop(round_id)
+
+
+@router.get("/versions")
+async def versions() -> VersionsResponse:
+    """Tell what runs here. Validation never aborts inference."""
+    return VersionsResponse(vllm_version=vllm_version())
 
 
 def create_app(service: PocService) -> FastAPI:
     """Return the ASGI app that serves the routes for ``service``."""
-    app = FastAPI(title="vLLM Proof-of-Compute", openapi_url=None)
+    app = FastAPI(
+        title="vLLM Proof-of-Compute",
+        version="1",
+        openapi_url=f"{API_PREFIX}/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.service = service
     app.include_router(router)
     install_handlers(app)

@@ -3,28 +3,32 @@
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 from http import HTTPStatus
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import aiohttp
 
-from vllm_poc.server import limits, payloads
+from vllm_poc.server import limits
 from vllm_poc.server.engine import EngineError, PocEngine
 from vllm_poc.server.errors import RefusalError, refusal
-from vllm_poc.server.generation import Round
+from vllm_poc.server.jobs import Job, JobQueue, Result
+from vllm_poc.server.outbox import Outbox
+from vllm_poc.server.phases import Phases
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceRunner, Value
-from vllm_poc.server.status import idle_status, pow_status, round_status
+from vllm_poc.server.slices import SliceRunner
+from vllm_poc.server.status import pow_status, status_response
+from vllm_poc.server.work import NamedNonces
 from vllm_poc.wire.base import PowState
-from vllm_poc.wire.requests import GenerateRequest, InitGenerateRequest
-from vllm_poc.wire.responses import (
-    CommandResponse,
-    ErrorResponse,
-    GeneratedResponse,
-    ModelLimits,
-    StatusResponse,
-)
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
+from vllm_poc.wire.requests import CallbackRequest, InitGenerateRequest, InitRequest
+from vllm_poc.wire.responses import CommandResponse, ModelLimits, StatusResponse
+from vllm_poc.wire.results import JobResponse
 from vllm_poc.worker.batches import ModelFacts
+
+T = TypeVar("T")
 
 
 class PocService:
@@ -34,79 +38,94 @@ class PocService:
         self.session_id = uuid4().hex
         self._engine = engine
         self._settings = settings
-        self._runner = SliceRunner(engine, settings)
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
-        self._commands = asyncio.Lock()  # a start waits for a stop that still flushes
-        self._round: Round | None = None
+        runner = SliceRunner(engine, settings)
+        self._phases = Phases(runner, self._session, settings)
+        self._outbox = Outbox(self._session, settings)
+        self._work = NamedNonces(runner, self._outbox, self._phases.free)
+        self._jobs = JobQueue(ready=self._phases.free, work=self._perform, settings=settings)
         self._facts: ModelFacts | None = None
+
+    @property
+    def round_computes(self) -> bool:
+        """Whether a round runs that still has nonces to compute."""
+        return self._phases.computes
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""
+        await self._phases.start(request, await self._checked(request))
+        return self._answer(PowState.GENERATING)
+
+    async def init(self, request: InitRequest, phase: PowState) -> CommandResponse:
+        """Take over a distance round, to generate or validate later (IDLE), or to validate now (VALIDATING)."""
+        await self._checked(request)
+        await self._phases.init(request, phase)
+        return self._answer(phase)
+
+    async def resume(self) -> CommandResponse:
+        """Generate the distance round on from what was delivered."""
+        await self._phases.resume(await self._checked(self._phases.distance_config()))
+        return self._answer(PowState.GENERATING)
+
+    async def validate_phase(self) -> CommandResponse:
+        """Let the distance round validate from now on."""
+        await self._phases.validate()
+        return self._answer(PowState.VALIDATING)
+
+    async def stop(self, round_id: str | None = None) -> CommandResponse:
+        """Stop the round, and queued work too unless only the round is named; results stay."""
+        if round_id is None:
+            # Before the round: its end would let them start.
+            await self._jobs.cancel("cancelled by stop")
+        await self._phases.stop(round_id)
+        return self._answer(PowState.STOPPED)
+
+    async def generate(self, request: GenerateRequest) -> Result | JobResponse:
+        """Compute the named nonces when no round generates and chat lets PoC pass; now, or queued."""
+        limits.check_validation(request)
+        limit = await self._checked(request)
+        if not request.wait:
+            return self._jobs.submit(request)
+        return await self._in_time(self._work.result(request, uuid4().hex, limit))
+
+    def job(self, request_id: str) -> Result | JobResponse:
+        """Return state or result of queued work."""
+        return self._jobs.find(request_id)
+
+    async def prove(self, batch: ProofBatch) -> ProofVerdict:
+        """Recompute a proof batch for the distance round."""
+        round_ = self._phases.distance_config()
+        return await self._in_time(self._work.proof(round_, batch, await self._checked(round_)))
+
+    async def status(self, *, lists: bool = True) -> StatusResponse:
+        """Return the state of the round; the model's limits are 0 as long as the engine does not answer."""
+        return status_response(self.session_id, await self._model_limits(), self._phases, self._outbox, lists=lists)
+
+    async def close(self) -> None:
+        """End all work at once and release the connections."""
+        await self._jobs.cancel("cancelled by the server's end")
+        await self._phases.close()
+        await self._outbox.close()
+        await self._session.close()
+
+    async def _perform(self, job: Job, request: GenerateRequest) -> None:
+        await self._work.perform(job, request, await self._checked(request))
+
+    async def _checked(self, request: CallbackRequest) -> int:
+        # Returns how many nonces a forward pass may hold.
         facts = await self._described()
         limits.check_round(request, facts, self._engine.served_names)
         limits.check_callback(request, self._settings)
-        async with self._commands:
-            if self._round is not None and self._round.state is PowState.GENERATING:
-                _refuse_other_work(self._round.request, request)
-            else:
-                await self._replace_round(request, facts)
-        return self._answer(PowState.GENERATING)
+        return limits.slice_limit(request, facts)
 
-    async def stop(self, round_id: str | None = None) -> CommandResponse:
-        """Stop computing and deliver what is left, within the flush time; refused if another round runs."""
-        async with self._commands:
-            if self._round is not None:
-                if round_id is not None and self._round.state is PowState.GENERATING:
-                    _refuse_other_round(self._round.request, round_id)
-                await self._round.stop()
-        return self._answer(PowState.STOPPED)
-
-    async def generate(self, request: GenerateRequest) -> GeneratedResponse:
-        """Compute the named nonces between the slices of a running round, and while chat is idle."""
-        limits.check_offered(request)
-        facts = await self._described()
-        limits.check_round(request, facts, self._engine.served_names)
+    async def _in_time(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             async with asyncio.timeout(self._settings.request_seconds):
-                items = await self._compute(request, limits.slice_limit(request, facts))
+                return await work
         except TimeoutError:
             raise self._too_slow() from None
         except EngineError as error:
             raise _engine_refusal(error) from error
-        return payloads.generated(request, items)
-
-    async def status(self, *, lists: bool = True) -> StatusResponse:
-        """Return the state of the round; the model's limits are 0 as long as the engine does not answer."""
-        model = await self._model_limits()
-        if self._round is None:
-            return idle_status(self.session_id, model)
-        return round_status(self.session_id, model, self._round, lists=lists)
-
-    async def close(self) -> None:
-        """End the round at once and release the connections."""
-        if self._round is not None:
-            await self._round.close()
-        await self._session.close()
-
-    async def _replace_round(self, request: InitGenerateRequest, facts: ModelFacts) -> None:
-        if self._round is not None:
-            await self._round.close()
-        self._round = Round(
-            request,
-            runner=self._runner,
-            slice_limit=limits.slice_limit(request, facts),
-            session=self._session,
-            settings=self._settings,
-        )
-
-    async def _compute(self, request: GenerateRequest, limit: int) -> list[tuple[int, Value]]:
-        size, items = self._runner.slice_size(limit), list[tuple[int, Value]]()
-        done = 0
-        while done < len(request.nonces):
-            nonces = request.nonces[done : done + size.nonces]
-            items += (await self._runner.run(request, nonces, size)).items
-            done += len(nonces)
-        return items
 
     async def _described(self) -> ModelFacts:
         if self._facts is None:
@@ -124,34 +143,13 @@ class PocService:
         return ModelLimits(names=names)
 
     def _answer(self, state: PowState) -> CommandResponse:
-        return CommandResponse(pow_status=pow_status(self.session_id, self._round, state))
+        return CommandResponse(pow_status=pow_status(self.session_id, self._phases, state))
 
     def _too_slow(self) -> RefusalError:
         seconds = self._settings.request_seconds
-        detail = f"the nonces were not done within {seconds:g} s: ask for fewer, or when the server is idle"
+        why = "a round runs" if self.round_computes else "the server is busy"
+        detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
         return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail)
-
-
-def _refuse_other_work(running: InitGenerateRequest, wanted: InitGenerateRequest) -> None:
-    if wanted.round_id is None or not running.same_work(wanted):
-        raise _conflict(running)
-
-
-def _refuse_other_round(running: InitGenerateRequest, round_id: str) -> None:
-    if running.round_id != round_id:
-        raise _conflict(running)
-
-
-def _conflict(running: InitGenerateRequest) -> RefusalError:
-    what = f"round {running.round_id}" if running.round_id is not None else "a round without round_id"
-    detail = f"Already generating: {what} runs; stop it first"
-    body = ErrorResponse(
-        reason="RoundConflict",
-        detail=detail,
-        running=payloads.round_config(running),
-        round_id=running.round_id,
-    )
-    return RefusalError(HTTPStatus.CONFLICT, body)
 
 
 def _engine_refusal(error: EngineError) -> RefusalError:

@@ -2,6 +2,7 @@
 """Settings of the PoC server, read from environment variables ``VLLM_POC_<NAME>``."""
 
 from collections.abc import Mapping
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated, Self
 
@@ -20,6 +21,13 @@ def _split_commas(value: object) -> object:
     return value
 
 
+class Priority(StrEnum):
+    """Who waits when chat and PoC both have work."""
+
+    CHAT_FIRST = "chat-first"
+    POC_FIRST = "poc-first"
+
+
 class Settings(BaseModel):
     """Limits and times; the defaults suit a pod that serves chat beside PoC."""
 
@@ -29,13 +37,27 @@ class Settings(BaseModel):
     token: SecretStr | None = Field(default=None, min_length=1)
     #: Hosts that callbacks may go to, as patterns with ``*``.
     callback_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)
+    #: chat-first: PoC waits while chat has work. poc-first: PoC never waits, and new inference requests
+    #: are answered 503 while a round generates; those that run already go on.
+    priority: Priority = Priority.CHAT_FIRST
+    #: With chat-first: least share of time that PoC gets however busy chat is, 0 for none and 1 for all.
+    #: It is the share of the last ``share_window_seconds`` that slices took, from call to answer.
+    min_share: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    #: Chat pauses for PoC's share no longer at a time than ``min_share`` of this and one slice.
+    share_window_seconds: Seconds = 2.0
     #: A slice of PoC work aims to be no longer than this, so that chat waits little.
     slice_seconds: Seconds = 0.05
     #: Pause before PoC looks again whether chat has finished.
     chat_backoff_seconds: Seconds = 0.05
     #: An engine call that takes longer ends the round in FAILED.
     engine_seconds: Seconds = 120.0
-    #: A ``generate`` request that takes longer is answered 503.
+    #: A round ends in FAILED after this many NaN or infinite results without one clean slice in between.
+    sick_nonces: int = Field(default=100, ge=1)
+    #: Most nonces that ``generate`` without ``wait`` may have queued; more are answered 429.
+    queued_nonces: int = Field(default=100_000, ge=1)
+    #: Results of queued work can be fetched, and their callbacks are tried, for this long.
+    result_seconds: Seconds = 300.0
+    #: A request that waits longer for its result is answered 503.
     request_seconds: Seconds = 600.0
     #: Generation is held back while this many results wait for delivery.
     pending_results: int = Field(default=50_000, ge=1)

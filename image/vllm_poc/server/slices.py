@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PoC work in slices: short ones, one at a time, and only while chat is idle."""
+"""PoC work in slices: short ones, one at a time, and only when the chat gate is open."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,18 +7,21 @@ from time import monotonic
 from typing import NamedTuple
 
 from vllm_poc.server.engine import EngineError, PocEngine
+from vllm_poc.server.gate import ChatGate
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.requests import RoundRequest
 from vllm_poc.worker.batches import BatchRequest, BatchResult
 
 #: What one nonce gives: a distance, or a vector in base64.
 Value = float | str
+#: A nonce with its value.
+Item = tuple[int, Value]
 
 
 class SliceResult(NamedTuple):
     """Results of some nonces, in their order; ``rejected`` counts those that stayed not finite."""
 
-    items: list[tuple[int, Value]]
+    items: list[Item]
     rejected: int
 
 
@@ -56,7 +59,12 @@ class SliceRunner:
         self._engine = engine
         self._settings = settings
         self._turn = asyncio.Lock()
-        self.held_back_seconds = 0.0
+        self._gate = ChatGate(engine, settings)
+
+    @property
+    def held_back_seconds(self) -> float:
+        """How long chat has held PoC back since the server's start."""
+        return self._gate.held_back_seconds
 
     def slice_size(self, limit: int) -> SliceSize:
         """Return the size of a piece of work whose forward passes may hold ``limit`` nonces."""
@@ -73,18 +81,14 @@ class SliceRunner:
 
     async def _compute(self, request: RoundRequest, nonces: Sequence[int], size: SliceSize) -> BatchResult:
         async with self._turn:
-            await self._wait_for_chat()
+            await self._gate.passed()
             started = monotonic()
             result = await self._engine.compute(batch_request(request, nonces))
-            size.learn(monotonic() - started)
+            ended = monotonic()
+        self._gate.used(started, ended)
+        size.learn(ended - started)
         _check_answer(nonces, result)
         return result
-
-    async def _wait_for_chat(self) -> None:
-        while await self._engine.has_unfinished_chat():
-            started = monotonic()
-            await asyncio.sleep(self._settings.chat_backoff_seconds)
-            self.held_back_seconds += monotonic() - started
 
 
 def batch_request(request: RoundRequest, nonces: Sequence[int]) -> BatchRequest:

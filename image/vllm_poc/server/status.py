@@ -4,58 +4,70 @@
 from time import monotonic
 
 from vllm_poc.server.generation import Round
+from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.payloads import round_config
+from vllm_poc.server.phases import Phases
 from vllm_poc.wire.base import PowState, Protocol
+from vllm_poc.wire.requests import SlotRequest
 from vllm_poc.wire.responses import ModelLimits, PowStatus, RoundStats, StatusResponse
 
 
-def idle_status(session_id: str, model: ModelLimits) -> StatusResponse:
-    """Return the status before the first round."""
-    return StatusResponse(status=PowState.IDLE, state=PowState.IDLE, session_id=session_id, model=model)
+def status_response(
+    session_id: str, model: ModelLimits, phases: Phases, outbox: Outbox, *, lists: bool
+) -> StatusResponse:
+    """Return the status: the phase, the round as configured, and what its newest generation counted."""
+    fields = {
+        "status": PowState.IDLE if phases.state is PowState.STOPPED else phases.state,
+        "state": phases.state,
+        "session_id": session_id,
+        "model": model,
+        "callbacks_pending": outbox.pending,
+        "callbacks_lost": outbox.lost,
+    }
+    if phases.config is not None:
+        fields |= _config_fields(phases.config)
+    if phases.round is not None:
+        fields |= _round_fields(phases.round, lists=lists)
+    return StatusResponse.model_validate(fields)
 
 
-def round_status(session_id: str, model: ModelLimits, current: Round, *, lists: bool) -> StatusResponse:
-    """Return the status while a round runs and after it, until the next start."""
+def _config_fields(config: SlotRequest) -> dict[str, object]:
+    return {"config": round_config(config), "r_target": config.r_target, "round_id": config.round_id}
+
+
+def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
     request, counters, delivered = current.request, current.counters, current.delivered
     newest = counters.newest_valid if lists and request.protocol is Protocol.DISTANCE else ()
-    return StatusResponse(
-        status=PowState.IDLE if current.state is PowState.STOPPED else current.state,
-        state=current.state,
-        config=round_config(request),
-        stats=RoundStats(total_processed=counters.checked, nonces_per_second=counters.rate_per_second),
-        valid_nonces=[nonce for nonce, _ in newest],
-        valid_distances=[float(value) for _, value in newest],
-        total_checked=counters.checked,
-        total_valid=counters.valid,
-        elapsed_seconds=counters.elapsed_seconds,
-        rate_per_second=counters.rate_per_second,
-        r_target=request.r_target,
-        session_id=session_id,
-        round_id=request.round_id,
-        next_index=counters.next_index,
-        delivered_index=delivered.index,
-        start_index=request.start_index,
-        delivered_valid=delivered.valid,
-        delivered_rejected=delivered.rejected,
-        rejected=counters.not_finite + delivered.refused,
-        last_progress_seconds=_age(counters.progressed),
-        held_back_seconds=current.held_back_seconds,
-        error=current.error,
-        delivery_error=delivered.error,
-        model=model,
-    )
+    return {
+        "stats": RoundStats(total_processed=counters.checked, nonces_per_second=counters.rate_per_second),
+        "valid_nonces": [nonce for nonce, _ in newest],
+        "valid_distances": [float(value) for _, value in newest],
+        "total_checked": counters.checked,
+        "total_valid": counters.valid,
+        "elapsed_seconds": counters.elapsed_seconds,
+        "rate_per_second": counters.rate_per_second,
+        "next_index": counters.next_index,
+        "delivered_index": delivered.index,
+        "start_index": request.start_index,
+        "delivered_valid": delivered.valid,
+        "delivered_rejected": delivered.rejected,
+        "rejected": counters.not_finite + delivered.refused,
+        "last_progress_seconds": _age(counters.progressed),
+        "held_back_seconds": current.held_back_seconds,
+        "error": current.error,
+        "delivery_error": current.delivery_error,
+    }
 
 
-def pow_status(session_id: str, current: Round | None, state: PowState) -> PowStatus:
+def pow_status(session_id: str, phases: Phases, state: PowState) -> PowStatus:
     """Return the short status that answers a command."""
-    if current is None:
-        return PowStatus(status=state, session_id=session_id)
+    current = phases.round
     return PowStatus(
         status=state,
         session_id=session_id,
-        round_id=current.request.round_id,
-        next_index=current.counters.next_index,
-        delivered_index=current.delivered.index,
+        round_id=phases.config.round_id if phases.config is not None else None,
+        next_index=current.counters.next_index if current is not None else 0,
+        delivered_index=current.delivered.index if current is not None else 0,
     )
 
 

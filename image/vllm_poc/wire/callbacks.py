@@ -1,28 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pod posts to ``{callback}/generated`` while a round runs. Success is HTTP 200."""
+"""What a pod posts to ``{callback}/generated`` and ``{callback}/validated``. Success is HTTP 2xx."""
 
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.base import Nonce, WireMessage
+from vllm_poc.wire.results import Verdict
 
 
-class GeneratedArtifacts(WireMessage):
-    """Artifact protocol: every computed nonce with its vector."""
+class Callback(WireMessage):
+    """What all callbacks say about the round."""
 
     public_key: str
     block_hash: str
     block_height: int
+
+
+class GeneratedArtifacts(Callback):
+    """``/generated`` of the artifact protocol: every computed nonce with its vector."""
+
     node_id: int
     artifacts: list[Artifact]
     encoding: Encoding
+    #: Of queued work; absent while a round runs.
+    request_id: str | None = None
 
 
-class GeneratedDistances(WireMessage):
-    """Distance protocol: the valid nonces (distance below ``r_target``) with their distances."""
+class GeneratedDistances(Callback):
+    """``/generated`` of the distance protocol: the valid nonces (distance below ``r_target``)."""
 
-    public_key: str
-    block_hash: str
-    block_height: int
     node_id: int
     nonces: list[Nonce]
     dist: list[float]
     r_target: float
+    #: Of queued work; absent while a round runs.
+    request_id: str | None = None
+
+
+class ValidatedArtifacts(Callback, Verdict):
+    """``/validated`` of the artifact protocol: the verdict of queued work."""
+
+    request_id: str
+    node_id: int
+    # Ours.
+    not_computed: list[int]
+
+
+class ValidatedDistances(Callback, Verdict):
+    """``/validated`` of the distance protocol: the lists run parallel and leave out what was not computed."""
+
+    nonces: list[Nonce]
+    computed_distances: list[float]
+    received_distances: list[float]
+    valid: list[bool]
+    # Ours.
+    not_computed: list[int]

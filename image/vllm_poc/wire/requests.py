@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a pod: bodies of ``POST init/generate`` and ``POST generate``.
+"""Requests that start a round's phase: bodies of ``POST init``, ``init/generate`` and ``init/validate``.
 
 One body serves both protocols. ``r_target`` selects the distance protocol, ``params`` the artifact
 protocol, and exactly one of them must be there.
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AnyHttpUrl, ConfigDict, Field, model_validator
 
-from vllm_poc.wire.base import Nonce, Protocol, WireMessage
+from vllm_poc.wire.base import Protocol, WireMessage
 from vllm_poc.wire.partition import NonceSlot, refuse_ids_beyond_counts
 
 #: Sequence length of the distance protocol where the request names none.
@@ -18,8 +18,14 @@ DEFAULT_DISTANCE_SEQ_LEN = 256
 DEFAULT_BATCH_SIZE = 32
 #: Length of an artifact where the request names none.
 DEFAULT_K_DIM = 12
-#: Largest number of nonces that one ``POST generate`` may ask for.
-MAX_REQUEST_NONCES = 100_000
+#: Value of ``node_id`` and ``node_count`` that were not told.
+UNKNOWN = -1
+#: Probability that an honest prover's distance falls on the other side of ``r_target``.
+DEFAULT_P_FLIP = 5e-4
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+#: Chains count blocks in int64.
+MAX_BLOCK_HEIGHT = 2**63 - 1
 
 BatchSize = Annotated[int, Field(ge=1, le=65_536)]
 
@@ -35,10 +41,10 @@ class ArtifactParams(WireMessage):
 
 
 class RoundRequest(WireMessage):
-    """What both requests say about the round."""
+    """What all requests say about the round."""
 
     block_hash: str = Field(min_length=1, max_length=256)
-    block_height: int = Field(ge=0)
+    block_height: int = Field(ge=0, le=MAX_BLOCK_HEIGHT)
     public_key: str = Field(min_length=1, max_length=1024)
     batch_size: BatchSize = DEFAULT_BATCH_SIZE
     # Artifact protocol.
@@ -85,37 +91,18 @@ class RoundRequest(WireMessage):
         return not self.use_layer_hooks if self.use_sign_flips is None else self.use_sign_flips
 
 
-class InitGenerateRequest(RoundRequest):
-    """Start to compute the nonces of one slot until stopped."""
+class CallbackRequest(RoundRequest):
+    """A request whose results go to a callback address."""
 
-    node_id: int = Field(ge=0)
-    node_count: int = Field(ge=1)
-    group_id: int = Field(default=0, ge=0)
-    n_groups: int = Field(default=1, ge=1)
     # Callback base: `url` in the artifact protocol, `callback_url` in the distance protocol.
     url: AnyHttpUrl | None = None
     callback_url: AnyHttpUrl | None = None
-    # Ours, optional: resume at this index of the slot.
-    start_index: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
-    def _slot_is_valid_and_one_url(self) -> Self:
-        refuse_ids_beyond_counts(self.node_id, self.node_count, self.group_id, self.n_groups)
-        if self.start_index >= self.slot.capacity:
-            raise ValueError(f"start_index {self.start_index} lies beyond the int32 range of the slot")
+    def _one_url(self) -> Self:
         if self.url is not None and self.callback_url is not None:
             raise ValueError("set url or callback_url, not both")
         return self
-
-    @property
-    def slot(self) -> NonceSlot:
-        """The residue class to compute."""
-        return NonceSlot(
-            node_id=self.node_id,
-            node_count=self.node_count,
-            group_id=self.group_id,
-            n_groups=self.n_groups,
-        )
 
     @property
     def receiver(self) -> str | None:
@@ -123,25 +110,66 @@ class InitGenerateRequest(RoundRequest):
         url = self.url or self.callback_url
         return str(url).rstrip("/") if url is not None else None
 
-    def same_work(self, other: "InitGenerateRequest") -> bool:
+
+class SlotRequest(CallbackRequest):
+    """A round on this server: its slot, and the test for what others claim to have computed."""
+
+    node_id: int = Field(default=UNKNOWN, ge=UNKNOWN)
+    node_count: int = Field(default=UNKNOWN, ge=UNKNOWN)
+    group_id: int = Field(default=0, ge=0)
+    n_groups: int = Field(default=1, ge=1)
+    # Distance protocol: a p-value strictly below the threshold is fraud.
+    fraud_threshold: Probability = 0.01
+    # Ours, optional.
+    p_mismatch: Probability = DEFAULT_P_FLIP
+    # Ours, optional: resume at this index of the slot.
+    start_index: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _slot_is_valid(self) -> Self:
+        if not self.has_slot:
+            return self
+        refuse_ids_beyond_counts(self.node_id, self.node_count, self.group_id, self.n_groups)
+        if self.start_index >= self.slot.capacity:
+            raise ValueError(f"start_index {self.start_index} lies beyond the int32 range of the slot")
+        return self
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether the request says which nonces are to be computed."""
+        return self.node_id != UNKNOWN and self.node_count > 0
+
+    @property
+    def slot(self) -> NonceSlot:
+        """The residue class to compute. ValueError if the request names none."""
+        return NonceSlot(
+            node_id=self.node_id,
+            node_count=self.node_count,
+            group_id=self.group_id,
+            n_groups=self.n_groups,
+        )
+
+    def same_work(self, other: "SlotRequest") -> bool:
         """Whether both ask for the same nonces of the same round; where they resume may differ."""
         skip: Any = {"start_index"}
         return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
 
 
-class GenerateRequest(RoundRequest):
-    """Compute the named nonces and answer with their results."""
+class InitGenerateRequest(SlotRequest):
+    """Start to compute the nonces of one slot until stopped."""
 
-    nonces: list[Nonce] = Field(min_length=1, max_length=MAX_REQUEST_NONCES)
-    # The protocol's clients always send them; they say nothing about the nonces.
-    node_id: int = 0
-    node_count: int = 1
-    wait: bool = False
-    # Artifacts to compare with; their content is the server's business.
-    validation: dict[str, Any] | None = None
+    node_id: int = Field(ge=0)
+    node_count: int = Field(ge=1)
+
+
+class InitRequest(SlotRequest):
+    """Tell a distance round whose phases follow. Its slot may be left out if it will only validate."""
 
     @model_validator(mode="after")
-    def _nonces_are_unique(self) -> Self:
-        if len(set(self.nonces)) != len(self.nonces):
-            raise ValueError("nonces must be unique")
+    def _distance_protocol(self) -> Self:
+        if self.protocol is not Protocol.DISTANCE:
+            raise ValueError(
+                "init and init/validate are of the distance protocol and need r_target; "
+                "artifacts are validated by POST generate with validation"
+            )
         return self

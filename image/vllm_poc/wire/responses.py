@@ -5,7 +5,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.base import PowState, Protocol, WireMessage
 
 
@@ -86,6 +85,9 @@ class StatusResponse(WireMessage):
     # Why the round FAILED, and what the callback receiver last answered while deliveries fail.
     error: str | None = None
     delivery_error: str | None = None
+    # Callbacks of queued work and of verdicts: on their way, and rejected or given up since the server's start.
+    callbacks_pending: int = 0
+    callbacks_lost: int = 0
     model: ModelLimits = Field(default_factory=ModelLimits)
 
 
@@ -100,27 +102,19 @@ class PowStatus(WireMessage):
 
 
 class CommandResponse(WireMessage):
-    """Answer to ``init/generate`` and ``stop``."""
+    """Answer to every call that changes the state."""
 
     status: Literal["OK"] = "OK"
     pow_status: PowStatus
 
 
-class GeneratedResponse(WireMessage):
-    """Answer to ``generate`` with ``wait``: ``artifacts`` or the distances, in the order of the nonces."""
+class VersionsResponse(WireMessage):
+    """``GET versions``. Servers without this route abort inference when they validate."""
 
-    status: Literal["completed"] = "completed"
-    request_id: str
-    # Artifact protocol.
-    artifacts: list[Artifact] | None = None
-    encoding: Encoding | None = None
-    # Distance protocol.
-    nonces: list[int] | None = None
-    distances: list[float] | None = None
-    total_checked: int | None = None
-    total_valid: int | None = None
-    valid_nonces: list[int] | None = None
-    valid_distances: list[float] | None = None
+    vllm_version: str
+    poc_validation_inference: Literal[True] = True
+    # Ours.
+    protocols: list[Protocol] = Field(default_factory=lambda: list(Protocol))
 
 
 class FieldError(WireMessage):

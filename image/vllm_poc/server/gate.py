@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When PoC may use the engine beside chat."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+from vllm_poc.server.engine import PocEngine
+from vllm_poc.server.settings import Priority, Settings
+
+
+class BusyShare:
+    """Share of the last ``window`` seconds that PoC used. ``now`` is in seconds of any clock."""
+
+    def __init__(self, window: float, now: Callable[[], float]) -> None:
+        self._window = window
+        self._now = now
+        self._spans: deque[tuple[float, float]] = deque()
+
+    def add(self, start: float, end: float) -> None:
+        """Count the time from ``start`` to ``end``; spans come in order and do not overlap."""
+        self._spans.append((start, end))
+
+    def value(self) -> float:
+        """Return the share, 0..1: the spans' seconds inside the window, over its length."""
+        first = self._now() - self._window
+        while self._spans and self._spans[0][1] <= first:
+            self._spans.popleft()
+        return sum(end - max(start, first) for start, end in self._spans) / self._window
+
+
+class ChatGate:
+    """Lets a slice of PoC work pass when chat is idle, when PoC goes first, or when it is below its least share."""
+
+    def __init__(self, engine: PocEngine, settings: Settings) -> None:
+        self.held_back_seconds = 0.0
+        self._engine = engine
+        self._poc_first = settings.priority is Priority.POC_FIRST
+        self._min_share = settings.min_share
+        self._backoff = settings.chat_backoff_seconds
+        self._share = BusyShare(settings.share_window_seconds, monotonic)
+
+    async def passed(self) -> None:
+        """Wait until PoC may run its next slice."""
+        while not await self._is_open():
+            started = monotonic()
+            await asyncio.sleep(self._backoff)
+            self.held_back_seconds += monotonic() - started
+
+    def used(self, start: float, end: float) -> None:
+        """Count a slice that ran from ``start`` to ``end`` (`time.monotonic`)."""
+        self._share.add(start, end)
+
+    async def _is_open(self) -> bool:
+        if self._poc_first or not await self._engine.has_unfinished_chat():
+            return True
+        return self._share.value() < self._min_share

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks outside of rounds: results of queued work, and verdicts."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal
+
+import aiohttp
+
+from vllm_poc.server.posting import Item, Poster
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.base import WireMessage
+
+_log = logging.getLogger(__name__)
+
+CallbackState = Literal["pending", "delivered", "rejected", "given up"]
+
+
+class Letter(Generic[Item]):
+    """Items on their way to one address, in order, in payloads of bounded size."""
+
+    def __init__(self, poster: Poster[Item], items: Sequence[Item]) -> None:
+        self.state: CallbackState = "pending"
+        self.weight = len(items)
+        self._poster = poster
+        self._items = items
+
+    @property
+    def error(self) -> str | None:
+        """What the receiver last answered while it accepts nothing, or why it refused an item for good."""
+        return self._poster.error or self._poster.refusal
+
+    async def deliver(self, at_once: int, seconds: float) -> None:
+        """Post until all is judged, or time is up."""
+        try:
+            async with asyncio.timeout(seconds):
+                refused = await self._post_all(at_once)
+        except TimeoutError:
+            self.state = "given up"
+        else:
+            self.state = "rejected" if refused else "delivered"
+        self._items = ()
+
+    async def _post_all(self, at_once: int) -> int:
+        starts = range(0, len(self._items), at_once)
+        return sum([await self._poster.deliver(self._items[start : start + at_once]) for start in starts])
+
+
+class Outbox:
+    """Sends letters side by side, so that a receiver that is down holds up no other.
+
+    A letter is tried for as long as a queued result is kept, then given up, logged and counted.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self.lost = 0
+        self._session = session
+        self._settings = settings
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._weight = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def pending(self) -> int:
+        """How many letters are on their way."""
+        return len(self._tasks)
+
+    async def room(self) -> None:
+        """Wait while too many results are on their way: work is held back, nothing is dropped."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+
+    def send(self, url: str, items: Sequence[Item], payload: Callable[[Sequence[Item]], WireMessage]) -> Letter[Item]:
+        """Send ``items`` to ``url``; ``payload`` makes the body of some of them."""
+        letter = Letter(Poster(url, payload, session=self._session, settings=self._settings), items)
+        self._weight += letter.weight
+        task = asyncio.create_task(self._deliver(letter))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return letter
+
+    async def close(self) -> None:
+        """Give up what is on its way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _deliver(self, letter: Letter[Item]) -> None:
+        try:
+            await letter.deliver(self._settings.payload_results, self._settings.result_seconds)
+        finally:
+            self._count(letter)
+            async with self._changed:
+                self._weight -= letter.weight
+                self._changed.notify_all()
+
+    def _count(self, letter: Letter[Item]) -> None:
+        if letter.state != "delivered":
+            self.lost += 1
+            _log.error("a callback was not delivered (%s): %s", letter.state, letter.error)

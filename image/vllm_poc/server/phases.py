@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one round of this server and its phases.
+
+IDLE -> GENERATING or VALIDATING -> STOPPED or FAILED. A distance round switches between its two phases;
+generation then goes on where its deliveries had got to, with the callback address it had.
+"""
+
+import asyncio
+from http import HTTPStatus
+
+import aiohttp
+
+from vllm_poc.server import payloads
+from vllm_poc.server.errors import RefusalError, field_refusal, refusal
+from vllm_poc.server.generation import Round
+from vllm_poc.server.settings import Settings
+from vllm_poc.server.slices import SliceRunner
+from vllm_poc.wire.base import PowState, Protocol
+from vllm_poc.wire.requests import InitGenerateRequest, InitRequest, SlotRequest
+from vllm_poc.wire.responses import ErrorResponse
+
+
+class Phases:
+    """Starts and stops the round's phases, one call after the other."""
+
+    def __init__(self, runner: SliceRunner, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self.config: SlotRequest | None = None
+        self.round: Round | None = None
+        self._phase = PowState.IDLE
+        self._runner = runner
+        self._session = session
+        self._settings = settings
+        self._commands = asyncio.Lock()  # a start waits for a stop that still flushes
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @property
+    def state(self) -> PowState:
+        """The phase, or how generation ended."""
+        if self._phase is PowState.GENERATING and self.round is not None:
+            return self.round.state
+        return self._phase
+
+    @property
+    def computes(self) -> bool:
+        """Whether a round still has nonces to compute; one that only delivers its last results has none."""
+        return not self._free.is_set()
+
+    async def free(self) -> None:
+        """Wait until no round computes."""
+        await self._free.wait()
+
+    async def start(self, request: InitGenerateRequest, slice_limit: int) -> None:
+        """Generate; a repeat with the same ``round_id`` and content changes nothing, other work is refused."""
+        async with self._commands:
+            if self.state is not PowState.GENERATING:
+                await self._generate(request, slice_limit)
+            elif request.round_id is None or self.config is None or not self.config.same_work(request):
+                raise self._conflict()
+
+    async def init(self, request: InitRequest, phase: PowState) -> None:
+        """Take ``request`` as the round, in phase IDLE or VALIDATING; refused while another one generates."""
+        async with self._commands:
+            if self.state is PowState.GENERATING:
+                raise self._conflict()
+            await self._close_round()
+            self.config, self.round, self._phase = request, None, phase
+
+    async def resume(self, slice_limit: int) -> None:
+        """Generate the configured round on from what was delivered; harmless while it generates."""
+        async with self._commands:
+            config = self.distance_config()
+            if self.state is PowState.GENERATING:
+                return
+            if not config.has_slot:
+                message = "the round was initialised without it: call init/generate with node_id and node_count"
+                raise field_refusal("node_id", message, status=HTTPStatus.BAD_REQUEST)
+            start = self.round.delivered.index if self.round is not None else config.start_index
+            if start >= config.slot.capacity:
+                detail = "every nonce of the slot is delivered: start a round of another slot"
+                raise refusal(HTTPStatus.CONFLICT, "SlotDone", detail)
+            await self._generate(_generating(config, start), slice_limit)
+
+    async def validate(self) -> None:
+        """Stop generating, deliver what is left, and wait for batches to validate."""
+        async with self._commands:
+            self.distance_config()
+            if self.round is not None:
+                await self.round.stop()
+            self._phase = PowState.VALIDATING
+
+    async def stop(self, round_id: str | None) -> None:
+        """End the phase, deliver what is left; refused if ``round_id`` names another round than the one that runs."""
+        async with self._commands:
+            if round_id is not None and self.state is PowState.GENERATING and self._round_id != round_id:
+                raise self._conflict()
+            if self.round is not None:
+                await self.round.stop()
+            if self._phase is PowState.VALIDATING:
+                self._phase = PowState.STOPPED
+
+    async def close(self) -> None:
+        """End at once."""
+        await self._close_round()
+
+    def distance_config(self) -> SlotRequest:
+        """Return the round; refused with 400 if there is none, with 409 if it has no phases to switch."""
+        if self.config is None:
+            detail = "PoC not initialized: no round configured; call init, init/generate or init/validate first"
+            raise refusal(HTTPStatus.BAD_REQUEST, "NotInitialized", detail)
+        if self.config.protocol is not Protocol.DISTANCE:
+            detail = "the round is of the artifact protocol: validate artifacts by POST generate with validation"
+            raise refusal(HTTPStatus.CONFLICT, "ProtocolMismatch", detail)
+        return self.config
+
+    @property
+    def _round_id(self) -> str | None:
+        return self.config.round_id if self.config is not None else None
+
+    async def _generate(self, request: InitGenerateRequest, slice_limit: int) -> None:
+        await self._close_round()
+        self._free.clear()
+        self.config, self._phase = request, PowState.GENERATING
+        self.round = Round(
+            request,
+            runner=self._runner,
+            slice_limit=slice_limit,
+            session=self._session,
+            settings=self._settings,
+            on_idle=self._free.set,
+        )
+
+    async def _close_round(self) -> None:
+        if self.round is not None:
+            await self.round.close()
+
+    def _conflict(self) -> RefusalError:
+        what = f"round {self._round_id}" if self._round_id is not None else "a round without round_id"
+        running = payloads.round_config(self.config) if self.config is not None else None
+        body = ErrorResponse(
+            reason="RoundConflict",
+            detail=f"Already generating: {what} runs; stop it first",
+            running=running,
+            round_id=self._round_id,
+        )
+        return RefusalError(HTTPStatus.CONFLICT, body)
+
+
+def _generating(config: SlotRequest, start_index: int) -> InitGenerateRequest:
+    fields = config.model_dump(exclude_none=True) | {"start_index": start_index}
+    return InitGenerateRequest.model_validate(fields)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posts of results to one callback address: tried until the receiver accepts them or refuses them for good."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Generic, TypeVar
+
+import aiohttp
+
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.base import WireMessage
+
+_log = logging.getLogger(__name__)
+
+_SUCCESS = range(200, 300)
+_CLIENT_ERRORS = range(400, 500)
+#: Client errors that may pass, so that the payload is sent again.
+_PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
+#: Client errors about the address or the sender: no part of the payload would fare better.
+_NOT_ABOUT_CONTENT = {
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.METHOD_NOT_ALLOWED,
+    HTTPStatus.GONE,
+}
+#: After so many single items refused in a row the receiver is taken to refuse everything.
+SEARCH_LIMIT = 64
+
+Item = TypeVar("Item")
+
+
+class Outcome(Enum):
+    """What became of items that were posted together."""
+
+    ACCEPTED = auto()
+    #: The receiver refused them, and perhaps only because of some of them.
+    REFUSED = auto()
+    #: The receiver refused them, and would refuse every part of them.
+    HOPELESS = auto()
+
+
+class Poster(Generic[Item]):
+    """Posts items to ``url``; ``payload`` makes the body of some of them."""
+
+    def __init__(
+        self,
+        url: str,
+        payload: Callable[[Sequence[Item]], WireMessage],
+        *,
+        session: aiohttp.ClientSession,
+        settings: Settings,
+    ) -> None:
+        self.error: str | None = None  # of the last attempt
+        self.refusal: str | None = None  # the last one that was final
+        self._url = url
+        self._payload = payload
+        self._session = session
+        self._settings = settings
+        self._refused_in_a_row = 0
+
+    async def post(self, items: Sequence[Item]) -> Outcome:
+        """Post ``items`` together until the receiver has judged them. Nothing is sent for no items."""
+        if not items:
+            return Outcome.ACCEPTED
+        body = self._payload(items).model_dump_json(exclude_none=True)
+        for pause in _pauses(self._settings):
+            status = await self._attempt(body)
+            if status in _SUCCESS or (status in _CLIENT_ERRORS and status not in _PASSING):
+                return self._judge(status, len(items))
+            await asyncio.sleep(pause)
+        raise AssertionError("the pauses never end")
+
+    async def deliver(self, items: Sequence[Item]) -> int:
+        """Post ``items`` in order, together where possible; return how many were refused for good.
+
+        A payload that is refused is halved until the bad items are found, so that they alone are lost.
+        """
+        refused, parts = 0, [items]
+        while parts:
+            part = parts.pop()
+            outcome = await self.post(part)
+            if outcome is Outcome.REFUSED and len(part) > 1:
+                parts += reversed(halves(part))
+            elif outcome is not Outcome.ACCEPTED:
+                refused += len(part)
+        return refused
+
+    async def _attempt(self, body: str) -> int:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer:
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._failed(str(error) or type(error).__name__)
+            return 0
+        if status not in _SUCCESS:
+            self._failed(f"HTTP {status}")
+        return status
+
+    def _judge(self, status: int, count: int) -> Outcome:
+        if status in _SUCCESS:
+            self.error, self._refused_in_a_row = None, 0
+            return Outcome.ACCEPTED
+        self.refusal = self.error
+        self._refused_in_a_row += count == 1
+        hopeless = status in _NOT_ABOUT_CONTENT or self._refused_in_a_row >= SEARCH_LIMIT
+        return Outcome.HOPELESS if hopeless else Outcome.REFUSED
+
+    def _failed(self, reason: str) -> None:
+        self.error = f"{self._url}: {reason}"
+        _log.warning("callback failed: %s", self.error)
+
+
+def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Return the first and the second half of two or more items."""
+    middle = len(items) // 2
+    return items[:middle], items[middle:]
+
+
+def _pauses(settings: Settings) -> Iterator[float]:
+    pause = settings.retry_first_seconds
+    while True:
+        yield pause
+        pause = min(2 * pause, settings.retry_limit_seconds)

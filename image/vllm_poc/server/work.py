@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named nonces, computed slice by slice, and what is made of them."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from vllm_poc.server import payloads
+from vllm_poc.server.comparison import ArtifactComparison, proof_verdict
+from vllm_poc.server.jobs import Job, Result
+from vllm_poc.server.outbox import Letter, Outbox
+from vllm_poc.server.slices import Item, SliceRunner
+from vllm_poc.wire.base import WireMessage
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
+from vllm_poc.wire.requests import RoundRequest, SlotRequest
+from vllm_poc.wire.results import ValidatedResponse
+
+Ready = Callable[[], Awaitable[None]]
+
+
+class NamedNonces:
+    """Computes what ``POST generate`` names, while no round generates: ``ready`` waits for that."""
+
+    def __init__(self, runner: SliceRunner, outbox: Outbox, ready: Ready) -> None:
+        self._runner = runner
+        self._outbox = outbox
+        self._ready = ready
+
+    async def result(self, request: GenerateRequest, request_id: str, limit: int) -> Result:
+        """Return artifacts, distances or a verdict. EngineError if the engine fails."""
+        if request.validation is not None:
+            comparison = ArtifactComparison(request)
+            async for items in self._slices(request, request.nonces, limit, self._ready):
+                comparison.add(items)
+            return comparison.response(request_id)
+        slices = self._slices(request, request.nonces, limit, self._ready)
+        return payloads.generated(request, [item async for part in slices for item in part], request_id)
+
+    async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:
+        """Leave the result in the job and send its callback."""
+        await self._outbox.room()
+        job.result = await self.result(request, job.id, limit)
+        if request.receiver is not None:
+            job.letter = self._send(request.receiver, request, job.result)
+
+    async def proof(self, round_: SlotRequest, batch: ProofBatch, limit: int) -> ProofVerdict:
+        """Recompute a batch, also between the slices of a round that generates, and send the callback."""
+        await self._outbox.room()
+        request = round_.model_copy(update={"public_key": batch.public_key})
+        slices = self._slices(request, batch.nonces, limit, _at_once)
+        items = [item async for part in slices for item in part]
+        verdict, callback = proof_verdict(round_, batch, items)
+        if round_.receiver is not None:
+            self._outbox.send(f"{round_.receiver}/validated", [callback], _only)
+        return verdict
+
+    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> Letter[Any]:
+        if isinstance(result, ValidatedResponse):
+            return self._outbox.send(f"{receiver}/validated", [payloads.verdict_callback(request, result)], _only)
+        payload = partial(payloads.callback, request, request_id=result.request_id)
+        return self._outbox.send(f"{receiver}/generated", payloads.callback_items(result), payload)
+
+    async def _slices(
+        self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready
+    ) -> AsyncIterator[list[Item]]:
+        size, done = self._runner.slice_size(limit), 0
+        while done < len(nonces):
+            await ready()
+            part = nonces[done : done + size.nonces]
+            yield (await self._runner.run(request, part, size)).items
+            done += len(part)
+
+
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
+def _only(callbacks: Sequence[WireMessage]) -> WireMessage:
+    return callbacks[0]

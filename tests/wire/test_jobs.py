@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queued work: its states, results, limits and callbacks."""
+
+import asyncio
+from time import monotonic
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.callback_receiver import CallbackReceiver
+from tests.support.fake_engine import distance, vector
+from tests.support.http_server import free_port, serve
+from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.wire.test_delivery import NEARLY_DONE
+from tests.wire.test_requests import error_of
+from vllm_poc.wire.base import API_PREFIX, PowState
+
+JOB: dict[str, Any] = ARTIFACT | {"nonces": list(range(40))}
+WRONG: dict[str, Any] = {"validation": {"artifacts": [{"nonce": nonce, "vector_b64": ""} for nonce in range(40)]}}
+
+
+async def submit(pod: Pod, body: dict[str, Any]) -> str:
+    answer = await pod.post("generate", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["status"] == "queued"
+    return str(answer.json()["request_id"])
+
+
+async def look(pod: Pod, job: str) -> dict[str, Any]:
+    found: dict[str, Any] = (await pod.http.get(f"{API_PREFIX}/generate/{job}")).json()
+    return found
+
+
+async def ended(pod: Pod, job: str, *, callback: bool = False) -> dict[str, Any]:
+    deadline = monotonic() + 10
+    while True:
+        found = await look(pod, job)
+        if found["status"] not in ("queued", "running") and not (callback and found.get("callback") == "pending"):
+            return found
+        assert monotonic() < deadline, found
+        await asyncio.sleep(0.005)
+
+
+async def test_a_job_ends_with_its_result(pod: Pod) -> None:
+    job = await submit(pod, JOB)
+    found = await ended(pod, job)
+    assert (found["status"], found["request_id"]) == ("completed", job)
+    assert found["artifacts"] == [{"nonce": nonce, "vector_b64": vector(nonce, 4)} for nonce in range(40)]
+    assert found["encoding"] == {"dtype": "f16", "k_dim": 4, "endian": "le"}
+    assert "callback" not in found
+
+
+async def test_jobs_run_in_the_order_of_their_arrival(pod: Pod) -> None:
+    jobs = [await submit(pod, JOB | {"nonces": [first, first + 1]}) for first in (10, 0, 20)]
+    assert [(await ended(pod, job))["status"] for job in jobs] == ["completed"] * 3
+    assert pod.engine.computed == [10, 11, 0, 1, 20, 21]
+
+
+async def test_jobs_wait_for_the_round(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT)
+    job = await submit(pod, JOB)
+    await pod.reach(lambda s: s.total_checked > 100)
+    assert (await look(pod, job)) == {"status": "queued", "request_id": job}
+    assert {batch["protocol"] for batch in pod.engine.batches} == {"distance"}
+    assert (await pod.post("stop?round_id=other")).status_code == 409
+    assert (await look(pod, job))["status"] == "queued"
+
+
+async def test_a_round_that_ends_lets_jobs_run_and_one_that_starts_holds_them(pod: Pod) -> None:
+    body = DISTANCE | SLOT | {"round_id": "r1"}
+    await pod.start(body)
+    pod.engine.seconds_per_batch = 0.03
+    job = await submit(pod, JOB | {"nonces": list(range(320))})
+    await pod.post("stop?round_id=r1")
+    await asyncio.sleep(0.1)
+    assert (await look(pod, job))["status"] == "running"
+    await pod.start(body)
+    await asyncio.sleep(0.1)
+    held = [batch["protocol"] for batch in pod.engine.batches].count("artifact")
+    await asyncio.sleep(0.15)
+    assert [batch["protocol"] for batch in pod.engine.batches].count("artifact") == held
+    pod.engine.seconds_per_batch = 0.001
+    await pod.post("stop?round_id=r1")
+    assert len((await ended(pod, job))["artifacts"]) == 320
+
+
+async def test_jobs_do_not_wait_for_the_rounds_receiver(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 503
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    assert (await ended(pod, await submit(pod, JOB)))["status"] == "completed"
+    assert (await pod.status()).state is PowState.GENERATING
+
+
+async def test_stop_cancels_what_waits_and_runs_and_keeps_results(pod: Pod) -> None:
+    done = await submit(pod, JOB)
+    await ended(pod, done)
+    pod.engine.seconds_per_batch = 0.1
+    jobs = [await submit(pod, JOB) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert (await look(pod, jobs[0]))["status"] == "running"
+    await pod.post("stop")
+    for job in jobs:
+        assert await look(pod, job) == {"status": "cancelled", "request_id": job, "error": "cancelled by stop"}
+    assert (await look(pod, done))["status"] == "completed"
+    pod.engine.seconds_per_batch = 0.001
+    assert (await ended(pod, await submit(pod, JOB)))["status"] == "completed"
+
+
+async def test_stop_lets_no_job_start_when_the_round_ends(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 503
+    await pod.start(DISTANCE | SLOT | {"callback_url": receiver.url})
+    job = await submit(pod, JOB)
+    await pod.reach(lambda s: receiver.attempts > 0)
+    await pod.post("stop")
+    assert (await look(pod, job))["status"] == "cancelled"
+    assert {batch["protocol"] for batch in pod.engine.batches} == {"distance"}
+
+
+async def test_a_failing_engine_fails_its_job_alone(pod: Pod) -> None:
+    await pod.status()
+    pod.engine.fault = RuntimeError("CUDA error")
+    job = await submit(pod, JOB)
+    found = await ended(pod, job)
+    assert found == {"status": "failed", "request_id": job, "error": "poc_compute failed: CUDA error"}
+    pod.engine.fault = None
+    assert (await ended(pod, await submit(pod, JOB)))["status"] == "completed"
+
+
+async def test_a_defect_fails_its_job(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("no result")
+
+    monkeypatch.setattr("vllm_poc.server.payloads.generated", broken)
+    assert (await ended(pod, await submit(pod, JOB)))["error"] == "TypeError: no result"
+
+
+@pytest.mark.parametrize("pod_settings", [{"RESULT_SECONDS": "0.2"}])
+async def test_results_expire_by_themselves(pod: Pod) -> None:
+    job = await submit(pod, JOB)
+    await ended(pod, job)
+    await asyncio.sleep(0.3)
+    answer = await pod.http.get(f"{API_PREFIX}/generate/{job}")
+    assert "kept for 0.2 s" in error_of(answer, 404, "JobNotFound").detail
+
+
+async def test_an_unknown_job_is_not_found(pod: Pod) -> None:
+    error_of(await pod.http.get(f"{API_PREFIX}/generate/nothing"), 404, "JobNotFound")
+
+
+@pytest.mark.parametrize("pod_settings", [{"QUEUED_NONCES": "100"}])
+async def test_the_queue_is_bounded(pod: Pod) -> None:
+    pod.engine.seconds_per_batch = 0.1
+    counts = [(await pod.post("generate", JOB)).json()["queued_count"] for _ in range(2)]
+    assert counts == [40, 80]
+    error = error_of(await pod.post("generate", JOB), 429, "QueueFull")
+    assert error.detail.startswith("Queue full: 120 nonces would be queued, and 100 may")
+    assert (await pod.post("generate", JOB | {"nonces": list(range(20))})).json()["queued_count"] == 100
+    await pod.post("stop")
+    assert (await pod.post("generate", JOB)).json()["queued_count"] == 40
+
+
+@pytest.mark.parametrize("pod_settings", [{"PAYLOAD_RESULTS": "15"}])
+async def test_results_go_to_the_callback(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.faults = [500, 429]
+    receiver.bad = {7}
+    job = await submit(pod, JOB | {"url": receiver.url, "node_id": 3, "node_count": 9})
+    found = await ended(pod, job, callback=True)
+    assert found["callback"] == "rejected"
+    assert found["callback_error"].endswith("HTTP 400")
+    assert receiver.nonces == [nonce for nonce in range(40) if nonce != 7]
+    assert {(payload["request_id"], payload["node_id"]) for payload in receiver.payloads} == {(job, 3)}
+    assert (await pod.status()).callbacks_lost == 1
+
+
+async def test_valid_distances_go_to_the_callback(pod: Pod, receiver: CallbackReceiver) -> None:
+    job = await submit(pod, DISTANCE | {"nonces": list(range(40)), "callback_url": receiver.url})
+    assert (await ended(pod, job, callback=True))["callback"] == "delivered"
+    assert receiver.nonces == [nonce for nonce in range(40) if distance(nonce) < 1.405]
+    assert receiver.payloads[0]["r_target"] == 1.405
+
+
+async def test_a_verdict_goes_to_the_callback(pod: Pod, receiver: CallbackReceiver) -> None:
+    pod.engine.sick.update({4: 9})
+    job = await submit(pod, JOB | WRONG | {"url": receiver.url, "node_id": 3, "node_count": 9})
+    found = await ended(pod, job, callback=True)
+    assert (found["callback"], found["fraud_detected"]) == ("delivered", True)
+    (verdict,) = receiver.verdicts
+    same = {"request_id", "n_total", "n_mismatch", "mismatch_nonces", "p_value", "fraud_detected", "not_computed"}
+    assert {key: verdict[key] for key in same} == {key: found[key] for key in same}
+    assert (verdict["n_total"], verdict["not_computed"], verdict["node_id"]) == (39, [4], 3)
+    assert (verdict["public_key"], verdict["block_hash"], verdict["block_height"]) == ("node1", "abc123", 7)
+
+
+@pytest.mark.parametrize("pod_settings", [{"RESULT_SECONDS": "1"}])
+async def test_a_receiver_that_is_down_holds_up_no_other_and_is_given_up(pod: Pod, receiver: CallbackReceiver) -> None:
+    down = await submit(pod, JOB | {"url": "http://127.0.0.1:9/x"})
+    up = await submit(pod, JOB | {"url": receiver.url})
+    assert (await ended(pod, up, callback=True))["callback"] == "delivered"
+    found = await look(pod, down)
+    assert found["callback"] == "pending"
+    assert found["callback_error"].startswith("http://127.0.0.1:9/x/generated: ")
+    status = await pod.reach(lambda s: s.callbacks_lost == 1)
+    assert status.callbacks_pending == 0
+
+
+@pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "40"}])
+async def test_jobs_wait_while_too_many_results_wait_for_delivery(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 503
+    first, second = [await submit(pod, JOB | {"url": receiver.url}) for _ in range(2)]
+    await ended(pod, first)
+    await asyncio.sleep(0.1)
+    assert len(pod.engine.computed) == 40
+    receiver.answer = 200
+    assert (await ended(pod, second, callback=True))["callback"] == "delivered"
+    assert receiver.nonces == [*range(40), *range(40)]
+
+
+@pytest.mark.parametrize("pod_settings", [{"CALLBACK_ALLOW": "gateway"}])
+async def test_callbacks_of_jobs_go_to_allowed_hosts_only(pod: Pod) -> None:
+    error = error_of(await pod.post("generate", JOB | {"url": "http://evil/x"}), 422, "InvalidRequest")
+    assert error.detail.startswith("url: callbacks to evil are not allowed")
+
+
+async def test_a_client_that_goes_away_takes_its_work_along(pod: Pod) -> None:
+    pod.engine.output_processor.busy = True
+    port = free_port()
+    async with serve(pod.app, "127.0.0.1", port), httpx.AsyncClient(timeout=0.3) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(f"http://127.0.0.1:{port}{API_PREFIX}/generate", json=JOB | {"wait": True})
+        pod.engine.output_processor.busy = False
+        await asyncio.sleep(0.2)
+        assert pod.engine.computed == []
+        answer = await client.post(f"http://127.0.0.1:{port}{API_PREFIX}/generate", json=JOB | {"wait": True})
+    assert len(answer.json()["artifacts"]) == 40

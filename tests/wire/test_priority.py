@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who waits when chat and PoC both have work."""
+
+import asyncio
+
+import pytest
+
+from tests.support.pod import DISTANCE, SLOT, Pod
+
+POC_FIRST = {"PRIORITY": "poc-first"}
+INFERENCE = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+
+
+@pytest.mark.parametrize("pod_settings", [{"MIN_SHARE": "0.25", "SHARE_WINDOW_SECONDS": "0.2"}])
+async def test_busy_chat_leaves_poc_its_least_share(pod: Pod) -> None:
+    pod.engine.output_processor.busy = True
+    pod.engine.seconds_per_batch = 0.02
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda s: s.elapsed_seconds > 1.5, seconds=20)
+    busy = len(pod.engine.batches) * pod.engine.seconds_per_batch
+    assert 0.15 < busy / (await pod.status()).elapsed_seconds < 0.6
+
+
+@pytest.mark.parametrize("pod_settings", [POC_FIRST])
+async def test_poc_first_does_not_wait_for_chat(pod: Pod) -> None:
+    pod.engine.output_processor.busy = True
+    await pod.start(DISTANCE | SLOT)
+    assert (await pod.reach(lambda s: s.total_checked > 100)).held_back_seconds == 0
+
+
+@pytest.mark.parametrize("pod_settings", [POC_FIRST])
+@pytest.mark.parametrize("path", INFERENCE)
+async def test_poc_first_refuses_inference_while_a_round_runs(pod: Pod, path: str) -> None:
+    assert (await pod.http.post(path)).status_code == 200
+    await pod.start(DISTANCE | SLOT)
+    refused = await pod.http.post(path)
+    assert refused.status_code == 503
+    assert int(refused.headers["Retry-After"]) > 0
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable", 503)
+    assert "round" in error["message"]
+    assert (await pod.http.get("/v1/models")).status_code == 200
+    await pod.post("stop")
+    assert (await pod.http.post(path)).status_code == 200
+
+
+@pytest.mark.parametrize("pod_settings", [POC_FIRST])
+async def test_poc_first_lets_running_inference_finish(pod: Pod) -> None:
+    answer = asyncio.create_task(pod.http.post("/v1/completions", params={"seconds": 0.2}))
+    await asyncio.sleep(0.05)
+    await pod.start(DISTANCE | SLOT)
+    assert (await answer).json() == {"done": True}
+
+
+async def test_chat_first_refuses_no_inference(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT)
+    assert {(await pod.http.post(path)).status_code for path in INFERENCE} == {200}
