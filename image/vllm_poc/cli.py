@@ -5,11 +5,15 @@ Without that flag it is plain vLLM.
 """
 
 import argparse
+import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from pydantic import ValidationError
+
+from vllm_poc.server.settings import Settings
 from vllm_poc.server.versions import vllm_version
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
@@ -46,6 +50,7 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
     if not ours.poc_allow_untested_vllm:
         check_version(_vllm_version())
     _refuse_other_extension(theirs)
+    _check_settings(os.environ)
     return [*model, *theirs, "--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
 
 
@@ -74,6 +79,15 @@ def _refuse_other_extension(arguments: Sequence[str]) -> None:
     flag = "--worker-extension-cls"
     if any(word == flag or word.startswith(f"{flag}=") for word in arguments):
         raise UsageError(f"--enable-poc sets {flag} itself, and vLLM takes only one: leave yours out.")
+
+
+def _check_settings(environment: Mapping[str, str]) -> None:
+    # Here and not only in the server, which would fail after minutes of loading.
+    try:
+        Settings.from_environment(environment)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"{first['loc'][0]}: {first['msg']}.") from None
 
 
 def _parser() -> argparse.ArgumentParser:

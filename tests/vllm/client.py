@@ -70,6 +70,12 @@ class Client:
         with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
             return json.load(answer)
 
+    def job(self, request_id: str) -> Any:  # noqa: ANN401
+        """Return the state or the result of queued work."""
+        url = f"{self._base}{API_PREFIX}/generate/{request_id}"
+        with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
+            return json.load(answer)
+
     def poc(self, route: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
         """Post to a PoC route."""
         return self._post(f"{API_PREFIX}/{route}", body)

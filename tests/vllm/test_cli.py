@@ -26,6 +26,12 @@ def test_a_second_extension_class_is_refused(flag: list[str]) -> None:
         server_arguments(["serve", "m", "--enable-poc", *flag])
 
 
+def test_a_wrong_setting_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_POC_FLUSH_SECONDS", "soon")
+    with pytest.raises(UsageError, match=r"VLLM_POC_FLUSH_SECONDS: .*valid number"):
+        server_arguments(["serve", "m", "--enable-poc"])
+
+
 @pytest.mark.parametrize("version", ["0.23.0", "0.25.1", "0.32.0", "0.32.1.dev3+cpu"])
 def test_tested_versions_pass(version: str) -> None:
     check_version(version)
