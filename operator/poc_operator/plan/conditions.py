@@ -21,10 +21,7 @@ def _accepted(snapshot: Snapshot, status: RoundStatus) -> Verdict:
 
 def _no_pod_can_run_it(snapshot: Snapshot) -> Finding | None:
     """Return the commonest reason if every pod that answers is unable to run the round."""
-    reports = [snapshot.reports.get(pod.uid) for pod in snapshot.live_pods if pod.ready]
-    findings = [
-        incompatibility(snapshot.round.spec, report) for report in reports if report is not None and report.status
-    ]
+    findings = [incompatibility(snapshot.round.spec, report) for _, report in snapshot.answering]
     if not findings or None in findings:
         return None
     return Counter(finding for finding in findings if finding).most_common(1)[0][0]
@@ -99,11 +96,8 @@ def set_conditions(snapshot: Snapshot, step: Step) -> Step:
         ConditionType.SUSPENDED: _suspended(status),
     }
     new = [_condition(snapshot, kind, verdict) for kind, verdict in verdicts.items()]
-    update = {
-        "conditions": merge_conditions(status.conditions, new),
-        "message": verdicts[ConditionType.PROGRESSING][2],
-    }
-    return Step(status=status.model_copy(update=update), actions=step.actions, events=step.events)
+    message = verdicts[ConditionType.PROGRESSING][2]
+    return step.extended(conditions=merge_conditions(status.conditions, new), message=message)
 
 
 def _condition(snapshot: Snapshot, kind: ConditionType, verdict: Verdict) -> Condition:

@@ -124,5 +124,4 @@ def end(snapshot: Snapshot, step: Step) -> Step:
     outcome = next((found for rule in ENDS if (found := rule(snapshot, step.status))), None)
     if outcome is None:
         return step
-    update = {"outcome": outcome, "stop_time": snapshot.now}
-    return Step(status=step.status.model_copy(update=update), actions=step.actions, events=step.events)
+    return step.extended(outcome=outcome, stop_time=snapshot.now)

@@ -12,4 +12,4 @@ def expire(snapshot: Snapshot, step: Step) -> Step:
     finished = step.status.completion_time
     if ttl is None or finished is None or snapshot.now < finished + timedelta(seconds=ttl):
         return step
-    return Step(status=step.status, actions=[DeleteRound()], events=step.events)
+    return step.extended(actions=[DeleteRound()])

@@ -126,8 +126,8 @@ _RULES: tuple[Rule, ...] = (
 def observe(snapshot: Snapshot, step: Step) -> Step:
     """Bring every slot up to date with its pod's report."""
     changes = [_observe_slot(snapshot, slot) for slot in step.status.assignments]
-    status = step.status.model_copy(update={"assignments": [slot for slot, _ in changes]})
-    return Step(status=status, actions=step.actions, events=[*step.events, *(event for _, event in changes if event)])
+    events = [event for _, event in changes if event]
+    return step.extended(assignments=[slot for slot, _ in changes], events=events)
 
 
 def _observe_slot(snapshot: Snapshot, slot: Assignment) -> Change:

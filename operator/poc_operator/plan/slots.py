@@ -6,7 +6,7 @@ then recorded: a later change would make residue classes overlap.
 """
 
 from poc_operator.model.pods import PodView
-from poc_operator.model.status import Assignment, RoundStatus, SlotState
+from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.compatibility import incompatibility
 from poc_operator.plan.snapshot import Snapshot, Step
 from vllm_poc.wire.base import PowState
@@ -14,14 +14,8 @@ from vllm_poc.wire.base import PowState
 
 def usable_pods(snapshot: Snapshot) -> list[PodView]:
     """Pods that are ready, answer, and can run the round."""
-    return [
-        pod
-        for pod in snapshot.live_pods
-        if pod.ready
-        and (report := snapshot.reports.get(pod.uid)) is not None
-        and report.status is not None
-        and incompatibility(snapshot.round.spec, report) is None
-    ]
+    spec = snapshot.round.spec
+    return [pod for pod, report in snapshot.answering if incompatibility(spec, report) is None]
 
 
 def _free_for(snapshot: Snapshot, pod: PodView) -> bool:
@@ -41,8 +35,7 @@ def fix_slots(snapshot: Snapshot, step: Step) -> Step:
     assignments = [
         Assignment(node=node, group=group, state=SlotState.WAITING) for group in range(groups) for node in nodes.ids
     ]
-    update = {"slots": nodes.count * groups, "groups": groups, "assignments": assignments}
-    return Step(status=step.status.model_copy(update=update), actions=step.actions, events=step.events)
+    return step.extended(slots=nodes.count * groups, groups=groups, assignments=assignments)
 
 
 def bind_pods(snapshot: Snapshot, step: Step) -> Step:
@@ -51,8 +44,7 @@ def bind_pods(snapshot: Snapshot, step: Step) -> Step:
         return step
     taken = {slot.uid for slot in step.status.assignments if slot.state is not SlotState.WAITING}
     free = [pod for pod in usable_pods(snapshot) if pod.uid not in taken and _free_for(snapshot, pod)]
-    assignments = [_bind(slot, free) for slot in step.status.assignments]
-    return Step(status=_with(step.status, assignments), actions=step.actions, events=step.events)
+    return step.extended(assignments=[_bind(slot, free) for slot in step.status.assignments])
 
 
 def _bind(slot: Assignment, free: list[PodView]) -> Assignment:
@@ -71,7 +63,3 @@ def _bind(slot: Assignment, free: list[PodView]) -> Assignment:
             "error": None,
         }
     )
-
-
-def _with(status: RoundStatus, assignments: list[Assignment]) -> RoundStatus:
-    return status.model_copy(update={"assignments": assignments})

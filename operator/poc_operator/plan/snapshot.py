@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan is made from and what it consists of."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
+from typing import Any, Self
 
 from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import PodReport, PodView
@@ -21,14 +23,24 @@ class Snapshot:
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
 
-    @property
-    def live_pods(self) -> list[PodView]:
+    @cached_property
+    def live_pods(self) -> Sequence[PodView]:
         """Pods that are not on their way out, in a stable order."""
         return sorted((pod for pod in self.pods if not pod.gone), key=lambda pod: pod.name)
 
+    @cached_property
+    def answering(self) -> Sequence[tuple[PodView, PodReport]]:
+        """Live pods that are ready and answered the poll, with their answers."""
+        polled = ((pod, self.reports.get(pod.uid)) for pod in self.live_pods if pod.ready)
+        return [(pod, report) for pod, report in polled if report is not None and report.status is not None]
+
+    @cached_property
+    def _live_by_uid(self) -> Mapping[str | None, PodView]:
+        return {pod.uid: pod for pod in self.live_pods}
+
     def pod_of(self, slot: Assignment) -> PodView | None:
         """Return the live pod that the slot is bound to."""
-        return next((pod for pod in self.live_pods if pod.uid == slot.uid), None)
+        return self._live_by_uid.get(slot.uid)
 
     def report_of(self, slot: Assignment) -> PodReport:
         """Return the report of the slot's pod; an empty one if it was not polled."""
@@ -75,6 +87,21 @@ class Step:
     status: RoundStatus
     actions: Sequence[Action] = field(default_factory=tuple)
     events: Sequence[RoundEvent] = field(default_factory=tuple)
+
+    def extended(
+        self,
+        *,
+        actions: Iterable[Action] = (),
+        events: Iterable[RoundEvent] = (),
+        **status: Any,  # noqa: ANN401 - fields of RoundStatus
+    ) -> Self:
+        """Return the step with these fields of the status changed, and more actions and events."""
+        return replace(
+            self,
+            status=self.status.model_copy(update=status),
+            actions=[*self.actions, *actions],
+            events=[*self.events, *events],
+        )
 
 
 Plan = Step

@@ -22,7 +22,7 @@ def start_pods(snapshot: Snapshot, step: Step) -> Step:
         and pod.ready
         and _may_start(snapshot, slot)
     ]
-    return Step(status=step.status, actions=[*step.actions, *starts], events=step.events)
+    return step.extended(actions=starts)
 
 
 def _may_start(snapshot: Snapshot, slot: Assignment) -> bool:

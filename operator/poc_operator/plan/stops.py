@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops of the pods of a round that ends or is suspended, and the end itself."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 from poc_operator.model.pods import PodView
@@ -33,18 +34,11 @@ def stop_pods(snapshot: Snapshot, step: Step) -> Step:
     stop_time = step.status.stop_time
     if stop_time is None:
         return step
-    current = Snapshot(
-        round=snapshot.round.model_copy(update={"status": step.status}),
-        pods=snapshot.pods,
-        reports=snapshot.reports,
-        now=snapshot.now,
-    )
-    pods = running_pods(current)
+    pods = running_pods(replace(snapshot, round=snapshot.round.model_copy(update={"status": step.status})))
     stops = [StopPod(pod=pod, round_id=snapshot.round.id) for pod in pods]
     busy = {pod.uid for pod in pods} if snapshot.now - stop_time < STOP_PATIENCE else set()
     assignments = [_settle(slot, busy) for slot in step.status.assignments]
-    status = step.status.model_copy(update={"assignments": assignments})
-    return Step(status=status, actions=[*step.actions, *stops], events=step.events)
+    return step.extended(assignments=assignments, actions=stops)
 
 
 def _settle(slot: Assignment, busy: set[str]) -> Assignment:
@@ -63,7 +57,6 @@ def finish(snapshot: Snapshot, step: Step) -> Step:
     if undelivered:
         message += f"; {undelivered} computed nonces were not delivered"
     outcome = status.outcome.model_copy(update={"message": message})
-    update = {"outcome": outcome, "completion_time": snapshot.now}
     failed = outcome.type is RoundState.FAILED
     event = RoundEvent(reason=outcome.reason, message=message, warning=failed)
-    return Step(status=status.model_copy(update=update), actions=step.actions, events=[*step.events, event])
+    return step.extended(outcome=outcome, completion_time=snapshot.now, events=[event])

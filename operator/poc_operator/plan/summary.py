@@ -36,28 +36,24 @@ def _poll_failed(snapshot: Snapshot, assignments: list[Assignment]) -> bool:
 
 def note_times(snapshot: Snapshot, step: Step) -> Step:
     """Record when the first pod confirmed its start, and since when no pod has answered."""
-    status, events = step.status, list(step.events)
+    status, events = step.status, list[RoundEvent]()
     started = any(slot.state is SlotState.RUNNING for slot in status.assignments)
     start_time = status.start_time
     if started and start_time is None:
         start_time = snapshot.now
         events.append(RoundEvent(reason=Reason.STARTED, message=f"{len(status.assignments)} slots of {status.slots}"))
     failing = _poll_failed(snapshot, status.assignments)
-    update = {
-        "start_time": start_time,
-        "poll_failure_time": (status.poll_failure_time or snapshot.now) if failing else None,
-    }
-    return Step(status=status.model_copy(update=update), actions=step.actions, events=events)
+    failing_since = (status.poll_failure_time or snapshot.now) if failing else None
+    return step.extended(start_time=start_time, poll_failure_time=failing_since, events=events)
 
 
 def summarise(snapshot: Snapshot, step: Step) -> Step:
     """Fill in what ``kubectl get`` shows."""
     slots = step.status.assignments
     done = sum(slot.state is SlotState.DONE for slot in slots)
-    update = {
-        "observed_generation": snapshot.round.metadata.generation,
-        "totals": totals(snapshot, slots),
-        "pods": f"{done}/{sum(slot.pod is not None for slot in slots)}",
-        "state": _state(step.status),
-    }
-    return Step(status=step.status.model_copy(update=update), actions=step.actions, events=step.events)
+    return step.extended(
+        observed_generation=snapshot.round.metadata.generation,
+        totals=totals(snapshot, slots),
+        pods=f"{done}/{sum(slot.pod is not None for slot in slots)}",
+        state=_state(step.status),
+    )

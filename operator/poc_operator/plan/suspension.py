@@ -11,14 +11,12 @@ def suspend(snapshot: Snapshot, step: Step) -> Step:
     if status.outcome is not None:
         return step
     if snapshot.round.spec.suspend:
-        stopping = status.model_copy(update={"stop_time": status.stop_time or snapshot.now})
-        return Step(status=stopping, actions=step.actions, events=step.events)
+        return step.extended(stop_time=status.stop_time or snapshot.now)
     if status.stop_time is None or any(slot.state.active for slot in status.assignments):
         return step  # it runs, or is still stopping: it resumes once every pod has stopped
     waiting = [_resume(slot) for slot in status.assignments]
     # Like a Job's, the clock of a resumed round starts anew.
-    resumed = status.model_copy(update={"stop_time": None, "start_time": None, "assignments": waiting})
-    return Step(status=resumed, actions=step.actions, events=step.events)
+    return step.extended(stop_time=None, start_time=None, assignments=waiting)
 
 
 def _resume(slot: Assignment) -> Assignment:

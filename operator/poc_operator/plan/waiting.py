@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a round waits for while no pod computes, in words that say what to do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from poc_operator.model.conditions import Reason
-from poc_operator.model.pods import PodView
+from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import RoundStatus, SlotState
 from poc_operator.plan.compatibility import incompatibility
 from poc_operator.plan.snapshot import Snapshot
@@ -17,7 +17,7 @@ Rule = Callable[[Snapshot], Wait | None]
 _NAMED = 3
 
 
-def _names(pods: list[PodView], detail: Callable[[PodView], str]) -> str:
+def _names(pods: Sequence[PodView], detail: Callable[[PodView], str]) -> str:
     named = ", ".join(f"{pod.name} ({detail(pod)})" for pod in pods[:_NAMED])
     return named if len(pods) <= _NAMED else f"{named} and {len(pods) - _NAMED} more"
 
@@ -46,9 +46,9 @@ def _no_pod_ready(snapshot: Snapshot) -> Wait | None:
 
 
 def _no_pod_answers(snapshot: Snapshot) -> Wait | None:
-    ready = [pod for pod in snapshot.live_pods if pod.ready]
-    if any(snapshot.reports.get(pod.uid) and snapshot.reports[pod.uid].status for pod in ready):
+    if snapshot.answering:
         return None
+    ready = [pod for pod in snapshot.live_pods if pod.ready]
     errors = _names(ready, lambda pod: _error(snapshot, pod))
     return (
         False,
@@ -66,11 +66,7 @@ def _error(snapshot: Snapshot, pod: PodView) -> str:
 
 
 def _no_pod_fits(snapshot: Snapshot) -> Wait | None:
-    findings = [
-        incompatibility(snapshot.round.spec, report)
-        for pod in snapshot.live_pods
-        if pod.ready and (report := snapshot.reports.get(pod.uid)) and report.status
-    ]
+    findings = [incompatibility(snapshot.round.spec, report) for _, report in snapshot.answering]
     if None in findings:
         return None
     first = next(finding for finding in findings if finding)
@@ -78,18 +74,16 @@ def _no_pod_fits(snapshot: Snapshot) -> Wait | None:
 
 
 def _all_pods_busy(snapshot: Snapshot) -> Wait | None:
-    answering = [
-        (pod, report.status)
-        for pod in snapshot.live_pods
-        if pod.ready and (report := snapshot.reports.get(pod.uid)) and report.status
-    ]
-    others = [
-        pod for pod, status in answering if status.state is PowState.GENERATING and status.round_id != snapshot.round.id
-    ]
-    if len(others) < len(answering):
+    others = [pod for pod, report in snapshot.answering if _computes_another(snapshot, report)]
+    if len(others) < len(snapshot.answering):
         return None
     holders = _names(others, lambda pod: _holder(snapshot, pod))
     return False, Reason.PODS_BUSY, f"every pod computes another round: {holders}; wait for it or stop it"
+
+
+def _computes_another(snapshot: Snapshot, report: PodReport) -> bool:
+    status = report.status
+    return status is not None and status.state is PowState.GENERATING and status.round_id != snapshot.round.id
 
 
 def _holder(snapshot: Snapshot, pod: PodView) -> str:
