@@ -3,17 +3,17 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hack.vllm.environment import ROOT
+from tests.support.http_server import free_port
 from tests.vllm.client import Client
 from tests.vllm.device import SERVER_FLAGS
 
@@ -36,7 +36,7 @@ FLAGS = (*SERVER_FLAGS, "--max-model-len", "1024", "--num-gpu-blocks-override", 
 @contextmanager
 def serving(model: Path, log: Path, flags: Sequence[str]) -> Iterator[Client]:
     """Serve ``model`` on a free port while the context lasts; RuntimeError with the log's end if it does not start."""
-    port = _free_port()
+    port = free_port()
     argv = [sys.executable, "-m", "vllm_poc", "serve", str(model), "--served-model-name", MODEL_NAME]
     argv += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
     with log.open("wb") as output:
@@ -58,13 +58,6 @@ def command_environment() -> dict[str, str]:
     """Return the environment in which the commands of the worker's image run."""
     folders = [ROOT / "image", ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": ":".join(map(str, folders))}
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
