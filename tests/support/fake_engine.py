@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from vllm_poc.wire.artifacts import encode_vector
-from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
+from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts
 
 FACTS = ModelFacts(
     hidden_size=64,
@@ -49,6 +49,7 @@ class FakeEngineClient:
         self.batches: list[BatchRequest] = []
         self.seconds_per_batch = 0.001
         self.fault: Exception | None = None
+        self.worker_error: str | None = None
         self.sick: Counter[int] = Counter()  # nonce: how often it comes out not finite
 
     @property
@@ -56,13 +57,16 @@ class FakeEngineClient:
         """Every nonce asked for so far."""
         return [nonce for batch in self.batches for nonce in batch["nonces"]]
 
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[object]:
-        """Answer one call."""
+    async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:  # noqa: ASYNC109
+        """Answer one call; the engine's own limit never strikes."""
+        assert timeout > 0
         if method == "poc_describe":
             await self._spend(0)
             return [self.facts, self.facts]
         assert method == "poc_compute"
         await self._spend(self.seconds_per_batch)
+        if self.worker_error is not None:
+            return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0])]
 
     async def _spend(self, seconds: float) -> None:

@@ -82,8 +82,21 @@ class Client:
 
     def worker(self, method: str, *args: object) -> Any:  # noqa: ANN401
         """Call a worker's method and return the only answer."""
-        (result,) = self._post("/collective_rpc", {"method": method, "args": args})["results"]
+        (result,) = self.workers(method, *args)
         return result
+
+    def workers(self, method: str, *args: object) -> list[Any]:
+        """Call a method of all workers and return their answers, by rank."""
+        results: list[Any] = self._post("/collective_rpc", {"method": method, "args": args})["results"]
+        return results
+
+    def is_healthy(self) -> bool:
+        """Whether vLLM says that its engine lives."""
+        try:
+            with urllib.request.urlopen(f"{self._base}/health", timeout=REQUEST_SECONDS):  # noqa: S310
+                return True
+        except OSError:
+            return False
 
     def _chat_body(self, prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
         return {

@@ -5,7 +5,12 @@ from importlib import import_module
 from importlib.util import find_spec
 
 # Without torch the tests are skipped, but their modules must load to say so.
-ON_GPU: bool = find_spec("torch") is not None and import_module("torch").cuda.is_available()
+_TORCH = import_module("torch") if find_spec("torch") is not None else None
+ON_GPU: bool = _TORCH is not None and _TORCH.cuda.is_available()
+#: Two ranks on a CPU: one core each.
+PARALLEL_ENVIRONMENT = {} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+#: Why two ranks cannot run here, or None.
+WHY_NOT_PARALLEL = "needs two GPUs" if _TORCH is not None and _TORCH.cuda.device_count() == 1 else None
 #: vLLM's attention on a GPU has no float32; several servers share the GPU.
 SERVER_FLAGS = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.2") if ON_GPU else ("--dtype", "float32")
 #: Largest difference of an artifact's number from a float32 reference. In float32 only the rounding

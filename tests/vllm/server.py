@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,7 +34,9 @@ FLAGS = (*SERVER_FLAGS, "--max-model-len", "1024", "--num-gpu-blocks-override", 
 
 
 @contextmanager
-def serving(model: Path, log: Path, flags: Sequence[str]) -> Iterator[Client]:
+def serving(
+    model: Path, log: Path, flags: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[Client]:
     """Serve ``model`` on a free port while the context lasts; RuntimeError with the log's end if it does not start."""
     port = free_port()
     argv = [sys.executable, "-m", "vllm_poc", "serve", str(model), "--served-model-name", MODEL_NAME]
@@ -42,7 +44,7 @@ def serving(model: Path, log: Path, flags: Sequence[str]) -> Iterator[Client]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             argv,
-            env=command_environment(),
+            env={**command_environment(), **(environment or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

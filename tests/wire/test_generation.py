@@ -170,6 +170,15 @@ async def test_a_failing_engine_fails_the_round(pod: Pod, fault: Exception | Non
     assert (await pod.reach(lambda s: s.next_index > 0)).error is None
 
 
+async def test_what_the_workers_say_went_wrong_fails_the_round(pod: Pod) -> None:
+    pod.engine.worker_error = "OutOfMemoryError: CUDA out of memory"
+    await pod.start(DISTANCE | SLOT)
+    status = await pod.reach(lambda s: s.state is PowState.FAILED)
+    assert status.error == (
+        "poc_compute failed: OutOfMemoryError: CUDA out of memory; OtherRankError: another rank failed"
+    )
+
+
 async def test_nonces_that_stay_not_finite_are_counted_and_left_out(pod: Pod) -> None:
     slot = NonceSlot(**SLOT)
     pod.engine.sick.update({slot.nonce(1): 1, slot.nonce(2): 9})

@@ -45,8 +45,9 @@ class EngineClient(Protocol):
 
     output_processor: OutputProcessor
 
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[object]:
-        """Call a worker method by name; one answer per rank."""
+    # In vLLM's words, hence a timeout that is a parameter.
+    async def collective_rpc(self, method: str, timeout: float, args: tuple[object, ...]) -> list[Any]:  # noqa: ASYNC109
+        """Call a worker method by name; one answer per rank. The engine gives up after ``timeout`` seconds."""
         ...
 
 
@@ -65,8 +66,9 @@ class VllmEngine:
 
     async def facts(self) -> ModelFacts:
         """Describe the model. EngineError if the engine does not answer."""
-        answers: list[ModelFacts] = await self._call("poc_describe")
-        return next((facts for facts in answers if facts["refusal"] is not None), answers[0])
+        ranks: list[ModelFacts] = await self._call("poc_describe")
+        facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
+        return {**facts, "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks)}
 
     async def compute(self, batch: BatchRequest) -> BatchResult:
         """Run one forward pass. EngineError if it fails or takes too long."""
@@ -80,15 +82,22 @@ class VllmEngine:
         return self._client.output_processor.has_unfinished_requests()
 
     async def _call(self, method: str, *args: object) -> list[Any]:
-        # The limit is kept here: one inside the engine would leave the late answer for the next call.
+        # The engine gives up later than we do, since it takes a late answer for that to its next call. It
+        # must give up, since a rank that hangs would hold back chat, too, until vLLM's own limit ends the server.
         try:
             async with asyncio.timeout(self._call_seconds):
-                answers = await self._client.collective_rpc(method, args=args)
+                answers = await self._client.collective_rpc(method, 2 * self._call_seconds, args)
         except TimeoutError:
             raise EngineError(f"{method} did not answer within {self._call_seconds:g} s") from None
         except Exception as error:
             raise EngineError(f"{method} failed: {str(error) or type(error).__name__}") from error
-        answered = [answer for answer in answers if answer is not None]
-        if not answered:
-            raise EngineError(f"{method} was answered by no worker")
-        return answered
+        return _successes(method, [answer for answer in answers if answer is not None])
+
+
+def _successes(method: str, answers: list[Any]) -> list[Any]:
+    errors = dict.fromkeys(answer["error"] for answer in answers if "error" in answer)
+    if errors:
+        raise EngineError(f"{method} failed: {'; '.join(errors)}")
+    if not answers:
+        raise EngineError(f"{method} was answered by no worker")
+    return answers

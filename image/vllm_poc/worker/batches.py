@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two messages between the API server process and the workers.
+"""The messages between the API server process and the workers.
 
 They travel through ``collective_rpc`` by method name, as plain dictionaries of plain values, so
 that nothing has to be pickled.
@@ -23,7 +23,7 @@ class BatchRequest(TypedDict):
 
 
 class BatchResult(TypedDict):
-    """What the last pipeline stage answers; the other ranks answer None.
+    """What the first tensor-parallel rank of the last pipeline stage answers; the other ranks answer None.
 
     ``nonces`` lists the nonces with a finite result, in request order. ``distances`` (distance
     protocol) or ``vectors`` (artifact protocol; base64 of k_dim fp16 little-endian numbers) run
@@ -46,3 +46,13 @@ class ModelFacts(TypedDict):
     max_batch_nonces: int
     scratch_bytes: int
     refusal: str | None
+
+
+class Failure(TypedDict):
+    """Any worker's answer in place of the others: one sentence.
+
+    A worker never raises: vLLM would read the first rank's error and leave the answers of the other ranks
+    to be taken for those of its next call, which may be chat's.
+    """
+
+    error: str

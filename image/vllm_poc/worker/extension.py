@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
-from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
+from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts
 from vllm_poc.worker.forward import PocModel
 from vllm_poc.worker.internals import Runner, UnsupportedModelError
 from vllm_poc.worker.limits import Limits, refusal
+from vllm_poc.worker.ranks import Ranks
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+T = TypeVar("T")
 
 
 class PocWorkerExtension:
@@ -23,8 +27,15 @@ class PocWorkerExtension:
     model_runner: GPUModelRunner  # of vLLM's worker
     _poc_model: PocModel | None = None
 
-    def poc_describe(self) -> ModelFacts:
+    def poc_describe(self) -> ModelFacts | Failure:
         """Say what the model allows; the first call allocates the scratch cache."""
+        return _answer(self._poc_facts)
+
+    def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
+        """Compute one batch together with all other ranks."""
+        return _answer(lambda: self._poc_result(request))
+
+    def _poc_facts(self) -> ModelFacts:
         scratch_bytes, reason = 0, None
         try:
             scratch_bytes = self._poc().scratch_bytes
@@ -41,9 +52,15 @@ class PocWorkerExtension:
             refusal=reason,
         )
 
-    def poc_compute(self, request: BatchRequest) -> BatchResult | None:
-        """Compute one batch. UnsupportedModelError after a refusal; ValueError beyond the limits."""
-        return self._poc().compute(request)
+    def _poc_result(self, request: BatchRequest) -> BatchResult | None:
+        ranks = Ranks()
+        try:
+            forward = self._poc().prepare(request)
+        except Exception:
+            ranks.agree(ready=False)
+            raise
+        ranks.agree(ready=True)
+        return forward()
 
     def _poc(self) -> PocModel:
         if self._poc_model is None:
@@ -55,3 +72,10 @@ class PocWorkerExtension:
 
     def _poc_limits(self) -> Limits:
         return Limits.of(self.model_runner.vllm_config)
+
+
+def _answer(call: Callable[[], T]) -> T | Failure:
+    try:
+        return call()
+    except Exception as error:
+        return Failure(error=f"{type(error).__name__}: {error}")

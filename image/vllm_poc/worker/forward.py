@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One PoC batch: seeded inputs, the served model's forward pass on scratch memory, results."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from vllm_poc.maths.inputs import fill_inputs
 from vllm_poc.maths.reflections import layer_vectors
 from vllm_poc.worker.batches import BatchRequest, BatchResult
 from vllm_poc.worker.hooks import reflected_layers
-from vllm_poc.worker.internals import BatchShape, Runner
+from vllm_poc.worker.internals import AttentionPlan, BatchShape, Runner
 from vllm_poc.worker.limits import Limits
 from vllm_poc.worker.results import batch_result
 from vllm_poc.worker.scratch import ScratchCache
@@ -32,20 +34,30 @@ class PocModel:
         """Device memory of the scratch cache."""
         return self._scratch.nbytes
 
-    def compute(self, request: BatchRequest) -> BatchResult:
-        """Compute one batch. ValueError if it exceeds the limits that ``poc_describe`` tells."""
+    def prepare(self, request: BatchRequest) -> Callable[[], BatchResult | None]:
+        """Do what a rank can do alone; what is returned computes the batch, together with all other ranks.
+
+        ValueError if the batch exceeds the limits that ``poc_describe`` tells. None is the result of
+        every rank but one.
+        """
         shape = BatchShape(len(request["nonces"]), request["seq_len"])
         self._limits.check(shape)
         with torch.inference_mode():
-            return batch_result(self._last_hidden(request, shape), request)
+            inputs = self._inputs(request, shape) if self._runner.ranks.has_first_layer else None
+            plan = self._runner.plan(shape)
+            hooks = self._hooks(request)
+        return partial(self._compute, request, inputs, plan, hooks)
 
-    def _last_hidden(self, request: BatchRequest, shape: BatchShape) -> Tensor:
-        """Return the final norm's output at the last position of each nonce, ``[nonces, hidden]``."""
-        embeddings = self._inputs(request, shape)
-        plan = self._runner.plan(shape)
-        with self._scratch.bound(), self._hooks(request):
-            hidden = self._runner.forward(embeddings, plan)
-        return hidden[:, -1]
+    def _compute(
+        self, request: BatchRequest, inputs: Tensor | None, plan: AttentionPlan, hooks: AbstractContextManager[None]
+    ) -> BatchResult | None:
+        with torch.inference_mode():
+            with self._runner.ranks.together(), self._scratch.bound(), hooks:
+                hidden = self._runner.forward(inputs, plan)
+            if hidden is None or not self._runner.ranks.answers:
+                return None
+            last = hidden.view(*plan.shape, -1)[:, -1]
+            return batch_result(last, request)
 
     def _inputs(self, request: BatchRequest, shape: BatchShape) -> Tensor:
         size = (*shape, self._limits.hidden_size)

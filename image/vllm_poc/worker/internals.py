@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_poc.worker.ranks import Ranks
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -43,8 +46,9 @@ class BatchShape(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """What the model is told about a batch: positions ``[tokens]``; the rest by attention layer's name."""
+    """What the model is told about a batch: positions ``[tokens]``; metadata and slots by attention layer's name."""
 
+    shape: BatchShape
     positions: Tensor
     metadata: dict[str, Any]
     slots: dict[str, Tensor]
@@ -84,39 +88,46 @@ class Runner:
         self.layers = _decoder_layers(self.model)
         _require_own_caches(runner.vllm_config.compilation_config.static_forward_context)
         self.groups = [_cache_group(runner, group) for groups in runner.attn_groups for group in groups]
+        self.ranks = Ranks()
         self._config = runner.vllm_config
 
     def plan(self, shape: BatchShape) -> AttentionPlan:
         """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own."""
         positions = torch.arange(shape.seq_len, device=self.device).repeat(shape.nonces)
-        plan = AttentionPlan(positions, {}, {})
+        plan = AttentionPlan(shape, positions, {}, {})
         for group in self.groups:
             metadata, slots = group.plan(shape, positions)
             plan.metadata.update(dict.fromkeys(group.layers, metadata))
             plan.slots.update(dict.fromkeys(group.layers, slots))
         return plan
 
-    def forward(self, embeddings: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run the model on ``embeddings`` ``[nonces, seq_len, hidden]``, which it may overwrite.
+    def forward(self, inputs: Tensor | None, plan: AttentionPlan) -> Tensor | None:
+        """Run this stage of the model, the first one on ``inputs`` ``[nonces, seq_len, hidden]``.
 
-        Returns the output of the final norm in the same shape.
+        Overwrites ``inputs``. Returns the output of the final norm ``[tokens, hidden]``; None if another
+        stage goes on with this one's output.
         """
+        received = None if self.ranks.has_first_layer else IntermediateTensors(self.ranks.receive())
         # Compiled code expects token ids and knows nothing of the layer hooks.
         with set_forward_context(
             plan.metadata,
             self._config,
-            num_tokens=len(plan.positions),
+            num_tokens=plan.shape.tokens,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=plan.slots,
             skip_compiled=True,
         ):
-            hidden: Tensor = self.model(
+            output = self.model(
                 input_ids=None,
                 positions=plan.positions,
-                intermediate_tensors=None,
-                inputs_embeds=embeddings.flatten(0, 1),
+                intermediate_tensors=received,
+                inputs_embeds=inputs.flatten(0, 1) if inputs is not None else None,
             )
-        return hidden.view_as(embeddings)
+        if isinstance(output, IntermediateTensors):
+            self.ranks.send(output.tensors)
+            return None
+        hidden: Tensor = output
+        return hidden
 
 
 def _common_metadata(shape: BatchShape, *, positions: Tensor, table: Tensor, slots: Tensor) -> CommonAttentionMetadata:

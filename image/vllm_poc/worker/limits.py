@@ -21,8 +21,6 @@ _FORBIDDEN = {
     "kv_transfer_config": "--kv-transfer-config",
 }
 _PARALLEL_SIZES = {
-    "tensor_parallel_size": "--tensor-parallel-size",
-    "pipeline_parallel_size": "--pipeline-parallel-size",
     "data_parallel_size": "--data-parallel-size",
     "decode_context_parallel_size": "--decode-context-parallel-size",
     "prefill_context_parallel_size": "--prefill-context-parallel-size",
@@ -71,7 +69,7 @@ def _parallel_refusal(parallel: ParallelConfig) -> str | None:
     for name, flag in _PARALLEL_SIZES.items():
         size = getattr(parallel, name, 1)
         if size != 1:
-            return f"PoC runs on one rank only: start vLLM with {flag} 1 instead of {size}."
+            return f"PoC would not run the same on all ranks: start vLLM with {flag} 1 instead of {size}."
     return None
 
 

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This worker among the ranks that share the model: tensor parallel within a pipeline stage, stages in a row."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp, all_reduce
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+from vllm.logger import init_logger
+
+_log = init_logger(__name__)
+
+
+class OtherRankError(Exception):
+    """Another rank cannot run the batch; its own answer says why."""
+
+
+class Ranks:
+    """Where this worker stands, and how a batch passes from stage to stage: as vLLM's own forward pass does."""
+
+    def __init__(self) -> None:
+        self._world = get_world_group()
+        self._tensor = get_tp_group()
+        self._pipeline = get_pp_group()
+
+    @property
+    def has_first_layer(self) -> bool:
+        """Whether this is the stage that takes the inputs."""
+        return bool(self._pipeline.is_first_rank)
+
+    @property
+    def has_last_layer(self) -> bool:
+        """Whether this is the stage whose output is the model's."""
+        return bool(self._pipeline.is_last_rank)
+
+    @property
+    def answers(self) -> bool:
+        """Whether this is the one rank that returns a batch's result."""
+        return self.has_last_layer and self._tensor.rank_in_group == 0
+
+    def agree(self, *, ready: bool) -> None:
+        """Wait for all ranks; OtherRankError unless all are ready.
+
+        Comes before the first collective of a batch: a rank that failed while it prepared would leave the
+        others waiting inside that collective for ever.
+        """
+        if self._world.world_size == 1:
+            return
+        votes = torch.tensor([int(ready)])
+        all_reduce(votes, op=ReduceOp.MIN, group=self._world.cpu_group)
+        if ready and not votes.item():
+            raise OtherRankError("another rank could not prepare the batch")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the collectives of a batch. With other ranks, an error ends this process.
+
+        The others wait inside a collective that this rank has left, and no chat could run any more. A worker's
+        death is what vLLM notices at once: it ends the server, which Kubernetes starts anew.
+        """
+        try:
+            yield
+        except Exception:
+            if self._world.world_size == 1:
+                raise
+            _log.exception("PoC failed between collectives, which the other ranks cannot know: ending this worker")
+            os._exit(1)
+
+    def receive(self) -> dict[str, Tensor]:
+        """Return what the stage before sent, by name."""
+        received = self._pipeline.recv_tensor_dict(all_gather_group=self._tensor)
+        return dict(received or {})
+
+    def send(self, tensors: dict[str, Tensor]) -> None:
+        """Hand the stage's output to the next stage."""
+        self._pipeline.send_tensor_dict(tensors, all_gather_group=self._tensor)

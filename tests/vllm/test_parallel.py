@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor and pipeline parallel: the same results, and a rank that fails holds nobody up for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
+
+import pytest
+
+from tests.vllm.device import ARTIFACT_TOLERANCE, DISTANCE_TOLERANCE, PARALLEL_ENVIRONMENT, WHY_NOT_PARALLEL
+from tests.vllm.server import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.support.receiver import Receiver
+    from tests.vllm.client import Client
+    from tests.vllm.reference import Reference
+
+torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
+pytestmark = pytest.mark.skipif(WHY_NOT_PARALLEL is not None, reason=str(WHY_NOT_PARALLEL))
+
+NONCES = [0, 1, 5, 2**31 - 1]
+LAYOUTS = {"tp": ["--tensor-parallel-size", "2"], "pp": ["--pipeline-parallel-size", "2"]}
+FLAGS = ["--enforce-eager", "--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
+FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
+ENGINE_SECONDS = 5
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def parallel(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """Qwen3 on two ranks."""
+    log = tmp_path_factory.mktemp(request.param) / "server.log"
+    environment = PARALLEL_ENVIRONMENT | {
+        "VLLM_POC_ENGINE_SECONDS": str(ENGINE_SECONDS),
+        # So that the status can be read after a worker's death.
+        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
+    }
+    with serving(model_folder / "qwen3-tiny", log, [*FLAGS, *LAYOUTS[request.param]], environment) as client:
+        yield client
+
+
+def failed(client: Client, seconds: float) -> Any:  # noqa: ANN401
+    """Return the status once it is FAILED; fails after ``seconds``."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(URLError):
+            status = client.status()
+            if status["state"] == "FAILED":
+                return status
+        time.sleep(0.2)
+    raise AssertionError(f"not FAILED after {seconds} s")
+
+
+def ended(client: Client, seconds: float) -> bool:
+    """Whether the engine is reported dead within ``seconds``."""
+    end = time.monotonic() + seconds
+    while client.is_healthy() and time.monotonic() < end:
+        time.sleep(0.2)
+    return not client.is_healthy()
+
+
+@pytest.mark.parametrize("seq_len", [17, 64])
+def test_two_ranks_compute_what_one_does(parallel: Client, qwen3_reference: Reference, seq_len: int) -> None:
+    inputs = qwen3_reference.inputs(NONCES, seq_len)
+    artifacts = torch.tensor(parallel.artifacts(NONCES, seq_len=seq_len))
+    expected = qwen3_reference.artifacts(inputs, NONCES)
+    torch.testing.assert_close(artifacts, expected, atol=ARTIFACT_TOLERANCE, rtol=0)
+    distances = torch.tensor(parallel.distances(NONCES, seq_len=seq_len))
+    expected = qwen3_reference.distances(qwen3_reference.inputs(NONCES, seq_len), NONCES)
+    torch.testing.assert_close(distances, expected, atol=DISTANCE_TOLERANCE, rtol=0)
+
+
+def test_one_rank_answers_and_all_hold_a_scratch(parallel: Client) -> None:
+    assert all(facts["scratch_bytes"] > 0 for facts in parallel.workers("poc_describe"))
+
+
+def test_a_round_delivers_every_nonce_once(parallel: Client, receiver: Receiver) -> None:
+    parallel.start(url=receiver.url)
+    assert receiver.wait_for(2)
+    parallel.stop()
+    nonces = [artifact["nonce"] for body in receiver.bodies for artifact in body["artifacts"]]
+    assert nonces == list(range(len(nonces)))
+
+
+def test_a_rank_that_cannot_prepare_fails_the_round_and_harms_no_other(parallel: Client) -> None:
+    parallel.workers("poc_test_break_scratch", 1)
+    parallel.start()
+    error = failed(parallel, 10)["error"]
+    assert "MemoryError: no memory on this rank" in error
+    assert "OtherRankError" in error
+    parallel.workers("poc_test_break_scratch", None)
+    assert len(parallel.artifacts(NONCES)) == len(NONCES)
+
+
+def test_a_rank_that_hangs_fails_the_round_in_time(parallel: Client) -> None:
+    process = int(parallel.workers("poc_test_process")[1])
+    parallel.start()
+    os.kill(process, signal.SIGSTOP)
+    try:
+        assert f"did not answer within {ENGINE_SECONDS} s" in failed(parallel, ENGINE_SECONDS + 5)["error"]
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert len(parallel.artifacts(NONCES)) == len(NONCES), "a rank that was only slow goes on"
+
+
+def test_a_rank_that_fails_between_collectives_ends_the_server(parallel: Client) -> None:
+    parallel.workers("poc_test_break_layer", 1)
+    parallel.start()
+    assert failed(parallel, 30)["error"].startswith("poc_compute failed")
+    assert ended(parallel, 30), "vLLM must notice that a worker died"
