@@ -12,8 +12,16 @@ from urllib.error import URLError
 
 import pytest
 
-from tests.vllm.device import ARTIFACT_TOLERANCE, DISTANCE_TOLERANCE, PARALLEL_ENVIRONMENT, WHY_NOT_PARALLEL
+from tests.vllm.device import (
+    ARTIFACT_TOLERANCE,
+    DISTANCE_TOLERANCE,
+    LAYOUTS,
+    ON_GPU,
+    PARALLEL_ENVIRONMENT,
+    WHY_NOT_PARALLEL,
+)
 from tests.vllm.server import serving
+from tests.vllm.test_chat import PROMPTS, answers, poc_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +35,8 @@ torch = pytest.importorskip("torch", reason="needs the worker environment: pytho
 pytestmark = pytest.mark.skipif(WHY_NOT_PARALLEL is not None, reason=str(WHY_NOT_PARALLEL))
 
 NONCES = [0, 1, 5, 2**31 - 1]
-LAYOUTS = {"tp": ["--tensor-parallel-size", "2"], "pp": ["--pipeline-parallel-size", "2"]}
-FLAGS = ["--enforce-eager", "--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
+FLAGS = ["--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
+FLAGS += [] if ON_GPU else ["--enforce-eager"]
 FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
 ENGINE_SECONDS = 5
 
@@ -77,6 +85,19 @@ def test_two_ranks_compute_what_one_does(parallel: Client, qwen3_reference: Refe
     distances = torch.tensor(parallel.distances(NONCES, seq_len=seq_len))
     expected = qwen3_reference.distances(qwen3_reference.inputs(NONCES, seq_len), NONCES)
     torch.testing.assert_close(distances, expected, atol=DISTANCE_TOLERANCE, rtol=0)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on CPU vLLM's own chat does not work with two ranks")
+def test_chat_beside_poc_keeps_its_tokens_and_its_cache(parallel: Client) -> None:
+    before = answers(parallel)
+    with poc_running(parallel):
+        assert answers(parallel) == before
+    filled = parallel.workers("poc_test_kv_checksum")
+    parallel.artifacts(range(40), seq_len=130, batch_size=8)
+    assert parallel.workers("poc_test_kv_checksum") == filled
+    parallel.chat(PROMPTS[2][::-1])
+    now = parallel.workers("poc_test_kv_checksum")
+    assert all(new != old for new, old in zip(now, filled, strict=True)), "the checksum must see chat's writes"
 
 
 def test_one_rank_answers_and_all_hold_a_scratch(parallel: Client) -> None:
