@@ -3,28 +3,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.models import tiny_models
 from tests.vllm.device import LAYOUTS, ON_GPU, WHY_NOT_PARALLEL
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.vllm.client import Client
 
-START_SECONDS = 600
+TEST_SECONDS = 600
+FLAGS = ["--worker-extension-cls", "tests.gpu.memory.MemoryExtension"]
+FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware", "--max-num-seqs", "256"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu/" in item.path.as_posix():
             item.add_marker(pytest.mark.gpu)
-            item.add_marker(pytest.mark.timeout(START_SECONDS))
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
             item.add_marker(pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return tiny_models()
 
 
 @pytest.fixture(scope="session")
@@ -43,8 +51,13 @@ def real_client(
     if request.param in LAYOUTS and WHY_NOT_PARALLEL is not None:
         pytest.skip(WHY_NOT_PARALLEL)
     log = tmp_path_factory.mktemp("real-size") / "server.log"
-    flags = [*LAYOUTS.get(request.param, [])]
-    flags += ["--worker-extension-cls", "tests.gpu.memory.MemoryExtension"]
-    flags += ["--middleware", "vllm_poc.server.middleware.PocMiddleware", "--max-num-seqs", "256"]
-    with serving(real_size, log, flags) as client:
+    with serving(real_size, log, [*LAYOUTS.get(request.param, []), *FLAGS]) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def small_client(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A tiny model, whose batches take no time."""
+    log = tmp_path_factory.mktemp("small") / "server.log"
+    with serving(model_folder / "qwen3-tiny", log, FLAGS) as client:
         yield client

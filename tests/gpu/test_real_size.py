@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.vllm.client import K_DIM
+from tests.vllm.server import MODEL_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +27,6 @@ _log = logging.getLogger(__name__)
 NONCES = range(200)
 #: L2 distance of two artifacts, which have length 1: what the network's validators accept, and what is typical.
 MEAN_DISTANCE, LARGEST_DISTANCE = 0.02, 0.1
-BATCHES = 10_000
 BATCH = 8
 
 
@@ -64,18 +67,25 @@ def test_artifacts_equal_the_plain_torch_path(real_client: Client, real_size: Pa
         assert distances.max() <= LARGEST_DISTANCE
 
 
-def test_memory_stays_flat(real_client: Client) -> None:
-    """What PoC adds is the scratch and what a batch needs; the first batches of a shape take it, later ones no more."""
-    idle = real_client.workers("poc_test_memory")
-    real_client.artifacts(range(20 * BATCH), seq_len=16, batch_size=BATCH)
-    before = real_client.workers("poc_test_memory")
-    real_client.start(batch_size=BATCH, params={"model": "tiny", "seq_len": 16, "k_dim": 12})
-    try:
-        while real_client.status()["total_checked"] < BATCHES * BATCH:
-            assert real_client.status()["state"] == "GENERATING"
-    finally:
-        real_client.stop()
-    after = real_client.workers("poc_test_memory")
-    _log.info("scratch %s", [facts["scratch_bytes"] for facts in real_client.workers("poc_describe")])
+def test_memory_stays_flat_with_a_model_of_real_size(real_client: Client) -> None:
+    hold_memory_flat(real_client, 500)
+
+
+def test_memory_stays_flat_over_ten_thousand_batches(small_client: Client) -> None:
+    hold_memory_flat(small_client, 10_000)
+
+
+def hold_memory_flat(client: Client, batches: int) -> None:
+    """What PoC adds is the scratch and what a batch needs: the first batches of a shape take it, later ones no more."""
+    idle = client.workers("poc_test_memory")
+    client.artifacts(range(20 * BATCH), seq_len=16, batch_size=BATCH)
+    before = client.workers("poc_test_memory")
+    client.start(batch_size=BATCH, params={"model": MODEL_NAME, "seq_len": 16, "k_dim": K_DIM})
+    while client.status()["total_checked"] < batches * BATCH:
+        assert client.status()["state"] == "GENERATING"
+        time.sleep(0.2)
+    client.stop()
+    after = client.workers("poc_test_memory")
+    _log.info("scratch %s", [facts["scratch_bytes"] for facts in client.workers("poc_describe")])
     _log.info("idle %s, after the first batches %s, at the end %s", idle, before, after)
     assert after == before

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from hack.models.store import models
+from tests.support.models import tiny_models
 from tests.support.receiver import Receiver, receiving
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.vllm.client import Client
     from tests.vllm.reference import Reference
@@ -34,9 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    """The tiny models; on a machine that cannot make them, from the folder that POC_MODELS names."""
-    ready_made = os.environ.get("POC_MODELS")
-    return Path(ready_made) if ready_made else models()
+    return tiny_models()
 
 
 @pytest.fixture(scope="session")
