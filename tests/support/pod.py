@@ -39,6 +39,7 @@ class Pod:
         path = SimpleNamespace(name="tiny", model_path="/models/tiny")
         self.app.state.openai_serving_models = SimpleNamespace(base_model_paths=[path])
         self.app.state.engine_client = self.engine
+        self.app.state.args = SimpleNamespace()
 
     async def post(self, route: str, body: object = None) -> httpx.Response:
         """POST to a PoC route."""

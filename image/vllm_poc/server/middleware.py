@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, State
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_poc.server import deployment
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import response
 from vllm_poc.server.routes import create_app
@@ -54,7 +55,12 @@ class PocMiddleware:
         if not self._is_authorised(Headers(scope=scope)):
             await _unauthorised()(scope, receive, send)
             return
-        app = self._app_for(scope["app"].state)
+        state: State = scope["app"].state
+        refusal = deployment.refusal(getattr(state, "args", None), os.environ)
+        if refusal is not None:
+            await _unsupported(refusal)(scope, receive, send)
+            return
+        app = self._app_for(state)
         if app is None:
             await _not_ready()(scope, receive, send)
             return
@@ -124,6 +130,10 @@ def _unauthorised() -> Response:
     detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
     body = ErrorResponse(reason="Unauthorized", detail=detail)
     return response(HTTPStatus.UNAUTHORIZED, body, {"WWW-Authenticate": "Bearer"})
+
+
+def _unsupported(detail: str) -> Response:
+    return response(HTTPStatus.CONFLICT, ErrorResponse(reason="ModelUnsupported", detail=detail))
 
 
 def _not_ready() -> Response:
