@@ -67,6 +67,11 @@ class Delivery:
         """What the receiver last answered while deliveries fail."""
         return self._poster.error if self._poster is not None else None
 
+    @property
+    def pending(self) -> int:
+        """How many results wait for delivery."""
+        return sum(len(piece.items) for piece in self._queue)
+
     async def add(self, piece: Piece) -> None:
         """Queue a piece; waits while too many results wait already."""
         if self._poster is None:
@@ -124,8 +129,9 @@ class Delivery:
             self._changed.notify_all()
 
     def _count(self, pieces: Sequence[Piece], refused: int) -> None:
+        accepted = sum(len(piece.items) for piece in pieces) - refused
         self.delivered.index = pieces[-1].end
-        self.delivered.valid += sum(len(piece.items) for piece in pieces) - refused
+        self.delivered.valid += accepted
         self.delivered.refused += refused
         self.delivered.rejected += refused + sum(piece.rejected for piece in pieces)
 

@@ -6,7 +6,6 @@ is kept for ``result_seconds``, whatever is stopped or started meanwhile.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
+from vllm_poc.log import get_logger
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.outbox import Letter
@@ -21,7 +21,7 @@ from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.results import GeneratedResponse, JobResponse, JobState, ValidatedResponse
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 Result = GeneratedResponse | ValidatedResponse
 

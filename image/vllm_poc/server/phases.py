@@ -75,7 +75,7 @@ class Phases:
             if not config.has_slot:
                 message = "the round was initialised without it: call init/generate with node_id and node_count"
                 raise field_refusal("node_id", message, status=HTTPStatus.BAD_REQUEST)
-            start = self.round.delivered.index if self.round is not None else config.start_index
+            start = self.round.delivery.delivered.index if self.round is not None else config.start_index
             if start >= config.slot.capacity:
                 detail = "every nonce of the slot is delivered: start a round of another slot"
                 raise refusal(HTTPStatus.CONFLICT, "SlotDone", detail)
@@ -86,7 +86,7 @@ class Phases:
         async with self._commands:
             self.distance_config()
             if self.round is not None:
-                await self.round.stop()
+                await self.round.stop("phase/validate")
             self._phase = PowState.VALIDATING
 
     async def stop(self, round_id: str | None) -> None:
@@ -95,7 +95,7 @@ class Phases:
             if round_id is not None and self.state is PowState.GENERATING and self._round_id != round_id:
                 raise self._conflict()
             if self.round is not None:
-                await self.round.stop()
+                await self.round.stop("stopped on request")
             if self._phase is PowState.VALIDATING:
                 self._phase = PowState.STOPPED
 

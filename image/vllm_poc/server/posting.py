@@ -2,7 +2,6 @@
 """Posts of results to one callback address: tried until the receiver accepts them or refuses them for good."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from http import HTTPStatus
@@ -10,10 +9,11 @@ from typing import Generic, TypeVar
 
 import aiohttp
 
+from vllm_poc.log import get_logger
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.base import WireMessage
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _SUCCESS = range(200, 300)
 _CLIENT_ERRORS = range(400, 500)

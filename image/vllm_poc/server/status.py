@@ -36,7 +36,7 @@ def _config_fields(config: SlotRequest) -> dict[str, object]:
 
 
 def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
-    request, counters, delivered = current.request, current.counters, current.delivered
+    request, counters, delivered = current.request, current.counters, current.delivery.delivered
     newest = counters.newest_valid if lists and request.protocol is Protocol.DISTANCE else ()
     return {
         "stats": RoundStats(total_processed=counters.checked, nonces_per_second=counters.rate_per_second),
@@ -55,7 +55,7 @@ def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
         "last_progress_seconds": _age(counters.progressed),
         "held_back_seconds": current.held_back_seconds,
         "error": current.error,
-        "delivery_error": current.delivery_error,
+        "delivery_error": current.delivery.error,
     }
 
 
@@ -67,7 +67,7 @@ def pow_status(session_id: str, phases: Phases, state: PowState) -> PowStatus:
         session_id=session_id,
         round_id=phases.config.round_id if phases.config is not None else None,
         next_index=current.counters.next_index if current is not None else 0,
-        delivered_index=current.delivered.index if current is not None else 0,
+        delivered_index=current.delivery.delivered.index if current is not None else 0,
     )
 
 
