@@ -52,6 +52,7 @@ class Delivery:
         settings: Settings,
     ) -> None:
         self.delivered = Delivered(start_index)
+        self.is_full = False  # and therefore holds generation back
         self._poster = None
         if receiver is not None:
             self._poster = Poster(f"{receiver}/generated", payload, session=session, settings=settings)
@@ -78,7 +79,7 @@ class Delivery:
             self._count([piece], refused=0)
             return
         async with self._changed:
-            await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+            await self._room()
             self._queue.append(piece)
             self._weight += piece.weight
             self._changed.notify_all()
@@ -95,6 +96,14 @@ class Delivery:
         while self._poster is not None:
             await self._deliver(self._poster, await self._next_pieces())
             self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
+
+    async def _room(self) -> None:
+        try:
+            while self._weight >= self._settings.pending_results:
+                self.is_full = True
+                await self._changed.wait()
+        finally:
+            self.is_full = False
 
     async def _next_pieces(self) -> list[Piece]:
         async with self._changed:

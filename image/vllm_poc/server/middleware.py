@@ -21,7 +21,7 @@ from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.wire.base import API_PREFIX
 from vllm_poc.wire.responses import ErrorResponse
 
-#: What poc-first refuses while a round generates; what already runs is not touched.
+#: What poc-first refuses while a round computes; what already runs is not touched.
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 

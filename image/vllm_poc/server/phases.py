@@ -19,6 +19,8 @@ from vllm_poc.wire.base import PowState, Protocol
 from vllm_poc.wire.requests import InitGenerateRequest, InitRequest, SlotRequest
 from vllm_poc.wire.responses import ErrorResponse
 
+_RUNNING = (PowState.GENERATING, PowState.VALIDATING)
+
 
 class Phases:
     """Starts and stops the round's phases, one call after the other."""
@@ -43,8 +45,8 @@ class Phases:
 
     @property
     def computes(self) -> bool:
-        """Whether a round still has nonces to compute; one that only delivers its last results has none."""
-        return not self._free.is_set()
+        """Whether a round uses the engine: it has nonces to compute, and its receiver keeps up."""
+        return not self._free.is_set() and self.round is not None and not self.round.delivery.is_full
 
     async def free(self) -> None:
         """Wait until no round computes."""
@@ -92,7 +94,7 @@ class Phases:
     async def stop(self, round_id: str | None) -> None:
         """End the phase, deliver what is left; refused if ``round_id`` names another round than the one that runs."""
         async with self._commands:
-            if round_id is not None and self.state is PowState.GENERATING and self._round_id != round_id:
+            if round_id is not None and self.state in _RUNNING and self._round_id != round_id:
                 raise self._conflict()
             if self.round is not None:
                 await self.round.stop("stopped on request")
@@ -139,7 +141,7 @@ class Phases:
         running = payloads.round_config(self.config) if self.config is not None else None
         body = ErrorResponse(
             reason="RoundConflict",
-            detail=f"Already generating: {what} runs; stop it first",
+            detail=f"Already {self.state.lower()}: {what} runs; stop it first",
             running=running,
             round_id=self._round_id,
         )

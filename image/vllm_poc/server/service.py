@@ -48,7 +48,7 @@ class PocService:
 
     @property
     def round_computes(self) -> bool:
-        """Whether a round runs that still has nonces to compute."""
+        """Whether a round uses the engine."""
         return self._phases.computes
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
@@ -86,7 +86,8 @@ class PocService:
         limit = await self._checked(request)
         if not request.wait:
             return self._jobs.submit(request)
-        return await self._in_time(self._work.result(request, uuid4().hex, limit))
+        with self._jobs.counted(request):
+            return await self._in_time(self._work.result(request, uuid4().hex, limit))
 
     def job(self, request_id: str) -> Result | JobResponse:
         """Return state or result of queued work."""
@@ -147,7 +148,7 @@ class PocService:
 
     def _too_slow(self) -> RefusalError:
         seconds = self._settings.request_seconds
-        why = "a round runs" if self.round_computes else "the server is busy"
+        why = "a round runs" if self._phases.state is PowState.GENERATING else "the server is busy"
         detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
         return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail)
 
