@@ -49,7 +49,7 @@ def serving(model: Path, log: Path, flags: Sequence[str]) -> Iterator[Client]:
         )
         try:
             _wait_until_ready(process, port, log)
-            yield Client(f"http://127.0.0.1:{port}", MODEL_NAME)
+            yield Client(f"http://127.0.0.1:{port}", MODEL_NAME, log)
         finally:
             _stop(process)
 

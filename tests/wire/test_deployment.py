@@ -28,3 +28,4 @@ async def test_every_poc_route_says_what_is_wrong(several: Pod) -> None:
 
 async def test_inference_goes_on(several: Pod) -> None:
     assert (await several.http.post("/v1/chat/completions")).status_code == 200
+    assert (await several.http.get("/metrics/")).status_code == 200

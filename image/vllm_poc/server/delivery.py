@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from vllm_poc.server import metrics
 from vllm_poc.server.posting import Outcome, Poster, halves
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import Item
@@ -139,6 +140,8 @@ class Delivery:
 
     def _count(self, pieces: Sequence[Piece], refused: int) -> None:
         accepted = sum(len(piece.items) for piece in pieces) - refused
+        metrics.DELIVERED.inc(accepted)
+        metrics.REJECTED.inc(refused)
         self.delivered.index = pieces[-1].end
         self.delivered.valid += accepted
         self.delivered.refused += refused

@@ -16,6 +16,7 @@ from time import monotonic
 import aiohttp
 
 from vllm_poc.log import get_logger
+from vllm_poc.server import metrics
 from vllm_poc.server.counters import Counters
 from vllm_poc.server.delivery import Delivery, Piece
 from vllm_poc.server.engine import EngineError
@@ -69,6 +70,7 @@ class Round:
             session=session,
             settings=settings,
         )
+        metrics.PROGRESS.set_to_current_time()
         _log.info("%s; starts, callbacks go to %s", self._progress(), request.receiver or "nobody")
         self._reporting = asyncio.create_task(self._report())
         self._sending = asyncio.create_task(self._send())
@@ -119,7 +121,9 @@ class Round:
 
     def _record(self, count: int, result: SliceResult) -> Piece:
         valid = valid_items(self.request, result.items)
-        counters = self.counters
+        protocol, counters = self.request.protocol, self.counters
+        metrics.count_nonces(protocol, "round", computed=count, not_finite=result.rejected)
+        metrics.VALID.labels(protocol).inc(len(valid))
         counters.next_index += count
         counters.checked += count
         counters.valid += len(valid)

@@ -67,6 +67,12 @@ class JobQueue:
         self._running: Job | None = None
         self._worker: asyncio.Task[None] | None = None
         self._nonces = 0
+        self._others = 0
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests wait or are computed, and their nonces."""
+        return len(self._waiting) + (self._running is not None) + self._others, self._nonces
 
     def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued."""
@@ -81,9 +87,11 @@ class JobQueue:
     def counted(self, request: GenerateRequest) -> Iterator[None]:
         """Count a request that is not queued, but computed while its client waits; 429 as for the others."""
         self._admit(request)
+        self._others += 1
         try:
             yield
         finally:
+            self._others -= 1
             self._nonces -= len(request.nonces)
 
     def find(self, request_id: str) -> Result | JobResponse:

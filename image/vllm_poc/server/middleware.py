@@ -42,6 +42,7 @@ class PocMiddleware:
         elif self._refuses_inference(scope):
             await _poc_goes_first()(scope, receive, send)
         else:
+            self._set_gauges(scope)
             await self._inner(scope, receive, send)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,6 +71,12 @@ class PocMiddleware:
             return
         # A copy, since the PoC app puts itself into the scope.
         await app(dict(scope), _replay(body, receive), send)
+
+    def _set_gauges(self, scope: Scope) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/metrics"):
+            self._app_for(scope["app"].state)
+            if self._service is not None:
+                self._service.set_gauges()
 
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:

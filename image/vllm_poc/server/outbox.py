@@ -8,6 +8,7 @@ from typing import Generic, Literal
 import aiohttp
 
 from vllm_poc.log import get_logger
+from vllm_poc.server import metrics
 from vllm_poc.server.posting import Item, Poster
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.base import WireMessage
@@ -99,4 +100,5 @@ class Outbox:
     def _count(self, letter: Letter[Item]) -> None:
         if letter.state != "delivered":
             self.lost += 1
+            metrics.CALLBACKS_LOST.inc()
             _log.error("a callback was not delivered (%s): %s", letter.state, letter.error)

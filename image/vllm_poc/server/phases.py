@@ -48,6 +48,11 @@ class Phases:
         """Whether a round uses the engine: it has nonces to compute, and its receiver keeps up."""
         return not self._free.is_set() and self.round is not None and not self.round.delivery.is_full
 
+    @property
+    def pending(self) -> int:
+        """How many results of a round that generates wait for delivery."""
+        return self.round.delivery.pending if self.round is not None and self.state is PowState.GENERATING else 0
+
     async def free(self) -> None:
         """Wait until no round computes."""
         await self._free.wait()

@@ -18,7 +18,7 @@ from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import SliceRunner
-from vllm_poc.server.status import pow_status, status_response
+from vllm_poc.server.status import pow_status, set_gauges, status_response
 from vllm_poc.server.work import NamedNonces
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.generate import GenerateRequest
@@ -101,6 +101,10 @@ class PocService:
     async def status(self, *, lists: bool = True) -> StatusResponse:
         """Return the state of the round; the model's limits are 0 as long as the engine does not answer."""
         return status_response(self.session_id, await self._model_limits(), self._phases, self._outbox, lists=lists)
+
+    def set_gauges(self) -> None:
+        """Bring the gauges of ``/metrics`` up to date."""
+        set_gauges(self._phases, self._jobs)
 
     async def close(self) -> None:
         """End all work at once and release the connections."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``GET status`` says about a round."""
+"""What ``GET status`` and the gauges of ``/metrics`` say."""
 
 from time import monotonic
 
+from vllm_poc.server import metrics
 from vllm_poc.server.generation import Round
+from vllm_poc.server.jobs import JobQueue
 from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.payloads import round_config
 from vllm_poc.server.phases import Phases
@@ -57,6 +59,16 @@ def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
         "error": current.error,
         "delivery_error": current.delivery.error,
     }
+
+
+def set_gauges(phases: Phases, jobs: JobQueue) -> None:
+    """Bring the gauges up to date that no event sets."""
+    for state in PowState:
+        metrics.STATE.labels(state).set(state is phases.state)
+    metrics.PENDING.set(phases.pending)
+    queued, nonces = jobs.load
+    metrics.QUEUED_JOBS.set(queued)
+    metrics.QUEUED_NONCES.set(nonces)
 
 
 def pow_status(session_id: str, phases: Phases, state: PowState) -> PowStatus:
