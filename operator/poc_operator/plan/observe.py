@@ -118,6 +118,8 @@ def _stopped(view: SlotView) -> Change | None:
 
 
 def _restarted(view: SlotView) -> Change | None:
+    if view.computing and not view.ours:
+        return lose(view.snapshot, view.slot, f"pod {view.slot.pod} was given other work")
     return lose(view.snapshot, view.slot, f"pod {view.slot.pod} restarted and forgot the round")
 
 

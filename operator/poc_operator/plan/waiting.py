@@ -77,7 +77,8 @@ def _all_pods_busy(snapshot: Snapshot) -> Wait | None:
     others = [pod for pod, report in snapshot.answering if computes_other_work(snapshot, report)]
     if len(others) < len(snapshot.answering):
         return None
-    return False, Reason.PODS_BUSY, f"every pod computes another round: {holders(snapshot, others)}; wait or stop it"
+    held = holders(snapshot, others)
+    return False, Reason.PODS_BUSY, f"every pod computes another round: {held}; wait for it or stop it"
 
 
 def holders(snapshot: Snapshot, pods: Sequence[PodView]) -> str:
