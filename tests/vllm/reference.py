@@ -22,8 +22,8 @@ class Reference:
     """The model in the transformers library."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
-        self._hidden = int(self._model.config.hidden_size)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
+        self._hidden = int(self.model.config.hidden_size)
 
     def inputs(self, nonces: Sequence[int], seq_len: int, *, strong_rng: bool = False) -> Tensor:
         """Return the seeded embeddings ``[nonces, seq_len, hidden]``."""
@@ -35,11 +35,11 @@ class Reference:
         """Return the artifacts ``[nonces, k_dim]``, with every layer's output reflected."""
         vectors = layer_vectors(
             block_hash=BLOCK_HASH,
-            num_layers=len(self._model.layers),
+            num_layers=len(self.model.layers),
             hidden=self._hidden,
             device=torch.device("cpu"),
         )
-        with reflected_layers(list(self._model.layers), vectors):
+        with reflected_layers(list(self.model.layers), vectors):
             last = self._last_hidden(inputs)
         return artifact_vectors(last, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, k_dim=K_DIM)
 
@@ -50,5 +50,5 @@ class Reference:
 
     def _last_hidden(self, inputs: Tensor) -> Tensor:
         with torch.inference_mode():
-            hidden: Tensor = self._model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            hidden: Tensor = self.model(inputs_embeds=inputs, use_cache=False).last_hidden_state
         return hidden[:, -1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that also tells a checksum over the model's real KV cache."""
+"""A worker extension that also tells what tests want to know of the worker."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ import torch
 from vllm_poc.worker.extension import PocWorkerExtension
 
 
-class ChecksumExtension(PocWorkerExtension):
+class CheckingExtension(PocWorkerExtension):
     """PoC's extension with one method more."""
 
     def poc_test_kv_checksum(self) -> str:
