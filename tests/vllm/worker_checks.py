@@ -4,12 +4,13 @@
 import hashlib
 
 import torch
+from vllm.v1.worker.workspace import current_workspace_manager
 
 from vllm_poc.worker.extension import PocWorkerExtension
 
 
 class CheckingExtension(PocWorkerExtension):
-    """PoC's extension with one method more."""
+    """PoC's extension with a few methods more."""
 
     def poc_test_kv_checksum(self) -> str:
         """Return a checksum over the KV cache of all layers."""
@@ -17,3 +18,9 @@ class CheckingExtension(PocWorkerExtension):
         for cache in self.model_runner.kv_caches:
             digest.update(cache.contiguous().view(torch.uint8).cpu().numpy())
         return digest.hexdigest()
+
+    def poc_test_workspace(self) -> tuple[bool, list[int]]:
+        """Say whether vLLM's shared workspace is locked, and the addresses of its parts."""
+        workspace = current_workspace_manager()
+        parts = [part.data_ptr() for part in workspace._current_workspaces if part is not None]
+        return workspace.is_locked(), parts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one module that touches vLLM's internals; each is looked up by feature, not by version number.
+"""vLLM's internals, touched here and in `embeddings` alone; each is looked up by feature, not by version number.
 
 A feature that is not found becomes an `UnsupportedModelError`, so that a new vLLM release ends in a
 sentence and not in wrong numbers.
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_poc.worker.embeddings import model_inputs
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -82,7 +84,6 @@ class Runner:
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = runner.vllm_config.model_config.dtype
         self.layers = _decoder_layers(self.model)
-        _require_own_caches(runner.vllm_config.compilation_config.static_forward_context)
         self.groups = [_cache_group(runner, group) for groups in runner.attn_groups for group in groups]
         self._config = runner.vllm_config
 
@@ -102,20 +103,16 @@ class Runner:
         Returns the output of the final norm in the same shape.
         """
         # Compiled code expects token ids and knows nothing of the layer hooks.
-        with set_forward_context(
+        context = set_forward_context(
             plan.metadata,
             self._config,
             num_tokens=len(plan.positions),
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=plan.slots,
             skip_compiled=True,
-        ):
-            hidden: Tensor = self.model(
-                input_ids=None,
-                positions=plan.positions,
-                intermediate_tensors=None,
-                inputs_embeds=embeddings.flatten(0, 1),
-            )
+        )
+        with context, model_inputs(self.model, embeddings.flatten(0, 1)) as inputs:
+            hidden: Tensor = self.model(positions=plan.positions, intermediate_tensors=None, **inputs)
         return hidden.view_as(embeddings)
 
 
@@ -173,13 +170,6 @@ def _cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
         block_dim=block_dim,
         block_size=group.kv_cache_spec.block_size // split,
     )
-
-
-def _require_own_caches(context: dict[str, Any]) -> None:
-    # A layer that reads another layer's keys would find those of the layer that wrote last.
-    for name, layer in context.items():
-        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-            raise UnsupportedModelError(f"The layer {name} reads another's KV cache: serve another model.")
 
 
 def _require_paged_cache(name: str, layer: Attention) -> None:
