@@ -5,10 +5,10 @@ import os
 
 from torch import Tensor, nn
 
-from tests.vllm.kv_checksum import ChecksumExtension
+from tests.vllm.worker_checks import CheckingExtension
 
 
-class FaultExtension(ChecksumExtension):
+class FaultExtension(CheckingExtension):
     """PoC's extension with the methods that the tests of faults need."""
 
     rank: int  # of vLLM's worker

@@ -23,8 +23,8 @@ class Reference:
 
     def __init__(self, folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self._device, self._dtype = torch.device(device), dtype
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).model.to(device)
-        self._hidden = int(self._model.config.hidden_size)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).model.to(device)
+        self._hidden = int(self.model.config.hidden_size)
 
     def inputs(self, nonces: Sequence[int], seq_len: int, *, strong_rng: bool = False) -> Tensor:
         """Return the seeded embeddings ``[nonces, seq_len, hidden]``."""
@@ -36,11 +36,11 @@ class Reference:
         """Return the artifacts ``[nonces, k_dim]``, with every layer's output reflected."""
         vectors = layer_vectors(
             block_hash=BLOCK_HASH,
-            num_layers=len(self._model.layers),
+            num_layers=len(self.model.layers),
             hidden=self._hidden,
             device=self._device,
         )
-        with reflected_layers(list(self._model.layers), vectors):
+        with reflected_layers(list(self.model.layers), vectors):
             last = self._last_hidden(inputs)
         return artifact_vectors(last, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, k_dim=K_DIM)
 
@@ -51,5 +51,5 @@ class Reference:
 
     def _last_hidden(self, inputs: Tensor) -> Tensor:
         with torch.inference_mode():
-            hidden: Tensor = self._model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            hidden: Tensor = self.model(inputs_embeds=inputs, use_cache=False).last_hidden_state
         return hidden[:, -1]

@@ -56,6 +56,13 @@ def parallel(
         yield client
 
 
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> Reference:
+    from tests.vllm.reference import Reference  # noqa: PLC0415 - needs transformers
+
+    return Reference(model_folder / "qwen3-tiny")
+
+
 def failed(client: Client, seconds: float) -> Any:  # noqa: ANN401
     """Return the status once it is FAILED; fails after ``seconds``."""
     end = time.monotonic() + seconds
@@ -77,13 +84,13 @@ def ended(client: Client, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("seq_len", [17, 64])
-def test_two_ranks_compute_what_one_does(parallel: Client, qwen3_reference: Reference, seq_len: int) -> None:
-    inputs = qwen3_reference.inputs(NONCES, seq_len)
+def test_two_ranks_compute_what_one_does(parallel: Client, reference: Reference, seq_len: int) -> None:
+    inputs = reference.inputs(NONCES, seq_len)
     artifacts = torch.tensor(parallel.artifacts(NONCES, seq_len=seq_len))
-    expected = qwen3_reference.artifacts(inputs, NONCES)
+    expected = reference.artifacts(inputs, NONCES)
     torch.testing.assert_close(artifacts, expected, atol=ARTIFACT_TOLERANCE, rtol=0)
     distances = torch.tensor(parallel.distances(NONCES, seq_len=seq_len))
-    expected = qwen3_reference.distances(qwen3_reference.inputs(NONCES, seq_len), NONCES)
+    expected = reference.distances(reference.inputs(NONCES, seq_len), NONCES)
     torch.testing.assert_close(distances, expected, atol=DISTANCE_TOLERANCE, rtol=0)
 
 
