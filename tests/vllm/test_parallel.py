@@ -143,5 +143,5 @@ def test_a_rank_that_hangs_fails_the_round_in_time(parallel: Client) -> None:
 def test_a_rank_that_fails_between_collectives_ends_the_server(parallel: Client) -> None:
     parallel.workers("poc_test_break_layer", 1)
     parallel.start()
-    assert failed(parallel, 30)["error"].startswith("poc_compute failed")
+    assert failed(parallel, 30)["error"].startswith("poc_compute")
     assert ended(parallel, 30), "vLLM must notice that a worker died"
