@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model without an argument for embeddings gets them in place of its own."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_a_model_without_an_argument_for_embeddings_computes_the_same(
 
     copy_model(model_folder / "qwen3-tiny", tmp_path / "model")
     write_plugin(tmp_path / "plugin")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugin"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugin"), prepend=os.pathsep)
     reference = Reference(model_folder / "qwen3-tiny")
     inputs = reference.inputs(NONCES, 64)
     with serving(tmp_path / "model", tmp_path / "server.log", ["--enforce-eager", "--enable-poc"]) as client:

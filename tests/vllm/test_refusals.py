@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+# On a GPU, vLLM takes the kernels of such models from flashinfer.
+KERNELS_FOR_LINEAR_ATTENTION = not ON_GPU or find_spec("flashinfer") is not None
 on_one_device = pytest.mark.skipif(ON_GPU, reason="asks what a model is made of, which the CPU has shown")
 
 
@@ -77,4 +80,5 @@ def test_linear_attention_is_refused_and_served(model_folder: Path, tmp_path: Pa
         answer = json.load(refused.value)
         assert (refused.value.code, answer["reason"]) == (409, "ModelUnsupported")
         assert "layer model.layers.0.linear_attn has no paged KV cache" in answer["detail"]
-        assert len(client.chat("What is a license?", tokens=3)) == 3
+        if KERNELS_FOR_LINEAR_ATTENTION:
+            assert len(client.chat("What is a license?", tokens=3)) == 3
