@@ -26,7 +26,7 @@ STALL: dict[str, object] = {"afterSeconds": 10}
 FREEZE = """
 import os, pathlib, signal, sys
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
-    if b"EngineCore" in (folder / "cmdline").read_bytes():
+    if (folder / "cmdline").read_bytes().startswith(b"VLLM::EngineCore"):
         os.kill(int(folder.name), getattr(signal, sys.argv[1]))
 """
 
