@@ -19,7 +19,7 @@ class Client:
     """Talks to one server."""
 
     def __init__(self, base: str, model: str) -> None:
-        self._base = base
+        self.base = base
         self._model = model
 
     def chat(self, prompt: str, *, tokens: int = 24) -> list[int]:
@@ -66,13 +66,13 @@ class Client:
 
     def status(self) -> Any:  # noqa: ANN401
         """Return the PoC status."""
-        url = f"{self._base}{API_PREFIX}/status"
+        url = f"{self.base}{API_PREFIX}/status"
         with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
             return json.load(answer)
 
     def job(self, request_id: str) -> Any:  # noqa: ANN401
         """Return the state or the result of queued work."""
-        url = f"{self._base}{API_PREFIX}/generate/{request_id}"
+        url = f"{self.base}{API_PREFIX}/generate/{request_id}"
         with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
             return json.load(answer)
 
@@ -93,7 +93,7 @@ class Client:
     def is_healthy(self) -> bool:
         """Whether vLLM says that its engine lives."""
         try:
-            with urllib.request.urlopen(f"{self._base}/health", timeout=REQUEST_SECONDS):  # noqa: S310
+            with urllib.request.urlopen(f"{self.base}/health", timeout=REQUEST_SECONDS):  # noqa: S310
                 return True
         except OSError:
             return False
@@ -115,7 +115,7 @@ class Client:
 
     def _open(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
         headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self._base + path, json.dumps(body).encode(), headers)  # noqa: S310
+        request = urllib.request.Request(self.base + path, json.dumps(body).encode(), headers)  # noqa: S310
         return urllib.request.urlopen(request, timeout=REQUEST_SECONDS)  # noqa: S310
 
 
