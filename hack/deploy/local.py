@@ -32,7 +32,7 @@ def _image(role: Role) -> Values:
 
 def operator_values() -> Values:
     """Build and load the operator's image; return the chart values that use it."""
-    return {"image": _image(Role.OPERATOR)}
+    return {"image": _image(Role.OPERATOR), "rbac": {"deletePods": True}}
 
 
 def worker_values(*, replicas: int, model: str = "qwen3-tiny") -> Values:

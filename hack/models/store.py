@@ -15,7 +15,7 @@ WRITE_SECONDS = 120
 
 
 def models() -> Path:
-    """Return the folder with ``qwen3-tiny`` and ``llama-tiny``, writing them first where they are missing."""
+    """Return the folder with the tiny models, writing them first where they are missing."""
     folder = cache() / "models" / _fingerprint()
     with exclusive("models"):
         if not folder.exists():

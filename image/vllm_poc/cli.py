@@ -5,6 +5,7 @@ Without that flag it is plain vLLM.
 """
 
 import argparse
+import importlib
 import os
 import runpy
 import sys
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
+from vllm_poc.server import deployment
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.versions import vllm_version
 
@@ -49,8 +51,8 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
         return [*model, *theirs]
     if not ours.poc_allow_untested_vllm:
         check_version(_vllm_version())
-    _refuse_other_extension(theirs)
     _check_settings(os.environ)
+    _check_options([*model, *theirs])
     return [*model, *theirs, "--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
 
 
@@ -75,12 +77,6 @@ def _vllm_version() -> str:
         raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
 
 
-def _refuse_other_extension(arguments: Sequence[str]) -> None:
-    flag = "--worker-extension-cls"
-    if any(word == flag or word.startswith(f"{flag}=") for word in arguments):
-        raise UsageError(f"--enable-poc sets {flag} itself, and vLLM takes only one: leave yours out.")
-
-
 def _check_settings(environment: Mapping[str, str]) -> None:
     # Here and not only in the server, which would fail after minutes of loading.
     try:
@@ -88,6 +84,31 @@ def _check_settings(environment: Mapping[str, str]) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"{first['loc'][0]}: {first['msg']}.") from None
+
+
+def _check_options(words: Sequence[str]) -> None:
+    options = _vllm_options(words)
+    if options.worker_extension_cls:
+        raise UsageError("--enable-poc sets --worker-extension-cls itself, and vLLM takes only one: leave yours out.")
+    if options.headless:
+        raise UsageError(
+            "--headless starts no API server, and PoC's routes are in it: "
+            f"start this node by vLLM's own command, with --worker-extension-cls {EXTENSION_CLASS}."
+        )
+    if (refusal := deployment.refusal(options, os.environ)) is not None:
+        raise UsageError(refusal)
+
+
+def _vllm_options(words: Sequence[str]) -> argparse.Namespace:
+    # vLLM's own parser knows abbreviations, underscores and --config. Its imports cost no time: the server needs them.
+    arguments = importlib.import_module("vllm.utils.argparse_utils")
+    try:
+        options = importlib.import_module("vllm.entrypoints.launchers.cli_args")
+    except ModuleNotFoundError:  # where earlier releases have it
+        options = importlib.import_module("vllm.entrypoints.openai.cli_args")
+    parser = options.make_arg_parser(arguments.FlexibleArgumentParser(prog="python3 -m vllm_poc serve"))
+    parsed: argparse.Namespace = parser.parse_args(list(words))
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from prometheus_client import make_asgi_app
 
 from tests.support.fake_engine import FakeEngineClient
 from vllm_poc.server.middleware import PocMiddleware
@@ -32,11 +33,13 @@ class Pod:
         self.app.get("/v1/models")(lambda: {"data": ["tiny"]})
         for path in ("chat/completions", "completions", "responses"):
             self.app.post(f"/v1/{path}")(_infer)
+        self.app.mount("/metrics", make_asgi_app())
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://pod")
 
     def become_ready(self) -> None:
         """Set what vLLM sets in the app's state once its engine runs."""
         path = SimpleNamespace(name="tiny", model_path="/models/tiny")
+        self.app.state.args = SimpleNamespace()
         self.app.state.openai_serving_models = SimpleNamespace(base_model_paths=[path])
         self.app.state.engine_client = self.engine
 

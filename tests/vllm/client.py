@@ -6,8 +6,10 @@ import json
 import struct
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from tests.support.metrics import parse
 from vllm_poc.wire.base import API_PREFIX
 
 REQUEST_SECONDS = 60
@@ -18,7 +20,8 @@ K_DIM = 12
 class Client:
     """Talks to one server."""
 
-    def __init__(self, base: str, model: str) -> None:
+    def __init__(self, base: str, model: str, log: Path) -> None:
+        self.log = log
         self.base = base
         self._model = model
 
@@ -69,6 +72,11 @@ class Client:
         url = f"{self.base}{API_PREFIX}/status"
         with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
             return json.load(answer)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the ``poc_*`` series of vLLM's /metrics."""
+        with urllib.request.urlopen(f"{self.base}/metrics", timeout=REQUEST_SECONDS) as answer:  # noqa: S310
+            return parse(answer.read().decode())
 
     def job(self, request_id: str) -> Any:  # noqa: ANN401
         """Return the state or the result of queued work."""

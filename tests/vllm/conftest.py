@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from hack.models.store import models
+from tests.support.models import tiny_models
 from tests.support.receiver import Receiver, receiving
+from tests.vllm.families import FAMILIES, Family
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.vllm.client import Client
-    from tests.vllm.reference import Reference
 
 NEEDS_WORKER = "needs the worker environment: $(python3 -m hack.vllm path)/bin/python -m pytest tests/vllm"
 
@@ -34,41 +33,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    """The tiny models; on a machine that cannot make them, from the folder that POC_MODELS names."""
-    ready_made = os.environ.get("POC_MODELS")
-    return Path(ready_made) if ready_made else models()
+    return tiny_models()
 
 
 @pytest.fixture(scope="session")
 def qwen3(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Qwen3 without compilation, with the checksum over its KV cache."""
+    """The server of most tests: Qwen3 without compilation, with a checksum over its KV cache."""
     log = tmp_path_factory.mktemp("qwen3") / "server.log"
-    flags = ["--enforce-eager", "--worker-extension-cls", "tests.vllm.kv_checksum.ChecksumExtension"]
-    flags += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
-    with serving(model_folder / "qwen3-tiny", log, flags) as client:
+    with serving(model_folder / "qwen3-tiny", log, FAMILIES["qwen3"]) as client:
         yield client
 
 
-@pytest.fixture(scope="session")
-def llama(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Llama as users start it: compiled, with --enable-poc."""
-    log = tmp_path_factory.mktemp("llama") / "server.log"
-    with serving(model_folder / "llama-tiny", log, ["--enable-poc"]) as client:
-        yield client
-
-
-@pytest.fixture(scope="session")
-def qwen3_reference(model_folder: Path) -> Reference:
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Family]:
+    """Each family in turn; pytest runs all tests of one before it starts the next."""
     from tests.vllm.reference import Reference  # noqa: PLC0415 - needs transformers
 
-    return Reference(model_folder / "qwen3-tiny")
-
-
-@pytest.fixture(scope="session")
-def llama_reference(model_folder: Path) -> Reference:
-    from tests.vllm.reference import Reference  # noqa: PLC0415 - needs transformers
-
-    return Reference(model_folder / "llama-tiny")
+    name: str = request.param
+    model = model_folder / f"{name}-tiny"
+    if name == "qwen3":
+        yield Family(name, request.getfixturevalue("qwen3"), Reference(model))
+        return
+    log = tmp_path_factory.mktemp(name) / "server.log"
+    with serving(model, log, FAMILIES[name]) as client:
+        yield Family(name, client, Reference(model))
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 # Without torch the tests are skipped, but their modules must load to say so.
 _TORCH = import_module("torch") if find_spec("torch") is not None else None
 ON_GPU: bool = _TORCH is not None and _TORCH.cuda.is_available()
+#: How a model is spread over two ranks.
+LAYOUTS = {"tp": ("--tensor-parallel-size", "2"), "pp": ("--pipeline-parallel-size", "2")}
 #: Two ranks on a CPU: one core each.
 PARALLEL_ENVIRONMENT = {} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 #: Why two ranks cannot run here, or None.

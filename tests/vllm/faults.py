@@ -5,10 +5,10 @@ import os
 
 from torch import Tensor, nn
 
-from vllm_poc.worker.extension import PocWorkerExtension
+from tests.vllm.worker_checks import CheckingExtension
 
 
-class FaultExtension(PocWorkerExtension):
+class FaultExtension(CheckingExtension):
     """PoC's extension with the methods that the tests of faults need."""
 
     rank: int  # of vLLM's worker

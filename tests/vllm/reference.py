@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same numbers by a plain forward pass in float32, without vLLM, paged attention or scratch memory."""
+"""The same numbers by a plain forward pass, without vLLM, paged attention or scratch memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +19,16 @@ BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
 
 
 class Reference:
-    """The model in the transformers library."""
+    """The model in the transformers library, exact in float32 unless another dtype is asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
-        self._hidden = int(self._model.config.hidden_size)
+    def __init__(self, folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self._device, self._dtype = torch.device(device), dtype
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).model.to(device)
+        self._hidden = int(self.model.config.hidden_size)
 
     def inputs(self, nonces: Sequence[int], seq_len: int, *, strong_rng: bool = False) -> Tensor:
         """Return the seeded embeddings ``[nonces, seq_len, hidden]``."""
-        out = torch.empty(len(nonces), seq_len, self._hidden)
+        out = torch.empty(len(nonces), seq_len, self._hidden, dtype=self._dtype, device=self._device)
         fill_inputs(out, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, strong_rng=strong_rng)
         return out
 
@@ -35,11 +36,11 @@ class Reference:
         """Return the artifacts ``[nonces, k_dim]``, with every layer's output reflected."""
         vectors = layer_vectors(
             block_hash=BLOCK_HASH,
-            num_layers=len(self._model.layers),
+            num_layers=len(self.model.layers),
             hidden=self._hidden,
-            device=torch.device("cpu"),
+            device=self._device,
         )
-        with reflected_layers(list(self._model.layers), vectors):
+        with reflected_layers(list(self.model.layers), vectors):
             last = self._last_hidden(inputs)
         return artifact_vectors(last, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, k_dim=K_DIM)
 
@@ -50,5 +51,5 @@ class Reference:
 
     def _last_hidden(self, inputs: Tensor) -> Tensor:
         with torch.inference_mode():
-            hidden: Tensor = self._model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            hidden: Tensor = self.model(inputs_embeds=inputs, use_cache=False).last_hidden_state
         return hidden[:, -1]

@@ -51,7 +51,7 @@ def serving(
         )
         try:
             _wait_until_ready(process, port, log)
-            yield Client(f"http://127.0.0.1:{port}", MODEL_NAME)
+            yield Client(f"http://127.0.0.1:{port}", MODEL_NAME, log)
         finally:
             _stop(process)
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.receiver import Receiver, receiving
 from tests.vllm.client import Client
+from tests.vllm.families import CHECKSUMS, FAMILIES, Family
 
 PROMPTS = (
     "What is a license?",
@@ -31,9 +32,8 @@ def answers(client: Client) -> list[list[int]]:
     return [ask(prompt) for prompt in PROMPTS for ask in (client.chat, client.stream_chat)]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_chat_has_the_same_tokens_before_during_and_after_poc(name: str, request: pytest.FixtureRequest) -> None:
-    client: Client = request.getfixturevalue(name)
+def test_chat_has_the_same_tokens_before_during_and_after_poc(family: Family) -> None:
+    client = family.client
     before = answers(client)
     with poc_running(client):
         start = client.status()["next_index"]
@@ -46,11 +46,14 @@ def test_chat_has_the_same_tokens_before_during_and_after_poc(name: str, request
     assert len({tuple(ids) for ids in before}) == len(PROMPTS), "prompts must lead to different answers"
 
 
-def test_poc_leaves_the_kv_cache_as_it_is(qwen3: Client) -> None:
-    qwen3.chat(PROMPTS[2])
-    filled = qwen3.worker("poc_test_kv_checksum")
-    qwen3.artifacts(range(40), seq_len=130, batch_size=8)
-    qwen3.distances(range(40), seq_len=64, batch_size=8)
-    assert qwen3.worker("poc_test_kv_checksum") == filled
-    qwen3.chat("A question that was not asked before.")
-    assert qwen3.worker("poc_test_kv_checksum") != filled, "the checksum must see chat's writes"
+@pytest.mark.parametrize("family", [name for name in FAMILIES if CHECKSUMS[0] in FAMILIES[name]], indirect=True)
+def test_poc_leaves_the_kv_cache_as_it_is(family: Family) -> None:
+    client = family.client
+    client.chat(PROMPTS[2])
+    filled = client.worker("poc_test_kv_checksum")
+    client.artifacts(range(40), seq_len=130, batch_size=8)
+    client.artifacts(range(40), seq_len=1)
+    client.distances(range(40), seq_len=64, batch_size=8)
+    assert client.worker("poc_test_kv_checksum") == filled
+    client.chat("A question that was not asked before.")
+    assert client.worker("poc_test_kv_checksum") != filled, "the checksum must see chat's writes"

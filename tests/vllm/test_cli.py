@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,52 @@ def test_enable_poc_adds_extension_and_middleware() -> None:
     assert arguments == ["--model", "m", *ours]
 
 
-@pytest.mark.parametrize("flag", [["--worker-extension-cls", "x.Y"], ["--worker-extension-cls=x.Y"]])
+@pytest.mark.parametrize("flag", [["--worker-extension-cls", "x.Y"], ["--worker_extension_cls=x.Y"]])
 def test_a_second_extension_class_is_refused(flag: list[str]) -> None:
     with pytest.raises(UsageError, match="leave yours out"):
         server_arguments(["serve", "m", "--enable-poc", *flag])
+
+
+@pytest.mark.parametrize(
+    ("words", "culprit"),
+    [
+        (["--data-parallel-size", "2"], "--data-parallel-size"),
+        (["--data_parallel_size=2"], "--data-parallel-size"),
+        (["-dp", "2"], "--data-parallel-size"),
+        (["--data-parallel-rank", "0"], "--data-parallel-rank"),
+        (["--data-parallel-hybrid-lb"], "--data-parallel-hybrid-lb"),
+        (["--api-server-count", "2"], "--api-server-count"),
+        (["-asc=2"], "--api-server-count"),
+    ],
+    ids=str,
+)
+def test_several_servers_or_engines_are_refused(words: list[str], culprit: str) -> None:
+    with pytest.raises(UsageError, match=f"leave {culprit} out, and start several pods"):
+        server_arguments(["serve", "m", "--enable-poc", *words])
+    assert server_arguments(["serve", "m", *words]) == ["--model", "m", *words], "without PoC it is plain vLLM"
+
+
+def test_a_config_file_is_looked_into(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("data-parallel-size: 2\n")
+    with pytest.raises(UsageError, match="leave --data-parallel-size out"):
+        server_arguments(["serve", "m", "--enable-poc", "--config", str(config)])
+
+
+def test_data_parallelism_by_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DP_SIZE", "2")
+    with pytest.raises(UsageError, match="leave VLLM_DP_SIZE out"):
+        server_arguments(["serve", "m", "--enable-poc"])
+
+
+def test_a_node_without_an_api_server_is_refused() -> None:
+    with pytest.raises(UsageError, match=f"--headless .* with --worker-extension-cls {EXTENSION_CLASS}"):
+        server_arguments(["serve", "m", "--enable-poc", "--headless"])
+
+
+def test_one_api_server_with_a_sharded_model_passes() -> None:
+    words = ["-tp", "2", "--pipeline-parallel-size", "2", "-asc", "1"]
+    assert server_arguments(["serve", "m", "--enable-poc", *words])[: 2 + len(words)] == ["--model", "m", *words]
 
 
 def test_a_wrong_setting_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

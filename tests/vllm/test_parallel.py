@@ -12,8 +12,16 @@ from urllib.error import URLError
 
 import pytest
 
-from tests.vllm.device import ARTIFACT_TOLERANCE, DISTANCE_TOLERANCE, PARALLEL_ENVIRONMENT, WHY_NOT_PARALLEL
+from tests.vllm.device import (
+    ARTIFACT_TOLERANCE,
+    DISTANCE_TOLERANCE,
+    LAYOUTS,
+    ON_GPU,
+    PARALLEL_ENVIRONMENT,
+    WHY_NOT_PARALLEL,
+)
 from tests.vllm.server import serving
+from tests.vllm.test_chat import PROMPTS, answers, poc_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +35,8 @@ torch = pytest.importorskip("torch", reason="needs the worker environment: pytho
 pytestmark = pytest.mark.skipif(WHY_NOT_PARALLEL is not None, reason=str(WHY_NOT_PARALLEL))
 
 NONCES = [0, 1, 5, 2**31 - 1]
-LAYOUTS = {"tp": ["--tensor-parallel-size", "2"], "pp": ["--pipeline-parallel-size", "2"]}
-FLAGS = ["--enforce-eager", "--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
+FLAGS = ["--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
+FLAGS += [] if ON_GPU else ["--enforce-eager"]
 FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
 ENGINE_SECONDS = 5
 
@@ -46,6 +54,13 @@ def parallel(
     }
     with serving(model_folder / "qwen3-tiny", log, [*FLAGS, *LAYOUTS[request.param]], environment) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> Reference:
+    from tests.vllm.reference import Reference  # noqa: PLC0415 - needs transformers
+
+    return Reference(model_folder / "qwen3-tiny")
 
 
 def failed(client: Client, seconds: float) -> Any:  # noqa: ANN401
@@ -69,14 +84,27 @@ def ended(client: Client, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("seq_len", [17, 64])
-def test_two_ranks_compute_what_one_does(parallel: Client, qwen3_reference: Reference, seq_len: int) -> None:
-    inputs = qwen3_reference.inputs(NONCES, seq_len)
+def test_two_ranks_compute_what_one_does(parallel: Client, reference: Reference, seq_len: int) -> None:
+    inputs = reference.inputs(NONCES, seq_len)
     artifacts = torch.tensor(parallel.artifacts(NONCES, seq_len=seq_len))
-    expected = qwen3_reference.artifacts(inputs, NONCES)
+    expected = reference.artifacts(inputs, NONCES)
     torch.testing.assert_close(artifacts, expected, atol=ARTIFACT_TOLERANCE, rtol=0)
     distances = torch.tensor(parallel.distances(NONCES, seq_len=seq_len))
-    expected = qwen3_reference.distances(qwen3_reference.inputs(NONCES, seq_len), NONCES)
+    expected = reference.distances(reference.inputs(NONCES, seq_len), NONCES)
     torch.testing.assert_close(distances, expected, atol=DISTANCE_TOLERANCE, rtol=0)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on CPU vLLM's own chat does not work with two ranks")
+def test_chat_beside_poc_keeps_its_tokens_and_its_cache(parallel: Client) -> None:
+    before = answers(parallel)
+    with poc_running(parallel):
+        assert answers(parallel) == before
+    filled = parallel.workers("poc_test_kv_checksum")
+    parallel.artifacts(range(40), seq_len=130, batch_size=8)
+    assert parallel.workers("poc_test_kv_checksum") == filled
+    parallel.chat(PROMPTS[2][::-1])
+    now = parallel.workers("poc_test_kv_checksum")
+    assert all(new != old for new, old in zip(now, filled, strict=True)), "the checksum must see chat's writes"
 
 
 def test_one_rank_answers_and_all_hold_a_scratch(parallel: Client) -> None:
@@ -115,5 +143,5 @@ def test_a_rank_that_hangs_fails_the_round_in_time(parallel: Client) -> None:
 def test_a_rank_that_fails_between_collectives_ends_the_server(parallel: Client) -> None:
     parallel.workers("poc_test_break_layer", 1)
     parallel.start()
-    assert failed(parallel, 30)["error"].startswith("poc_compute failed")
+    assert failed(parallel, 30)["error"].startswith("poc_compute")
     assert ended(parallel, 30), "vLLM must notice that a worker died"

@@ -160,6 +160,20 @@ async def test_the_queue_is_bounded(pod: Pod) -> None:
     assert (await pod.post("generate", JOB)).json()["queued_count"] == 40
 
 
+@pytest.mark.parametrize("pod_settings", [{"QUEUED_NONCES": "100"}])
+async def test_requests_that_wait_count_as_queued(pod: Pod) -> None:
+    pod.engine.output_processor.busy = True
+    waiting = [asyncio.create_task(pod.post("generate", JOB | {"wait": True})) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    error = error_of(await pod.post("generate", JOB | {"wait": True}), 429, "QueueFull")
+    assert error.detail.startswith("Queue full: 120 nonces would be queued, and 100 may")
+    error_of(await pod.post("generate", JOB), 429, "QueueFull")
+    assert (await pod.post("generate", JOB | {"nonces": [1]})).json()["queued_count"] == 81
+    pod.engine.output_processor.busy = False
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+    assert (await pod.post("generate", JOB | {"wait": True})).status_code == 200
+
+
 @pytest.mark.parametrize("pod_settings", [{"PAYLOAD_RESULTS": "15"}])
 async def test_results_go_to_the_callback(pod: Pod, receiver: CallbackReceiver) -> None:
     receiver.faults = [500, 429]
@@ -222,14 +236,21 @@ async def test_callbacks_of_jobs_go_to_allowed_hosts_only(pod: Pod) -> None:
     assert error.detail.startswith("url: callbacks to evil are not allowed")
 
 
-async def test_a_client_that_goes_away_takes_its_work_along(pod: Pod) -> None:
-    pod.engine.output_processor.busy = True
+@pytest.mark.parametrize("pod_settings", [{"QUEUED_NONCES": "40"}])
+@pytest.mark.parametrize("behind", ["chat", "a round"])
+async def test_a_client_that_goes_away_takes_its_work_along(pod: Pod, behind: str) -> None:
+    if behind == "chat":
+        pod.engine.output_processor.busy = True
+    else:
+        await pod.start(DISTANCE | SLOT)
     port = free_port()
     async with serve(pod.app, "127.0.0.1", port), httpx.AsyncClient(timeout=0.3) as client:
         with pytest.raises(httpx.ReadTimeout):
             await client.post(f"http://127.0.0.1:{port}{API_PREFIX}/generate", json=JOB | {"wait": True})
+        await asyncio.sleep(0.1)
         pod.engine.output_processor.busy = False
+        await pod.post("stop")
         await asyncio.sleep(0.2)
-        assert pod.engine.computed == []
+        assert "artifact" not in {batch["protocol"] for batch in pod.engine.batches}
         answer = await client.post(f"http://127.0.0.1:{port}{API_PREFIX}/generate", json=JOB | {"wait": True})
-    assert len(answer.json()["artifacts"]) == 40
+    assert len(answer.json()["artifacts"]) == 40, "and leaves its place in the queue"

@@ -201,3 +201,19 @@ async def test_proofs_are_judged_while_the_round_generates(pod: Pod) -> None:
     assert (await pod.post("validate", batch(VALID))).json()["n_total"] == 25
     before = (await pod.status()).next_index
     await pod.reach(lambda s: s.next_index > before)
+
+
+async def test_a_stop_of_another_round_leaves_one_that_validates_alone(pod: Pod) -> None:
+    await pod.post("init/validate", DISTANCE | {"round_id": "r1"})
+    error = error_of(await pod.post("stop?round_id=r2"), 409, "RoundConflict")
+    assert error.round_id == "r1"
+    assert error.detail.startswith("Already validating: round r1 runs")
+    assert (await pod.status()).state is PowState.VALIDATING
+    assert (await pod.post("stop?round_id=r1")).status_code == 200
+    assert (await pod.status()).state is PowState.STOPPED
+
+
+async def test_a_start_replaces_a_round_that_validates(pod: Pod) -> None:
+    await pod.post("init/validate", DISTANCE | {"round_id": "r1"})
+    assert (await pod.start(DISTANCE | SLOT | {"round_id": "r2"})).status_code == 200
+    assert (await pod.status()).round_id == "r2"

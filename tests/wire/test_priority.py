@@ -2,10 +2,12 @@
 """Who waits when chat and PoC both have work."""
 
 import asyncio
+from time import monotonic
 
 import pytest
 
-from tests.support.pod import DISTANCE, SLOT, Pod
+from tests.support.callback_receiver import CallbackReceiver
+from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
 
 POC_FIRST = {"PRIORITY": "poc-first"}
 INFERENCE = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
@@ -50,6 +52,25 @@ async def test_poc_first_lets_running_inference_finish(pod: Pod) -> None:
     await asyncio.sleep(0.05)
     await pod.start(DISTANCE | SLOT)
     assert (await answer).json() == {"done": True}
+
+
+@pytest.mark.parametrize("pod_settings", [POC_FIRST | {"PENDING_RESULTS": "100"}])
+async def test_poc_first_admits_inference_while_the_receiver_holds_poc_up(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 503
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    assert (await pod.http.post(INFERENCE[0])).status_code == 503
+    deadline = monotonic() + 10
+    while (await pod.http.post(INFERENCE[0])).status_code != 200:
+        assert monotonic() < deadline, "inference is not admitted"
+        await asyncio.sleep(0.005)
+    before = len(pod.engine.computed)
+    await asyncio.sleep(0.1)
+    assert len(pod.engine.computed) == before >= 100, "nothing is computed meanwhile"
+    # Now it takes longer to compute the next results than to deliver them.
+    pod.engine.seconds_per_batch = 0.2
+    receiver.answer = 200
+    await pod.reach(lambda s: s.delivered_index >= 100)
+    assert (await pod.http.post(INFERENCE[0])).status_code == 503
 
 
 async def test_chat_first_refuses_no_inference(pod: Pod) -> None:

@@ -2,6 +2,7 @@
 """Whole rounds: the operator's loop against pods over HTTP. Only the API server and the engine are fakes,
 so that they can be made to fail at an exact moment."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -95,6 +96,8 @@ class Fleet:
             if reached(self.store.round.status):
                 return self.store.round.status
             await self.operator.tick()
+            # Actions run beside the loop.
+            await asyncio.sleep(0.01)
         raise AssertionError(f"not reached: {self.store.round}")
 
 

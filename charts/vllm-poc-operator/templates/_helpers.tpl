@@ -43,10 +43,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [poc.gonka.ai]
   resources: [pocrounds/status]
   verbs: [patch]
-# Pods are read only.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  verbs: [list, watch{{ if .Values.rbac.deletePods }}, delete{{ end }}]
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

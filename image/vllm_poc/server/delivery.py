@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from vllm_poc.server import metrics
 from vllm_poc.server.posting import Outcome, Poster, halves
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import Item
@@ -52,6 +53,7 @@ class Delivery:
         settings: Settings,
     ) -> None:
         self.delivered = Delivered(start_index)
+        self.is_full = False  # and therefore holds generation back
         self._poster = None
         if receiver is not None:
             self._poster = Poster(f"{receiver}/generated", payload, session=session, settings=settings)
@@ -67,13 +69,18 @@ class Delivery:
         """What the receiver last answered while deliveries fail."""
         return self._poster.error if self._poster is not None else None
 
+    @property
+    def pending(self) -> int:
+        """How many results wait for delivery."""
+        return sum(len(piece.items) for piece in self._queue)
+
     async def add(self, piece: Piece) -> None:
         """Queue a piece; waits while too many results wait already."""
         if self._poster is None:
             self._count([piece], refused=0)
             return
         async with self._changed:
-            await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+            await self._room()
             self._queue.append(piece)
             self._weight += piece.weight
             self._changed.notify_all()
@@ -90,6 +97,14 @@ class Delivery:
         while self._poster is not None:
             await self._deliver(self._poster, await self._next_pieces())
             self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
+
+    async def _room(self) -> None:
+        try:
+            while self._weight >= self._settings.pending_results:
+                self.is_full = True
+                await self._changed.wait()
+        finally:
+            self.is_full = False
 
     async def _next_pieces(self) -> list[Piece]:
         async with self._changed:
@@ -124,8 +139,11 @@ class Delivery:
             self._changed.notify_all()
 
     def _count(self, pieces: Sequence[Piece], refused: int) -> None:
+        accepted = sum(len(piece.items) for piece in pieces) - refused
+        metrics.DELIVERED.inc(accepted)
+        metrics.REJECTED.inc(refused)
         self.delivered.index = pieces[-1].end
-        self.delivered.valid += sum(len(piece.items) for piece in pieces) - refused
+        self.delivered.valid += accepted
         self.delivered.refused += refused
         self.delivered.rejected += refused + sum(piece.rejected for piece in pieces)
 

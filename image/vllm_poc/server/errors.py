@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals, and how every error becomes a `vllm_poc.wire.responses.ErrorResponse`."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -11,9 +10,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from vllm_poc.log import get_logger
 from vllm_poc.wire.responses import ErrorResponse, FieldError
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
+from vllm_poc.server import metrics
 from vllm_poc.server.engine import PocEngine
 from vllm_poc.server.settings import Priority, Settings
 
@@ -46,7 +47,9 @@ class ChatGate:
         while not await self._is_open():
             started = monotonic()
             await asyncio.sleep(self._backoff)
-            self.held_back_seconds += monotonic() - started
+            waited = monotonic() - started
+            self.held_back_seconds += waited
+            metrics.HELD_BACK.inc(waited)
 
     def used(self, start: float, end: float) -> None:
         """Count a slice that ran from ``start`` to ``end`` (`time.monotonic`)."""

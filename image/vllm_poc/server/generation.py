@@ -9,59 +9,39 @@ start makes a new round.
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
 import aiohttp
 
-from vllm_poc.server.delivery import Delivered, Delivery, Piece
+from vllm_poc.log import get_logger
+from vllm_poc.server import metrics
+from vllm_poc.server.counters import Counters
+from vllm_poc.server.delivery import Delivery, Piece
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.payloads import callback, valid_items
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import Item, SliceResult, SliceRunner
+from vllm_poc.server.slices import SliceResult, SliceRunner
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.requests import InitGenerateRequest
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
-#: Status lists the newest valid nonces of a distance round; callbacks carry them all.
-LISTED_NONCES = 1_000
-
-
-@dataclass
-class Counters:
-    """Progress of a round. Times are seconds of the monotonic clock."""
-
-    next_index: int
-    checked: int = 0
-    valid: int = 0
-    not_finite: int = 0
-    sick: int = 0  # nonces not finite since the last slice without any
-    newest_valid: deque[Item] = field(default_factory=lambda: deque(maxlen=LISTED_NONCES))
-    started: float = field(default_factory=monotonic)
-    progressed: float | None = None
-    ended: float | None = None
-
-    @property
-    def elapsed_seconds(self) -> float:
-        """How long the round has run, or ran."""
-        return (self.ended or monotonic()) - self.started
-
-    @property
-    def rate_per_second(self) -> float:
-        """Nonces per second since the start."""
-        return self.checked / self.elapsed_seconds if self.checked else 0.0
+#: While a round runs, its progress is logged this often.
+PROGRESS_SECONDS = 5.0
 
 
 class SickEngineError(Exception):
     """The engine answers, but not with numbers."""
 
 
+#: Failures that are no defect of ours, so that a traceback would say nothing.
+_EXPECTED = (EngineError, SickEngineError)
+
+
 class Round:
-    """The round's two tasks, one that computes and one that delivers, and what status tells of them."""
+    """The round's tasks, one that computes and one that delivers, and what status tells of them."""
 
     def __init__(
         self,
@@ -83,53 +63,46 @@ class Round:
         self._flush_seconds = settings.flush_seconds
         self._on_idle = on_idle
         self._sick_limit = settings.sick_nonces
-        self._delivery = Delivery(
+        self.delivery = Delivery(
             receiver=request.receiver,
             payload=partial(callback, request),
             start_index=request.start_index,
             session=session,
             settings=settings,
         )
+        metrics.PROGRESS.set_to_current_time()
+        _log.info("%s; starts, callbacks go to %s", self._progress(), request.receiver or "nobody")
+        self._reporting = asyncio.create_task(self._report())
         self._sending = asyncio.create_task(self._send())
         self._computing = asyncio.create_task(self._generate())
-
-    @property
-    def delivered(self) -> Delivered:
-        """How far delivery got."""
-        return self._delivery.delivered
-
-    @property
-    def delivery_error(self) -> str | None:
-        """What the receiver last answered while deliveries fail."""
-        return self._delivery.error
 
     @property
     def held_back_seconds(self) -> float:
         """How long chat held PoC back since the round started."""
         return self._runner.held_back_seconds - self._held_back_before
 
-    async def stop(self) -> None:
+    async def stop(self, why: str) -> None:
         """Stop computing, deliver what is left within the flush time, then end. Harmless after the end."""
         await _cancel(self._computing)
         if self.state is PowState.GENERATING:
             await self._flush()
-        await self.close()
+        await self.close(why)
 
-    async def close(self) -> None:
-        """End at once; what is undelivered lies at or after ``delivered.index``."""
+    async def close(self, why: str = "the server ends") -> None:
+        """End at once; what is undelivered lies at or after ``delivery.delivered.index``."""
         await _cancel(self._computing)
         await _cancel(self._sending)
-        self._end(PowState.STOPPED)
+        self._end(PowState.STOPPED, why)
 
     async def _generate(self) -> None:
         try:
             await self._compute_slot()
-            await self._delivery.drained()
+            await self.delivery.drained()
         except Exception as error:
             self._fail(error)
             await self._flush()
         else:
-            self._end(PowState.STOPPED)
+            self._end(PowState.STOPPED, "the slot's last nonce is delivered")
         self._sending.cancel()
 
     async def _compute_slot(self) -> None:
@@ -143,12 +116,14 @@ class Round:
         while counters.next_index < slot.capacity:
             nonces = slot.nonces(counters.next_index, self._size.nonces)
             result = await self._runner.run(self.request, nonces, self._size)
-            await self._delivery.add(self._record(len(nonces), result))
+            await self.delivery.add(self._record(len(nonces), result))
             _refuse_sick_engine(counters.sick, self._sick_limit)
 
     def _record(self, count: int, result: SliceResult) -> Piece:
         valid = valid_items(self.request, result.items)
-        counters = self.counters
+        protocol, counters = self.request.protocol, self.counters
+        metrics.count_nonces(protocol, "round", computed=count, not_finite=result.rejected)
+        metrics.VALID.labels(protocol).inc(len(valid))
         counters.next_index += count
         counters.checked += count
         counters.valid += len(valid)
@@ -160,7 +135,7 @@ class Round:
 
     async def _send(self) -> None:
         try:
-            await self._delivery.run()
+            await self.delivery.run()
         except Exception as error:
             self._fail(error)
             self._computing.cancel()
@@ -168,18 +143,34 @@ class Round:
     async def _flush(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._flush_seconds):
-                await self._delivery.drained()
+                await self.delivery.drained()
 
     def _fail(self, error: Exception) -> None:
-        _log.error("the round failed", exc_info=None if isinstance(error, EngineError | SickEngineError) else error)
         self.error = str(error) or type(error).__name__
-        self._end(PowState.FAILED)
+        self._end(PowState.FAILED, self.error, defect=None if isinstance(error, _EXPECTED) else error)
 
-    def _end(self, state: PowState) -> None:
+    def _end(self, state: PowState, why: str, *, defect: Exception | None = None) -> None:
         if self.state is PowState.GENERATING:
             self.state = state
             self.counters.ended = monotonic()
+            self._reporting.cancel()
             self._on_idle()
+            level = logging.ERROR if state is PowState.FAILED else logging.INFO
+            _log.log(level, "%s; ended: %s", self._progress(), why, exc_info=defect)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            _log.info("%s", self._progress())
+
+    def _progress(self) -> str:
+        request, counters, delivered = self.request, self.counters, self.delivery.delivered
+        return (
+            f"{request.protocol} round {request.round_id!r} of block {request.block_height}: {self.state}, "
+            f"index {counters.next_index}, {counters.checked} checked, {counters.valid} valid, "
+            f"{counters.rate_per_second:.1f} nonces/s, held back {self.held_back_seconds:.1f} s, "
+            f"{delivered.valid} delivered up to index {delivered.index}, {self.delivery.pending} pending"
+        )
 
 
 def _refuse_sick_engine(sick: int, limit: int) -> None:

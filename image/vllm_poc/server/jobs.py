@@ -6,14 +6,15 @@ is kept for ``result_seconds``, whatever is stopped or started meanwhile.
 """
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
+from vllm_poc.log import get_logger
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.outbox import Letter
@@ -21,7 +22,7 @@ from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.results import GeneratedResponse, JobResponse, JobState, ValidatedResponse
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 Result = GeneratedResponse | ValidatedResponse
 
@@ -66,18 +67,32 @@ class JobQueue:
         self._running: Job | None = None
         self._worker: asyncio.Task[None] | None = None
         self._nonces = 0
+        self._others = 0
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests wait or are computed, and their nonces."""
+        return len(self._waiting) + (self._running is not None) + self._others, self._nonces
 
     def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued."""
-        queued = self._nonces + len(request.nonces)
-        if queued > self._settings.queued_nonces:
-            raise self._full(queued)
-        self._nonces = queued
+        self._admit(request)
         job = Job(request)
         self._jobs[job.id] = job
         self._waiting.append(job)
         self._ensure_worker()
-        return JobResponse(status=JobState.QUEUED, request_id=job.id, queued_count=queued)
+        return JobResponse(status=JobState.QUEUED, request_id=job.id, queued_count=self._nonces)
+
+    @contextmanager
+    def counted(self, request: GenerateRequest) -> Iterator[None]:
+        """Count a request that is not queued, but computed while its client waits; 429 as for the others."""
+        self._admit(request)
+        self._others += 1
+        try:
+            yield
+        finally:
+            self._others -= 1
+            self._nonces -= len(request.nonces)
 
     def find(self, request_id: str) -> Result | JobResponse:
         """Return the state or the result of a job; refused with 404 if there is none."""
@@ -131,7 +146,10 @@ class JobQueue:
         job.state, job.error, job.request = state, error, None
         asyncio.get_running_loop().call_later(self._settings.result_seconds, self._jobs.pop, job.id, None)
 
-    def _full(self, queued: int) -> RefusalError:
-        limit = self._settings.queued_nonces
+    def _admit(self, request: GenerateRequest) -> None:
+        queued, limit = self._nonces + len(request.nonces), self._settings.queued_nonces
+        if queued <= limit:
+            self._nonces = queued
+            return
         detail = f"Queue full: {queued} nonces would be queued, and {limit} may; try again when some are done"
-        return refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail)
+        raise refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail)

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, State
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_poc.server import deployment
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import response
 from vllm_poc.server.routes import create_app
@@ -20,7 +21,7 @@ from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.wire.base import API_PREFIX
 from vllm_poc.wire.responses import ErrorResponse
 
-#: What poc-first refuses while a round generates; what already runs is not touched.
+#: What poc-first refuses while a round computes; what already runs is not touched.
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
@@ -41,6 +42,7 @@ class PocMiddleware:
         elif self._refuses_inference(scope):
             await _poc_goes_first()(scope, receive, send)
         else:
+            self._set_gauges(scope)
             await self._inner(scope, receive, send)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +56,12 @@ class PocMiddleware:
         if not self._is_authorised(Headers(scope=scope)):
             await _unauthorised()(scope, receive, send)
             return
-        app = self._app_for(scope["app"].state)
+        state: State = scope["app"].state
+        refusal = deployment.refusal(getattr(state, "args", None), os.environ)
+        if refusal is not None:
+            await _unsupported(refusal)(scope, receive, send)
+            return
+        app = self._app_for(state)
         if app is None:
             await _not_ready()(scope, receive, send)
             return
@@ -64,6 +71,12 @@ class PocMiddleware:
             return
         # A copy, since the PoC app puts itself into the scope.
         await app(dict(scope), _replay(body, receive), send)
+
+    def _set_gauges(self, scope: Scope) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/metrics"):
+            self._app_for(scope["app"].state)
+            if self._service is not None:
+                self._service.set_gauges()
 
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:
@@ -124,6 +137,10 @@ def _unauthorised() -> Response:
     detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
     body = ErrorResponse(reason="Unauthorized", detail=detail)
     return response(HTTPStatus.UNAUTHORIZED, body, {"WWW-Authenticate": "Bearer"})
+
+
+def _unsupported(detail: str) -> Response:
+    return response(HTTPStatus.CONFLICT, ErrorResponse(reason="ModelUnsupported", detail=detail))
 
 
 def _not_ready() -> Response:

@@ -2,17 +2,18 @@
 """Callbacks outside of rounds: results of queued work, and verdicts."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal
 
 import aiohttp
 
+from vllm_poc.log import get_logger
+from vllm_poc.server import metrics
 from vllm_poc.server.posting import Item, Poster
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.base import WireMessage
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 CallbackState = Literal["pending", "delivered", "rejected", "given up"]
 
@@ -99,4 +100,5 @@ class Outbox:
     def _count(self, letter: Letter[Item]) -> None:
         if letter.state != "delivered":
             self.lost += 1
+            metrics.CALLBACKS_LOST.inc()
             _log.error("a callback was not delivered (%s): %s", letter.state, letter.error)

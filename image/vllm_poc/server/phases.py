@@ -19,6 +19,8 @@ from vllm_poc.wire.base import PowState, Protocol
 from vllm_poc.wire.requests import InitGenerateRequest, InitRequest, SlotRequest
 from vllm_poc.wire.responses import ErrorResponse
 
+_RUNNING = (PowState.GENERATING, PowState.VALIDATING)
+
 
 class Phases:
     """Starts and stops the round's phases, one call after the other."""
@@ -43,8 +45,13 @@ class Phases:
 
     @property
     def computes(self) -> bool:
-        """Whether a round still has nonces to compute; one that only delivers its last results has none."""
-        return not self._free.is_set()
+        """Whether a round uses the engine: it has nonces to compute, and its receiver keeps up."""
+        return not self._free.is_set() and self.round is not None and not self.round.delivery.is_full
+
+    @property
+    def pending(self) -> int:
+        """How many results of a round that generates wait for delivery."""
+        return self.round.delivery.pending if self.round is not None and self.state is PowState.GENERATING else 0
 
     async def free(self) -> None:
         """Wait until no round computes."""
@@ -75,7 +82,7 @@ class Phases:
             if not config.has_slot:
                 message = "the round was initialised without it: call init/generate with node_id and node_count"
                 raise field_refusal("node_id", message, status=HTTPStatus.BAD_REQUEST)
-            start = self.round.delivered.index if self.round is not None else config.start_index
+            start = self.round.delivery.delivered.index if self.round is not None else config.start_index
             if start >= config.slot.capacity:
                 detail = "every nonce of the slot is delivered: start a round of another slot"
                 raise refusal(HTTPStatus.CONFLICT, "SlotDone", detail)
@@ -86,16 +93,16 @@ class Phases:
         async with self._commands:
             self.distance_config()
             if self.round is not None:
-                await self.round.stop()
+                await self.round.stop("phase/validate")
             self._phase = PowState.VALIDATING
 
     async def stop(self, round_id: str | None) -> None:
         """End the phase, deliver what is left; refused if ``round_id`` names another round than the one that runs."""
         async with self._commands:
-            if round_id is not None and self.state is PowState.GENERATING and self._round_id != round_id:
+            if round_id is not None and self.state in _RUNNING and self._round_id != round_id:
                 raise self._conflict()
             if self.round is not None:
-                await self.round.stop()
+                await self.round.stop("stopped on request")
             if self._phase is PowState.VALIDATING:
                 self._phase = PowState.STOPPED
 
@@ -139,7 +146,7 @@ class Phases:
         running = payloads.round_config(self.config) if self.config is not None else None
         body = ErrorResponse(
             reason="RoundConflict",
-            detail=f"Already generating: {what} runs; stop it first",
+            detail=f"Already {self.state.lower()}: {what} runs; stop it first",
             running=running,
             round_id=self._round_id,
         )

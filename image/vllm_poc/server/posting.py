@@ -2,7 +2,6 @@
 """Posts of results to one callback address: tried until the receiver accepts them or refuses them for good."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from http import HTTPStatus
@@ -10,10 +9,12 @@ from typing import Generic, TypeVar
 
 import aiohttp
 
+from vllm_poc.log import get_logger
+from vllm_poc.server import metrics
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.base import WireMessage
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _SUCCESS = range(200, 300)
 _CLIENT_ERRORS = range(400, 500)
@@ -71,6 +72,7 @@ class Poster(Generic[Item]):
             status = await self._attempt(body)
             if status in _SUCCESS or (status in _CLIENT_ERRORS and status not in _PASSING):
                 return self._judge(status, len(items))
+            metrics.CALLBACKS.labels("failed").inc()
             await asyncio.sleep(pause)
         raise AssertionError("the pauses never end")
 
@@ -104,7 +106,9 @@ class Poster(Generic[Item]):
     def _judge(self, status: int, count: int) -> Outcome:
         if status in _SUCCESS:
             self.error, self._refused_in_a_row = None, 0
+            metrics.CALLBACKS.labels("accepted").inc()
             return Outcome.ACCEPTED
+        metrics.CALLBACKS.labels("refused").inc()
         self.refusal = self.error
         self._refused_in_a_row += count == 1
         hopeless = status in _NOT_ABOUT_CONTENT or self._refused_in_a_row >= SEARCH_LIMIT

@@ -18,7 +18,7 @@ from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import SliceRunner
-from vllm_poc.server.status import pow_status, status_response
+from vllm_poc.server.status import pow_status, set_gauges, status_response
 from vllm_poc.server.work import NamedNonces
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.generate import GenerateRequest
@@ -48,7 +48,7 @@ class PocService:
 
     @property
     def round_computes(self) -> bool:
-        """Whether a round runs that still has nonces to compute."""
+        """Whether a round uses the engine."""
         return self._phases.computes
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
@@ -86,7 +86,8 @@ class PocService:
         limit = await self._checked(request)
         if not request.wait:
             return self._jobs.submit(request)
-        return await self._in_time(self._work.result(request, uuid4().hex, limit))
+        with self._jobs.counted(request):
+            return await self._in_time(self._work.result(request, uuid4().hex, limit))
 
     def job(self, request_id: str) -> Result | JobResponse:
         """Return state or result of queued work."""
@@ -100,6 +101,10 @@ class PocService:
     async def status(self, *, lists: bool = True) -> StatusResponse:
         """Return the state of the round; the model's limits are 0 as long as the engine does not answer."""
         return status_response(self.session_id, await self._model_limits(), self._phases, self._outbox, lists=lists)
+
+    def set_gauges(self) -> None:
+        """Bring the gauges of ``/metrics`` up to date."""
+        set_gauges(self._phases, self._jobs)
 
     async def close(self) -> None:
         """End all work at once and release the connections."""
@@ -147,7 +152,7 @@ class PocService:
 
     def _too_slow(self) -> RefusalError:
         seconds = self._settings.request_seconds
-        why = "a round runs" if self.round_computes else "the server is busy"
+        why = "a round runs" if self._phases.state is PowState.GENERATING else "the server is busy"
         detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
         return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail)
 

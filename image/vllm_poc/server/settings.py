@@ -38,7 +38,7 @@ class Settings(BaseModel):
     #: Hosts that callbacks may go to, as patterns with ``*``.
     callback_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)
     #: chat-first: PoC waits while chat has work. poc-first: PoC never waits, and new inference requests
-    #: are answered 503 while a round generates; those that run already go on.
+    #: are answered 503 while a round computes; those that run already go on.
     priority: Priority = Priority.CHAT_FIRST
     #: With chat-first: least share of time that PoC gets however busy chat is, 0 for none and 1 for all.
     #: It is the share of the last ``share_window_seconds`` that slices took, from call to answer.
@@ -53,7 +53,7 @@ class Settings(BaseModel):
     engine_seconds: Seconds = 120.0
     #: A round ends in FAILED after this many NaN or infinite results without one clean slice in between.
     sick_nonces: int = Field(default=100, ge=1)
-    #: Most nonces that ``generate`` without ``wait`` may have queued; more are answered 429.
+    #: Most nonces of ``generate`` that may wait or be computed; more are answered 429.
     queued_nonces: int = Field(default=100_000, ge=1)
     #: Results of queued work can be fetched, and their callbacks are tried, for this long.
     result_seconds: Seconds = 300.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import NamedTuple
 
+from vllm_poc.server import metrics
 from vllm_poc.server.engine import EngineError, PocEngine
 from vllm_poc.server.gate import ChatGate
 from vllm_poc.server.settings import Settings
@@ -87,6 +88,8 @@ class SliceRunner:
             ended = monotonic()
         self._gate.used(started, ended)
         size.learn(ended - started)
+        metrics.SLICE.observe(ended - started)
+        metrics.PROGRESS.set_to_current_time()
         _check_answer(nonces, result)
         return result
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``GET status`` says about a round."""
+"""What ``GET status`` and the gauges of ``/metrics`` say."""
 
 from time import monotonic
 
+from vllm_poc.server import metrics
 from vllm_poc.server.generation import Round
+from vllm_poc.server.jobs import JobQueue
 from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.payloads import round_config
 from vllm_poc.server.phases import Phases
@@ -36,7 +38,7 @@ def _config_fields(config: SlotRequest) -> dict[str, object]:
 
 
 def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
-    request, counters, delivered = current.request, current.counters, current.delivered
+    request, counters, delivered = current.request, current.counters, current.delivery.delivered
     newest = counters.newest_valid if lists and request.protocol is Protocol.DISTANCE else ()
     return {
         "stats": RoundStats(total_processed=counters.checked, nonces_per_second=counters.rate_per_second),
@@ -55,8 +57,18 @@ def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
         "last_progress_seconds": _age(counters.progressed),
         "held_back_seconds": current.held_back_seconds,
         "error": current.error,
-        "delivery_error": current.delivery_error,
+        "delivery_error": current.delivery.error,
     }
+
+
+def set_gauges(phases: Phases, jobs: JobQueue) -> None:
+    """Bring the gauges up to date that no event sets."""
+    for state in PowState:
+        metrics.STATE.labels(state).set(state is phases.state)
+    metrics.PENDING.set(phases.pending)
+    queued, nonces = jobs.load
+    metrics.QUEUED_JOBS.set(queued)
+    metrics.QUEUED_NONCES.set(nonces)
 
 
 def pow_status(session_id: str, phases: Phases, state: PowState) -> PowStatus:
@@ -67,7 +79,7 @@ def pow_status(session_id: str, phases: Phases, state: PowState) -> PowStatus:
         session_id=session_id,
         round_id=phases.config.round_id if phases.config is not None else None,
         next_index=current.counters.next_index if current is not None else 0,
-        delivered_index=current.delivered.index if current is not None else 0,
+        delivered_index=current.delivery.delivered.index if current is not None else 0,
     )
 
 

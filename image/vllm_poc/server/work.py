@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from vllm_poc.server import payloads
+from vllm_poc.server import metrics, payloads
 from vllm_poc.server.comparison import ArtifactComparison, proof_verdict
 from vllm_poc.server.jobs import Job, Result
 from vllm_poc.server.outbox import Letter, Outbox
@@ -68,7 +68,9 @@ class NamedNonces:
         while done < len(nonces):
             await ready()
             part = nonces[done : done + size.nonces]
-            yield (await self._runner.run(request, part, size)).items
+            result = await self._runner.run(request, part, size)
+            metrics.count_nonces(request.protocol, "request", computed=len(part), not_finite=result.rejected)
+            yield result.items
             done += len(part)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one module that touches vLLM's internals; each is looked up by feature, not by version number.
+"""vLLM's internals, touched here and in `embeddings` alone; each is looked up by feature, not by version number.
 
 A feature that is not found becomes an `UnsupportedModelError`, so that a new vLLM release ends in a
 sentence and not in wrong numbers.
@@ -17,6 +17,7 @@ from vllm.forward_context import set_forward_context
 from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_poc.worker.embeddings import model_inputs
 from vllm_poc.worker.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -86,7 +87,6 @@ class Runner:
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = runner.vllm_config.model_config.dtype
         self.layers = _decoder_layers(self.model)
-        _require_own_caches(runner.vllm_config.compilation_config.static_forward_context)
         self.groups = [_cache_group(runner, group) for groups in runner.attn_groups for group in groups]
         self.ranks = Ranks()
         self._config = runner.vllm_config
@@ -109,20 +109,17 @@ class Runner:
         """
         received = None if self.ranks.has_first_layer else IntermediateTensors(self.ranks.receive())
         # Compiled code expects token ids and knows nothing of the layer hooks.
-        with set_forward_context(
+        context = set_forward_context(
             plan.metadata,
             self._config,
             num_tokens=plan.shape.tokens,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=plan.slots,
             skip_compiled=True,
-        ):
-            output = self.model(
-                input_ids=None,
-                positions=plan.positions,
-                intermediate_tensors=received,
-                inputs_embeds=inputs.flatten(0, 1) if inputs is not None else None,
-            )
+        )
+        embeddings = inputs.flatten(0, 1) if inputs is not None else None
+        with context, model_inputs(self.model, embeddings) as arguments:
+            output = self.model(positions=plan.positions, intermediate_tensors=received, **arguments)
         if isinstance(output, IntermediateTensors):
             self.ranks.send(output.tensors)
             return None
@@ -184,13 +181,6 @@ def _cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
         block_dim=block_dim,
         block_size=group.kv_cache_spec.block_size // split,
     )
-
-
-def _require_own_caches(context: dict[str, Any]) -> None:
-    # A layer that reads another layer's keys would find those of the layer that wrote last.
-    for name, layer in context.items():
-        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-            raise UnsupportedModelError(f"The layer {name} reads another's KV cache: serve another model.")
 
 
 def _require_paged_cache(name: str, layer: Attention) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from torch import nn
+from vllm.distributed import get_pp_group
 
+from vllm_poc.worker.embeddings import takes_embeddings, token_embeddings
 from vllm_poc.worker.internals import BatchShape
 
 if TYPE_CHECKING:
@@ -39,7 +40,11 @@ class Limits:
 
     @classmethod
     def of(cls, config: VllmConfig) -> Self:
-        """Read the sizes; vLLM sizes its own workspaces for the same largest batch."""
+        """Read the sizes.
+
+        vLLM has sized the workspaces of experts and attention for the same largest batch and then locked them, so
+        PoC needs none of its own.
+        """
         return cls(
             hidden_size=config.model_config.get_hidden_size(),
             num_layers=config.model_config.get_total_num_hidden_layers(),
@@ -62,7 +67,12 @@ class Limits:
 
 def refusal(config: VllmConfig, model: nn.Module) -> str | None:
     """Return one sentence that says why PoC cannot run with this configuration and model, or None."""
-    return _parallel_refusal(config.parallel_config) or _section_refusal(config) or _model_refusal(config, model)
+    return (
+        _parallel_refusal(config.parallel_config)
+        or _section_refusal(config)
+        or _cache_refusal(config)
+        or _model_refusal(config, model)
+    )
 
 
 def _parallel_refusal(parallel: ParallelConfig) -> str | None:
@@ -82,18 +92,38 @@ def _section_refusal(config: VllmConfig) -> str | None:
     return None
 
 
-def _model_refusal(config: VllmConfig, model: nn.Module) -> str | None:
-    name = type(model).__name__
-    if config.model_config.runner_type != "generate":
-        return f"{name} generates nothing under --runner {config.model_config.runner_type}: serve it for chat."
-    if config.model_config.uses_mrope:
-        return f"{name} has positions of several dimensions, which PoC does not make: serve another model."
-    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
-        return f"{name} takes no inputs_embeds, the inputs of PoC: serve another model."
-    if any(_routes_by_token(*parameter) for parameter in model.named_parameters()):
-        return f"{name} routes experts by token id, and PoC has no tokens: serve another model."
+def _cache_refusal(config: VllmConfig) -> str | None:
+    # In the scratch cache, a layer that reads another layer's keys would find those of the layer that wrote last.
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            return f"The layer {name} reads another's KV cache: serve another model."
     return None
 
 
-def _routes_by_token(name: str, parameter: nn.Parameter) -> bool:
-    return ".gate." in name and not parameter.is_floating_point()
+def _model_refusal(config: VllmConfig, model: nn.Module) -> str | None:
+    kind, called = config.model_config, type(model).__name__
+    if kind.runner_type != "generate":
+        return f"{called} generates nothing under --runner {kind.runner_type}: serve it for chat."
+    if kind.is_encoder_decoder:
+        return f"{called} reads the output of an encoder, which PoC has not: serve a model with a decoder only."
+    # Releases before the two were made one tell them apart.
+    if kind.uses_mrope or getattr(kind, "uses_xdrope_dim", 0):
+        return f"{called} has positions of several dimensions, which PoC does not make: serve another model."
+    if any(_routes_by_token(name, values, kind.get_vocab_size()) for name, values in model.named_parameters()):
+        return f"{called} routes experts by token id, and PoC has no tokens: serve another model."
+    if _reads_tokens(model):
+        return f"{called} reads more of the tokens than one embedding each, and PoC has no tokens: serve another model."
+    return None
+
+
+def _routes_by_token(name: str, values: nn.Parameter, vocabulary: int) -> bool:
+    # A quantised router holds integers too, but not a row for each token.
+    return ".gate." in name and not values.is_floating_point() and values.shape[:1] == (vocabulary,)
+
+
+def _reads_tokens(model: nn.Module) -> bool:
+    embeddings = len(token_embeddings(model))
+    missing = embeddings == 0 and get_pp_group().is_first_rank and not takes_embeddings(model)
+    # vLLM hands such models the tokens beside their embeddings, or has code of their own prepare their inputs.
+    fed_apart = getattr(model, "requires_raw_input_tokens", False) or hasattr(model, "get_model_state_cls")
+    return fed_apart or embeddings > 1 or missing

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
-from vllm.logger import init_logger
 
-_log = init_logger(__name__)
+from vllm_poc.log import get_logger
+
+_log = get_logger(__name__)
 
 
 class OtherRankError(Exception):

@@ -19,6 +19,7 @@ class PodView:
     ip: str | None = None
     ready: bool = False
     gone: bool = False  # being deleted, or ended for good
+    disrupted: bool = False  # ended by the cluster: evicted, preempted, its node drained or lost
     waiting_for: str = ""  # why it is not ready, in the kubelet's words
 
     @classmethod
@@ -35,6 +36,7 @@ class PodView:
             ip=status.get("podIP"),
             ready=ready.get("status") == "True",
             gone="deletionTimestamp" in meta or status.get("phase") in ("Succeeded", "Failed"),
+            disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
             waiting_for=_waiting_for(status, conditions),
         )
 
@@ -57,10 +59,15 @@ class PodReport:
     """What one poll of a pod yielded: its status, or why there is none.
 
     ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as
-    (reason, message), if it declined.
+    (reason, message), if it declined. ``stalled_seconds`` is how long it has computed without progress
+    that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
+    ``in_flight`` says that it was told something whose outcome is not known yet.
     """
 
     status: StatusResponse | None = None
     error: str | None = None
     started: str | None = None
     refusal: tuple[str, str] | None = None
+    stalled_seconds: float = 0.0
+    silent_seconds: float = 0.0
+    in_flight: bool = False

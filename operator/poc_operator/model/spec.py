@@ -30,11 +30,15 @@ def _decimal(text: str) -> str:
 
 
 class NodeRange(ApiModel):
-    """Node ids ``first`` to ``last`` of ``count`` are served by this cluster."""
+    """Node ids ``first`` to ``last`` of ``count`` are served by this cluster, each by ``groups`` pods.
+
+    Without ``groups`` every pod that matches at the start gets a slot of its own.
+    """
 
     first: int
     last: int
     count: int
+    groups: int | None = None
 
     @property
     def ids(self) -> range:
@@ -90,6 +94,29 @@ class ReissueSpec(ApiModel):
     limit: int = 1000
 
 
+class StallAction(StrEnum):
+    """What is done about a pod that stalls again after its work was given to it anew."""
+
+    REISSUE = "Reissue"
+    DELETE_POD = "DeletePod"
+
+
+class StallSpec(ApiModel):
+    """When a pod counts as stalled, and what is done about it."""
+
+    after_seconds: int = 120
+    unreachable_seconds: int = 300
+    action: StallAction = StallAction.REISSUE
+
+
+class BusyPolicy(StrEnum):
+    """What is done about a pod that computes other work than this round's."""
+
+    WAIT = "Wait"
+    REPLACE = "Replace"
+    FAIL = "Fail"
+
+
 class RoundSpec(ApiModel):
     """What the user asked for."""
 
@@ -110,6 +137,8 @@ class RoundSpec(ApiModel):
     start_deadline_seconds: int = 900
     poll_failure_seconds: int = 300
     reissue: ReissueSpec = Field(default_factory=ReissueSpec)
+    stall: StallSpec = Field(default_factory=StallSpec)
+    on_busy: BusyPolicy = BusyPolicy.WAIT
     suspend: bool = False
     ttl_seconds_after_finished: int | None = None
 

@@ -33,13 +33,14 @@ class SlotState(StrEnum):
     WAITING = "Waiting"  # no pod has been told to work on it, or its pod lost it
     STARTING = "Starting"  # recorded for a pod that has not confirmed yet
     RUNNING = "Running"  # its pod confirmed and computes
+    STALLED = "Stalled"  # its pod makes no progress, or does not answer, and must be stopped first
     DONE = "Done"  # stopped, results flushed
     FAILED = "Failed"  # given up
 
     @property
     def active(self) -> bool:
         """Whether a pod may be computing the slot's nonces."""
-        return self in (SlotState.STARTING, SlotState.RUNNING)
+        return self in (SlotState.STARTING, SlotState.RUNNING, SlotState.STALLED)
 
 
 class Assignment(ApiModel):
@@ -47,7 +48,8 @@ class Assignment(ApiModel):
 
     ``start``, ``next`` and ``delivered`` are indices of the slot's nonces: where the current pod
     began, the first not computed, the first not delivered. ``valid_before`` and
-    ``rejected_before`` count what earlier pods contributed below ``start``.
+    ``rejected_before`` count what earlier pods contributed below ``start``. ``disruptions`` are the
+    attempts that the cluster's infrastructure caused, ``stalls`` how often the current pod stalled.
     """
 
     node: int
@@ -64,6 +66,8 @@ class Assignment(ApiModel):
     rejected: int = 0
     rejected_before: int = 0
     attempts: int = 0
+    disruptions: int = 0
+    stalls: int = 0
     error: str | None = None
 
 

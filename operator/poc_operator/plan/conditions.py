@@ -6,6 +6,7 @@ from collections import Counter
 from poc_operator.model.conditions import Condition, ConditionType, Reason, merge_conditions
 from poc_operator.model.status import RoundState, RoundStatus, SlotState
 from poc_operator.plan.compatibility import Finding, incompatibility
+from poc_operator.plan.slots import free_pods
 from poc_operator.plan.snapshot import Snapshot, Step
 from poc_operator.plan.waiting import waits_for
 
@@ -35,18 +36,23 @@ def _progressing(snapshot: Snapshot, status: RoundStatus) -> Verdict:
     if status.stop_time is not None:
         left = sum(slot.state.active for slot in status.assignments)
         return True, Reason.STOPPING, f"waiting for {left} pods to deliver their results and stop"
-    return waits_for(snapshot, status) or (True, Reason.RUNNING, _pace(status))
+    return waits_for(snapshot, status) or (True, Reason.RUNNING, _pace(snapshot, status))
 
 
-def _pace(status: RoundStatus) -> str:
+def _pace(snapshot: Snapshot, status: RoundStatus) -> str:
     running = sum(slot.state is SlotState.RUNNING for slot in status.assignments)
-    return f"{running} pods compute {status.totals.rate} nonces/s"
+    pace = f"{running} pods compute {status.totals.rate} nonces/s"
+    spare = len(free_pods(snapshot, status.assignments))
+    return f"{pace}; {spare} more have no slot (the {status.slots} slots are fixed at the start)" if spare else pace
 
 
 def _degraded(status: RoundStatus) -> Verdict:
     failed = [slot for slot in status.assignments if slot.state is SlotState.FAILED]
     if failed:
         return True, Reason.SLOTS_FAILED, f"{len(failed)} slots were given up, the first: {failed[0].error}"
+    stalled = [slot for slot in status.assignments if slot.state is SlotState.STALLED]
+    if stalled:
+        return True, Reason.SLOTS_STALLED, f"{len(stalled)} slots get nothing done, the first: {stalled[0].error}"
     missing = sum(slot.next - slot.delivered for slot in status.assignments)
     if missing and not any(slot.state.active for slot in status.assignments):
         return (

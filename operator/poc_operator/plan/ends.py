@@ -5,8 +5,11 @@ from collections.abc import Callable
 from datetime import datetime
 
 from poc_operator.model.conditions import ConditionType, Reason
+from poc_operator.model.spec import BusyPolicy
 from poc_operator.model.status import Outcome, RoundState, RoundStatus, SlotState
+from poc_operator.plan.busy import computes_other_work
 from poc_operator.plan.snapshot import Snapshot, Step
+from poc_operator.plan.waiting import holders
 
 Rule = Callable[[Snapshot, RoundStatus], Outcome | None]
 
@@ -97,6 +100,16 @@ def pods_unreachable(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     return _failed(Reason.PODS_UNREACHABLE, f"no pod has answered for {limit} s (spec.pollFailureSeconds)")
 
 
+def pods_busy(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """A pod computes other work before this round has started, and ``onBusy`` is Fail."""
+    if snapshot.round.spec.on_busy is not BusyPolicy.FAIL or status.start_time is not None:
+        return None
+    busy = [pod for pod, report in snapshot.answering if computes_other_work(snapshot, report)]
+    if not busy:
+        return None
+    return _failed(Reason.PODS_BUSY, f"pods compute other work: {holders(snapshot, busy)} (spec.onBusy is Fail)")
+
+
 def all_slots_failed(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     """Every slot was given up."""
     if not status.assignments or any(slot.state is not SlotState.FAILED for slot in status.assignments):
@@ -113,6 +126,7 @@ ENDS: tuple[Rule, ...] = (
     deadline_exceeded,
     start_deadline_exceeded,
     pods_unreachable,
+    pods_busy,
     all_slots_failed,
 )
 

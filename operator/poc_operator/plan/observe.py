@@ -11,6 +11,7 @@ from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.reissue import lose
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step
+from poc_operator.plan.stalls import silent_for_long, stall, stalled_for_long
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.partition import NonceSlot
 from vllm_poc.wire.responses import StatusResponse
@@ -65,6 +66,8 @@ def _pod_gone(view: SlotView) -> Change | None:
 def _unreachable(view: SlotView) -> Change | None:
     if view.status is not None:
         return None
+    if silent_for_long(view.snapshot, view.slot) and view.slot.state is not SlotState.STALLED:
+        return stall(view.slot, f"has not answered for {view.report.silent_seconds:.0f} s: {view.report.error}")
     return view.slot.model_copy(update={"error": view.report.error}), None
 
 
@@ -81,9 +84,14 @@ def _runs(view: SlotView) -> Change | None:
         return None
     if view.slot.state is SlotState.STARTING:
         return _count(_confirm(view.slot, status.session_id), status), None
-    if view.slot.session == status.session_id:
-        return _count(view.slot, status), None
-    return None
+    if view.slot.session != status.session_id:
+        return None
+    slot = _count(view.slot, status)
+    if not stalled_for_long(view.snapshot, slot):
+        return _confirm(slot, status.session_id), None
+    if slot.state is SlotState.STALLED:
+        return slot.model_copy(update={"error": view.slot.error}), None
+    return stall(slot, f"has made no progress for {view.report.stalled_seconds:.0f} s")
 
 
 def _not_started_yet(view: SlotView) -> Change | None:
@@ -100,6 +108,8 @@ def _stopped(view: SlotView) -> Change | None:
     if status is None or not view.ours or view.slot.session != status.session_id:
         return None
     slot = _count(view.slot, status)
+    if view.slot.state is SlotState.STALLED and not view.ending:
+        return lose(view.snapshot, slot, view.slot.error or f"pod {slot.pod} stalled")
     if status.state is PowState.FAILED:
         return lose(view.snapshot, slot, f"pod {slot.pod} failed: {status.error}")
     if view.ending or slot.next >= _capacity(view.snapshot, slot):
@@ -108,6 +118,8 @@ def _stopped(view: SlotView) -> Change | None:
 
 
 def _restarted(view: SlotView) -> Change | None:
+    if view.computing and not view.ours:
+        return lose(view.snapshot, view.slot, f"pod {view.slot.pod} was given other work")
     return lose(view.snapshot, view.slot, f"pod {view.slot.pod} restarted and forgot the round")
 
 

@@ -12,27 +12,35 @@ def lose(
 ) -> tuple[Assignment, RoundEvent | None]:
     """Return the slot after its work was lost, and the Event that tells the user.
 
-    With ``unbind`` the slot waits for another pod; else its own pod is told again.
+    With ``unbind`` the slot waits for another pod; else its own pod is told again. What the cluster's
+    infrastructure ended does not count against the budget.
     """
     if snapshot.round.status.stop_time is not None:
         return slot.model_copy(update={"state": SlotState.DONE, "error": why}), None
-    refusal = _exhausted(snapshot, slot)
+    disrupted = snapshot.disrupted(slot)
+    if disrupted:
+        slot = slot.model_copy(update={"disruptions": slot.disruptions + 1})
+        why += " (disrupted by the cluster)"
+    refusal = _exhausted(snapshot, slot, free=disrupted)
     if refusal is not None:
         failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
         return failed, _event(slot, f"{why}; {refusal}")
     again = _reset(slot, _start_index(snapshot, slot), why)
     if unbind:
-        again = again.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None})
+        again = again.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None, "stalls": 0})
     return again, _event(slot, f"{why}; starts again at index {again.start}")
 
 
-def _exhausted(snapshot: Snapshot, slot: Assignment) -> str | None:
+def _exhausted(snapshot: Snapshot, slot: Assignment, *, free: bool) -> str | None:
     limits = snapshot.round.spec.reissue
     if limits.policy is ReissuePolicy.NEVER:
         return "spec.reissue.policy is Never"
-    if slot.attempts > limits.limit_per_pod:
+    if free:
+        return None
+    if slot.attempts - slot.disruptions > limits.limit_per_pod:
         return f"spec.reissue.limitPerPod of {limits.limit_per_pod} is used up"
-    if snapshot.round.status.totals.reissues >= limits.limit:
+    disruptions = sum(other.disruptions for other in snapshot.round.status.assignments)
+    if snapshot.round.status.totals.reissues - disruptions >= limits.limit:
         return f"spec.reissue.limit of {limits.limit} is used up"
     return None
 

@@ -5,11 +5,13 @@ The number of slots is decided once, from the pods that exist when the first of 
 then recorded: a later change would make residue classes overlap.
 """
 
+from collections.abc import Iterable
+
 from poc_operator.model.pods import PodView
 from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.busy import computes_other_work, may_replace
 from poc_operator.plan.compatibility import incompatibility
 from poc_operator.plan.snapshot import Snapshot, Step
-from vllm_poc.wire.base import PowState
 
 
 def usable_pods(snapshot: Snapshot) -> list[PodView]:
@@ -18,20 +20,21 @@ def usable_pods(snapshot: Snapshot) -> list[PodView]:
     return [pod for pod, report in snapshot.answering if incompatibility(spec, report) is None]
 
 
-def _free_for(snapshot: Snapshot, pod: PodView) -> bool:
-    """Whether the pod computes nothing, or this round already."""
-    status = snapshot.reports[pod.uid].status
-    if status is None:
-        return False
-    return status.state is not PowState.GENERATING or status.round_id == snapshot.round.id
+def free_pods(snapshot: Snapshot, assignments: Iterable[Assignment]) -> list[PodView]:
+    """Usable pods without a slot: first those that compute nothing, then those whose work may be replaced."""
+    taken = {slot.uid for slot in assignments if slot.state is not SlotState.WAITING}
+    pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
+    idle = [pod for pod, report in pods if not computes_other_work(snapshot, report)]
+    busy = [pod for pod, report in pods if computes_other_work(snapshot, report) and may_replace(snapshot, report)]
+    return idle + busy
 
 
 def fix_slots(snapshot: Snapshot, step: Step) -> Step:
-    """Decide the residue classes, once: groups so that every pod of today gets a slot of its own."""
+    """Decide the residue classes, once: as many groups as asked for, or so that every pod of today gets a slot."""
     if step.status.slots or step.status.stop_time or not usable_pods(snapshot):
         return step
     nodes = snapshot.round.spec.nodes
-    groups = -(-len(snapshot.live_pods) // len(nodes.ids))
+    groups = nodes.groups or -(-len(snapshot.live_pods) // len(nodes.ids))
     assignments = [
         Assignment(node=node, group=group, state=SlotState.WAITING) for group in range(groups) for node in nodes.ids
     ]
@@ -42,8 +45,7 @@ def bind_pods(snapshot: Snapshot, step: Step) -> Step:
     """Give every slot without a pod a free one."""
     if step.status.stop_time:
         return step
-    taken = {slot.uid for slot in step.status.assignments if slot.state is not SlotState.WAITING}
-    free = [pod for pod in usable_pods(snapshot) if pod.uid not in taken and _free_for(snapshot, pod)]
+    free = free_pods(snapshot, step.status.assignments)
     return step.extended(assignments=[_bind(slot, free) for slot in step.status.assignments])
 
 

@@ -42,6 +42,10 @@ class Snapshot:
         """Return the live pod that the slot is bound to."""
         return self._live_by_uid.get(slot.uid)
 
+    def disrupted(self, slot: Assignment) -> bool:
+        """Whether the cluster's infrastructure ended the slot's pod."""
+        return any(pod.disrupted for pod in self.pods if pod.uid == slot.uid)
+
     def report_of(self, slot: Assignment) -> PodReport:
         """Return the report of the slot's pod; an empty one if it was not polled."""
         return self.reports.get(slot.uid or "", PodReport())
@@ -57,10 +61,17 @@ class StartPod:
 
 @dataclass(frozen=True, kw_only=True)
 class StopPod:
-    """Tell a pod to stop the round, after it has flushed its results."""
+    """Tell a pod to stop the round of this id, or whatever it computes; it flushes its results first."""
 
     pod: PodView
-    round_id: str
+    round_id: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeletePod:
+    """Delete a pod that cannot be helped otherwise; whatever made it makes a new one."""
+
+    pod: PodView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +79,7 @@ class DeleteRound:
     """Delete the finished round; its time to live has passed."""
 
 
-Action = StartPod | StopPod | DeleteRound
+Action = StartPod | StopPod | DeletePod | DeleteRound
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,9 @@ def running_pods(snapshot: Snapshot) -> list[PodView]:
 
 
 def _may_compute(snapshot: Snapshot, slot: Assignment) -> bool:
-    status = snapshot.report_of(slot).status
-    if status is None:
+    report = snapshot.report_of(slot)
+    status = report.status
+    if status is None or report.in_flight:
         return True
     return status.round_id == snapshot.round.id and status.state is PowState.GENERATING
 

@@ -4,11 +4,11 @@
 from collections.abc import Callable, Sequence
 
 from poc_operator.model.conditions import Reason
-from poc_operator.model.pods import PodReport, PodView
+from poc_operator.model.pods import PodView
 from poc_operator.model.status import RoundStatus, SlotState
+from poc_operator.plan.busy import computes_other_work, holder
 from poc_operator.plan.compatibility import incompatibility
 from poc_operator.plan.snapshot import Snapshot
-from vllm_poc.wire.base import PowState
 
 Wait = tuple[bool, Reason, str]
 Rule = Callable[[Snapshot], Wait | None]
@@ -74,24 +74,16 @@ def _no_pod_fits(snapshot: Snapshot) -> Wait | None:
 
 
 def _all_pods_busy(snapshot: Snapshot) -> Wait | None:
-    others = [pod for pod, report in snapshot.answering if _computes_another(snapshot, report)]
+    others = [pod for pod, report in snapshot.answering if computes_other_work(snapshot, report)]
     if len(others) < len(snapshot.answering):
         return None
-    holders = _names(others, lambda pod: _holder(snapshot, pod))
-    return False, Reason.PODS_BUSY, f"every pod computes another round: {holders}; wait for it or stop it"
+    held = holders(snapshot, others)
+    return False, Reason.PODS_BUSY, f"every pod computes another round: {held}; wait for it or stop it"
 
 
-def _computes_another(snapshot: Snapshot, report: PodReport) -> bool:
-    status = report.status
-    return status is not None and status.state is PowState.GENERATING and status.round_id != snapshot.round.id
-
-
-def _holder(snapshot: Snapshot, pod: PodView) -> str:
-    status = snapshot.reports[pod.uid].status
-    if status is None:
-        return "no answer"
-    height = f", height {status.config.block_height}" if status.config else ""
-    return f"round {status.round_id or 'without id'}{height}"
+def holders(snapshot: Snapshot, pods: Sequence[PodView]) -> str:
+    """Name busy pods and what each computes."""
+    return _names(pods, lambda pod: holder(snapshot.reports[pod.uid]))
 
 
 _RULES: tuple[Rule, ...] = (_no_pod_matches, _no_pod_ready, _no_pod_answers, _no_pod_fits, _all_pods_busy)

@@ -61,9 +61,12 @@ class PodClient:
         body = request.model_dump(mode="json", exclude_none=True)
         return await self._call("POST", URL(f"{base}/init/generate"), START_SECONDS, CommandResponse, body)
 
-    async def stop(self, base: str, round_id: str) -> CommandResponse:
-        """Stop the round, unless the pod computes another one by now; its results are flushed first."""
-        url = URL(f"{base}/stop").with_query(round_id=round_id)
+    async def stop(self, base: str, round_id: str | None) -> CommandResponse:
+        """Stop the round, unless the pod computes another one by now; without an id, whatever it computes.
+
+        Results are flushed first.
+        """
+        url = URL(f"{base}/stop").with_query({"round_id": round_id} if round_id is not None else {})
         return await self._call("POST", url, STOP_SECONDS, CommandResponse)
 
     async def _call(

@@ -71,15 +71,16 @@ class Operator:
 
     async def drive(self, uid: str, driver: RoundDriver) -> None:
         """Drive the round until it is finished. A cancellation is safe at any moment."""
-        wake = self._wake[uid] = asyncio.Event()
+        self._wake[uid] = driver.wake
         try:
             self._last_tick[uid] = time.monotonic()
             while await _tick(driver):
                 self._last_tick[uid] = time.monotonic()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(wake.wait(), POLL_SECONDS)
-                wake.clear()
+                    await asyncio.wait_for(driver.wake.wait(), POLL_SECONDS)
+                driver.wake.clear()
         finally:
+            await driver.close()
             self._wake.pop(uid, None)
             self._last_tick.pop(uid, None)
 

@@ -4,6 +4,7 @@
 StoreError
  ├── StaleRound       somebody changed the round meanwhile: read it anew and plan again
  └── StoreUnavailable the API server did not answer, or not as expected: try again later
+      └── StoreForbidden  it refused, since the operator lacks the right
 """
 
 
@@ -17,3 +18,7 @@ class StaleRound(StoreError):  # noqa: N818 - reads as a state
 
 class StoreUnavailable(StoreError):  # noqa: N818
     """The API server cannot be used at the moment."""
+
+
+class StoreForbidden(StoreUnavailable):
+    """The operator lacks the right to do this."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading rounds, writing their status, deleting them.
+"""Reading rounds, writing their status, deleting them; and deleting pods that cannot be helped otherwise.
 
 The status is written against the resource version that was read. A plan made from an outdated
 round, as by an operator that has been replaced, is thus refused instead of overwriting a newer one.
@@ -16,9 +16,10 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
 from poc_operator.model import names
+from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import RoundStatus
-from poc_operator.store.errors import StaleRound, StoreUnavailable
+from poc_operator.store.errors import StaleRound, StoreForbidden, StoreUnavailable
 
 #: Seconds for one request to the API server.
 REQUEST_SECONDS = 15.0
@@ -30,6 +31,7 @@ class RoundStore:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self._objects = client.CustomObjectsApi(api)
+        self._core = client.CoreV1Api(api)
 
     @classmethod
     async def connect(cls) -> "RoundStore":
@@ -72,6 +74,16 @@ class RoundStore:
                 body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=round_.metadata.uid)),
             )
 
+    async def delete_pod(self, pod: PodView) -> None:
+        """Delete the pod; nothing happens if it is gone or was replaced by another of its name."""
+        async with _errors():
+            await self._core.delete_namespaced_pod(
+                pod.name,
+                pod.namespace,
+                body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid)),
+                _request_timeout=REQUEST_SECONDS,
+            )
+
     def _key(self, namespace: str, name: str) -> dict[str, Any]:
         return {
             "group": names.GROUP,
@@ -102,6 +114,8 @@ async def _errors() -> AsyncIterator[None]:
     except ApiException as error:
         if error.status == HTTPStatus.CONFLICT:
             raise StaleRound(error.reason) from error
+        if error.status == HTTPStatus.FORBIDDEN:
+            raise StoreForbidden(f"HTTP {error.status}: {error.reason}") from error
         if error.status != HTTPStatus.NOT_FOUND:
             raise StoreUnavailable(f"HTTP {error.status}: {error.reason}") from error
     except (TimeoutError, aiohttp.ClientError, OSError) as error:

@@ -116,6 +116,17 @@ def test_lost_work_is_given_up_when_the_budget_is_used_up(reissue: dict[str, obj
     assert error in slot.error
 
 
+@pytest.mark.parametrize("reissue", [{"limitPerPod": 1}, {"limit": 1}])
+def test_what_the_cluster_disrupts_is_free_of_charge(reissue: dict[str, object]) -> None:
+    used_up = RUNNING.model_copy(update={"attempts": 2})
+    status = a_status(used_up, totals={"reissues": 1})
+    lost = observed(look(a_round(status, reissue=reissue), (a_pod("a", gone=True), None)))
+    assert lost.state is SlotState.FAILED
+    spared = observed(look(a_round(status, reissue=reissue), (a_pod("a", gone=True, disrupted=True), None)))
+    assert (spared.state, spared.attempts, spared.disruptions) == (SlotState.WAITING, 3, 1)
+    assert spared.error == "pod a is gone (disrupted by the cluster)"
+
+
 def test_policy_restart_begins_at_the_first_nonce() -> None:
     round_ = a_round(a_status(RUNNING), reissue={"policy": "Restart"})
     slot = observed(look(round_, (a_pod("a"), says(session="s2"))))

@@ -35,6 +35,19 @@ def test_a_pod_that_still_loads_has_its_slot_kept() -> None:
     assert [slot.state for slot in step.status.assignments] == [SlotState.STARTING, SlotState.WAITING]
 
 
+def test_the_number_of_groups_can_be_fixed() -> None:
+    """Several clusters of one host must agree on it, whatever pods each of them has."""
+    step = plan(look(a_round(nodes={"first": 1, "last": 1, "count": 3, "groups": 4}), (a_pod("a"), says())))
+    assert (step.status.slots, step.status.groups) == (12, 4)
+    assert [slot.state for slot in step.status.assignments] == [SlotState.STARTING, *[SlotState.WAITING] * 3]
+
+
+def test_pods_without_a_slot_are_told_of() -> None:
+    status = a_status(a_slot("a"))
+    step = plan(look(a_round(status), (a_pod("a"), says(PowState.GENERATING)), (a_pod("b"), says())))
+    assert step.status.message.endswith("; 1 more have no slot (the 1 slots are fixed at the start)")
+
+
 def test_slots_never_change_when_pods_come() -> None:
     status = a_status(a_slot("a"))
     step = plan(look(a_round(status), (a_pod("a"), says(PowState.GENERATING)), (a_pod("b"), says())))

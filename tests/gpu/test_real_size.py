@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of real size in bfloat16, compiled and with CUDA graphs, while chat runs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.vllm.client import K_DIM
+from tests.vllm.server import MODEL_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.vllm.client import Client
+
+torch = pytest.importorskip("torch", reason="needs the worker environment")
+
+_log = logging.getLogger(__name__)
+
+NONCES = range(200)
+#: L2 distance of two artifacts, which have length 1: what the network's validators accept, and what is typical.
+MEAN_DISTANCE, LARGEST_DISTANCE = 0.02, 0.1
+BATCH = 8
+
+
+@contextmanager
+def chatting(client: Client) -> Iterator[list[list[int]]]:
+    """Chat one request after the other, with pauses, while the context lasts."""
+    answers: list[list[int]] = []
+    over = threading.Event()
+
+    def chat() -> None:
+        while not over.wait(0.05):
+            answers.append(client.chat("Tell me about licenses.", tokens=16))
+
+    thread = threading.Thread(target=chat)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("seq_len", [64, 256])
+def test_artifacts_equal_the_plain_torch_path(real_client: Client, real_size: Path, seq_len: int) -> None:
+    from tests.vllm.reference import Reference  # noqa: PLC0415 - needs transformers
+
+    with chatting(real_client) as answers:
+        found = torch.tensor(real_client.artifacts(NONCES, seq_len=seq_len, batch_size=32))
+    assert len(answers) > 1
+    assert all(answer == answers[0] for answer in answers), "chat must have the same tokens beside PoC"
+    for dtype in (torch.bfloat16, torch.float32):
+        plain = Reference(real_size, device="cuda", dtype=dtype)
+        parts = [list(NONCES[start : start + 20]) for start in range(0, len(NONCES), 20)]
+        expected = torch.cat([plain.artifacts(plain.inputs(part, seq_len), part).float().cpu() for part in parts])
+        distances = torch.linalg.vector_norm(found - expected, dim=1)
+        _log.info("seq_len %d, %s: mean %.4f, largest %.4f", seq_len, dtype, distances.mean(), distances.max())
+        assert distances.mean() <= MEAN_DISTANCE
+        assert distances.max() <= LARGEST_DISTANCE
+
+
+def test_memory_stays_flat_with_a_model_of_real_size(real_client: Client) -> None:
+    hold_memory_flat(real_client, 500)
+
+
+def test_memory_stays_flat_over_ten_thousand_batches(small_client: Client) -> None:
+    hold_memory_flat(small_client, 10_000)
+
+
+def hold_memory_flat(client: Client, batches: int) -> None:
+    """What PoC adds is the scratch and what a batch needs: the first batches of a shape take it, later ones no more."""
+    idle = client.workers("poc_test_memory")
+    client.artifacts(range(20 * BATCH), seq_len=16, batch_size=BATCH)
+    before = client.workers("poc_test_memory")
+    client.start(batch_size=BATCH, params={"model": MODEL_NAME, "seq_len": 16, "k_dim": K_DIM})
+    while client.status()["total_checked"] < batches * BATCH:
+        assert client.status()["state"] == "GENERATING"
+        time.sleep(0.2)
+    client.stop()
+    after = client.workers("poc_test_memory")
+    _log.info("scratch %s", [facts["scratch_bytes"] for facts in client.workers("poc_describe")])
+    _log.info("idle %s, after the first batches %s, at the end %s", idle, before, after)
+    assert after == before

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model families that are shown to work, and what shows in the results of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tests.vllm.device import ON_GPU
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tests.vllm.client import Client
+    from tests.vllm.reference import Reference
+
+#: PoC's flags by their parts, since the extension is one that can also tell checksums.
+CHECKSUMS = ("--worker-extension-cls", "tests.vllm.worker_checks.CheckingExtension")
+POC_WITH_CHECKSUMS = (*CHECKSUMS, "--middleware", "vllm_poc.server.middleware.PocMiddleware")
+# Which of the CPU's two backends is chosen would depend on the CPU, and one of them has no float32.
+_LATENT_ON_CPU = () if ON_GPU else ("--attention-backend", "CPU_MLA")
+
+#: The server's flags. Llama is as users start it; where CUDA graphs would be captured, experts have them.
+FAMILIES: dict[str, Sequence[str]] = {
+    "qwen3": ("--enforce-eager", *POC_WITH_CHECKSUMS),
+    "qwen3-moe": POC_WITH_CHECKSUMS if ON_GPU else ("--enforce-eager", *POC_WITH_CHECKSUMS),
+    "deepseek": ("--enforce-eager", *_LATENT_ON_CPU, *POC_WITH_CHECKSUMS),
+    "gemma3": ("--enforce-eager", *POC_WITH_CHECKSUMS),
+    "llama": ("--enable-poc",),
+}
+
+
+def _permute_experts(reference: Reference) -> None:
+    for name, values in reference.model.named_parameters():
+        if name.endswith(".gate.weight"):
+            values.data = values.data.roll(1, 0)
+
+
+def _widen_window(reference: Reference) -> None:
+    reference.model.config.sliding_window = 1024
+
+
+#: Changes that must show in the results, or equality would not tell right from wrong.
+CHANGES: dict[str, Callable[[Reference], None]] = {
+    "qwen3-moe": _permute_experts,
+    "deepseek": _permute_experts,
+    "gemma3": _widen_window,
+}
+
+
+class Family(NamedTuple):
+    """A server and the same model in another library."""
+
+    name: str
+    client: Client
+    reference: Reference

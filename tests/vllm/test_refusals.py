@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models on which PoC cannot run are refused with the reason, and served for chat all the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.vllm.device import ON_GPU
+from tests.vllm.server import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+on_one_device = pytest.mark.skipif(ON_GPU, reason="asks what a model is made of, which the CPU has shown")
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from tests.vllm.refused import one_rank  # noqa: PLC0415 - needs vLLM
+
+    with one_rank(tmp_path_factory.mktemp("rank")):
+        yield
+
+
+@on_one_device
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("BertModel", "generates nothing under --runner pooling"),
+        ("WhisperForConditionalGeneration", "reads the output of an encoder"),
+        ("Qwen3ForCausalLM", "has positions of several dimensions"),
+        ("Gemma3nForCausalLM", "reads more of the tokens than one embedding each"),
+        ("Gemma4ForCausalLM", "reads another's KV cache"),
+        ("DeepseekV4ForCausalLM", "routes experts by token id"),
+    ],
+)
+@pytest.mark.usefixtures("rank")
+def test_a_model_is_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.limits import refusal  # noqa: PLC0415
+
+    found = refusal(*build(name, tmp_path))
+    assert found is not None
+    assert reason in found
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
+def test_unknown_places_of_layers_are_refused(tmp_path: Path) -> None:
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.internals import Runner, UnsupportedModelError  # noqa: PLC0415
+
+    config, model = build("OPTForCausalLM", tmp_path)
+    runner = SimpleNamespace(get_model=lambda: model, device="cpu", vllm_config=config)
+    with pytest.raises(UnsupportedModelError, match="no decoder layers in OPTForCausalLM"):
+        Runner(runner)
+
+
+def test_linear_attention_is_refused_and_served(model_folder: Path, tmp_path: Path) -> None:
+    from tests.vllm.refused import write_config  # noqa: PLC0415 - needs vLLM
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / "qwen3-tiny" / name, tmp_path)
+    write_config("Qwen3NextForCausalLM", tmp_path)
+    # On CPU its layers know no other type.
+    flags = ["--enforce-eager", "--enable-poc", "--load-format", "dummy", "--dtype", "bfloat16"]
+    with serving(tmp_path, tmp_path / "server.log", flags) as client:
+        with pytest.raises(HTTPError) as refused:
+            client.start(params=None, r_target=1.4, seq_len=16)
+        answer = json.load(refused.value)
+        assert (refused.value.code, answer["reason"]) == (409, "ModelUnsupported")
+        assert "layer model.layers.0.linear_attn has no paged KV cache" in answer["detail"]
+        assert len(client.chat("What is a license?", tokens=3)) == 3

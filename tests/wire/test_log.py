@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round leaves in the log."""
+
+import asyncio
+import logging
+import re
+
+import pytest
+
+from tests.support.callback_receiver import CallbackReceiver
+from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.wire.test_delivery import NEARLY_DONE
+from vllm_poc.wire.base import PowState
+
+LOGGER = "vllm.vllm_poc.server.generation"
+PROGRESS = re.compile(
+    r"distance round 'r1' of block 7: GENERATING, index \d+, (\d+) checked, \d+ valid, [\d.]+ nonces/s, "
+    r"held back 0\.0 s, (\d+) delivered up to index \d+, \d+ pending"
+)
+
+
+@pytest.fixture(autouse=True)
+def frequent_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_poc.server.generation.PROGRESS_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, LOGGER)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == LOGGER]
+
+
+async def test_a_round_logs_its_start_its_progress_and_its_end(
+    pod: Pod, receiver: CallbackReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert lines(caplog) == []
+    await pod.start(DISTANCE | SLOT | {"callback_url": receiver.url, "round_id": "r1"})
+    await pod.reach(lambda s: len(lines(caplog)) > 3)
+    await pod.post("stop")
+    await pod.post("stop")
+    first, *progress, last = lines(caplog)
+    status = await pod.status()
+    assert first.endswith(f"; starts, callbacks go to {receiver.url}")
+    found = [PROGRESS.fullmatch(line) for line in progress]
+    assert all(found)
+    checked = [int(match[1]) for match in found if match]
+    assert checked == sorted(set(checked))
+    assert f"STOPPED, index {status.next_index}, {status.total_checked} checked" in last
+    assert last.endswith("; ended: stopped on request")
+    await asyncio.sleep(0.15)
+    assert len(lines(caplog)) == len(progress) + 2, "nothing is logged when nothing runs"
+
+
+async def test_a_slots_end_is_logged(pod: Pod, caplog: pytest.LogCaptureFixture) -> None:
+    await pod.start(ARTIFACT | NEARLY_DONE)
+    await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert lines(caplog)[-1].endswith("0 pending; ended: the slot's last nonce is delivered")
+
+
+async def test_a_phases_end_is_logged(pod: Pod, caplog: pytest.LogCaptureFixture) -> None:
+    await pod.start(DISTANCE | SLOT)
+    await pod.post("phase/validate")
+    assert lines(caplog)[-1].endswith("; ended: phase/validate")
+
+
+async def test_a_failure_is_logged_once_and_as_an_error(pod: Pod, caplog: pytest.LogCaptureFixture) -> None:
+    await pod.start(DISTANCE | SLOT)
+    pod.engine.fault = RuntimeError("CUDA error")
+    await pod.reach(lambda s: s.state is PowState.FAILED)
+    await pod.post("stop")
+    (failure,) = [record for record in caplog.records if record.name == LOGGER and record.levelno == logging.ERROR]
+    assert failure.getMessage().endswith("; ended: poc_compute failed: CUDA error")
+    assert failure.exc_info is None
+    assert lines(caplog)[-1] == failure.getMessage()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``poc_*`` series on /metrics. Counters live as long as the process, so tests look at differences."""
+
+from collections import defaultdict
+from time import time
+
+import pytest
+
+from tests.support.callback_receiver import CallbackReceiver
+from tests.support.metrics import parse
+from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.wire.test_phases import VALID, batch
+
+ROUND_NONCES = 'poc_nonces_computed_total{protocol="distance",work="round"}'
+REQUEST_NONCES = 'poc_nonces_computed_total{protocol="artifact",work="request"}'
+
+
+async def scrape(pod: Pod) -> dict[str, float]:
+    answer = await pod.http.get("/metrics/")
+    assert answer.status_code == 200
+    return parse(answer.text)
+
+
+async def growth(pod: Pod, before: dict[str, float]) -> dict[str, float]:
+    found = await scrape(pod)
+    return defaultdict(float, {name: value - before.get(name, 0) for name, value in found.items()})
+
+
+def state(found: dict[str, float]) -> list[str]:
+    return [name for name, value in found.items() if name.startswith("poc_state{") and value == 1]
+
+
+async def test_the_series_are_there_before_the_first_round(pod: Pod) -> None:
+    found = await scrape(pod)
+    assert state(found) == ['poc_state{state="IDLE"}']
+    assert found["poc_results_pending"] == found["poc_queued_jobs"] == found["poc_queued_nonces"] == 0
+    assert {f'poc_callbacks_total{{outcome="{outcome}"}}' for outcome in ("accepted", "refused", "failed")} <= set(
+        found
+    )
+
+
+async def test_a_round_is_counted(pod: Pod, receiver: CallbackReceiver) -> None:
+    before = await scrape(pod)
+    pod.engine.sick.update({4: 9})
+    receiver.faults = [503]
+    await pod.start(DISTANCE | SLOT | {"callback_url": receiver.url})
+    await pod.reach(lambda s: s.delivered_valid > 50)
+    assert state(await scrape(pod)) == ['poc_state{state="GENERATING"}']
+    await pod.post("stop")
+    grown, status = await growth(pod, before), await pod.status()
+    assert state(await scrape(pod)) == ['poc_state{state="STOPPED"}']
+    assert grown[ROUND_NONCES] == status.total_checked
+    assert grown['poc_nonces_valid_total{protocol="distance"}'] == status.total_valid
+    assert grown['poc_nonces_not_finite_total{protocol="distance",work="round"}'] == 1
+    assert grown["poc_results_delivered_total"] == status.delivered_valid == len(receiver.nonces)
+    assert grown['poc_callbacks_total{outcome="failed"}'] == 1
+    assert grown['poc_callbacks_total{outcome="accepted"}'] == len(receiver.payloads)
+    assert grown["poc_slice_seconds_count"] == len(pod.engine.batches)
+    assert (await scrape(pod))["poc_last_progress_timestamp_seconds"] == pytest.approx(time(), abs=5)
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda s: s.total_checked > 0)
+    assert (await growth(pod, before))[ROUND_NONCES] > status.total_checked, "counters do not start anew"
+
+
+async def test_what_the_receiver_does_not_take_is_counted(pod: Pod, receiver: CallbackReceiver) -> None:
+    before = await scrape(pod)
+    receiver.answer = 403
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: s.delivered_rejected > 0)
+    await pod.post("stop")
+    grown = await growth(pod, before)
+    assert grown["poc_results_rejected_total"] == (await pod.status()).delivered_rejected
+    assert grown["poc_results_delivered_total"] == 0
+    assert grown['poc_callbacks_total{outcome="refused"}'] == receiver.attempts
+
+
+async def test_results_that_wait_are_shown(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 503
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: s.total_checked > 100)
+    assert (await scrape(pod))["poc_results_pending"] > 100
+    await pod.post("stop")
+    assert (await scrape(pod))["poc_results_pending"] == 0, "nobody delivers them any more"
+
+
+async def test_requests_are_counted(pod: Pod) -> None:
+    before = await scrape(pod)
+    await pod.start(DISTANCE | SLOT)
+    job = ARTIFACT | {"nonces": list(range(30)), "url": "http://127.0.0.1:9/x"}
+    await pod.post("generate", job)
+    await pod.post("generate", job | {"nonces": [1, 2]})
+    waiting = await scrape(pod)
+    assert (waiting["poc_queued_jobs"], waiting["poc_queued_nonces"]) == (2, 32)
+    await pod.post("validate", batch(VALID))
+    await pod.post("stop")
+    grown = await growth(pod, before)
+    assert grown['poc_nonces_computed_total{protocol="distance",work="request"}'] == len(VALID)
+    assert grown[REQUEST_NONCES] == 0
+    assert (grown["poc_queued_jobs"], grown["poc_queued_nonces"]) == (0, 0)
+    await pod.post("generate", job | {"wait": True})
+    assert (await growth(pod, before))[REQUEST_NONCES] == 30
+
+
+@pytest.mark.parametrize("pod_settings", [{"RESULT_SECONDS": "0.05"}])
+async def test_a_lost_callback_is_counted(pod: Pod) -> None:
+    before = await scrape(pod)
+    await pod.post("generate", ARTIFACT | {"nonces": [1], "url": "http://127.0.0.1:9/x"})
+    await pod.reach(lambda s: s.callbacks_lost == 1)
+    assert (await growth(pod, before))["poc_callbacks_lost_total"] == 1
+
+
+async def test_time_behind_chat_is_counted(pod: Pod) -> None:
+    before = await scrape(pod)
+    pod.engine.output_processor.busy = True
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda s: s.held_back_seconds > 0.05)
+    assert (await growth(pod, before))["poc_held_back_seconds_total"] > 0.05
+
+
+@pytest.mark.parametrize("pod_settings", [{"TOKEN": "secret"}])
+async def test_the_token_does_not_guard_metrics(pod: Pod) -> None:
+    assert (await pod.post("stop")).status_code == 401
+    assert state(await scrape(pod)) == ['poc_state{state="IDLE"}']
