@@ -42,7 +42,7 @@ test-worker: toolchain ## The maths, and real vLLM on CPU
 	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/unit/vllm_poc/maths tests/vllm
 
 .PHONY: test-long
-test-long: toolchain ## Half an hour of chat, faults and fuzz on real vLLM; not part of "test"
+test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in up to an hour
 	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/long
 
 .PHONY: test-cluster

@@ -3,17 +3,13 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from tests.vllm.conftest import model_folder
-
-__all__ = ["model_folder"]
+from tests.support.models import tiny_models
 
 NEEDS_WORKER = "needs the worker environment: make test-long"
-#: A server without compilation, with the checksum over its KV cache.
-CHECKSUM_FLAGS = ["--enforce-eager", "--worker-extension-cls", "tests.vllm.kv_checksum.ChecksumExtension"]
-CHECKSUM_FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
 FIGURES = pytest.StashKey[list[str]]()
 
 Report = Callable[[str], None]
@@ -23,8 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/long/" in item.path.as_posix():
             item.add_marker(pytest.mark.long)
-            item.add_marker(pytest.mark.timeout(1800), append=False)
+            item.add_marker(pytest.mark.timeout(1800))  # where a test names no other
             item.add_marker(pytest.mark.skipif(find_spec("vllm") is None, reason=NEEDS_WORKER))
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return tiny_models()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.vllm.server import serving
 CHATS = chats(200)
 AT_ONCE = 32
 #: PoC's progress is measured after each burst of so many chats.
-BURST = 44
+BURST = 33
 #: After the last chat PoC must have gone on within so many seconds.
 PROGRESS_SECONDS = 0.2
 
@@ -61,10 +61,11 @@ def test_chat_is_the_same_beside_poc(server: Client, at_once: int, report: Repor
     between_idle, beside_idle = different(before, again), different(again, beside)
     report(
         f"{len(before)} chats, {at_once} at once: {between_idle} differ between two idle runs, {beside_idle} between "
-        f"idle and PoC; {made} nonces beside them; PoC went on after {max(delays):.3f} s at most"
+        f"idle and PoC, {len(unfinished(beside))} cut short; {made} nonces beside them; PoC went on after "
+        f"{max(delays):.3f} s at most of {len(delays)} times"
     )
     assert unfinished(beside) == []
-    assert made > len(CHATS)
+    assert made > 0, "PoC must have run beside the chats"
     assert beside_idle <= between_idle
     if at_once == 1 or ON_GPU:
         assert (between_idle, beside_idle) == (0, 0)

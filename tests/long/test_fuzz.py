@@ -64,6 +64,7 @@ def results(server: Client) -> tuple[list[list[int]], list[list[float]], list[fl
     return [server.chat(prompt) for prompt in PROMPTS], server.artifacts(NONCES), server.distances(NONCES)
 
 
+@pytest.mark.timeout(600 + EXAMPLES // 5)
 def test_ten_thousand_wrong_requests_leave_the_engine_as_it_was(server: Client, report: Report) -> None:
     before, session = results(server), server.status()["session_id"]
     answers = send_all(server)

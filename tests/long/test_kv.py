@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.long.conftest import CHECKSUM_FLAGS, Report
+from tests.long.conftest import Report
 from tests.vllm.client import Client
+from tests.vllm.families import FAMILIES
 from tests.vllm.server import serving
 
 BATCHES = 1000
@@ -20,7 +21,7 @@ NONCES = range(BATCHES // STRETCHES * BATCH_SIZE)
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     log = tmp_path_factory.mktemp("kv") / "server.log"
-    with serving(model_folder / "qwen3-tiny", log, CHECKSUM_FLAGS) as client:
+    with serving(model_folder / "qwen3-tiny", log, FAMILIES["qwen3"]) as client:
         yield client
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean, variance
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,7 +26,8 @@ NONCES_PER_REQUEST = 2000
 BATCH_SIZE = 256
 SEQ_LEN = 8
 HASHES = [f"{number:064x}" for number in range(1, 11)]
-R_TARGETS = (1.416, 1.405)
+#: And the rates that the network expects of them.
+R_TARGETS = {1.416: 0.5905, 1.405: 0.1199}
 #: In points, between the highest and the lowest of the hashes at the first target.
 LARGEST_SPREAD = 0.05
 SIGMAS = 4
@@ -66,7 +68,7 @@ def test_the_valid_rate_is_what_theory_says(server: Client, report: Report) -> N
     hidden = server.status()["model"]["hidden_size"]
     found = {block_hash: distances(server, block_hash) for block_hash in HASHES}
     spreads = []
-    for r_target in R_TARGETS:
+    for r_target, known in R_TARGETS.items():
         rates = [sum(value < r_target for value in found[block_hash]) / NONCES for block_hash in HASHES]
         expected = [block_rate(r_target, block_hash, hidden) for block_hash in HASHES]
         sphere = sphere_rate(r_target)
@@ -76,9 +78,11 @@ def test_the_valid_rate_is_what_theory_says(server: Client, report: Report) -> N
         report(f"hidden {hidden}, r_target {r_target}: rates {percent(rates)}")
         report(f"  theory with the block's head {percent(expected)}: off by {sigmas(off)} sigma")
         report(f"  theory of the sphere {percent([sphere])}: off by {sigmas(off_sphere)} sigma")
-        mean = sum(rates) / len(rates)
+        mean, deviation_of_mean = fmean(rates), math.sqrt((deviation(sphere) ** 2 + variance(expected)) / len(rates))
         report(f"  mean {percent([mean])}, spread {spreads[-1] * 100:.2f} points, {spreads[-1] / mean:.1%} of the mean")
+        assert sphere == pytest.approx(known, abs=5e-5)
         assert max(map(abs, off)) <= SIGMAS
+        assert abs(mean - sphere) <= SIGMAS * deviation_of_mean
     assert spreads[0] < LARGEST_SPREAD
 
 
