@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
@@ -66,14 +66,18 @@ def chats(count: int) -> list[Chat]:
 
 def ask(client: Client, chat: Chat, started: Callable[[], object] = lambda: None) -> list[Choice]:
     """Return the answers of one chat; HTTPError if it is refused. Calls ``started`` at a stream's beginning."""
-    headers = {"content-type": "application/json"}
-    request = Request(client.base + "/v1/chat/completions", json.dumps(chat.body).encode(), headers)  # noqa: S310
-    with urlopen(request, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
+    with _post(client, chat) as answer:
         parts = _streamed(answer, started) if chat.stream else iter(json.load(answer)["choices"])
         if chat.abandoned:
             next(part for part in parts if part.get("token_ids"))
             return []
         return _choices(parts, chat.count)
+
+
+def cached_tokens(client: Client, chat: Chat) -> int:
+    """Return how many tokens of the prompt vLLM found in its prefix cache."""
+    with _post(client, replace(chat, stream=False)) as answer:
+        return int(json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def ask_all(client: Client, asked: Sequence[Chat], at_once: int) -> Answers:
@@ -118,6 +122,12 @@ def progress_delay(client: Client) -> float:
     while (status := client.status())["next_index"] == start:
         assert time.monotonic() < called + 30, f"no progress in 30 s: {status}"
     return time.monotonic() - float(status["last_progress_seconds"]) - called
+
+
+def _post(client: Client, chat: Chat) -> Any:  # noqa: ANN401
+    headers = {"content-type": "application/json"}
+    request = Request(client.base + "/v1/chat/completions", json.dumps(chat.body).encode(), headers)  # noqa: S310
+    return urlopen(request, timeout=ANSWER_SECONDS)  # noqa: S310
 
 
 def _streamed(lines: Iterable[bytes], started: Callable[[], object]) -> Iterator[dict[str, Any]]:
