@@ -41,6 +41,10 @@ fuzz: .venv/.lock ## Ten thousand mutated requests to the pod's routes
 test-worker: toolchain ## The maths, and real vLLM on CPU
 	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/unit/vllm_poc/maths tests/vllm
 
+.PHONY: test-long
+test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in up to an hour
+	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/long
+
 .PHONY: test-cluster
 test-cluster: .venv/.lock toolchain ## Both charts, real rounds and bad input on a real cluster
 	.venv/bin/pytest -m cluster tests/chart tests/cluster

@@ -22,7 +22,7 @@ class Client:
 
     def __init__(self, base: str, model: str, log: Path) -> None:
         self.log = log
-        self._base = base
+        self.base = base
         self._model = model
 
     def chat(self, prompt: str, *, tokens: int = 24) -> list[int]:
@@ -69,18 +69,18 @@ class Client:
 
     def status(self) -> Any:  # noqa: ANN401
         """Return the PoC status."""
-        url = f"{self._base}{API_PREFIX}/status"
+        url = f"{self.base}{API_PREFIX}/status"
         with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
             return json.load(answer)
 
     def metrics(self) -> dict[str, float]:
         """Return the ``poc_*`` series of vLLM's /metrics."""
-        with urllib.request.urlopen(f"{self._base}/metrics", timeout=REQUEST_SECONDS) as answer:  # noqa: S310
+        with urllib.request.urlopen(f"{self.base}/metrics", timeout=REQUEST_SECONDS) as answer:  # noqa: S310
             return parse(answer.read().decode())
 
     def job(self, request_id: str) -> Any:  # noqa: ANN401
         """Return the state or the result of queued work."""
-        url = f"{self._base}{API_PREFIX}/generate/{request_id}"
+        url = f"{self.base}{API_PREFIX}/generate/{request_id}"
         with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
             return json.load(answer)
 
@@ -101,7 +101,7 @@ class Client:
     def is_healthy(self) -> bool:
         """Whether vLLM says that its engine lives."""
         try:
-            with urllib.request.urlopen(f"{self._base}/health", timeout=REQUEST_SECONDS):  # noqa: S310
+            with urllib.request.urlopen(f"{self.base}/health", timeout=REQUEST_SECONDS):  # noqa: S310
                 return True
         except OSError:
             return False
@@ -123,7 +123,7 @@ class Client:
 
     def _open(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
         headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self._base + path, json.dumps(body).encode(), headers)  # noqa: S310
+        request = urllib.request.Request(self.base + path, json.dumps(body).encode(), headers)  # noqa: S310
         return urllib.request.urlopen(request, timeout=REQUEST_SECONDS)  # noqa: S310
 
 

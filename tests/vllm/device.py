@@ -15,6 +15,8 @@ PARALLEL_ENVIRONMENT = {} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 WHY_NOT_PARALLEL = "needs two GPUs" if _TORCH is not None and _TORCH.cuda.device_count() == 1 else None
 #: vLLM's attention on a GPU has no float32; several servers share the GPU.
 SERVER_FLAGS = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.2") if ON_GPU else ("--dtype", "float32")
+#: Without it, how a GPU rounds depends on which chats share a batch, also on an idle server.
+BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"} if ON_GPU else {}
 #: Largest difference of an artifact's number from a float32 reference. In float32 only the rounding
 #: to fp16 is left, half a unit in the last place of which is 2.4e-4.
 ARTIFACT_TOLERANCE = 0.04 if ON_GPU else 5e-4

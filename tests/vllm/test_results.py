@@ -19,8 +19,11 @@ def largest_difference(left: list[list[float]], right: list[list[float]]) -> flo
 def test_a_restarted_server_computes_the_same(qwen3: Client, model_folder: Path, tmp_path: Path) -> None:
     flags = ["--enforce-eager", "--enable-poc"]
     with serving(model_folder / "qwen3-tiny", tmp_path / "server.log", flags) as restarted:
-        assert restarted.artifacts(NONCES) == qwen3.artifacts(NONCES)
-        assert restarted.distances(NONCES) == qwen3.distances(NONCES)
+        for strong in (False, True):
+            expected = qwen3.artifacts(range(64), poc_stronger_rng=strong)
+            assert restarted.artifacts(range(64), poc_stronger_rng=strong) == expected
+            expected_distances = qwen3.distances(range(64), poc_stronger_rng=strong)
+            assert restarted.distances(range(64), poc_stronger_rng=strong) == expected_distances
 
 
 def test_another_hash_or_key_gives_other_artifacts(qwen3: Client) -> None:
