@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker environment: vLLM on CPU with the test tools, pinned by a lock file with hashes."""
+"""The worker environments: supported releases of vLLM on CPU with the test tools, pinned by lock files with hashes."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python3 -m hack.vllm: build the worker environment (vLLM on CPU).
+"""python3 -m hack.vllm: build a worker environment (vLLM on CPU).
 
-With "path": also print its folder. With "lock": write the lock file anew.
+With "path": also print its folder. With "lock": write its lock file anew. With "versions": print the supported ones.
 """
 
 import argparse
@@ -9,21 +9,28 @@ import contextlib
 import sys
 
 from hack.toolchain.common import main
-from hack.vllm.environment import environment, write_lock
+from hack.vllm.environment import NEWEST, VERSIONS, environment, write_lock
 
 
 def program() -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python3 -m hack.vllm", description=__doc__)
-    parser.add_argument("what", nargs="?", choices=["path", "lock"])
-    what = parser.parse_args().what
-    if what == "lock":
-        write_lock()
-        return
+    parser.add_argument("what", nargs="?", choices=["path", "lock", "versions"])
+    parser.add_argument("--version", choices=VERSIONS, default=NEWEST, help="minor release of vLLM (%(default)s)")
+    arguments = parser.parse_args()
+    if arguments.what == "versions":
+        print(*VERSIONS)
+    elif arguments.what == "lock":
+        write_lock(arguments.version)
+    else:
+        _build(arguments.version, print_path=arguments.what == "path")
+
+
+def _build(version: str, *, print_path: bool) -> None:
     # Progress must not end up in $(python3 -m hack.vllm path).
     with contextlib.redirect_stdout(sys.stderr):
-        folder = environment()
-    if what == "path":
+        folder = environment(version)
+    if print_path:
         print(folder)
 
 
