@@ -13,4 +13,6 @@ lock pyproject.toml --extra operator --output-file locks/operator.txt
 lock pyproject.toml --extra operator --extra dev --output-file locks/dev.txt
 python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' |
     lock - --output-file locks/build.txt
-python3 -m hack.vllm lock
+for version in $(python3 -m hack.vllm versions); do
+    python3 -m hack.vllm lock --version "$version"
+done

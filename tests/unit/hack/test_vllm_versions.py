@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The releases that are accepted are those that the tests run on."""
+
+import pytest
+
+from hack.vllm.environment import ROOT, VERSIONS
+from vllm_poc.cli import TESTED
+
+
+def test_the_oldest_and_the_newest_accepted_release_have_an_environment() -> None:
+    accepted = tuple(".".join(map(str, minor)) for minor in TESTED)
+    assert (VERSIONS[0], VERSIONS[-1]) == accepted
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_lock_has_the_release_that_its_name_says(version: str) -> None:
+    assert f"\nvllm-cpu=={version}." in (ROOT / "locks" / f"worker-cpu-{version}.txt").read_text()
