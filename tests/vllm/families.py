@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.vllm.device import ON_GPU
@@ -27,6 +28,14 @@ FAMILIES: dict[str, Sequence[str]] = {
     "gemma3": ("--enforce-eager", *POC_WITH_CHECKSUMS),
     "llama": ("--enable-poc",),
 }
+
+
+def is_servable(name: str) -> bool:
+    """Whether the vLLM here has all that a family's server needs: releases before CPU_MLA serve no DeepSeek on CPU."""
+    if name != "deepseek" or ON_GPU:
+        return True
+    backends = import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
+    return "CPU_MLA" in backends.__members__
 
 
 def _permute_experts(reference: Reference) -> None:

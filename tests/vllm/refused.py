@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -121,7 +122,10 @@ def one_rank(folder: Path) -> Iterator[None]:
 
 
 def build(name: str, folder: Path) -> tuple[VllmConfig, nn.Module]:
-    """Return vLLM's configuration and model of ``name``, with weights of any value, as its worker makes them."""
+    """Return vLLM's configuration and model of ``name``, with weights of any value, as its worker makes them.
+
+    Skips the test where that takes a GPU.
+    """
     write_config(name, folder)
     arguments = EngineArgs(
         model=str(folder),
@@ -134,4 +138,8 @@ def build(name: str, folder: Path) -> tuple[VllmConfig, nn.Module]:
     config = arguments.create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         ensure_model_parallel_initialized(1, 1)
-        return config, initialize_model(config)
+        try:
+            return config, initialize_model(config)
+        except torch.AcceleratorError:
+            # vLLM 0.23 makes CUDA streams for DeepSeek-V4.
+            pytest.skip(f"this release of vLLM builds {name} on a GPU only")

@@ -72,8 +72,9 @@ def test_linear_attention_is_refused_and_served(model_folder: Path, tmp_path: Pa
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_folder / "qwen3-tiny" / name, tmp_path)
     write_config("Qwen3NextForCausalLM", tmp_path)
-    # On CPU its layers know no other type.
+    # On CPU its layers know no other types.
     flags = ["--enforce-eager", "--enable-poc", "--load-format", "dummy", "--dtype", "bfloat16"]
+    flags += ["--mamba-ssm-cache-dtype", "float32"]
     with serving(tmp_path, tmp_path / "server.log", flags) as client:
         with pytest.raises(HTTPError) as refused:
             client.start(params=None, r_target=1.4, seq_len=16)
