@@ -115,13 +115,12 @@ def unfinished(answers: Answers) -> list[Chat]:
     ]
 
 
-def progress_delay(client: Client) -> float:
-    """Return how many seconds after this call the round's next slice was done."""
-    called = time.monotonic()
+def progress_delay(client: Client, since: float) -> float:
+    """Return how many seconds after ``since`` (`time.monotonic`) the first slice seen from now on was done."""
     start = client.status()["next_index"]
     while (status := client.status())["next_index"] == start:
-        assert time.monotonic() < called + 30, f"no progress in 30 s: {status}"
-    return time.monotonic() - float(status["last_progress_seconds"]) - called
+        assert time.monotonic() < since + 30, f"no progress in 30 s: {status}"
+    return time.monotonic() - float(status["last_progress_seconds"]) - since
 
 
 def _post(client: Client, chat: Chat) -> Any:  # noqa: ANN401

@@ -6,7 +6,6 @@ at-least-once. Receivers tell repeats by round and nonce. Every other nonce come
 """
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ import pytest
 
 from tests.long.conftest import Report
 from tests.long.faulty_receiver import Fault, FaultyReceiver, faulty_receiver
+from tests.long.processes import FLAGS, processes, resident_bytes
 from tests.vllm.client import K_DIM, Client
 from tests.vllm.server import MODEL_NAME, serving
 
@@ -35,8 +35,6 @@ SETTINGS = {
     "VLLM_POC_RETRY_FIRST_SECONDS": "0.1",
     "VLLM_POC_RETRY_LIMIT_SECONDS": "1",
 }
-FLAGS = ["--enforce-eager", "--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
-FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
 #: A failed attempt leaves a line in the log and small objects until they are collected, no results.
 GROWTH_BYTES = 8 * 1024 * 1024
 
@@ -44,7 +42,7 @@ GROWTH_BYTES = 8 * 1024 * 1024
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     log = tmp_path_factory.mktemp("outage") / "server.log"
-    with serving(model_folder / "qwen3-tiny", log, FLAGS, SETTINGS) as client:
+    with serving(model_folder / "qwen3-tiny", log, ["--enforce-eager", *FLAGS], SETTINGS) as client:
         yield client
 
 
@@ -111,14 +109,15 @@ def test_a_long_absence_costs_neither_results_nor_memory(
     server: Client, receiver: FaultyReceiver, report: Report
 ) -> None:
     start(server, receiver)
+    folders = processes(server)
     receiver.close()
     end = time.monotonic() + AWAY_SECONDS
     wait_until("generation is held back", lambda: held_back(server))
-    held, before = server.status(), memory(server)
+    held, before = server.status(), resident_bytes(folders)
     while time.monotonic() < end:
         assert server.status()["next_index"] == held["next_index"]
         time.sleep(1)
-    grown = memory(server) - before
+    grown = resident_bytes(folders) - before
     receiver.open()
     recover(server)
     wait_until("generation goes on", lambda: bool(server.status()["next_index"] > held["next_index"]))
@@ -138,16 +137,3 @@ def held_back(server: Client) -> bool:
     time.sleep(2)
     after = server.status()
     return bool(after["next_index"] == before and after["state"] == "GENERATING")
-
-
-def memory(server: Client) -> int:
-    """Return the bytes that the API server and the worker hold."""
-    worker = int(server.worker("poc_test_process"))
-    # The server leads the process group of all its processes.
-    return sum(_resident(process) for process in {worker, os.getpgid(worker)})
-
-
-def _resident(process: int) -> int:
-    found = re.search(r"VmRSS:\s*(\d+) kB", Path(f"/proc/{process}/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
