@@ -44,8 +44,10 @@ class Chat:
     def body(self) -> dict[str, Any]:
         """What is posted."""
         question = f"{PREFIX}Question {self.number}: {'why ' * (self.number % 5)}is {self.number * self.number} so?"
-        # vLLM refuses n above 1 at temperature 0; with one candidate token sampling is greedy, too.
-        greedy = {"temperature": 0} if self.count == 1 else {"temperature": 1, "top_k": 1, "n": self.count}
+        # vLLM refuses n above 1 at temperature 0. With one candidate sampling is greedy, too, and where several
+        # have the same logit, as happens in bfloat16, the seed decides.
+        sampled = {"temperature": 1, "top_k": 1, "n": self.count, "seed": self.number}
+        greedy = {"temperature": 0} if self.count == 1 else sampled
         return {
             "model": MODEL_NAME,
             "messages": [{"role": "user", "content": question}],
@@ -100,10 +102,10 @@ def poc_running(client: Client) -> Iterator[Receiver]:
             client.stop()
 
 
-def different(left: Answers, right: Answers) -> int:
-    """Return how many chats were answered differently."""
+def different(left: Answers, right: Answers) -> list[int]:
+    """Return the numbers of the chats that were answered differently."""
     assert left.keys() == right.keys()
-    return sum(left[chat] != right[chat] for chat in left)
+    return [chat.number for chat in left if left[chat] != right[chat]]
 
 
 def unfinished(answers: Answers) -> list[Chat]:

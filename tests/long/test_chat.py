@@ -63,15 +63,15 @@ def test_chat_is_the_same_beside_poc(server: Client, at_once: int, report: Repor
     beside, made = beside_poc(server, at_once)
     between_idle, beside_idle = different(before, again), different(again, beside)
     report(
-        f"{len(before)} chats, {at_once} at once: {between_idle} differ between two idle runs, {beside_idle} between "
-        f"idle and PoC, {len(unfinished(beside))} cut short; {made} nonces beside them"
+        f"{len(before)} chats, {at_once} at once: {len(between_idle)} differ between two idle runs {between_idle}, "
+        f"{len(beside_idle)} between idle and PoC {beside_idle}, {len(unfinished(beside))} cut short; {made} nonces"
     )
     assert unfinished(beside) == []
     assert cached_tokens(server, CHATS[0]) > 0, "chats must share their beginning in the cache"
     assert made > 0, "PoC must have run beside the chats"
-    assert beside_idle <= between_idle
+    assert len(beside_idle) <= len(between_idle)
     if at_once == 1 or ON_GPU:
-        assert (between_idle, beside_idle) == (0, 0)
+        assert (between_idle, beside_idle) == ([], [])
 
 
 def test_poc_goes_on_after_the_last_chat(server: Client, report: Report) -> None:
