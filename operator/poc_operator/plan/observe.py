@@ -12,6 +12,7 @@ from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.reissue import lose
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step
 from poc_operator.plan.stalls import silent_for_long, stall, stalled_for_long
+from poc_operator.plan.strays import is_of_slot
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.partition import NonceSlot
 from vllm_poc.wire.responses import StatusResponse
@@ -35,8 +36,9 @@ class SlotView:
 
     @property
     def ours(self) -> bool:
-        """Whether the pod's last round is this one."""
-        return self.status is not None and self.status.round_id == self.snapshot.round.id
+        """Whether the pod's last work was this slot of this round."""
+        status = self.status
+        return status is not None and status.round_id == self.snapshot.round.id and is_of_slot(status, self.slot)
 
     @property
     def computing(self) -> bool:
@@ -97,7 +99,7 @@ def _runs(view: SlotView) -> Change | None:
 def _not_started_yet(view: SlotView) -> Change | None:
     if view.slot.state is not SlotState.STARTING:
         return None
-    error = "the pod computes another round" if view.computing else None
+    error = "the pod computes other work" if view.computing else None
     refusal = view.report.refusal
     return view.slot.model_copy(update={"error": refusal[1] if refusal else error}), None
 

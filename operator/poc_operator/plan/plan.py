@@ -13,6 +13,7 @@ from poc_operator.plan.snapshot import Plan, Snapshot, Step
 from poc_operator.plan.stalls import heal_stalls
 from poc_operator.plan.starts import start_pods
 from poc_operator.plan.stops import finish, stop_pods
+from poc_operator.plan.strays import stop_strays
 from poc_operator.plan.summary import note_times, summarise
 from poc_operator.plan.suspension import suspend
 
@@ -26,6 +27,7 @@ POLICIES: tuple[Policy, ...] = (
     fix_slots,  # which residue classes, once
     bind_pods,  # which pod for which slot
     replace_other_work,  # what a pod must put down first
+    stop_strays,  # which pods compute what is not theirs
     start_pods,
     heal_stalls,  # which pods get nothing done
     stop_pods,

@@ -4,12 +4,13 @@
 from dataclasses import replace
 from datetime import timedelta
 
-from poc_operator.model.pods import PodView
+from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import Assignment, RoundState, SlotState
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step, StopPod
 from vllm_poc.wire.base import PowState
 
-#: So long a pod that does not answer is waited for when its round ends.
+#: So long a pod that does not answer is waited for when its round ends. One that answers is waited for
+#: until it has stopped.
 STOP_PATIENCE = timedelta(seconds=90)
 
 
@@ -37,9 +38,14 @@ def stop_pods(snapshot: Snapshot, step: Step) -> Step:
         return step
     pods = running_pods(replace(snapshot, round=snapshot.round.model_copy(update={"status": step.status})))
     stops = [StopPod(pod=pod, round_id=snapshot.round.id) for pod in pods]
-    busy = {pod.uid for pod in pods} if snapshot.now - stop_time < STOP_PATIENCE else set()
+    patient = snapshot.now - stop_time < STOP_PATIENCE
+    busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
     assignments = [_settle(slot, busy) for slot in step.status.assignments]
     return step.extended(assignments=assignments, actions=stops)
+
+
+def _is_heard_of(report: PodReport | None) -> bool:
+    return report is not None and (report.status is not None or report.in_flight)
 
 
 def _settle(slot: Assignment, busy: set[str]) -> Assignment:

@@ -36,7 +36,7 @@ OURS = {"round_id": "round-uid"}
         pytest.param(
             STARTING,
             says(GENERATING, round_id="other"),
-            {"state": SlotState.STARTING, "error": "the pod computes another round"},
+            {"state": SlotState.STARTING, "error": "the pod computes other work"},
             id="foreign round",
         ),
         pytest.param(
