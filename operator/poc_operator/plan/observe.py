@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.belief import contradiction, doubt
 from poc_operator.plan.reissue import lose
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step
 from poc_operator.plan.stalls import silent_for_long, stall, stalled_for_long
@@ -46,6 +47,11 @@ class SlotView:
         return self.status is not None and self.status.state in _COMPUTING
 
     @property
+    def contradiction(self) -> str | None:
+        """Why the pod's counters cannot be true, if they cannot."""
+        return contradiction(self.slot, self.status, _capacity(self.snapshot, self.slot)) if self.status else None
+
+    @property
     def ending(self) -> bool:
         """Whether the round is being stopped or suspended."""
         return self.snapshot.round.status.stop_time is not None
@@ -79,6 +85,15 @@ def _start_accepted(view: SlotView) -> Change | None:
     return _confirm(view.slot, view.report.started), None
 
 
+def _doubtful(view: SlotView) -> Change | None:
+    status = view.status
+    if status is None or not (view.ours and view.computing):
+        return None
+    known = view.slot.state is SlotState.STARTING or view.slot.session == status.session_id
+    why = view.contradiction
+    return doubt(view.slot, why) if known and why is not None else None
+
+
 def _runs(view: SlotView) -> Change | None:
     """The pod computes this round: adopt it if unconfirmed, take its counters if it is the known one."""
     status = view.status
@@ -109,7 +124,7 @@ def _stopped(view: SlotView) -> Change | None:
     status = view.status
     if status is None or not view.ours or view.slot.session != status.session_id:
         return None
-    slot = _count(view.slot, status)
+    slot = view.slot if view.contradiction else _count(view.slot, status)
     if view.slot.state is SlotState.STALLED and not view.ending:
         return lose(view.snapshot, slot, view.slot.error or f"pod {slot.pod} stalled")
     if status.state is PowState.FAILED:
@@ -128,6 +143,7 @@ _RULES: tuple[Rule, ...] = (
     _pod_gone,
     _start_accepted,
     _unreachable,
+    _doubtful,
     _runs,
     _not_started_yet,
     _stopped,

@@ -14,7 +14,7 @@ from vllm_poc.wire.requests import ArtifactParams, InitGenerateRequest
 
 
 def start_pods(snapshot: Snapshot, step: Step) -> Step:
-    """Tell every pod whose slot is recorded and unconfirmed, once it is ready and idle and no other computes the slot."""
+    """Tell every pod whose slot is recorded and unconfirmed, once it is ready and idle and no other computes it."""
     if step.status.stop_time:
         return step
     computed = computed_slots(snapshot)

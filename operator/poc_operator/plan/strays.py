@@ -15,9 +15,10 @@ from vllm_poc.wire.responses import StatusResponse
 
 
 def is_of_slot(status: StatusResponse, slot: Assignment) -> bool:
-    """Whether the pod's round, if it is this one, is about this slot."""
+    """Whether the pod's round, if it is this one, is this slot from where it was last given out."""
     config = status.config
-    return config is None or (config.node_id, config.group_id) == (slot.node, slot.group)
+    same_slot = config is None or (config.node_id, config.group_id) == (slot.node, slot.group)
+    return same_slot and status.start_index == slot.start
 
 
 def computed_slots(snapshot: Snapshot) -> Mapping[tuple[int, int], str]:

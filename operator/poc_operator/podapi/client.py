@@ -16,12 +16,12 @@ from poc_operator.podapi.errors import (
     PodTimeout,
     PodUnreachable,
 )
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.base import API_PREFIX, MAX_TEXT
 from vllm_poc.wire.requests import InitGenerateRequest
 from vllm_poc.wire.responses import CommandResponse, ErrorResponse, StatusResponse
 
 #: A status with its lists left out is about 1 KiB; nothing the operator reads is near this.
-MAX_BODY_BYTES = 4 * 2**20
+MAX_BODY_BYTES = 64 * 2**10
 #: Seconds for a status poll: a pod that needs longer counts as not answering.
 STATUS_SECONDS = 5.0
 #: Seconds for a start: the pod may have to wait for the forward pass in flight.
@@ -38,7 +38,7 @@ class PodClient:
     def __init__(self, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=200), headers=headers, trust_env=False
+            connector=aiohttp.TCPConnector(limit=600), headers=headers, trust_env=False
         )
 
     async def __aenter__(self) -> Self:
@@ -103,7 +103,9 @@ def _parse(status: int, body: bytes, answer: type[Answer]) -> Answer:
     try:
         return answer.model_validate_json(body)
     except ValidationError as error:
-        raise NotAPodOfOurs(f"not an answer of the PoC protocol: {error.errors()[0]['msg']}") from error
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise NotAPodOfOurs(f"not an answer of the PoC protocol: {field}: {first['msg']}"[:MAX_TEXT]) from error
 
 
 def _error(status: int, body: bytes) -> PodError:

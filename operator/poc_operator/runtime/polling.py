@@ -8,8 +8,9 @@ from poc_operator.model.pods import PodReport, PodView
 from poc_operator.podapi.client import PodClient, base_url
 from poc_operator.podapi.errors import PodError
 
-#: Polls in flight at once; a poll is cheap, 1 000 pods take about a second.
-_CONCURRENCY = 100
+#: Polls in flight at once; a poll is cheap, 1 000 pods take about a second. Up to so many pods that do not answer
+#: make a poll no longer than one of them does.
+_CONCURRENCY = 500
 
 
 async def poll(client: PodClient, pods: Iterable[PodView], port: int) -> dict[str, PodReport]:

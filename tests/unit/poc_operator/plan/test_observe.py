@@ -84,7 +84,7 @@ OURS = {"round_id": "round-uid"}
         ),
         pytest.param(
             RUNNING,
-            says(IDLE, next_index=2**31, delivered_index=2**31, **OURS),
+            says(IDLE, next_index=2**31, delivered_index=2**31, delivered_valid=3, **OURS),
             {"state": SlotState.DONE},
             id="all nonces computed",
         ),
