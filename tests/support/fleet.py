@@ -95,6 +95,12 @@ class Fleet:
         await servers.enter_async_context(serve(face(pod.app), host, self.port))
         self._pods.put(a_pod(f"pod-{host}", ip=host))
 
+    def suspend(self, suspend: bool) -> None:
+        """Set ``spec.suspend``."""
+        assert self.store.round is not None
+        spec = self.store.round.spec.model_copy(update={"suspend": suspend})
+        self.store.round = self.store.round.model_copy(update={"spec": spec})
+
     async def tick_until(self, reached: Callable[[RoundStatus], bool], ticks: int = 400) -> RoundStatus:
         """Tick until the stored status is as wanted."""
         for _ in range(ticks):

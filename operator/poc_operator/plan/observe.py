@@ -134,8 +134,13 @@ def _stopped(view: SlotView) -> Change | None:
     return lose(view.snapshot, slot, f"pod {slot.pod} was stopped by somebody else")
 
 
-def _restarted(view: SlotView) -> Change | None:
-    return lose(view.snapshot, view.slot, f"pod {view.slot.pod} restarted and forgot the round")
+def _forgot(view: SlotView) -> Change | None:
+    """The pod says nothing of the slot: it has restarted, or never speaks of rounds that are over."""
+    if view.status is None or view.slot.session != view.status.session_id:
+        return lose(view.snapshot, view.slot, f"pod {view.slot.pod} restarted and forgot the round")
+    if view.ending:
+        return view.slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
+    return lose(view.snapshot, view.slot, f"pod {view.slot.pod} stopped and says nothing about it")
 
 
 _RULES: tuple[Rule, ...] = (
@@ -147,7 +152,7 @@ _RULES: tuple[Rule, ...] = (
     _runs,
     _not_started_yet,
     _stopped,
-    _restarted,
+    _forgot,
 )
 
 

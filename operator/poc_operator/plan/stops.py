@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops of the pods of a round that ends or is suspended, and the end itself."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -31,17 +32,22 @@ def _may_compute(snapshot: Snapshot, slot: Assignment) -> bool:
     return status.round_id == snapshot.round.id and status.state is PowState.GENERATING
 
 
+def stop_orders(snapshot: Snapshot, pods: Iterable[PodView]) -> list[StopPod]:
+    """Return the orders for these pods. What does not answer may compute other work by now, and is not told."""
+    heard = (pod for pod in pods if snapshot.reports.get(pod.uid, PodReport()).status is not None)
+    return [StopPod(pod=pod, round_id=snapshot.round.id) for pod in heard]
+
+
 def stop_pods(snapshot: Snapshot, step: Step) -> Step:
     """Stop every pod that still computes, and settle the slots that nobody computes."""
     stop_time = step.status.stop_time
     if stop_time is None:
         return step
     pods = running_pods(replace(snapshot, round=snapshot.round.model_copy(update={"status": step.status})))
-    stops = [StopPod(pod=pod, round_id=snapshot.round.id) for pod in pods]
     patient = snapshot.now - stop_time < STOP_PATIENCE
     busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
     assignments = [_settle(slot, busy) for slot in step.status.assignments]
-    return step.extended(assignments=assignments, actions=stops)
+    return step.extended(assignments=assignments, actions=stop_orders(snapshot, pods))
 
 
 def _is_heard_of(report: PodReport | None) -> bool:

@@ -18,9 +18,10 @@ from functools import partial
 from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
+from poc_operator.model.status import SlotState
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import Action, DeletePod, DeleteRound, RoundEvent, Snapshot, StartPod, StopPod
-from poc_operator.plan.stops import running_pods
+from poc_operator.plan.stops import running_pods, stop_orders
 from poc_operator.podapi.client import PodClient, base_url
 from poc_operator.podapi.errors import PodBusy, PodError, PodRefused
 from poc_operator.runtime.pods import PodCache
@@ -28,6 +29,7 @@ from poc_operator.runtime.polling import poll
 from poc_operator.runtime.progress import ProgressWatch
 from poc_operator.store.errors import StoreError, StoreForbidden
 from poc_operator.store.rounds import RoundStore
+from vllm_poc.wire.responses import CommandResponse
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +89,18 @@ class RoundDriver:
         round_ = await self._store.get(self._namespace, self._name)
         if round_ is None:
             return 0
-        pods = running_pods(await self._look(round_))
-        self._act(round_, [StopPod(pod=pod, round_id=round_.id) for pod in pods])
+        snapshot = await self._look(round_)
+        self._act(round_, stop_orders(snapshot, running_pods(snapshot)))
         await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
         return len(running_pods(await self._look(round_)))
 
     async def _look(self, round_: Round) -> Snapshot:
         pods = self._pods.matching(round_)
         finished = round_.status.state.finished and round_.metadata.deletion_timestamp is None
-        reports = {} if finished else await poll(self._client, pods, round_.spec.port)
+        reports = {} if finished else await poll(self._client, pods, round_)
         self._watch.forget_others(reports)
+        starting = {slot.uid for slot in round_.status.assignments if slot.state is SlotState.STARTING}
+        self._refusals = {uid: refusal for uid, refusal in self._refusals.items() if uid in starting}
         return Snapshot(
             round=round_,
             pods=pods,
@@ -138,8 +142,15 @@ class RoundDriver:
         self._refusals.pop(uid, None)
         try:
             answer = await self._client.start(_address(round_, start.pod), start.request)
-            self._started[uid] = answer.pow_status.session_id
+            self._started[uid] = (
+                answer.pow_status.session_id
+                if isinstance(answer, CommandResponse)
+                else start.pod.server(round_.spec.port)
+            )
             self.wake.set()
+        except PodBusy as error:
+            # What it computes is this slot, as after an answer that was lost, or other work: the next poll tells.
+            log.info("start of pod %s: %s", start.pod.name, error)
         except PodRefused as error:
             self._refusals[uid] = (error.reason, str(error))
         except PodError as error:
