@@ -19,6 +19,7 @@ def main() -> None:
         help="watch this namespace; may be repeated (default: all namespaces)",
     )
     parser.add_argument("--health-port", type=int, default=8080, help="port of GET /healthz (default: 8080)")
+    parser.add_argument("--metrics-port", type=int, default=8081, help="port of GET /metrics (default: 8081)")
     parser.add_argument("--log-format", choices=["json", "plain"], default="json")
     options = parser.parse_args()
     kopf.configure(
@@ -29,6 +30,7 @@ def main() -> None:
     for noisy in ("aiohttp.access", "kopf.activities", "kopf.objects"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     kopf.run(
+        memo=kopf.Memo(options=options),
         standalone=True,
         namespaces=options.namespace,
         clusterwide=not options.namespace,

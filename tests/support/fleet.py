@@ -12,12 +12,14 @@ from poc_operator.model.status import RoundStatus
 from poc_operator.plan.snapshot import RoundEvent
 from poc_operator.podapi.client import PodClient
 from poc_operator.runtime.driver import RoundDriver
+from poc_operator.runtime.logs import RoundRef
+from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
 from poc_operator.store.rounds import RoundStore
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.http_server import free_port, serve
 from tests.support.pod import running_pod
-from tests.unit.poc_operator.build import a_pod, a_round
+from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 AsgiApp = Callable[..., Awaitable[None]]
 
@@ -66,6 +68,7 @@ class Fleet:
         self.receiver = receiver
         self.events: list[RoundEvent] = []
         self.store = MemoryStore(self._round())
+        self.metrics = Metrics()
         self.operator = self.new_operator()
 
     def _round(self) -> Round:
@@ -84,7 +87,14 @@ class Fleet:
     def new_operator(self) -> RoundDriver:
         """Return an operator that knows nothing but the stored round."""
         store = cast(RoundStore, self.store)
-        return RoundDriver("ns", "r", store=store, client=self._client, pods=self._pods, emit=self.events.append)
+        return RoundDriver(
+            RoundRef("ns", "r", UID),
+            store=store,
+            client=self._client,
+            pods=self._pods,
+            metrics=self.metrics,
+            emit=self.events.append,
+        )
 
     async def start_pod(self, host: str, face: Callable[[AsgiApp], AsgiApp] = lambda app: app) -> None:
         """Start a pod, or restart it: a new process, a new session. ``face`` wraps what it serves."""

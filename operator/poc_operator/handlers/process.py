@@ -2,11 +2,13 @@
 """Start, settings, health and end of the operator's process."""
 
 import os
+from contextlib import AsyncExitStack
 
 import kopf
 
 from poc_operator.model import names
 from poc_operator.runtime.operator import Operator
+from poc_operator.runtime.web import serve_metrics
 
 
 @kopf.on.startup()
@@ -23,14 +25,20 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.networking.error_backoffs = (0.5, 1, 2, 3)
     settings.watching.chunk_size = 500
     settings.execution.default_backoff = 2
-    memo.operator = await Operator.create(os.environ.get("POC_POD_TOKEN") or None)
+    memo.operator = operator = await Operator.create(os.environ.get("POC_POD_TOKEN") or None)
+    memo.until_end = stack = AsyncExitStack()
+    stack.push_async_callback(operator.close)
+    try:
+        await stack.enter_async_context(serve_metrics(operator.metrics, memo.options.metrics_port))
+    except OSError as error:
+        raise kopf.PermanentError(f"--metrics-port: {error}") from error
 
 
 @kopf.on.cleanup()
 async def end(memo: kopf.Memo, **_: object) -> None:
     """Close connections. The pods go on computing; the next process adopts them."""
-    operator: Operator = memo.operator
-    await operator.close()
+    stack: AsyncExitStack = memo.until_end
+    await stack.aclose()
 
 
 @kopf.on.probe(id="rounds")

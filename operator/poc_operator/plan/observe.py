@@ -11,7 +11,7 @@ from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.belief import contradiction, doubt
 from poc_operator.plan.reissue import lose
-from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step
+from poc_operator.plan.snapshot import Loss, RoundEvent, Snapshot, Step
 from poc_operator.plan.stalls import silent_for_long, stall, stalled_for_long
 from poc_operator.plan.strays import is_of_slot
 from vllm_poc.wire.base import PowState
@@ -68,7 +68,7 @@ def _idle_slot(view: SlotView) -> Change | None:
 def _pod_gone(view: SlotView) -> Change | None:
     if view.pod is not None:
         return None
-    return lose(view.snapshot, view.slot, f"pod {view.slot.pod} is gone", unbind=True)
+    return lose(view.snapshot, view.slot, Loss.POD_GONE, f"pod {view.slot.pod} is gone", unbind=True)
 
 
 def _unreachable(view: SlotView) -> Change | None:
@@ -126,21 +126,21 @@ def _stopped(view: SlotView) -> Change | None:
         return None
     slot = view.slot if view.contradiction else _count(view.slot, status)
     if view.slot.state is SlotState.STALLED and not view.ending:
-        return lose(view.snapshot, slot, view.slot.error or f"pod {slot.pod} stalled")
+        return lose(view.snapshot, slot, Loss.STALLED, view.slot.error or f"pod {slot.pod} stalled")
     if status.state is PowState.FAILED:
-        return lose(view.snapshot, slot, f"pod {slot.pod} failed: {status.error}")
+        return lose(view.snapshot, slot, Loss.FAILED, f"pod {slot.pod} failed: {status.error}")
     if view.ending or slot.next >= _capacity(view.snapshot, slot):
         return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
-    return lose(view.snapshot, slot, f"pod {slot.pod} was stopped by somebody else")
+    return lose(view.snapshot, slot, Loss.STOPPED, f"pod {slot.pod} was stopped by somebody else")
 
 
 def _forgot(view: SlotView) -> Change | None:
     """The pod says nothing of the slot: it has restarted, or never speaks of rounds that are over."""
     if view.status is None or view.slot.session != view.status.session_id:
-        return lose(view.snapshot, view.slot, f"pod {view.slot.pod} restarted and forgot the round")
+        return lose(view.snapshot, view.slot, Loss.RESTARTED, f"pod {view.slot.pod} restarted and forgot the round")
     if view.ending:
         return view.slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
-    return lose(view.snapshot, view.slot, f"pod {view.slot.pod} stopped and says nothing about it")
+    return lose(view.snapshot, view.slot, Loss.STOPPED, f"pod {view.slot.pod} stopped and says nothing about it")
 
 
 _RULES: tuple[Rule, ...] = (

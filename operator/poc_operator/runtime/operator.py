@@ -3,18 +3,18 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from typing import Self
 
 from poc_operator.model.pods import PodView
 from poc_operator.podapi.client import PodClient
-from poc_operator.runtime.driver import POLL_SECONDS, Emit, RoundDriver
+from poc_operator.runtime.actions import Emit
+from poc_operator.runtime.driver import POLL_SECONDS, RoundDriver
+from poc_operator.runtime.logs import RoundRef
+from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
 from poc_operator.store.errors import StaleRound, StoreUnavailable
 from poc_operator.store.rounds import RoundStore
-
-log = logging.getLogger(__name__)
 
 #: Seconds without a finished tick after which a round's loop counts as hung. A tick that stops pods
 #: waits for their results.
@@ -28,6 +28,7 @@ class Operator:
         self._store = store
         self._client = client
         self._pods = PodCache()
+        self.metrics = Metrics()
         self._wake: dict[str, asyncio.Event] = {}  # by round uid
         self._last_tick: dict[str, float] = {}
 
@@ -65,16 +66,18 @@ class Operator:
         oldest = time.monotonic() - HUNG_SECONDS
         return [uid for uid, tick in self._last_tick.items() if tick < oldest]
 
-    def driver(self, namespace: str, name: str, emit: Emit) -> RoundDriver:
+    def driver(self, ref: RoundRef, emit: Emit) -> RoundDriver:
         """Return a driver for the round."""
-        return RoundDriver(namespace, name, store=self._store, client=self._client, pods=self._pods, emit=emit)
+        return RoundDriver(
+            ref, store=self._store, client=self._client, pods=self._pods, metrics=self.metrics, emit=emit
+        )
 
     async def drive(self, uid: str, driver: RoundDriver) -> None:
         """Drive the round until it is finished. A cancellation is safe at any moment."""
         self._wake[uid] = driver.wake
         try:
             self._last_tick[uid] = time.monotonic()
-            while await _tick(driver):
+            while await self._tick(driver):
                 self._last_tick[uid] = time.monotonic()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(driver.wake.wait(), POLL_SECONDS)
@@ -84,13 +87,14 @@ class Operator:
             self._wake.pop(uid, None)
             self._last_tick.pop(uid, None)
 
-
-async def _tick(driver: RoundDriver) -> bool:
-    """Take one step; trouble with the API server is logged and tried again at the next tick."""
-    try:
-        return await driver.tick()
-    except StaleRound:
-        log.debug("the round changed while it was planned; planning again")
-    except StoreUnavailable as error:
-        log.warning("API server: %s; trying again", error)
-    return True
+    async def _tick(self, driver: RoundDriver) -> bool:
+        """Take one step; trouble with the API server is logged and tried again at the next tick."""
+        try:
+            return await driver.tick()
+        except StaleRound as error:
+            self.metrics.api_server_failed(error)
+            driver.log.debug("the round changed while it was planned; planning again")
+        except StoreUnavailable as error:
+            self.metrics.api_server_failed(error)
+            driver.log.warning("API server: %s; trying again", error)
+        return True

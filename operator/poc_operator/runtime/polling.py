@@ -2,7 +2,7 @@
 """One poll of all pods of a round."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
@@ -16,7 +16,9 @@ from vllm_poc.wire.responses import StatusResponse
 _CONCURRENCY = 500
 
 
-async def poll(client: PodClient, pods: Iterable[PodView], round_: Round) -> dict[str, PodReport]:
+async def poll(
+    client: PodClient, pods: Iterable[PodView], round_: Round, failed: Callable[[PodError], None]
+) -> dict[str, PodReport]:
     """Ask every pod that has an address for its status. Pods that do not answer yield their error."""
     limit = asyncio.Semaphore(_CONCURRENCY)
 
@@ -26,6 +28,7 @@ async def poll(client: PodClient, pods: Iterable[PodView], round_: Round) -> dic
                 answer = await client.status(base_url(ip, round_.spec.port))
                 return pod.uid, _report(answer, pod, round_)
             except PodError as error:
+                failed(error)
                 return pod.uid, PodReport(error=str(error))
 
     asks = [ask(pod, pod.ip) for pod in pods if pod.ip and not pod.gone]
