@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start, settings, health and end of the operator's process."""
 
+import asyncio
 import os
 from contextlib import AsyncExitStack
 
@@ -28,6 +29,8 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     memo.operator = operator = await Operator.create(os.environ.get("POC_POD_TOKEN") or None)
     memo.until_end = stack = AsyncExitStack()
     stack.push_async_callback(operator.close)
+    checks = asyncio.create_task(operator.check_watches(memo.options.namespace))
+    stack.callback(checks.cancel)
     try:
         await stack.enter_async_context(serve_metrics(operator.metrics, memo.options.metrics_port))
     except OSError as error:
@@ -42,10 +45,10 @@ async def end(memo: kopf.Memo, **_: object) -> None:
 
 
 @kopf.on.probe(id="rounds")
-async def rounds_are_driven(memo: kopf.Memo, **_: object) -> str:
-    """Liveness: fails when a round's loop hangs, so that Kubernetes restarts the process."""
+async def operator_works(memo: kopf.Memo, **_: object) -> str:
+    """Liveness: fails when a round's loop hangs or a watch is deaf, so that Kubernetes restarts the process."""
     operator: Operator = memo.operator
-    hung = operator.hung_rounds()
-    if hung:
-        raise kopf.PermanentError(f"rounds not driven: {', '.join(hung)}")
+    ailments = operator.ailments()
+    if ailments:
+        raise kopf.PermanentError(f"{len(ailments)} ailments, the first: {ailments[0]}")
     return "ok"

@@ -3,7 +3,9 @@
 
 import asyncio
 import contextlib
+import logging
 import time
+from collections.abc import Collection
 from typing import Self
 
 from poc_operator.model.pods import PodView
@@ -13,8 +15,11 @@ from poc_operator.runtime.driver import POLL_SECONDS, RoundDriver
 from poc_operator.runtime.logs import RoundRef
 from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
-from poc_operator.store.errors import StaleRound, StoreUnavailable
+from poc_operator.runtime.watches import CHECK_SECONDS, WatchCheck
+from poc_operator.store.errors import StaleRound, StoreError, StoreUnavailable
 from poc_operator.store.rounds import RoundStore
+
+log = logging.getLogger(__name__)
 
 #: Seconds without a finished tick after which a round's loop counts as hung. A tick that stops pods
 #: waits for their results.
@@ -29,6 +34,7 @@ class Operator:
         self._client = client
         self._pods = PodCache()
         self.metrics = Metrics()
+        self._watches = WatchCheck(store, self._pods, self._last_tick.keys)
         self._wake: dict[str, asyncio.Event] = {}  # by round uid
         self._last_tick: dict[str, float] = {}
 
@@ -60,6 +66,21 @@ class Operator:
     def _wake_all(self) -> None:
         for event in self._wake.values():
             event.set()
+
+    async def check_watches(self, namespaces: Collection[str]) -> None:
+        """Compare the watches with lists, for ever."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            try:
+                await self._watches.check(namespaces)
+            except StoreError as error:
+                self.metrics.api_server_failed(error)
+                log.warning("API server: %s; the watches are compared with lists later", error)
+
+    def ailments(self) -> list[str]:
+        """Return what only a new process can heal: rounds whose loop hangs, changes that a watch missed."""
+        hung = [f"round {uid} hangs" for uid in self.hung_rounds()]
+        return hung + self._watches.missed
 
     def hung_rounds(self) -> list[str]:
         """Return the uids of rounds whose loop has not finished a tick for too long."""

@@ -6,7 +6,7 @@ round, as by an operator that has been replaced, is thus refused instead of over
 """
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -23,6 +23,14 @@ from poc_operator.store.errors import StaleRound, StoreForbidden, StoreUnavailab
 
 #: Seconds for one request to the API server.
 REQUEST_SECONDS = 15.0
+
+
+_KIND: dict[str, Any] = {
+    "group": names.GROUP,
+    "version": names.VERSION,
+    "plural": names.PLURAL,
+    "_request_timeout": REQUEST_SECONDS,
+}
 
 
 class RoundStore:
@@ -52,6 +60,29 @@ class RoundStore:
             body: Any = await self._objects.get_namespaced_custom_object(**self._key(namespace, name))
             return Round.parse(body)
         return None
+
+    async def list_rounds(self, namespaces: Collection[str]) -> list[Round]:
+        """Return the rounds of these namespaces; without any, of all."""
+        async with _errors():
+            if not namespaces:
+                found: Any = await self._objects.list_cluster_custom_object(**_KIND)
+                return [Round.parse(body) for body in found["items"]]
+            lists: list[Any] = [
+                await self._objects.list_namespaced_custom_object(namespace=namespace, **_KIND)
+                for namespace in namespaces
+            ]
+            return [Round.parse(body) for found in lists for body in found["items"]]
+        return []
+
+    async def list_pods(self, round_: Round) -> list[PodView]:
+        """Return the pods that match the round's selector."""
+        labels = ",".join(f"{key}={value}" for key, value in round_.spec.selector.match_labels.items())
+        async with _errors():
+            pods: Any = await self._core.list_namespaced_pod(
+                round_.metadata.namespace, label_selector=labels, _request_timeout=REQUEST_SECONDS
+            )
+            return [PodView.parse(body) for body in self._api.sanitize_for_serialization(pods.items)]  # type: ignore[no-untyped-call]
+        return []
 
     async def write_status(self, round_: Round, status: RoundStatus) -> None:
         """Replace the round's status; StaleRound if the round changed since it was read."""
@@ -85,14 +116,7 @@ class RoundStore:
             )
 
     def _key(self, namespace: str, name: str) -> dict[str, Any]:
-        return {
-            "group": names.GROUP,
-            "version": names.VERSION,
-            "plural": names.PLURAL,
-            "namespace": namespace,
-            "name": name,
-            "_request_timeout": REQUEST_SECONDS,
-        }
+        return {**_KIND, "namespace": namespace, "name": name}
 
 
 def _merge_patch(status: RoundStatus) -> dict[str, Any]:
