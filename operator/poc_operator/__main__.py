@@ -20,6 +20,10 @@ def main() -> None:
     )
     parser.add_argument("--health-port", type=int, default=8080, help="port of GET /healthz (default: 8080)")
     parser.add_argument("--metrics-port", type=int, default=8081, help="port of GET /metrics (default: 8081)")
+    parser.add_argument(
+        "--lease-namespace",
+        help="namespace of the Lease that lets one operator act at a time (default: the pod's, or the kubeconfig's)",
+    )
     parser.add_argument("--log-format", choices=["json", "plain"], default="json")
     options = parser.parse_args()
     kopf.configure(

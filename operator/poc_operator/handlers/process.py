@@ -2,6 +2,7 @@
 """Start, settings, health and end of the operator's process."""
 
 import asyncio
+import logging
 import os
 from contextlib import AsyncExitStack
 
@@ -10,9 +11,12 @@ import kopf
 from poc_operator.model import names
 from poc_operator.runtime.operator import Operator
 from poc_operator.runtime.web import serve_metrics
+from poc_operator.store.lease import Lease
+
+log = logging.getLogger(__name__)
 
 
-@kopf.on.startup()
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -> None:
     """Set kopf up and connect."""
     settings.peering.standalone = True
@@ -26,15 +30,26 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.networking.error_backoffs = (0.5, 1, 2, 3)
     settings.watching.chunk_size = 500
     settings.execution.default_backoff = 2
-    memo.operator = operator = await Operator.create(os.environ.get("POC_POD_TOKEN") or None)
     memo.until_end = stack = AsyncExitStack()
+    token = os.environ.get("POC_POD_TOKEN") or None
+    memo.operator = operator = await Operator.create(token, memo.options.lease_namespace)
     stack.push_async_callback(operator.close)
-    checks = asyncio.create_task(operator.check_watches(memo.options.namespace))
-    stack.callback(checks.cancel)
+    await operator.lease.acquire()
+    stack.push_async_callback(operator.lease.release)
+    for task in (_end_without(operator.lease), operator.check_watches(memo.options.namespace)):
+        stack.callback(asyncio.create_task(task).cancel)
     try:
         await stack.enter_async_context(serve_metrics(operator.metrics, memo.options.metrics_port))
     except OSError as error:
         raise kopf.PermanentError(f"--metrics-port: {error}") from error
+
+
+async def _end_without(lease: Lease) -> None:
+    """End the process at once when the lease is lost. The pods go on; whoever has the lease adopts them."""
+    await lease.keep()
+    log.critical("the lease is lost to %s: ending at once, so that no two operators act", lease.holder)
+    logging.shutdown()
+    os._exit(1)
 
 
 @kopf.on.cleanup()

@@ -4,9 +4,11 @@
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Collection
 from typing import Self
+from uuid import uuid4
 
 from poc_operator.model.pods import PodView
 from poc_operator.podapi.client import PodClient
@@ -16,7 +18,9 @@ from poc_operator.runtime.logs import RoundRef
 from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
 from poc_operator.runtime.watches import CHECK_SECONDS, WatchCheck
+from poc_operator.store.connection import connect
 from poc_operator.store.errors import StaleRound, StoreError, StoreUnavailable
+from poc_operator.store.lease import Lease
 from poc_operator.store.rounds import RoundStore
 
 log = logging.getLogger(__name__)
@@ -29,19 +33,23 @@ HUNG_SECONDS = 180.0
 class Operator:
     """One per process."""
 
-    def __init__(self, store: RoundStore, client: PodClient) -> None:
+    def __init__(self, store: RoundStore, lease: Lease, client: PodClient) -> None:
         self._store = store
+        self.lease = lease
         self._client = client
         self._pods = PodCache()
         self.metrics = Metrics()
-        self._watches = WatchCheck(store, self._pods, self._last_tick.keys)
         self._wake: dict[str, asyncio.Event] = {}  # by round uid
         self._last_tick: dict[str, float] = {}
+        self._watches = WatchCheck(store, self._pods, self._last_tick.keys)
 
     @classmethod
-    async def create(cls, token: str | None) -> Self:
+    async def create(cls, token: str | None, lease_namespace: str | None) -> Self:
         """Connect to the API server. ``token`` is sent to the pods, if they ask for one."""
-        return cls(await RoundStore.connect(), PodClient(token))
+        api, namespace = await connect()
+        identity = f"{socket.gethostname()}-{uuid4().hex[:8]}"
+        lease = Lease(api, lease_namespace or namespace, identity, time.monotonic)
+        return cls(RoundStore(api), lease, PodClient(token))
 
     async def close(self) -> None:
         """Close all connections; running rounds go on in their pods."""
@@ -110,6 +118,8 @@ class Operator:
 
     async def _tick(self, driver: RoundDriver) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next tick."""
+        if not self.lease.held:
+            return True  # the process is about to end: another may act by now
         try:
             return await driver.tick()
         except StaleRound as error:
