@@ -5,6 +5,7 @@ can be made to fail at an exact moment."""
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from time import monotonic
 from typing import Any, cast
 
 from poc_operator.model.round import Round
@@ -111,9 +112,10 @@ class Fleet:
         spec = self.store.round.spec.model_copy(update={"suspend": suspend})
         self.store.round = self.store.round.model_copy(update={"spec": spec})
 
-    async def tick_until(self, reached: Callable[[RoundStatus], bool], ticks: int = 400) -> RoundStatus:
+    async def tick_until(self, reached: Callable[[RoundStatus], bool], seconds: float = 60) -> RoundStatus:
         """Tick until the stored status is as wanted."""
-        for _ in range(ticks):
+        deadline = monotonic() + seconds
+        while monotonic() < deadline:
             assert self.store.round is not None
             if reached(self.store.round.status):
                 return self.store.round.status

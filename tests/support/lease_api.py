@@ -19,6 +19,7 @@ class LeaseApi:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.fault: int | None = None
+        self.requests = 0
 
     @property
     def holder(self) -> str | None:
@@ -27,6 +28,7 @@ class LeaseApi:
 
     async def answer(self, request: web.Request) -> web.Response:
         """Serve get, create and update."""
+        self.requests += 1
         if self.fault == 0:
             await asyncio.sleep(60)
         if self.fault is not None:
