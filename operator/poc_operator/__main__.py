@@ -19,6 +19,11 @@ def main() -> None:
         help="watch this namespace; may be repeated (default: all namespaces)",
     )
     parser.add_argument("--health-port", type=int, default=8080, help="port of GET /healthz (default: 8080)")
+    parser.add_argument("--metrics-port", type=int, default=8081, help="port of GET /metrics (default: 8081)")
+    parser.add_argument(
+        "--lease-namespace",
+        help="namespace of the Lease that lets one operator act at a time (default: the pod's, or the kubeconfig's)",
+    )
     parser.add_argument("--log-format", choices=["json", "plain"], default="json")
     options = parser.parse_args()
     kopf.configure(
@@ -29,6 +34,7 @@ def main() -> None:
     for noisy in ("aiohttp.access", "kopf.activities", "kopf.objects"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     kopf.run(
+        memo=kopf.Memo(options=options),
         standalone=True,
         namespaces=options.namespace,
         clusterwide=not options.namespace,

@@ -42,6 +42,12 @@ ALL_VALUES: dict[Path, Values] = {
         "serviceAccount": {"create": True, "name": "own", "annotations": {"example.org/role": "poc"}},
         "podTokenSecret": "pod-token",
         "logFormat": "plain",
+        "metrics": {
+            "service": True,
+            "serviceMonitor": False,  # the API server does not know the kind
+            "serviceMonitorLabels": {"release": "prometheus"},
+            "intervalSeconds": 10,
+        },
     },
     WORKER_CHART: {
         **_COMMON,

@@ -34,6 +34,7 @@ WRONG: dict[str, tuple[Path, Values, tuple[str, ...]]] = {
     "pull policy": (OPERATOR_CHART, {"image": {"pullPolicy": "Sometimes"}}, ("/image/pullPolicy", "'IfNotPresent'")),
     "namespaces as text": (OPERATOR_CHART, {"watchNamespaces": "a"}, ("/watchNamespaces", "want array")),
     "namespace twice": (OPERATOR_CHART, {"watchNamespaces": ["a", "a"]}, ("/watchNamespaces", "equal")),
+    "monitor without service": (OPERATOR_CHART, {"metrics": {"serviceMonitor": True}}, ("/metrics/service",)),
     "env without a name": (OPERATOR_CHART, {"extraEnv": [{"value": "a"}]}, ("/extraEnv/0", "'name'")),
     "no account": (
         OPERATOR_CHART,
@@ -122,3 +123,13 @@ def test_values_reach_the_worker(kube: Kube) -> None:
 def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:
     pod = deployment(kube, OPERATOR_CHART, ALL_VALUES[OPERATOR_CHART])["spec"]["template"]["spec"]
     assert pod["containers"][0]["args"] == ["--log-format=plain", f"--namespace={NAMESPACE}", "--namespace=default"]
+
+
+def test_metrics_are_scraped_if_asked_for(kube: Kube) -> None:
+    metrics = {"service": True, "serviceMonitor": True, "serviceMonitorLabels": {"release": "prometheus"}}
+    found = {body["kind"]: body for body in objects(kube, OPERATOR_CHART, {"metrics": metrics})}
+    monitor, service = found["ServiceMonitor"], found["Service"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"] == [{"port": service["spec"]["ports"][0]["name"], "interval": "30s"}]
+    assert not {"Service", "ServiceMonitor"} & {body["kind"] for body in objects(kube, OPERATOR_CHART, {})}

@@ -127,7 +127,7 @@ def assert_equal_repeats(receiver: Receiver) -> None:
 
 
 def test_a_killed_operator_changes_nothing_for_the_pods(kube: Kube, rounds: Rounds, receiver: Receiver) -> None:
-    rounds.apply("orphan", **ARTIFACT, callbackURL=receiver.url, stop={"afterSeconds": 30})
+    rounds.apply("orphan", **ARTIFACT, callbackURL=receiver.url, stop={"afterSeconds": 60})
     before, killed = rounds.wait_until("orphan", is_running), operator_uids(kube)
     kube.kubectl("--namespace", SYSTEM_NAMESPACE, "delete", "pods", "--all", "--grace-period=0", "--force")
     assert wait_until(lambda: operator_uids(kube) not in ([], killed), STOP_SECONDS)

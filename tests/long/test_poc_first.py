@@ -42,8 +42,8 @@ def test_running_chats_go_on_and_new_ones_are_refused(server: Client, report: Re
             made = server.status()["next_index"]
     assert still_running == len(RUNNING), "the running chats must outlast the refusals"
     assert refusals == [(503, "5")] * len(NEW)
-    assert (different(idle, beside), unfinished(beside)) == (0, [])
-    assert different(new, ask_all(server, NEW, 1)) == 0
+    assert (different(idle, beside), unfinished(beside)) == ([], [])
+    assert different(new, ask_all(server, NEW, 1)) == []
     report(
         f"{len(NEW)} new chats were refused with Retry-After while {len(RUNNING)} of {RUNNING[0].tokens} tokens "
         f"went on unchanged beside {made} nonces"

@@ -4,6 +4,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import pytest
 from aiohttp import web
@@ -19,11 +20,13 @@ from poc_operator.podapi.errors import (
     PodTimeout,
     PodUnreachable,
 )
+from poc_operator.podapi.reference import ReferenceCommand, ReferenceStatus
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.http_server import free_port, serve
 from tests.support.pod import DISTANCE, SLOT, Pod
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.requests import InitGenerateRequest
+from vllm_poc.wire.responses import CommandResponse, StatusResponse
 
 
 @pytest.fixture
@@ -53,26 +56,35 @@ async def _aiohttp_server(answer: Callable[[web.Request], Awaitable[web.Response
         await runner.cleanup()
 
 
+Ours = TypeVar("Ours", StatusResponse, CommandResponse)
+
+
+def ours(answer: Ours | ReferenceStatus | ReferenceCommand) -> Ours:
+    """The answer, which must be one of our pods'."""
+    assert not isinstance(answer, ReferenceStatus | ReferenceCommand)
+    return answer
+
+
 def order(**fields: object) -> InitGenerateRequest:
     return InitGenerateRequest.model_validate(DISTANCE | SLOT | {"round_id": "r1"} | fields)
 
 
 async def test_a_round_from_start_to_stop(client: PodClient, base: str, receiver: CallbackReceiver) -> None:
-    assert (await client.status(base)).state is PowState.IDLE
-    started = await client.start(base, order(url=receiver.url))
-    running = await client.status(base)
+    assert ours(await client.status(base)).state is PowState.IDLE
+    started = ours(await client.start(base, order(url=receiver.url)))
+    running = ours(await client.status(base))
     assert (running.state, running.round_id) == (PowState.GENERATING, "r1")
     assert running.session_id == started.pow_status.session_id
-    stopped = (await client.stop(base, "r1")).pow_status
+    stopped = ours(await client.stop(base, "r1")).pow_status
     assert stopped.delivered_index == stopped.next_index
-    assert (await client.status(base)).state is PowState.STOPPED
+    assert ours(await client.status(base)).state is PowState.STOPPED
 
 
 async def test_a_repeated_start_is_harmless(client: PodClient, base: str) -> None:
-    first = await client.start(base, order())
-    again = await client.start(base, order(start_index=5))
+    first = ours(await client.start(base, order()))
+    again = ours(await client.start(base, order(start_index=5)))
     assert again.pow_status.session_id == first.pow_status.session_id
-    assert (await client.status(base)).start_index == 0
+    assert ours(await client.status(base)).start_index == 0
 
 
 async def test_another_round_is_neither_replaced_nor_stopped(client: PodClient, base: str) -> None:
@@ -81,11 +93,11 @@ async def test_another_round_is_neither_replaced_nor_stopped(client: PodClient, 
         await client.start(base, order(round_id="r2"))
     with pytest.raises(PodBusy, match="round r1 runs"):
         await client.stop(base, "r2")
-    assert (await client.status(base)).state is PowState.GENERATING
+    assert ours(await client.status(base)).state is PowState.GENERATING
 
 
 async def test_a_stop_of_a_round_that_is_over_is_harmless(client: PodClient, base: str) -> None:
-    assert (await client.stop(base, "r1")).pow_status.status is PowState.STOPPED
+    assert ours(await client.stop(base, "r1")).pow_status.status is PowState.STOPPED
 
 
 async def test_the_pods_reason_arrives(client: PodClient, base: str) -> None:
@@ -111,6 +123,10 @@ async def test_nobody_listens(client: PodClient) -> None:
     [
         ("not json", 200, NotAPodOfOurs),
         ("{}", 200, NotAPodOfOurs),
+        ('{"status": "MIXED"}', 200, NotAPodOfOurs),
+        ('{"status": "IDLE", "session_id": "s"}', 200, NotAPodOfOurs),  # one of ours must say all
+        ('{"detail": [{"loc": ["params"], "msg": "Field required"}]}', 422, PodRefused),
+        ('{"detail": "Already generating"}', 409, PodBusy),
         ("<html>bad gateway</html>", 502, NotAPodOfOurs),
         ("x" * (podapi.MAX_BODY_BYTES + 1), 200, NotAPodOfOurs),
         ('{"detail": "no", "reason": "Unauthorized"}', 401, PodRefused),

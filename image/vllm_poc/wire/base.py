@@ -4,7 +4,7 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 #: Every PoC route of a pod starts with this path.
 API_PREFIX = "/api/v1/pow"
@@ -19,6 +19,17 @@ def _refuse_bool(value: object) -> object:
 
 #: A nonce as receivers store it: a signed 32-bit integer that is not negative.
 Nonce = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=2**31 - 1)]
+
+
+#: Longest text for people that one side stores of the other's.
+MAX_TEXT = 500
+
+#: Text for people, cut where it is longer: a status with a thousand of them must still fit.
+ShortText = Annotated[str, AfterValidator(lambda text: text[:MAX_TEXT])]
+#: Index of a slot's nonce, or a count of them.
+Index = Annotated[int, Field(ge=0, le=2**31)]
+#: Seconds, or a rate; large enough for any, small enough to add up.
+Quantity = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class Protocol(StrEnum):

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of a pod. Fields after "ours" are additions that clients of the protocol may ignore."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vllm_poc.wire.base import PowState, Protocol, WireMessage
+from vllm_poc.wire.base import Index, PowState, Protocol, Quantity, ShortText, WireMessage
+
+SessionId = Annotated[str, Field(max_length=256)]
 
 
 class RoundConfig(WireMessage):
@@ -33,14 +35,14 @@ class RoundConfig(WireMessage):
 class RoundStats(WireMessage):
     """Progress in the artifact protocol's words."""
 
-    total_processed: int = 0
-    nonces_per_second: float = 0.0
+    total_processed: Index = 0
+    nonces_per_second: Quantity = 0.0
 
 
 class ModelLimits(WireMessage):
     """What the served model allows; lets a client say what is wrong before it asks."""
 
-    names: list[str] = Field(default_factory=list)
+    names: list[ShortText] = Field(default_factory=list)
     max_seq_len: int = Field(default=0, ge=0)
     hidden_size: int = Field(default=0, ge=0)
 
@@ -66,25 +68,25 @@ class StatusResponse(WireMessage):
     state: PowState
     valid_nonces: list[int] = Field(default_factory=list)
     valid_distances: list[float] = Field(default_factory=list)
-    total_checked: int = 0
-    total_valid: int = 0
-    elapsed_seconds: float = 0.0
-    rate_per_second: float = 0.0
+    total_checked: Index = 0
+    total_valid: Index = 0
+    elapsed_seconds: Quantity = 0.0
+    rate_per_second: Quantity = 0.0
     r_target: float | None = None
     # Ours.
-    session_id: str
+    session_id: SessionId
     round_id: str | None = None
-    next_index: int = 0
-    delivered_index: int = 0
-    start_index: int = 0
-    delivered_valid: int = 0
-    delivered_rejected: int = 0
-    rejected: int = 0
-    last_progress_seconds: float | None = None
-    held_back_seconds: float = 0.0
+    next_index: Index = 0
+    delivered_index: Index = 0
+    start_index: Index = 0
+    delivered_valid: Index = 0
+    delivered_rejected: Index = 0
+    rejected: Index = 0
+    last_progress_seconds: Quantity | None = None
+    held_back_seconds: Quantity = 0.0
     # Why the round FAILED, and what the callback receiver last answered while deliveries fail.
-    error: str | None = None
-    delivery_error: str | None = None
+    error: ShortText | None = None
+    delivery_error: ShortText | None = None
     # Callbacks of queued work and of verdicts: on their way, and rejected or given up since the server's start.
     callbacks_pending: int = 0
     callbacks_lost: int = 0
@@ -95,10 +97,10 @@ class PowStatus(WireMessage):
     """The state after a call that changed it."""
 
     status: PowState
-    session_id: str
+    session_id: SessionId
     round_id: str | None = None
-    next_index: int = 0
-    delivered_index: int = 0
+    next_index: Index = 0
+    delivered_index: Index = 0
 
 
 class CommandResponse(WireMessage):
@@ -127,9 +129,9 @@ class FieldError(WireMessage):
 class ErrorResponse(WireMessage):
     """Body of every 4xx and 5xx answer. ``detail`` is the sentence for people."""
 
-    detail: str
+    detail: ShortText
     # CamelCase word for programs: RoundConflict, ModelMismatch, SequenceTooLong, InvalidRequest, ...
-    reason: str
+    reason: ShortText
     errors: list[FieldError] = Field(default_factory=list)
     # With RoundConflict: what runs instead.
     running: RoundConfig | None = None

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start, settings, health and end of the operator's process."""
 
+import asyncio
+import logging
 import os
+from contextlib import AsyncExitStack
 
 import kopf
 
 from poc_operator.model import names
 from poc_operator.runtime.operator import Operator
+from poc_operator.runtime.web import serve_metrics
+from poc_operator.store.lease import Lease
+
+log = logging.getLogger(__name__)
 
 
-@kopf.on.startup()
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -> None:
     """Set kopf up and connect."""
     settings.peering.standalone = True
@@ -23,21 +30,40 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.networking.error_backoffs = (0.5, 1, 2, 3)
     settings.watching.chunk_size = 500
     settings.execution.default_backoff = 2
-    memo.operator = await Operator.create(os.environ.get("POC_POD_TOKEN") or None)
+    memo.until_end = stack = AsyncExitStack()
+    token = os.environ.get("POC_POD_TOKEN") or None
+    memo.operator = operator = await Operator.create(token, memo.options.lease_namespace)
+    stack.push_async_callback(operator.close)
+    await operator.lease.acquire()
+    stack.push_async_callback(operator.lease.release)
+    for task in (_end_without(operator.lease), operator.check_watches(memo.options.namespace)):
+        stack.callback(asyncio.create_task(task).cancel)
+    try:
+        await stack.enter_async_context(serve_metrics(operator.metrics, memo.options.metrics_port))
+    except OSError as error:
+        raise kopf.PermanentError(f"--metrics-port: {error}") from error
+
+
+async def _end_without(lease: Lease) -> None:
+    """End the process at once when the lease is lost. The pods go on; whoever has the lease adopts them."""
+    await lease.keep()
+    log.critical("the lease is lost to %s: ending at once, so that no two operators act", lease.holder)
+    logging.shutdown()
+    os._exit(1)
 
 
 @kopf.on.cleanup()
 async def end(memo: kopf.Memo, **_: object) -> None:
     """Close connections. The pods go on computing; the next process adopts them."""
-    operator: Operator = memo.operator
-    await operator.close()
+    stack: AsyncExitStack = memo.until_end
+    await stack.aclose()
 
 
 @kopf.on.probe(id="rounds")
-async def rounds_are_driven(memo: kopf.Memo, **_: object) -> str:
-    """Liveness: fails when a round's loop hangs, so that Kubernetes restarts the process."""
+async def operator_works(memo: kopf.Memo, **_: object) -> str:
+    """Liveness: fails when a round's loop hangs or a watch is deaf, so that Kubernetes restarts the process."""
     operator: Operator = memo.operator
-    hung = operator.hung_rounds()
-    if hung:
-        raise kopf.PermanentError(f"rounds not driven: {', '.join(hung)}")
+    ailments = operator.ailments()
+    if ailments:
+        raise kopf.PermanentError(f"{len(ailments)} ailments, the first: {ailments[0]}")
     return "ok"

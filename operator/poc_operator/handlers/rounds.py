@@ -9,7 +9,8 @@ import kopf
 from poc_operator.model import names
 from poc_operator.model.status import RoundState
 from poc_operator.plan.snapshot import RoundEvent
-from poc_operator.runtime.driver import Emit
+from poc_operator.runtime.actions import Emit
+from poc_operator.runtime.logs import RoundRef
 from poc_operator.runtime.operator import Operator
 
 #: Seconds for a daemon to end by itself, as when its round is finished, before it is cancelled.
@@ -58,7 +59,7 @@ async def drive(
 ) -> None:
     """Drive the round until it is finished. When the operator ends, the pods go on."""
     operator: Operator = memo.operator
-    await operator.drive(uid, operator.driver(namespace or "", name, _emitter(body)))
+    await operator.drive(uid, operator.driver(RoundRef(namespace or "", name, uid), _emitter(body)))
 
 
 @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL)
@@ -69,9 +70,11 @@ async def round_event(uid: str, memo: kopf.Memo, **_: object) -> None:
 
 
 @kopf.on.delete(names.GROUP, names.VERSION, names.PLURAL, when=_needs_stopping, timeout=_DELETE_SECONDS)
-async def stop_deleted(*, namespace: str | None, name: str, body: kopf.Body, memo: kopf.Memo, **_: object) -> None:
+async def stop_deleted(
+    *, namespace: str | None, name: str, uid: str, body: kopf.Body, memo: kopf.Memo, **_: object
+) -> None:
     """Stop the pods of a deleted round; the finalizer holds the object until they have, or time is up."""
     operator: Operator = memo.operator
-    left = await operator.driver(namespace or "", name, _emitter(body)).stop_all()
+    left = await operator.driver(RoundRef(namespace or "", name, uid), _emitter(body)).stop_all()
     if left:
         raise kopf.TemporaryError(f"{left} pods still compute the deleted round", delay=2)

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     PODS_UNREACHABLE = "PodsUnreachable"
     REISSUE_LIMIT_EXCEEDED = "ReissueLimitExceeded"
     REPLACED = "Replaced"
+    REPORT_CONTRADICTORY = "ReportContradictory"
     REQUEST_REFUSED = "RequestRefused"
     RESULTS_REJECTED = "ResultsRejected"
     RUNNING = "Running"

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pods as the plan sees them, and what they report."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm_poc.wire.responses import StatusResponse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """One container of a pod. ``id`` changes with every restart."""
+
+    id: str
+    ports: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +29,7 @@ class PodView:
     gone: bool = False  # being deleted, or ended for good
     disrupted: bool = False  # ended by the cluster: evicted, preempted, its node drained or lost
     waiting_for: str = ""  # why it is not ready, in the kubelet's words
+    containers: Sequence[Container] = ()
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -38,7 +47,30 @@ class PodView:
             gone="deletionTimestamp" in meta or status.get("phase") in ("Succeeded", "Failed"),
             disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
             waiting_for=_waiting_for(status, conditions),
+            containers=_containers(body.get("spec") or {}, status),
         )
+
+    def server(self, port: int) -> str:
+        """Return the id of the container that serves ``port``: of the first one, if none declares the port."""
+        declaring = [container for container in self.containers if port in container.ports]
+        return (declaring or [*self.containers, Container(id=self.uid)])[0].id
+
+
+def _containers(spec: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[Container, ...]:
+    """Return the containers in the order of the spec."""
+    statuses = {found["name"]: found for found in status.get("containerStatuses") or []}
+    return tuple(
+        Container(id=_container_id(statuses.get(container["name"], {})), ports=_ports(container))
+        for container in spec.get("containers") or []
+    )
+
+
+def _container_id(status: Mapping[str, Any]) -> str:
+    return f"{status.get('containerID', '')}#{status.get('restartCount', 0)}"
+
+
+def _ports(container: Mapping[str, Any]) -> frozenset[int]:
+    return frozenset(port["containerPort"] for port in container.get("ports") or [])
 
 
 def _waiting_for(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
@@ -61,7 +93,8 @@ class PodReport:
     ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as
     (reason, message), if it declined. ``stalled_seconds`` is how long it has computed without progress
     that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
-    ``in_flight`` says that it was told something whose outcome is not known yet.
+    ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it
+    can begin a slot elsewhere than at index 0.
     """
 
     status: StatusResponse | None = None
@@ -71,3 +104,4 @@ class PodReport:
     stalled_seconds: float = 0.0
     silent_seconds: float = 0.0
     in_flight: bool = False
+    resumes: bool = True

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.belief import contradiction, doubt
 from poc_operator.plan.reissue import lose
-from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step
+from poc_operator.plan.snapshot import Loss, RoundEvent, Snapshot, Step
 from poc_operator.plan.stalls import silent_for_long, stall, stalled_for_long
+from poc_operator.plan.strays import is_of_slot
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.partition import NonceSlot
 from vllm_poc.wire.responses import StatusResponse
@@ -35,13 +37,19 @@ class SlotView:
 
     @property
     def ours(self) -> bool:
-        """Whether the pod's last round is this one."""
-        return self.status is not None and self.status.round_id == self.snapshot.round.id
+        """Whether the pod's last work was this slot of this round."""
+        status = self.status
+        return status is not None and status.round_id == self.snapshot.round.id and is_of_slot(status, self.slot)
 
     @property
     def computing(self) -> bool:
         """Whether the pod computes anything."""
         return self.status is not None and self.status.state in _COMPUTING
+
+    @property
+    def contradiction(self) -> str | None:
+        """Why the pod's counters cannot be true, if they cannot."""
+        return contradiction(self.slot, self.status, _capacity(self.snapshot, self.slot)) if self.status else None
 
     @property
     def ending(self) -> bool:
@@ -60,7 +68,7 @@ def _idle_slot(view: SlotView) -> Change | None:
 def _pod_gone(view: SlotView) -> Change | None:
     if view.pod is not None:
         return None
-    return lose(view.snapshot, view.slot, f"pod {view.slot.pod} is gone", unbind=True)
+    return lose(view.snapshot, view.slot, Loss.POD_GONE, f"pod {view.slot.pod} is gone", unbind=True)
 
 
 def _unreachable(view: SlotView) -> Change | None:
@@ -75,6 +83,15 @@ def _start_accepted(view: SlotView) -> Change | None:
     if view.slot.state is not SlotState.STARTING or view.report.started is None:
         return None
     return _confirm(view.slot, view.report.started), None
+
+
+def _doubtful(view: SlotView) -> Change | None:
+    status = view.status
+    if status is None or not (view.ours and view.computing):
+        return None
+    known = view.slot.state is SlotState.STARTING or view.slot.session == status.session_id
+    why = view.contradiction
+    return doubt(view.slot, why) if known and why is not None else None
 
 
 def _runs(view: SlotView) -> Change | None:
@@ -97,7 +114,7 @@ def _runs(view: SlotView) -> Change | None:
 def _not_started_yet(view: SlotView) -> Change | None:
     if view.slot.state is not SlotState.STARTING:
         return None
-    error = "the pod computes another round" if view.computing else None
+    error = "the pod computes other work" if view.computing else None
     refusal = view.report.refusal
     return view.slot.model_copy(update={"error": refusal[1] if refusal else error}), None
 
@@ -107,20 +124,25 @@ def _stopped(view: SlotView) -> Change | None:
     status = view.status
     if status is None or not view.ours or view.slot.session != status.session_id:
         return None
-    slot = _count(view.slot, status)
+    slot = view.slot if view.contradiction else _count(view.slot, status)
     if view.slot.state is SlotState.STALLED and not view.ending:
-        return lose(view.snapshot, slot, view.slot.error or f"pod {slot.pod} stalled")
+        return lose(view.snapshot, slot, Loss.STALLED, view.slot.error or f"pod {slot.pod} stalled")
     if status.state is PowState.FAILED:
-        return lose(view.snapshot, slot, f"pod {slot.pod} failed: {status.error}")
+        return lose(view.snapshot, slot, Loss.FAILED, f"pod {slot.pod} failed: {status.error}")
     if view.ending or slot.next >= _capacity(view.snapshot, slot):
         return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
-    return lose(view.snapshot, slot, f"pod {slot.pod} was stopped by somebody else")
+    return lose(view.snapshot, slot, Loss.STOPPED, f"pod {slot.pod} was stopped by somebody else")
 
 
-def _restarted(view: SlotView) -> Change | None:
+def _forgot(view: SlotView) -> Change | None:
+    """The pod says nothing of the slot: it has restarted, or never speaks of rounds that are over."""
+    if view.status is None or view.slot.session != view.status.session_id:
+        return lose(view.snapshot, view.slot, Loss.RESTARTED, f"pod {view.slot.pod} restarted and forgot the round")
+    if view.ending:
+        return view.slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
     if view.computing and not view.ours:
-        return lose(view.snapshot, view.slot, f"pod {view.slot.pod} was given other work")
-    return lose(view.snapshot, view.slot, f"pod {view.slot.pod} restarted and forgot the round")
+        return lose(view.snapshot, view.slot, Loss.STOPPED, f"pod {view.slot.pod} was given other work")
+    return lose(view.snapshot, view.slot, Loss.STOPPED, f"pod {view.slot.pod} stopped and says nothing about it")
 
 
 _RULES: tuple[Rule, ...] = (
@@ -128,10 +150,11 @@ _RULES: tuple[Rule, ...] = (
     _pod_gone,
     _start_accepted,
     _unreachable,
+    _doubtful,
     _runs,
     _not_started_yet,
     _stopped,
-    _restarted,
+    _forgot,
 )
 
 

@@ -8,11 +8,13 @@ from poc_operator.plan.conditions import set_conditions
 from poc_operator.plan.ends import end
 from poc_operator.plan.expiry import expire
 from poc_operator.plan.observe import observe
+from poc_operator.plan.rewind import rewind
 from poc_operator.plan.slots import bind_pods, fix_slots
 from poc_operator.plan.snapshot import Plan, Snapshot, Step
 from poc_operator.plan.stalls import heal_stalls
 from poc_operator.plan.starts import start_pods
 from poc_operator.plan.stops import finish, stop_pods
+from poc_operator.plan.strays import stop_strays
 from poc_operator.plan.summary import note_times, summarise
 from poc_operator.plan.suspension import suspend
 
@@ -25,7 +27,9 @@ POLICIES: tuple[Policy, ...] = (
     suspend,  # may it run?
     fix_slots,  # which residue classes, once
     bind_pods,  # which pod for which slot
+    rewind,  # where it begins on pods that cannot resume
     replace_other_work,  # what a pod must put down first
+    stop_strays,  # which pods compute what is not theirs
     start_pods,
     heal_stalls,  # which pods get nothing done
     stop_pods,

@@ -4,11 +4,11 @@
 from poc_operator.model.conditions import Reason
 from poc_operator.model.spec import ReissuePolicy
 from poc_operator.model.status import Assignment, SlotState
-from poc_operator.plan.snapshot import RoundEvent, Snapshot
+from poc_operator.plan.snapshot import Loss, RoundEvent, Snapshot
 
 
 def lose(
-    snapshot: Snapshot, slot: Assignment, why: str, *, unbind: bool = False
+    snapshot: Snapshot, slot: Assignment, loss: Loss, why: str, *, unbind: bool = False
 ) -> tuple[Assignment, RoundEvent | None]:
     """Return the slot after its work was lost, and the Event that tells the user.
 
@@ -28,7 +28,8 @@ def lose(
     again = _reset(slot, _start_index(snapshot, slot), why)
     if unbind:
         again = again.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None, "stalls": 0})
-    return again, _event(slot, f"{why}; starts again at index {again.start}")
+    message = f"{why}; starts again at index {again.start}"
+    return again, _event(slot, message, Loss.DISRUPTED if disrupted else loss)
 
 
 def _exhausted(snapshot: Snapshot, slot: Assignment, *, free: bool) -> str | None:
@@ -70,5 +71,6 @@ def _reset(slot: Assignment, start: int, why: str) -> Assignment:
     )
 
 
-def _event(slot: Assignment, message: str) -> RoundEvent:
-    return RoundEvent(reason=Reason.WORK_LOST, message=f"node {slot.node} group {slot.group}: {message}", warning=True)
+def _event(slot: Assignment, message: str, loss: Loss | None = None) -> RoundEvent:
+    message = f"node {slot.node} group {slot.group}: {message}"
+    return RoundEvent(reason=Reason.WORK_LOST, message=message, warning=True, loss=loss)

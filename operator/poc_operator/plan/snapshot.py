@@ -4,6 +4,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
 
@@ -82,13 +83,25 @@ class DeleteRound:
 Action = StartPod | StopPod | DeletePod | DeleteRound
 
 
+class Loss(StrEnum):
+    """Why a slot was given out again."""
+
+    POD_GONE = "PodGone"
+    DISRUPTED = "Disrupted"
+    RESTARTED = "Restarted"
+    FAILED = "Failed"
+    STALLED = "Stalled"
+    STOPPED = "Stopped"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundEvent:
-    """A Kubernetes Event to post on the round."""
+    """A Kubernetes Event to post on the round; ``loss`` if it tells of a slot that was given out again."""
 
     reason: Reason
     message: str
     warning: bool = False
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

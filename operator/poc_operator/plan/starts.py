@@ -1,33 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts of the slots that are recorded for a pod but not confirmed by it."""
 
+from collections.abc import Container
+
 from pydantic import AnyHttpUrl
 
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.snapshot import Snapshot, StartPod, Step
+from poc_operator.plan.strays import computed_slots
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.requests import ArtifactParams, InitGenerateRequest
 
 
 def start_pods(snapshot: Snapshot, step: Step) -> Step:
-    """Tell every pod whose slot is recorded and unconfirmed, as soon as it is ready and idle."""
+    """Tell every pod whose slot is recorded and unconfirmed, once it is ready and idle and no other computes it."""
     if step.status.stop_time:
         return step
+    computed = computed_slots(snapshot)
     starts = [
         StartPod(pod=pod, request=start_request(snapshot.round, step.status.groups, slot))
         for slot in step.status.assignments
         if slot.state is SlotState.STARTING
         and (pod := snapshot.pod_of(slot)) is not None
         and pod.ready
-        and _may_start(snapshot, slot)
+        and _may_start(snapshot, slot, computed)
     ]
     return step.extended(actions=starts)
 
 
-def _may_start(snapshot: Snapshot, slot: Assignment) -> bool:
+def _may_start(snapshot: Snapshot, slot: Assignment, computed: Container[tuple[int, int]]) -> bool:
     status = snapshot.report_of(slot).status
-    return status is not None and status.state is not PowState.GENERATING
+    idle = status is not None and status.state is not PowState.GENERATING
+    return idle and (slot.node, slot.group) not in computed
 
 
 def start_request(round_: Round, groups: int, slot: Assignment) -> InitGenerateRequest:

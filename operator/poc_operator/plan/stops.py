@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops of the pods of a round that ends or is suspended, and the end itself."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 
-from poc_operator.model.pods import PodView
+from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import Assignment, RoundState, SlotState
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step, StopPod
 from vllm_poc.wire.base import PowState
 
-#: So long a pod that does not answer is waited for when its round ends.
+#: So long a pod that does not answer is waited for when its round ends. One that answers is waited for
+#: until it has stopped.
 STOP_PATIENCE = timedelta(seconds=90)
 
 
@@ -30,16 +32,26 @@ def _may_compute(snapshot: Snapshot, slot: Assignment) -> bool:
     return status.round_id == snapshot.round.id and status.state is PowState.GENERATING
 
 
+def stop_orders(snapshot: Snapshot, pods: Iterable[PodView]) -> list[StopPod]:
+    """Return the orders for these pods. What does not answer may compute other work by now, and is not told."""
+    heard = (pod for pod in pods if snapshot.reports.get(pod.uid, PodReport()).status is not None)
+    return [StopPod(pod=pod, round_id=snapshot.round.id) for pod in heard]
+
+
 def stop_pods(snapshot: Snapshot, step: Step) -> Step:
     """Stop every pod that still computes, and settle the slots that nobody computes."""
     stop_time = step.status.stop_time
     if stop_time is None:
         return step
     pods = running_pods(replace(snapshot, round=snapshot.round.model_copy(update={"status": step.status})))
-    stops = [StopPod(pod=pod, round_id=snapshot.round.id) for pod in pods]
-    busy = {pod.uid for pod in pods} if snapshot.now - stop_time < STOP_PATIENCE else set()
+    patient = snapshot.now - stop_time < STOP_PATIENCE
+    busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
     assignments = [_settle(slot, busy) for slot in step.status.assignments]
-    return step.extended(assignments=assignments, actions=stops)
+    return step.extended(assignments=assignments, actions=stop_orders(snapshot, pods))
+
+
+def _is_heard_of(report: PodReport | None) -> bool:
+    return report is not None and (report.status is not None or report.in_flight)
 
 
 def _settle(slot: Assignment, busy: set[str]) -> Assignment:

@@ -5,9 +5,10 @@ from http import HTTPStatus
 from typing import Self, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from yarl import URL
 
+from poc_operator.podapi import reference
 from poc_operator.podapi.errors import (
     NotAPodOfOurs,
     PodBusy,
@@ -16,12 +17,13 @@ from poc_operator.podapi.errors import (
     PodTimeout,
     PodUnreachable,
 )
-from vllm_poc.wire.base import API_PREFIX
+from poc_operator.podapi.reference import Command, Status
+from vllm_poc.wire.base import API_PREFIX, MAX_TEXT
 from vllm_poc.wire.requests import InitGenerateRequest
-from vllm_poc.wire.responses import CommandResponse, ErrorResponse, StatusResponse
+from vllm_poc.wire.responses import ErrorResponse
 
 #: A status with its lists left out is about 1 KiB; nothing the operator reads is near this.
-MAX_BODY_BYTES = 4 * 2**20
+MAX_BODY_BYTES = 64 * 2**10
 #: Seconds for a status poll: a pod that needs longer counts as not answering.
 STATUS_SECONDS = 5.0
 #: Seconds for a start: the pod may have to wait for the forward pass in flight.
@@ -29,7 +31,9 @@ START_SECONDS = 30.0
 #: Seconds for a stop: the pod flushes its results first, 30 s at most.
 STOP_SECONDS = 60.0
 
-Answer = TypeVar("Answer", bound=BaseModel)
+Answer = TypeVar("Answer")
+_STATUS: TypeAdapter[Status] = TypeAdapter(Status)
+_COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
 
 
 class PodClient:
@@ -38,7 +42,7 @@ class PodClient:
     def __init__(self, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=200), headers=headers, trust_env=False
+            connector=aiohttp.TCPConnector(limit=600), headers=headers, trust_env=False
         )
 
     async def __aenter__(self) -> Self:
@@ -51,26 +55,26 @@ class PodClient:
         """Close all connections."""
         await self._session.close()
 
-    async def status(self, base: str) -> StatusResponse:
+    async def status(self, base: str) -> Status:
         """Return the pod's state and counters, without the lists of valid nonces."""
         url = URL(f"{base}/status").with_query(lists="false")
-        return await self._call("GET", url, STATUS_SECONDS, StatusResponse)
+        return await self._call("GET", url, STATUS_SECONDS, _STATUS)
 
-    async def start(self, base: str, request: InitGenerateRequest) -> CommandResponse:
+    async def start(self, base: str, request: InitGenerateRequest) -> Command:
         """Start a slot; safe to repeat, since the request carries the round's id."""
         body = request.model_dump(mode="json", exclude_none=True)
-        return await self._call("POST", URL(f"{base}/init/generate"), START_SECONDS, CommandResponse, body)
+        return await self._call("POST", URL(f"{base}/init/generate"), START_SECONDS, _COMMAND, body)
 
-    async def stop(self, base: str, round_id: str | None) -> CommandResponse:
+    async def stop(self, base: str, round_id: str | None) -> Command:
         """Stop the round, unless the pod computes another one by now; without an id, whatever it computes.
 
         Results are flushed first.
         """
         url = URL(f"{base}/stop").with_query({"round_id": round_id} if round_id is not None else {})
-        return await self._call("POST", url, STOP_SECONDS, CommandResponse)
+        return await self._call("POST", url, STOP_SECONDS, _COMMAND)
 
     async def _call(
-        self, method: str, url: URL, seconds: float, answer: type[Answer], body: object | None = None
+        self, method: str, url: URL, seconds: float, answer: TypeAdapter[Answer], body: object | None = None
     ) -> Answer:
         timeout = aiohttp.ClientTimeout(total=seconds)
         call = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False)
@@ -97,22 +101,24 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return body
 
 
-def _parse(status: int, body: bytes, answer: type[Answer]) -> Answer:
+def _parse(status: int, body: bytes, answer: TypeAdapter[Answer]) -> Answer:
     if status != HTTPStatus.OK:
         raise _error(status, body)
     try:
-        return answer.model_validate_json(body)
+        return answer.validate_json(body)
     except ValidationError as error:
-        raise NotAPodOfOurs(f"not an answer of the PoC protocol: {error.errors()[0]['msg']}") from error
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:])  # the first says whose answer it was taken for
+        raise NotAPodOfOurs(f"not an answer of the PoC protocol: {field}: {first['msg']}"[:MAX_TEXT]) from error
 
 
 def _error(status: int, body: bytes) -> PodError:
     try:
-        refusal = ErrorResponse.model_validate_json(body)
+        answer = ErrorResponse.model_validate_json(body)
     except ValidationError:
         if status == HTTPStatus.NOT_FOUND:
             return NotAPodOfOurs("HTTP 404: the server has no PoC routes; start vLLM with --enable-poc")
-        return NotAPodOfOurs(f"HTTP {status} without an explanation")
-    if refusal.reason == "RoundConflict":
-        return PodBusy(refusal.reason, refusal.detail)
-    return PodRefused(refusal.reason, refusal.detail)
+        return reference.refusal(status, body) or NotAPodOfOurs(f"HTTP {status} without an explanation")
+    if answer.reason == "RoundConflict":
+        return PodBusy(answer.reason, answer.detail)
+    return PodRefused(answer.reason, answer.detail)

@@ -4,14 +4,23 @@
 import asyncio
 import contextlib
 import logging
+import socket
 import time
+from collections.abc import Collection
 from typing import Self
+from uuid import uuid4
 
 from poc_operator.model.pods import PodView
 from poc_operator.podapi.client import PodClient
-from poc_operator.runtime.driver import POLL_SECONDS, Emit, RoundDriver
+from poc_operator.runtime.actions import Emit
+from poc_operator.runtime.driver import POLL_SECONDS, RoundDriver
+from poc_operator.runtime.logs import RoundRef
+from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
-from poc_operator.store.errors import StaleRound, StoreUnavailable
+from poc_operator.runtime.watches import CHECK_SECONDS, WatchCheck
+from poc_operator.store.connection import connect
+from poc_operator.store.errors import StaleRound, StoreError, StoreUnavailable
+from poc_operator.store.lease import Lease
 from poc_operator.store.rounds import RoundStore
 
 log = logging.getLogger(__name__)
@@ -24,17 +33,23 @@ HUNG_SECONDS = 180.0
 class Operator:
     """One per process."""
 
-    def __init__(self, store: RoundStore, client: PodClient) -> None:
+    def __init__(self, store: RoundStore, lease: Lease, client: PodClient) -> None:
         self._store = store
+        self.lease = lease
         self._client = client
         self._pods = PodCache()
+        self.metrics = Metrics()
         self._wake: dict[str, asyncio.Event] = {}  # by round uid
         self._last_tick: dict[str, float] = {}
+        self._watches = WatchCheck(store, self._pods, self._last_tick.keys)
 
     @classmethod
-    async def create(cls, token: str | None) -> Self:
+    async def create(cls, token: str | None, lease_namespace: str | None) -> Self:
         """Connect to the API server. ``token`` is sent to the pods, if they ask for one."""
-        return cls(await RoundStore.connect(), PodClient(token))
+        api, namespace = await connect()
+        identity = f"{socket.gethostname()}-{uuid4().hex[:8]}"
+        lease = Lease(api, lease_namespace or namespace, identity, time.monotonic)
+        return cls(RoundStore(api), lease, PodClient(token))
 
     async def close(self) -> None:
         """Close all connections; running rounds go on in their pods."""
@@ -60,21 +75,38 @@ class Operator:
         for event in self._wake.values():
             event.set()
 
+    async def check_watches(self, namespaces: Collection[str]) -> None:
+        """Compare the watches with lists, for ever."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            try:
+                await self._watches.check(namespaces)
+            except StoreError as error:
+                self.metrics.api_server_failed(error)
+                log.warning("API server: %s; the watches are compared with lists later", error)
+
+    def ailments(self) -> list[str]:
+        """Return what only a new process can heal: rounds whose loop hangs, changes that a watch missed."""
+        hung = [f"round {uid} hangs" for uid in self.hung_rounds()]
+        return hung + self._watches.missed
+
     def hung_rounds(self) -> list[str]:
         """Return the uids of rounds whose loop has not finished a tick for too long."""
         oldest = time.monotonic() - HUNG_SECONDS
         return [uid for uid, tick in self._last_tick.items() if tick < oldest]
 
-    def driver(self, namespace: str, name: str, emit: Emit) -> RoundDriver:
+    def driver(self, ref: RoundRef, emit: Emit) -> RoundDriver:
         """Return a driver for the round."""
-        return RoundDriver(namespace, name, store=self._store, client=self._client, pods=self._pods, emit=emit)
+        return RoundDriver(
+            ref, store=self._store, client=self._client, pods=self._pods, metrics=self.metrics, emit=emit
+        )
 
     async def drive(self, uid: str, driver: RoundDriver) -> None:
         """Drive the round until it is finished. A cancellation is safe at any moment."""
         self._wake[uid] = driver.wake
         try:
             self._last_tick[uid] = time.monotonic()
-            while await _tick(driver):
+            while await self._tick(driver):
                 self._last_tick[uid] = time.monotonic()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(driver.wake.wait(), POLL_SECONDS)
@@ -84,13 +116,16 @@ class Operator:
             self._wake.pop(uid, None)
             self._last_tick.pop(uid, None)
 
-
-async def _tick(driver: RoundDriver) -> bool:
-    """Take one step; trouble with the API server is logged and tried again at the next tick."""
-    try:
-        return await driver.tick()
-    except StaleRound:
-        log.debug("the round changed while it was planned; planning again")
-    except StoreUnavailable as error:
-        log.warning("API server: %s; trying again", error)
-    return True
+    async def _tick(self, driver: RoundDriver) -> bool:
+        """Take one step; trouble with the API server is logged and tried again at the next tick."""
+        if not self.lease.held:
+            return True  # the process is about to end: another may act by now
+        try:
+            return await driver.tick()
+        except StaleRound as error:
+            self.metrics.api_server_failed(error)
+            driver.log.debug("the round changed while it was planned; planning again")
+        except StoreUnavailable as error:
+            self.metrics.api_server_failed(error)
+            driver.log.warning("API server: %s; trying again", error)
+        return True

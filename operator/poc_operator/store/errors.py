@@ -2,7 +2,7 @@
 """What can go wrong between operator and API server.
 
 StoreError
- ├── StaleRound       somebody changed the round meanwhile: read it anew and plan again
+ ├── StaleRound       somebody changed the object meanwhile: read it anew and plan again
  └── StoreUnavailable the API server did not answer, or not as expected: try again later
       └── StoreForbidden  it refused, since the operator lacks the right
 """
@@ -13,7 +13,7 @@ class StoreError(Exception):
 
 
 class StaleRound(StoreError):  # noqa: N818 - reads as a state
-    """The round changed since it was read."""
+    """The round, or another object, changed since it was read."""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818

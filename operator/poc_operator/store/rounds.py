@@ -5,14 +5,13 @@ The status is written against the resource version that was read. A plan made fr
 round, as by an operator that has been replaced, is thus refused instead of overwriting a newer one.
 """
 
-import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
 import aiohttp
-from kubernetes.aio import client, config
+from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from poc_operator.model import names
@@ -25,6 +24,14 @@ from poc_operator.store.errors import StaleRound, StoreForbidden, StoreUnavailab
 REQUEST_SECONDS = 15.0
 
 
+_KIND: dict[str, Any] = {
+    "group": names.GROUP,
+    "version": names.VERSION,
+    "plural": names.PLURAL,
+    "_request_timeout": REQUEST_SECONDS,
+}
+
+
 class RoundStore:
     """The PoCRounds of the cluster."""
 
@@ -33,25 +40,39 @@ class RoundStore:
         self._objects = client.CustomObjectsApi(api)
         self._core = client.CoreV1Api(api)
 
-    @classmethod
-    async def connect(cls) -> "RoundStore":
-        """Connect as the pod's service account, or with the user's kubeconfig outside a cluster."""
-        if "KUBERNETES_SERVICE_HOST" in os.environ:
-            config.load_incluster_config()  # type: ignore[no-untyped-call]
-        else:
-            await config.load_kube_config()  # type: ignore[no-untyped-call]
-        return cls(client.ApiClient())
-
     async def close(self) -> None:
         """Close the connections."""
         await self._api.close()  # type: ignore[no-untyped-call]
 
     async def get(self, namespace: str, name: str) -> Round | None:
         """Return the round as it is now; None if it does not exist."""
-        async with _errors():
+        async with api_errors():
             body: Any = await self._objects.get_namespaced_custom_object(**self._key(namespace, name))
             return Round.parse(body)
         return None
+
+    async def list_rounds(self, namespaces: Collection[str]) -> list[Round]:
+        """Return the rounds of these namespaces; without any, of all."""
+        async with api_errors():
+            if not namespaces:
+                found: Any = await self._objects.list_cluster_custom_object(**_KIND)
+                return [Round.parse(body) for body in found["items"]]
+            lists: list[Any] = [
+                await self._objects.list_namespaced_custom_object(namespace=namespace, **_KIND)
+                for namespace in namespaces
+            ]
+            return [Round.parse(body) for found in lists for body in found["items"]]
+        return []
+
+    async def list_pods(self, round_: Round) -> list[PodView]:
+        """Return the pods that match the round's selector."""
+        labels = ",".join(f"{key}={value}" for key, value in round_.spec.selector.match_labels.items())
+        async with api_errors():
+            pods: Any = await self._core.list_namespaced_pod(
+                round_.metadata.namespace, label_selector=labels, _request_timeout=REQUEST_SECONDS
+            )
+            return [PodView.parse(body) for body in self._api.sanitize_for_serialization(pods.items)]  # type: ignore[no-untyped-call]
+        return []
 
     async def write_status(self, round_: Round, status: RoundStatus) -> None:
         """Replace the round's status; StaleRound if the round changed since it was read."""
@@ -59,7 +80,7 @@ class RoundStore:
             "metadata": {"resourceVersion": round_.metadata.resource_version},
             "status": _merge_patch(status),
         }
-        async with _errors():
+        async with api_errors():
             await self._objects.patch_namespaced_custom_object_status(
                 **self._key(round_.metadata.namespace, round_.metadata.name),
                 body=patch,
@@ -68,7 +89,7 @@ class RoundStore:
 
     async def delete(self, round_: Round) -> None:
         """Delete the round; nothing happens if it is gone or was replaced by another of its name."""
-        async with _errors():
+        async with api_errors():
             await self._objects.delete_namespaced_custom_object(
                 **self._key(round_.metadata.namespace, round_.metadata.name),
                 body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=round_.metadata.uid)),
@@ -76,7 +97,7 @@ class RoundStore:
 
     async def delete_pod(self, pod: PodView) -> None:
         """Delete the pod; nothing happens if it is gone or was replaced by another of its name."""
-        async with _errors():
+        async with api_errors():
             await self._core.delete_namespaced_pod(
                 pod.name,
                 pod.namespace,
@@ -85,14 +106,7 @@ class RoundStore:
             )
 
     def _key(self, namespace: str, name: str) -> dict[str, Any]:
-        return {
-            "group": names.GROUP,
-            "version": names.VERSION,
-            "plural": names.PLURAL,
-            "namespace": namespace,
-            "name": name,
-            "_request_timeout": REQUEST_SECONDS,
-        }
+        return {**_KIND, "namespace": namespace, "name": name}
 
 
 def _merge_patch(status: RoundStatus) -> dict[str, Any]:
@@ -107,7 +121,7 @@ def _merge_patch(status: RoundStatus) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _errors() -> AsyncIterator[None]:
+async def api_errors() -> AsyncIterator[None]:
     """Translate the client's errors; a missing object is no error."""
     try:
         yield

@@ -24,8 +24,20 @@ OURS = {"round_id": "round-uid"}
     [
         ({}, {"next_index": 99}, 0, RoundState.RUNNING, None),
         ({}, {"next_index": 100}, 0, RoundState.STOPPING, Reason.COMPLETED),
-        ({"stop": {"afterValid": 5}}, {"delivered_valid": 4}, 0, RoundState.RUNNING, None),
-        ({"stop": {"afterValid": 5}}, {"delivered_valid": 5}, 0, RoundState.STOPPING, Reason.COMPLETED),
+        (
+            {"stop": {"afterValid": 5}},
+            {"next_index": 9, "delivered_index": 9, "delivered_valid": 4},
+            0,
+            RoundState.RUNNING,
+            None,
+        ),
+        (
+            {"stop": {"afterValid": 5}},
+            {"next_index": 9, "delivered_index": 9, "delivered_valid": 5},
+            0,
+            RoundState.STOPPING,
+            Reason.COMPLETED,
+        ),
         ({"stop": {"afterSeconds": 60}}, {}, 54, RoundState.RUNNING, None),
         ({"stop": {"afterSeconds": 60}}, {}, 55, RoundState.STOPPING, Reason.COMPLETED),
         ({"activeDeadlineSeconds": 60}, {}, 54, RoundState.RUNNING, None),

@@ -36,7 +36,7 @@ OURS = {"round_id": "round-uid"}
         pytest.param(
             STARTING,
             says(GENERATING, round_id="other"),
-            {"state": SlotState.STARTING, "error": "the pod computes another round"},
+            {"state": SlotState.STARTING, "error": "the pod computes other work"},
             id="foreign round",
         ),
         pytest.param(
@@ -84,7 +84,7 @@ OURS = {"round_id": "round-uid"}
         ),
         pytest.param(
             RUNNING,
-            says(IDLE, next_index=2**31, delivered_index=2**31, **OURS),
+            says(IDLE, next_index=2**31, delivered_index=2**31, delivered_valid=3, **OURS),
             {"state": SlotState.DONE},
             id="all nonces computed",
         ),

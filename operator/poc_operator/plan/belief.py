@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a pod's counters can be true. What cannot be is not counted, so that totals never go backwards."""
+
+from poc_operator.model.conditions import Reason
+from poc_operator.model.status import Assignment
+from poc_operator.plan.snapshot import RoundEvent
+from vllm_poc.wire.responses import StatusResponse
+
+
+def contradiction(slot: Assignment, status: StatusResponse, capacity: int) -> str | None:
+    """Return what is wrong with the counters of the slot's pod; None if they can be true."""
+    order = (status.start_index, status.delivered_index, status.next_index, capacity)
+    if list(order) != sorted(order):
+        return "start_index {}, delivered_index {}, next_index {} of {} nonces are out of order".format(*order)
+    delivered = status.delivered_index - status.start_index
+    if status.delivered_valid + status.delivered_rejected > delivered:
+        counts = f"{status.delivered_valid} valid and {status.delivered_rejected} rejected"
+        return f"{counts} nonces of {delivered} delivered ones are too many"
+    falls = [
+        f"{name} falls from {before} to {now}"
+        for name, before, now in (
+            ("next_index", slot.next, status.next_index),
+            ("delivered_index", slot.delivered, status.delivered_index),
+            ("delivered_valid", slot.valid - slot.valid_before, status.delivered_valid),
+            ("delivered_rejected", slot.rejected - slot.rejected_before, status.delivered_rejected),
+        )
+        if now < before
+    ]
+    return falls[0] if falls else None
+
+
+def doubt(slot: Assignment, why: str) -> tuple[Assignment, RoundEvent | None]:
+    """Return the slot with its counters as they were, and the Event that tells the user, once."""
+    mark = f"pod {slot.pod} is not believed"
+    doubted = slot.model_copy(update={"error": f"{mark}: {why}"})
+    if slot.error is not None and slot.error.startswith(mark):
+        return doubted, None
+    message = f"node {slot.node} group {slot.group}: {doubted.error}"
+    return doubted, RoundEvent(reason=Reason.REPORT_CONTRADICTORY, message=message, warning=True)

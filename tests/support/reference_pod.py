@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server with the behaviour of the protocol's reference implementation: no rounds, no sessions, no resumption.
+
+It refuses a start while it computes, with 409 and FastAPI's own error body; begins at index 0; reports nothing
+but the state, the round's parameters while it computes, and how many nonces it has processed; sends its results in
+batches and drops what waits at a stop; ignores unknown fields and query parameters.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, HTTPException
+from pydantic import BaseModel, ConfigDict
+
+from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.partition import NonceSlot
+
+MODEL = "tiny"
+#: Seconds for one batch, and between two callbacks: a hundredth of the reference's.
+BATCH_SECONDS, CALLBACK_SECONDS = 0.005, 0.05
+
+
+class Params(BaseModel):
+    """``params``: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    seq_len: int
+    k_dim: int = 12
+
+
+class InitGenerate(BaseModel):
+    """Body of a start: unknown keys are ignored."""
+
+    block_hash: str
+    block_height: int
+    public_key: str
+    node_id: int
+    node_count: int
+    group_id: int = 0
+    n_groups: int = 1
+    batch_size: int = 32
+    params: Params
+    url: str | None = None
+
+
+class ReferencePod:
+    """One server process; a restart is a new one."""
+
+    def __init__(self) -> None:
+        self.request: InitGenerate | None = None
+        self.processed = 0
+        self.starts = 0
+        self.hangs = False
+        self.engine_runs = True
+        self._tasks: list[asyncio.Task[None]] = []
+        self._buffer: list[int] = []
+        self.app = FastAPI()
+        self.app.post(f"{API_PREFIX}/init/generate")(self.start)
+        self.app.post(f"{API_PREFIX}/stop")(self.stop)
+        self.app.get(f"{API_PREFIX}/status")(self.status)
+
+    async def start(self, body: InitGenerate) -> dict[str, Any]:
+        """Start at index 0, unless something is being computed."""
+        if not self.engine_runs:
+            raise HTTPException(503, "Engine not available")
+        if self.request is not None:
+            raise HTTPException(409, "Already generating")
+        if body.params.model != MODEL:
+            raise HTTPException(409, {"error": "params mismatch", "requested": body.params.model_dump()})
+        self.request, self.processed, self.starts = body, 0, self.starts + 1
+        self._tasks = [asyncio.create_task(self._compute(body)), asyncio.create_task(self._send(body))]
+        return {"status": "OK", "pow_status": {"status": "GENERATING"}}
+
+    async def status(self) -> dict[str, Any]:
+        """State, parameters and progress."""
+        if self.request is None:
+            return {"status": "IDLE", "config": None, "stats": None}
+        config = self.request.model_dump(exclude={"batch_size", "params", "url"})
+        config |= self.request.params.model_dump(exclude={"model"})
+        stats = {"total_processed": self.processed, "nonces_per_second": 1.5}
+        return {"status": "GENERATING", "config": config, "stats": stats}
+
+    async def stop(self) -> dict[str, Any]:
+        """Stop whatever runs; what was not sent is lost."""
+        await self.end()
+        return {"status": "OK", "pow_status": {"status": "STOPPED"}}
+
+    async def end(self) -> None:
+        """Cancel everything."""
+        self.request, self._buffer = None, []
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks = []
+
+    async def _compute(self, body: InitGenerate) -> None:
+        slot = NonceSlot(**body.model_dump(include={"node_id", "node_count", "group_id", "n_groups"}))
+        while True:
+            await asyncio.sleep(BATCH_SECONDS)
+            if not self.hangs:
+                self._buffer += slot.nonces(self.processed, body.batch_size)
+                self.processed += body.batch_size
+
+    async def _send(self, body: InitGenerate) -> None:
+        shown = body.model_dump(include={"block_hash", "block_height", "public_key", "node_id"})
+        encoding = {"dtype": "f16", "k_dim": body.params.k_dim, "endian": "le"}
+        async with httpx.AsyncClient() as client:
+            while True:
+                await asyncio.sleep(CALLBACK_SECONDS)
+                sent, self._buffer = self._buffer, []
+                artifacts = [{"nonce": nonce, "vector_b64": ""} for nonce in sent]
+                if sent and body.url:
+                    await client.post(
+                        f"{body.url}/generated", json=shown | {"artifacts": artifacts, "encoding": encoding}
+                    )
+
+
+@contextlib.asynccontextmanager
+async def reference_pod() -> AsyncIterator[ReferencePod]:
+    """Run a server process."""
+    pod = ReferencePod()
+    try:
+        yield pod
+    finally:
+        await pod.end()

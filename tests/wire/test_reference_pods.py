@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's loop against pods with the reference implementation, which has none of our additions."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from poc_operator.model.conditions import ConditionType
+from poc_operator.model.pods import Container
+from poc_operator.model.status import RoundStatus
+from poc_operator.podapi.client import PodClient
+from poc_operator.runtime.progress import ProgressWatch
+from tests.support.callback_receiver import CallbackReceiver
+from tests.support.fleet import Fleet
+from tests.support.http_server import serve
+from tests.support.reference_pod import ReferencePod, reference_pod
+from tests.unit.poc_operator.build import a_pod
+from tests.wire.test_round import complete, computes
+from vllm_poc.wire.base import API_PREFIX
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+FOREIGN = {
+    "block_hash": "other",
+    "block_height": 1,
+    "public_key": "somebody",
+    "node_id": 0,
+    "node_count": 1,
+    "params": {"model": "tiny", "seq_len": 64},
+}
+
+
+class ReferenceFleet(Fleet):
+    """A fleet of reference pods; a restart keeps the pod and changes its container's id."""
+
+    containers = 0
+    servers: dict[str, ReferencePod]
+
+    async def start_pod(self, host: str) -> None:  # type: ignore[override]
+        """Start a pod, or restart its container."""
+        if host in self._servers:
+            await self._servers[host].aclose()
+        self.containers += 1
+        stack = self._servers[host] = await self._stack.enter_async_context(AsyncExitStack())
+        self.servers[host] = await stack.enter_async_context(reference_pod())
+        await stack.enter_async_context(serve(self.servers[host].app, host, self.port))
+        sidecar = Container(id="sidecar#0")
+        vllm = Container(id=f"vllm{self.containers}#0", ports=frozenset([self.port]))
+        self._pods.put(a_pod(f"pod-{host}", ip=host, containers=(sidecar, vllm)))
+
+
+@pytest.fixture
+async def fleet(receiver: CallbackReceiver) -> AsyncIterator[ReferenceFleet]:
+    async with AsyncExitStack() as stack, PodClient() as client:
+        fleet = ReferenceFleet(stack, receiver, client)
+        fleet.servers = {}
+        for host in HOSTS:
+            await fleet.start_pod(host)
+        yield fleet
+
+
+def reasons(fleet: Fleet) -> list[str]:
+    return [event.reason for event in fleet.events]
+
+
+def progressing(status: RoundStatus) -> tuple[str, str]:
+    condition = next(found for found in status.conditions if found.type == ConditionType.PROGRESSING)
+    return condition.reason, condition.message
+
+
+async def test_a_whole_round(fleet: ReferenceFleet) -> None:
+    status = await fleet.tick_until(complete)
+    assert status.totals.checked == status.totals.delivered == status.totals.valid >= 400
+    assert [(slot.state, slot.session, slot.error) for slot in status.assignments] == [
+        ("Done", "vllm1#0", None),
+        ("Done", "vllm2#0", None),
+    ]
+    assert {nonce % 2 for nonce in fleet.receiver.nonces} == {0, 1}
+    assert len(set(fleet.receiver.nonces)) == len(fleet.receiver.nonces)
+    assert [pod.request for pod in fleet.servers.values()] == [None, None]
+    assert reasons(fleet) == ["Started", "Completed"]
+
+
+async def test_a_restarted_pod_begins_anew(fleet: ReferenceFleet) -> None:
+    before = await fleet.tick_until(computes)
+    await fleet.start_pod(HOSTS[0])
+    status = await fleet.tick_until(complete)
+    slot = status.assignments[0]
+    assert (slot.start, slot.attempts, slot.session) == (0, 2, "vllm3#0")
+    assert before.assignments[0].delivered > 0
+    assert status.totals.checked >= 400
+    assert reasons(fleet) == ["Started", "WorkLost", "Completed"]
+
+
+async def test_a_container_that_restarts_between_two_polls_is_noticed(fleet: ReferenceFleet) -> None:
+    """Somebody else starts the same slot on the new server: its counters are not taken for the old one's."""
+    await fleet.tick_until(computes)
+    request = fleet.servers[HOSTS[0]].request
+    assert request is not None
+    await fleet.start_pod(HOSTS[0])
+    await fleet.servers[HOSTS[0]].start(request)
+    status = await fleet.tick_until(lambda status: status.totals.reissues == 1)
+    assert reasons(fleet) == ["Started", "WorkLost"]
+    status = await fleet.tick_until(complete)
+    assert status.assignments[0].session == "vllm3#0"
+    assert fleet.servers[HOSTS[0]].starts == 1
+
+
+async def test_a_new_operator_adopts_what_runs(fleet: ReferenceFleet) -> None:
+    before = await fleet.tick_until(computes)
+    fleet.operator = fleet.new_operator()
+    status = await fleet.tick_until(complete)
+    assert [slot.session for slot in status.assignments] == [slot.session for slot in before.assignments]
+    assert [pod.starts for pod in fleet.servers.values()] == [1, 1]
+    assert status.totals.reissues == 0
+
+
+async def test_a_start_whose_answer_was_lost_is_adopted(fleet: ReferenceFleet) -> None:
+    await fleet.tick_until(lambda status: status.slots == 2)  # recorded, and on its way
+    await fleet.operator.close()
+    fleet.operator = fleet.new_operator()
+    status = await fleet.tick_until(complete)
+    assert [pod.starts for pod in fleet.servers.values()] == [1, 1]
+    assert [slot.attempts for slot in status.assignments] == [1, 1]
+
+
+async def test_a_pod_that_stands_still_is_stopped_and_told_again(
+    fleet: ReferenceFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.tick_until(computes)
+    fleet.servers[HOSTS[0]].hangs = True
+    seconds = 0.0
+
+    def clock() -> float:
+        nonlocal seconds
+        seconds += 20
+        return seconds
+
+    fleet.operator._watch = ProgressWatch(clock)
+    await fleet.tick_until(lambda status: status.assignments[0].stalls == 1)
+    fleet.servers[HOSTS[0]].hangs = False
+    await fleet.tick_until(complete)
+    assert fleet.servers[HOSTS[0]].starts == 2
+    assert reasons(fleet) == ["Started", "Stalled", "WorkLost", "Completed"]
+
+
+async def test_foreign_work_is_waited_for_and_not_stopped(fleet: ReferenceFleet) -> None:
+    for host in HOSTS:
+        async with httpx.AsyncClient() as client:
+            url = f"http://{host}:{fleet.port}{API_PREFIX}/init/generate"
+            assert (await client.post(url, json=FOREIGN)).status_code == 200
+    status = await fleet.tick_until(lambda status: bool(status.conditions))
+    reason, message = progressing(status)
+    assert reason == "PodsBusy"
+    assert "round without id, height 1" in message
+    for pod in fleet.servers.values():
+        assert pod.request is not None
+        assert pod.request.block_hash == "other"
+        await pod.stop()
+    await fleet.tick_until(complete)
+
+
+async def test_suspension_and_resumption(fleet: ReferenceFleet) -> None:
+    await fleet.tick_until(computes)
+    fleet.suspend(True)
+    await fleet.tick_until(lambda status: status.state == "Suspended")
+    assert [pod.request for pod in fleet.servers.values()] == [None, None]
+    fleet.suspend(False)
+    status = await fleet.tick_until(complete)
+    assert [(slot.start, slot.error) for slot in status.assignments] == [(0, None)] * 2
+
+
+async def test_a_refusal_is_forgotten_with_the_start_that_it_answered(fleet: ReferenceFleet) -> None:
+    fleet.servers[HOSTS[0]].engine_runs = False
+    status = await fleet.tick_until(lambda status: any(slot.error for slot in status.assignments))
+    assert status.assignments[0].error == "Engine not available"
+    fleet.suspend(True)
+    await fleet.tick_until(lambda status: status.state == "Suspended")
+    fleet.servers[HOSTS[0]].engine_runs = True
+    fleet.suspend(False)
+    await fleet.tick_until(computes)
+
+
+async def test_a_deleted_round_stops_its_pods(fleet: ReferenceFleet) -> None:
+    await fleet.tick_until(computes)
+    assert await fleet.operator.stop_all() == 0
+    assert [pod.request for pod in fleet.servers.values()] == [None, None]
+
+
+async def test_the_distance_protocol_is_refused_with_the_pods_reason(receiver: CallbackReceiver) -> None:
+    async with AsyncExitStack() as stack, PodClient() as client:
+        fleet = ReferenceFleet(stack, receiver, client, rTarget="1.4", artifact=None)
+        fleet.servers = {}
+        await fleet.start_pod(HOSTS[0])
+        status = await fleet.tick_until(lambda status: any(slot.error for slot in status.assignments))
+        assert "params" in (status.assignments[0].error or "")
