@@ -20,7 +20,7 @@ demo-down: ## End what the demo started on this machine
 	@$(PYTHON) -m hack.cluster down
 
 .PHONY: test
-test: check test-unit test-versions test-cluster ## Everything that this machine can prove
+test: check test-unit test-worker test-cluster ## Everything that this machine can prove
 
 .PHONY: check
 check: .venv/.lock ## Format, lint, types, layers
@@ -42,7 +42,7 @@ test-worker: toolchain ## The maths, and real vLLM on CPU (VLLM=0.23: on that re
 	"$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python" -m pytest tests/unit/vllm_poc/maths tests/vllm
 
 .PHONY: test-versions
-test-versions: ## The same on each supported release: the oldest and the newest
+test-versions: ## The same as test-worker on the oldest and the newest supported release
 	@set -e; versions=$$($(PYTHON) -m hack.vllm versions); for version in $$versions; do \
 		echo "vLLM $$version"; $(MAKE) --no-print-directory test-worker VLLM=$$version; \
 	done
