@@ -34,7 +34,8 @@ def server(
     """Compiled, as users start it. The parameter is the share of time that PoC gets while chat runs."""
     log = tmp_path_factory.mktemp("chat") / "server.log"
     environment = BATCH_INVARIANT | {"VLLM_POC_MIN_SHARE": request.param}
-    flags = [*FLAGS, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    # Blocks for all chats at once: a chat that is preempted computes anew, by other kernels.
+    flags = [*FLAGS, "--enable-prefix-caching", "--enable-prompt-tokens-details", "--num-gpu-blocks-override", "4096"]
     with serving(model_folder / "qwen3-tiny", log, flags, environment) as client:
         answers(client, 1)  # fills the prefix cache
         yield client
