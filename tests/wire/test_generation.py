@@ -19,7 +19,7 @@ async def test_before_the_first_round_the_status_is_idle(pod: Pod) -> None:
     status = await pod.status()
     assert (status.status, status.state, status.config) == (PowState.IDLE, PowState.IDLE, None)
     assert status.model.names == ["/models/tiny", "tiny"]
-    assert (status.model.max_seq_len, status.model.hidden_size) == (1024, 64)
+    assert (status.model.max_seq_len, status.model.hidden_size, status.model.scratch_bytes) == (1024, 64, 4096)
 
 
 @pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])

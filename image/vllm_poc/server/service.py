@@ -144,7 +144,12 @@ class PocService:
         names = sorted(self._engine.served_names)
         with contextlib.suppress(RefusalError):
             facts = await self._described()
-            return ModelLimits(names=names, max_seq_len=facts["max_model_len"], hidden_size=facts["hidden_size"])
+            return ModelLimits(
+                names=names,
+                max_seq_len=facts["max_model_len"],
+                hidden_size=facts["hidden_size"],
+                scratch_bytes=facts["scratch_bytes"],
+            )
         return ModelLimits(names=names)
 
     def _answer(self, state: PowState) -> CommandResponse:
