@@ -27,7 +27,7 @@ ALLOWED = {
 FORBIDDEN = {
     ROUNDS: ("create", "update", "deletecollection"),
     f"{ROUNDS}/status": ("get", "update"),
-    "/pods": ("get", "create", "update", "patch", "delete", "deletecollection"),
+    "/pods": ("get", "create", "update", "patch", "deletecollection"),
     "/pods/exec": ("create",),
     "/pods/log": ("get",),
     "/secrets": ("get", "list", "watch"),
@@ -40,7 +40,10 @@ FORBIDDEN = {
     "rbac.authorization.k8s.io/clusterrolebindings": ("create",),
     "apiextensions.k8s.io/customresourcedefinitions": ("create", "patch", "delete"),
 }
-GRANTS = [(what, verb, True) for what, verbs in ALLOWED.items() for verb in verbs]
+#: What the local installation asks for beside, by ``rbac.deletePods``.
+DELETES_PODS = ("/pods", "delete")
+GRANTS = [(*DELETES_PODS, True)]
+GRANTS += [(what, verb, True) for what, verbs in ALLOWED.items() for verb in verbs]
 GRANTS += [(what, verb, False) for what, verbs in FORBIDDEN.items() for verb in verbs]
 #: Changes of the operator's container that the level must refuse.
 TOO_MUCH = {"runAsUser": 0, "allowPrivilegeEscalation": True, "capabilities": {"add": ["NET_ADMIN"]}}
@@ -65,8 +68,9 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
     assert may(kube, what, verb) is allowed
 
 
-def test_the_role_grants_what_the_table_says(kube: Kube) -> None:
-    role = next(body for body in objects(kube, OPERATOR_CHART, {}) if body["kind"] == "ClusterRole")
+@pytest.mark.parametrize(("values", "more"), [({}, set()), ({"rbac": {"deletePods": True}}, {DELETES_PODS})])
+def test_the_role_grants_what_the_table_says(kube: Kube, values: dict[str, Any], more: set[tuple[str, str]]) -> None:
+    role = next(body for body in objects(kube, OPERATOR_CHART, values) if body["kind"] == "ClusterRole")
     granted = {
         (f"{group}/{resource}", verb)
         for rule in role["rules"]
@@ -74,7 +78,7 @@ def test_the_role_grants_what_the_table_says(kube: Kube) -> None:
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert granted == {(what, verb) for what, verbs in ALLOWED.items() for verb in verbs}
+    assert granted == {(what, verb) for what, verbs in ALLOWED.items() for verb in verbs} | more
 
 
 def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
@@ -82,10 +86,12 @@ def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
     values = {"watchNamespaces": watched, "rbac": {"aggregate": False}, "crds": {"enabled": False}}
     found = objects(kube, OPERATOR_CHART, values)
     rights = [(body["kind"], body["metadata"].get("namespace")) for body in found if "Role" in body["kind"]]
-    assert sorted(rights) == sorted((kind, ns) for kind in ("Role", "RoleBinding") for ns in watched)
+    # Where the operator itself runs, it keeps its Lease.
+    namespaces = [*watched, SYSTEM_NAMESPACE]
+    assert sorted(rights) == sorted((kind, ns) for kind in ("Role", "RoleBinding") for ns in namespaces)
     subjects = [subject for body in found for subject in body.get("subjects", [])]
     account = {"kind": "ServiceAccount", "name": f"{RELEASE}-{OPERATOR}", "namespace": SYSTEM_NAMESPACE}
-    assert subjects == [account] * len(watched)
+    assert subjects == [account] * len(namespaces)
 
 
 def test_users_get_rounds_with_the_clusters_own_roles(kube: Kube) -> None:
