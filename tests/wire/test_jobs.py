@@ -252,5 +252,6 @@ async def test_a_client_that_goes_away_takes_its_work_along(pod: Pod, behind: st
         await pod.post("stop")
         await asyncio.sleep(0.2)
         assert "artifact" not in {batch["protocol"] for batch in pod.engine.batches}
-        answer = await client.post(f"http://127.0.0.1:{port}{API_PREFIX}/generate", json=JOB | {"wait": True})
+        url = f"http://127.0.0.1:{port}{API_PREFIX}/generate"
+        answer = await client.post(url, json=JOB | {"wait": True}, timeout=30)
     assert len(answer.json()["artifacts"]) == 40, "and leaves its place in the queue"
