@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.models import tiny_models
 from tests.vllm.device import LAYOUTS, ON_GPU, WHY_NOT_PARALLEL
 from tests.vllm.server import serving
 
@@ -28,11 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
             item.add_marker(pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device"))
-
-
-@pytest.fixture(scope="session")
-def model_folder() -> Path:
-    return tiny_models()
 
 
 @pytest.fixture(scope="session")

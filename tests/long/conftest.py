@@ -3,11 +3,8 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-
-from tests.support.models import tiny_models
 
 NEEDS_WORKER = "needs the worker environment: make test-long"
 FIGURES = pytest.StashKey[list[str]]()
@@ -21,11 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
             item.add_marker(pytest.mark.timeout(1800))  # where a test names no other
             item.add_marker(pytest.mark.skipif(find_spec("vllm") is None, reason=NEEDS_WORKER))
-
-
-@pytest.fixture(scope="session")
-def model_folder() -> Path:
-    return tiny_models()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.models import tiny_models
 from tests.support.receiver import Receiver, receiving
 from tests.vllm.families import FAMILIES, Family, is_servable
 from tests.vllm.server import serving
@@ -29,11 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # The first test of a server also waits for its start.
             item.add_marker(pytest.mark.timeout(300))
             item.add_marker(pytest.mark.skipif(find_spec("vllm") is None, reason=NEEDS_WORKER))
-
-
-@pytest.fixture(scope="session")
-def model_folder() -> Path:
-    return tiny_models()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's internals, touched here and in `embeddings` alone; each is looked up by feature, not by version number.
+"""vLLM's internals, touched here, in `embeddings` and in `ranks` alone.
 
-A feature that is not found becomes an `UnsupportedModelError`, so that a new vLLM release ends in a
-sentence and not in wrong numbers.
+Each is looked up by feature, not by version number. One that is not found becomes an
+`UnsupportedModelError`, so that a new vLLM release ends in a sentence and not in wrong numbers.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def contradiction(slot: Assignment, status: StatusResponse, capacity: int) -> st
 def doubt(slot: Assignment, why: str) -> tuple[Assignment, RoundEvent | None]:
     """Return the slot with its counters as they were, and the Event that tells the user, once."""
     mark = f"pod {slot.pod} is not believed"
-    doubted = slot.model_copy(update={"error": f"{mark}: {why}"})
+    error = f"{mark}: {why}"
+    doubted = slot.model_copy(update={"error": error})
     if slot.error is not None and slot.error.startswith(mark):
         return doubted, None
-    message = f"node {slot.node} group {slot.group}: {doubted.error}"
-    return doubted, RoundEvent(reason=Reason.REPORT_CONTRADICTORY, message=message, warning=True)
+    return doubted, RoundEvent.warn_of(slot, Reason.REPORT_CONTRADICTORY, error)

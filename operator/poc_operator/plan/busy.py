@@ -15,6 +15,11 @@ def computes_other_work(snapshot: Snapshot, report: PodReport) -> bool:
     return status is not None and status.state is PowState.GENERATING and status.round_id != snapshot.round.id
 
 
+def busy_pods(snapshot: Snapshot) -> list[PodView]:
+    """Return the ready pods that compute other work."""
+    return [pod for pod, report in snapshot.answering if computes_other_work(snapshot, report)]
+
+
 def holder(report: PodReport) -> str:
     """Say what the pod computes."""
     status = report.status

@@ -7,7 +7,7 @@ from datetime import datetime
 from poc_operator.model.conditions import ConditionType, Reason
 from poc_operator.model.spec import BusyPolicy
 from poc_operator.model.status import Outcome, RoundState, RoundStatus, SlotState
-from poc_operator.plan.busy import computes_other_work
+from poc_operator.plan.busy import busy_pods
 from poc_operator.plan.snapshot import Snapshot, Step
 from poc_operator.plan.waiting import holders
 
@@ -104,7 +104,7 @@ def pods_busy(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     """A pod computes other work before this round has started, and ``onBusy`` is Fail."""
     if snapshot.round.spec.on_busy is not BusyPolicy.FAIL or status.start_time is not None:
         return None
-    busy = [pod for pod, report in snapshot.answering if computes_other_work(snapshot, report)]
+    busy = busy_pods(snapshot)
     if not busy:
         return None
     return _failed(Reason.PODS_BUSY, f"pods compute other work: {holders(snapshot, busy)} (spec.onBusy is Fail)")

@@ -24,12 +24,12 @@ def lose(
     refusal = _exhausted(snapshot, slot, free=disrupted)
     if refusal is not None:
         failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
-        return failed, _event(slot, f"{why}; {refusal}")
+        return failed, RoundEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; {refusal}")
     again = _reset(slot, _start_index(snapshot, slot), why)
     if unbind:
         again = again.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None, "stalls": 0})
     message = f"{why}; starts again at index {again.start}"
-    return again, _event(slot, message, Loss.DISRUPTED if disrupted else loss)
+    return again, RoundEvent.warn_of(slot, Reason.WORK_LOST, message, Loss.DISRUPTED if disrupted else loss)
 
 
 def _exhausted(snapshot: Snapshot, slot: Assignment, *, free: bool) -> str | None:
@@ -69,8 +69,3 @@ def _reset(slot: Assignment, start: int, why: str) -> Assignment:
             "error": why,
         }
     )
-
-
-def _event(slot: Assignment, message: str, loss: Loss | None = None) -> RoundEvent:
-    message = f"node {slot.node} group {slot.group}: {message}"
-    return RoundEvent(reason=Reason.WORK_LOST, message=message, warning=True, loss=loss)

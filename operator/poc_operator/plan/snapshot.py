@@ -103,6 +103,12 @@ class RoundEvent:
     warning: bool = False
     loss: Loss | None = None
 
+    @classmethod
+    def warn_of(cls, slot: Assignment, reason: Reason, message: str, loss: Loss | None = None) -> Self:
+        """Return a warning about one slot, which the message names first."""
+        text = f"node {slot.node} group {slot.group}: {message}"
+        return cls(reason=reason, message=text, warning=True, loss=loss)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

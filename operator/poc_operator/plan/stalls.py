@@ -27,8 +27,7 @@ def stall(slot: Assignment, what: str) -> tuple[Assignment, RoundEvent]:
     """Return the slot whose pod must be stopped first, and the Event that tells the user."""
     error = f"pod {slot.pod} {what}"
     stalled = slot.model_copy(update={"state": SlotState.STALLED, "stalls": slot.stalls + 1, "error": error})
-    message = f"node {slot.node} group {slot.group}: {error}"
-    return stalled, RoundEvent(reason=Reason.STALLED, message=message, warning=True)
+    return stalled, RoundEvent.warn_of(slot, Reason.STALLED, error)
 
 
 def heal_stalls(snapshot: Snapshot, step: Step) -> Step:

@@ -5,8 +5,6 @@ A start may arrive long after its sender gave up or died, and a pod that was giv
 compute on. Such a pod is stopped, and until then nobody else is told to compute its slot.
 """
 
-from collections.abc import Mapping
-
 from poc_operator.model.pods import PodView
 from poc_operator.model.status import Assignment
 from poc_operator.plan.snapshot import Snapshot, Step, StopPod
@@ -21,10 +19,10 @@ def is_of_slot(status: StatusResponse, slot: Assignment) -> bool:
     return same_slot and status.start_index == slot.start
 
 
-def computed_slots(snapshot: Snapshot) -> Mapping[tuple[int, int], str]:
-    """Return which pod, by uid, says that it computes a slot, by node and group."""
-    computing = [(pod, status.config) for pod, status in _computing(snapshot)]
-    return {(config.node_id, config.group_id): pod.uid for pod, config in computing if config is not None}
+def computed_slots(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
+    """Return the slots that pods say they compute, by node and group."""
+    configs = (status.config for _, status in _computing(snapshot))
+    return frozenset((config.node_id, config.group_id) for config in configs if config is not None)
 
 
 def stop_strays(snapshot: Snapshot, step: Step) -> Step:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import PodView
 from poc_operator.model.status import RoundStatus, SlotState
-from poc_operator.plan.busy import computes_other_work, holder
+from poc_operator.plan.busy import busy_pods, holder
 from poc_operator.plan.compatibility import incompatibility
 from poc_operator.plan.snapshot import Snapshot
 
@@ -74,7 +74,7 @@ def _no_pod_fits(snapshot: Snapshot) -> Wait | None:
 
 
 def _all_pods_busy(snapshot: Snapshot) -> Wait | None:
-    others = [pod for pod, report in snapshot.answering if computes_other_work(snapshot, report)]
+    others = busy_pods(snapshot)
     if len(others) < len(snapshot.answering):
         return None
     held = holders(snapshot, others)
