@@ -23,6 +23,7 @@ ALLOWED = {
     f"{ROUNDS}/status": ("patch",),
     "/pods": ("list", "watch"),
     "/events": ("create",),
+    "/configmaps": ("get",),
 }
 FORBIDDEN = {
     ROUNDS: ("create", "update", "deletecollection"),
@@ -31,7 +32,7 @@ FORBIDDEN = {
     "/pods/exec": ("create",),
     "/pods/log": ("get",),
     "/secrets": ("get", "list", "watch"),
-    "/configmaps": ("get", "create"),
+    "/configmaps": ("list", "watch", "create"),
     "/serviceaccounts/token": ("create",),
     "/events": ("list", "delete"),
     "/nodes": ("list",),
@@ -68,8 +69,17 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
     assert may(kube, what, verb) is allowed
 
 
-@pytest.mark.parametrize(("values", "more"), [({}, set()), ({"rbac": {"deletePods": True}}, {DELETES_PODS})])
-def test_the_role_grants_what_the_table_says(kube: Kube, values: dict[str, Any], more: set[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("values", "more", "less"),
+    [
+        ({}, set(), set()),
+        ({"rbac": {"deletePods": True}}, {DELETES_PODS}, set()),
+        ({"rbac": {"readConfigMaps": False}}, set(), {("/configmaps", "get")}),
+    ],
+)
+def test_the_role_grants_what_the_table_says(
+    kube: Kube, values: dict[str, Any], more: set[tuple[str, str]], less: set[tuple[str, str]]
+) -> None:
     role = next(body for body in objects(kube, OPERATOR_CHART, values) if body["kind"] == "ClusterRole")
     granted = {
         (f"{group}/{resource}", verb)
@@ -78,7 +88,7 @@ def test_the_role_grants_what_the_table_says(kube: Kube, values: dict[str, Any],
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert granted == {(what, verb) for what, verbs in ALLOWED.items() for verb in verbs} | more
+    assert granted == {(what, verb) for what, verbs in ALLOWED.items() for verb in verbs} - less | more
 
 
 def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from poc_operator.plan.theory import valid_rate
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def deviation(rate: float) -> float:
 
 
 def test_the_valid_rate_is_what_theory_says(server: Client, report: Report) -> None:
-    from tests.long.theory import block_rate, sphere_rate  # noqa: PLC0415 - needs torch
+    from tests.long.theory import block_rate  # noqa: PLC0415 - needs torch
 
     hidden = server.status()["model"]["hidden_size"]
     found = {block_hash: distances(server, block_hash) for block_hash in HASHES}
@@ -71,7 +72,7 @@ def test_the_valid_rate_is_what_theory_says(server: Client, report: Report) -> N
     for r_target, known in R_TARGETS.items():
         rates = [sum(value < r_target for value in found[block_hash]) / NONCES for block_hash in HASHES]
         expected = [block_rate(r_target, block_hash, hidden) for block_hash in HASHES]
-        sphere = sphere_rate(r_target)
+        sphere = valid_rate(r_target)
         off = [(rate - theory) / deviation(theory) for rate, theory in zip(rates, expected, strict=True)]
         off_sphere = [(rate - sphere) / deviation(sphere) for rate in rates]
         spreads.append(max(rates) - min(rates))

@@ -51,6 +51,7 @@ class FakeEngineClient:
         self.fault: Exception | None = None
         self.worker_error: str | None = None
         self.sick: Counter[int] = Counter()  # nonce: how often it comes out not finite
+        self.drift = 0  # a GPU that computes wrongly: each nonce gets the values of another one
 
     @property
     def computed(self) -> list[int]:
@@ -81,7 +82,7 @@ class FakeEngineClient:
         nonces = [nonce for nonce in batch["nonces"] if nonce not in not_finite]
         result = BatchResult(nonces=nonces, not_finite=not_finite)
         if batch["protocol"] == "distance":
-            result["distances"] = [distance(nonce) for nonce in nonces]
+            result["distances"] = [distance(nonce + self.drift) for nonce in nonces]
         else:
-            result["vectors"] = [vector(nonce, batch["k_dim"]) for nonce in nonces]
+            result["vectors"] = [vector(nonce + self.drift, batch["k_dim"]) for nonce in nonces]
         return result

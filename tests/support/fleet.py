@@ -3,11 +3,12 @@
 can be made to fail at an exact moment."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from time import monotonic
 from typing import Any, cast
 
+from poc_operator.model.checks import Proof
 from poc_operator.model.round import Round
 from poc_operator.model.status import RoundStatus
 from poc_operator.plan.snapshot import RoundEvent
@@ -19,7 +20,7 @@ from poc_operator.runtime.pods import PodCache
 from poc_operator.store.rounds import RoundStore
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.http_server import free_port, serve
-from tests.support.pod import running_pod
+from tests.support.pod import Pod, running_pod
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 AsgiApp = Callable[..., Awaitable[None]]
@@ -44,6 +45,10 @@ class MemoryStore:
             self.round = round_.model_copy(update={"status": status})
         if fault is not None:
             raise fault
+
+    async def proofs(self, round_: Round) -> Sequence[Proof] | str:
+        """Return the proofs that stand in the round."""
+        return (round_.spec.proofs.inline if round_.spec.proofs else None) or ()
 
     async def delete(self, round_: Round) -> None:
         """Forget the round."""
@@ -97,7 +102,7 @@ class Fleet:
             emit=self.events.append,
         )
 
-    async def start_pod(self, host: str, face: Callable[[AsgiApp], AsgiApp] = lambda app: app) -> None:
+    async def start_pod(self, host: str, face: Callable[[AsgiApp], AsgiApp] = lambda app: app) -> Pod:
         """Start a pod, or restart it: a new process, a new session. ``face`` wraps what it serves."""
         if host in self._servers:
             await self._servers[host].aclose()
@@ -105,6 +110,7 @@ class Fleet:
         pod = await servers.enter_async_context(running_pod())
         await servers.enter_async_context(serve(face(pod.app), host, self.port))
         self._pods.put(a_pod(f"pod-{host}", ip=host))
+        return pod
 
     def suspend(self, suspend: bool) -> None:
         """Set ``spec.suspend``."""

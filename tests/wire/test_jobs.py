@@ -57,6 +57,19 @@ async def test_jobs_run_in_the_order_of_their_arrival(pod: Pod) -> None:
     assert pod.engine.computed == [10, 11, 0, 1, 20, 21]
 
 
+async def test_a_request_beside_the_round_is_answered_while_it_runs(pod: Pod) -> None:
+    await pod.start(ARTIFACT | SLOT)
+    answer = await pod.post("generate", JOB | {"wait": True, "beside_round": True})
+    assert [item["nonce"] for item in answer.json()["artifacts"]] == JOB["nonces"]
+    assert (await pod.status()).state is PowState.GENERATING
+
+
+async def test_queued_work_cannot_run_beside_the_round(pod: Pod) -> None:
+    answer = await pod.post("generate", JOB | {"beside_round": True})
+    assert answer.status_code == 422
+    assert "beside_round needs wait" in str(answer.json())
+
+
 async def test_jobs_wait_for_the_round(pod: Pod) -> None:
     await pod.start(DISTANCE | SLOT)
     job = await submit(pod, JOB)

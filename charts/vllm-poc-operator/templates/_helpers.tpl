@@ -46,6 +46,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch{{ if .Values.rbac.deletePods }}, delete{{ end }}]
+{{- if .Values.rbac.readConfigMaps }}
+# Proofs of rounds that validate.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get]
+{{- end }}
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

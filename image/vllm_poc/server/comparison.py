@@ -20,7 +20,7 @@ from vllm_poc.server.engine import EngineError
 from vllm_poc.server.slices import Item
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
-from vllm_poc.wire.fraud import is_mismatch, p_value
+from vllm_poc.wire.fraud import is_distance_mismatch, is_mismatch, p_value
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
 from vllm_poc.wire.requests import SlotRequest
@@ -66,7 +66,7 @@ def proof_verdict(
     received, r_target = dict(zip(batch.nonces, batch.dist, strict=True)), round_.r_target
     computed = {nonce: float(value) for nonce, value in items}
     verdict = _verdict(
-        [nonce for nonce, distance in computed.items() if max(received[nonce], distance) >= r_target],
+        [nonce for nonce, distance in computed.items() if is_distance_mismatch(received[nonce], distance, r_target)],
         len(computed),
         p_mismatch=round_.p_mismatch,
         fraud_threshold=round_.fraud_threshold,

@@ -20,7 +20,7 @@ Ready = Callable[[], Awaitable[None]]
 
 
 class NamedNonces:
-    """Computes what ``POST generate`` names, while no round generates: ``ready`` waits for that."""
+    """Computes what ``POST generate`` names: while no round generates, for which ``ready`` waits, or beside it."""
 
     def __init__(self, runner: SliceRunner, outbox: Outbox, ready: Ready) -> None:
         self._runner = runner
@@ -29,12 +29,12 @@ class NamedNonces:
 
     async def result(self, request: GenerateRequest, request_id: str, limit: int) -> Result:
         """Return artifacts, distances or a verdict. EngineError if the engine fails."""
+        slices = self._slices(request, request.nonces, limit, _at_once if request.beside_round else self._ready)
         if request.validation is not None:
             comparison = ArtifactComparison(request)
-            async for items in self._slices(request, request.nonces, limit, self._ready):
+            async for items in slices:
                 comparison.add(items)
             return comparison.response(request_id)
-        slices = self._slices(request, request.nonces, limit, self._ready)
         return payloads.generated(request, [item async for part in slices for item in part], request_id)
 
     async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:

@@ -30,6 +30,11 @@ def is_mismatch(computed: Sequence[float], received_b64: str, dist_threshold: fl
     return math.dist(computed, received) > dist_threshold
 
 
+def is_distance_mismatch(received: float, computed: float, r_target: float) -> bool:
+    """Whether the claimed or the computed distance of a nonce that was claimed valid is not below ``r_target``."""
+    return max(received, computed) >= r_target
+
+
 def p_value(n_mismatch: int, n_total: int, p_mismatch: float) -> float:
     """Return P(X >= n_mismatch) for X ~ Binomial(n_total, p_mismatch), to about 9 digits.
 

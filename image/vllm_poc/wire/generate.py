@@ -55,12 +55,16 @@ class GenerateRequest(CallbackRequest):
     wait: bool = False
     validation: Validation | None = None
     stat_test: StatTest | None = None
+    # Ours, with ``wait``: compute at once, between the slices of a round that generates, not after its end.
+    beside_round: bool = False
 
     @model_validator(mode="after")
     def _nonces_are_unique(self) -> Self:
         refuse_duplicates("nonces", self.nonces)
         if self.validation is not None and self.protocol is not Protocol.ARTIFACT:
             raise ValueError("validation compares artifacts and needs params; distances are compared by POST validate")
+        if self.beside_round and not self.wait:
+            raise ValueError("beside_round needs wait: queued work waits for the end of a round")
         return self
 
     @property

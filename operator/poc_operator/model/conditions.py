@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from enum import StrEnum
 
-from poc_operator.model.spec import ApiModel
+from poc_operator.model.base import ApiModel
 
 
 class ConditionType(StrEnum):
@@ -27,14 +27,20 @@ class Reason(StrEnum):
     COMPLETED = "Completed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
+    FRAUD_DETECTED = "FraudDetected"
     K_DIM_TOO_LARGE = "KDimTooLarge"
     MODEL_MISMATCH = "ModelMismatch"
     MODEL_UNSUPPORTED = "ModelUnsupported"
     NO_MATCHING_PODS = "NoMatchingPods"
+    NO_FRAUD_DETECTED = "NoFraudDetected"
     NO_POD_READY = "NoPodReady"
+    NOTHING_COMPUTED = "NothingComputed"
     NOT_SUSPENDED = "NotSuspended"
     PODS_BUSY = "PodsBusy"
+    PODS_DISAGREE = "PodsDisagree"
     PODS_UNREACHABLE = "PodsUnreachable"
+    PROOFS_CHANGED = "ProofsChanged"
+    PROOFS_UNAVAILABLE = "ProofsUnavailable"
     REISSUE_LIMIT_EXCEEDED = "ReissueLimitExceeded"
     REPLACED = "Replaced"
     REPORT_CONTRADICTORY = "ReportContradictory"
@@ -51,6 +57,7 @@ class Reason(StrEnum):
     START_DEADLINE_EXCEEDED = "StartDeadlineExceeded"
     STOPPING = "Stopping"
     SUSPENDED = "Suspended"
+    THEORY_DISAGREES = "TheoryDisagrees"
     WORK_LOST = "WorkLost"
 
 

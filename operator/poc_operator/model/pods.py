@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm_poc.wire.responses import StatusResponse
+from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,15 @@ def _waiting_for(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a pod answered when it was asked for named nonces under this key: a result, or what went wrong."""
+
+    key: str
+    result: GeneratedResponse | ValidatedResponse | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PodReport:
     """What one poll of a pod yielded: its status, or why there is none.
 
@@ -94,7 +104,7 @@ class PodReport:
     (reason, message), if it declined. ``stalled_seconds`` is how long it has computed without progress
     that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
     ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it
-    can begin a slot elsewhere than at index 0.
+    can begin a slot elsewhere than at index 0. ``answer`` is its last one about named nonces.
     """
 
     status: StatusResponse | None = None
@@ -105,3 +115,4 @@ class PodReport:
     silent_seconds: float = 0.0
     in_flight: bool = False
     resumes: bool = True
+    answer: Answer | None = None

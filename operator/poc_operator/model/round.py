@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from poc_operator.model.spec import ApiModel, RoundSpec
+from poc_operator.model.base import ApiModel
+from poc_operator.model.spec import RoundSpec
 from poc_operator.model.status import RoundStatus
 
 

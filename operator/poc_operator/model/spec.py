@@ -6,27 +6,20 @@ filled in the defaults; the models repeat only the types.
 """
 
 from enum import StrEnum
-from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic.alias_generators import to_camel
+from pydantic import Field
 
+from poc_operator.model.base import ApiModel, Decimal
+from poc_operator.model.checks import CalibrationSpec, CrossCheckSpec, FraudSpec, ProofsSpec
 from vllm_poc.wire.base import Protocol
 
 
-def _camel(name: str) -> str:
-    return to_camel(name).replace("Url", "URL")
+class Mode(StrEnum):
+    """What the pods do: compute new nonces, recompute those of others, or find the target for a valid rate."""
 
-
-class ApiModel(BaseModel):
-    """Base of what is stored in the API server: camelCase there, snake_case here."""
-
-    model_config = ConfigDict(alias_generator=_camel, populate_by_name=True, extra="ignore", frozen=True)
-
-
-def _decimal(text: str) -> str:
-    float(text)
-    return text
+    GENERATE = "Generate"
+    VALIDATE = "Validate"
+    CALIBRATE = "Calibrate"
 
 
 class NodeRange(ApiModel):
@@ -123,13 +116,17 @@ class RoundSpec(ApiModel):
     block_hash: str
     block_height: int
     public_key: str
-    nodes: NodeRange
-    r_target: Annotated[str, AfterValidator(_decimal)] | None = None
+    nodes: NodeRange = NodeRange(first=0, last=0, count=1)
+    r_target: Decimal | None = None
     artifact: ArtifactSpec | None = None
     model: ModelSpec
     selector: Selector
     port: int = 8000
-    mode: str = "Generate"
+    mode: Mode = Mode.GENERATE
+    proofs: ProofsSpec | None = None
+    fraud: FraudSpec = Field(default_factory=FraudSpec)
+    calibrate: CalibrationSpec | None = None
+    cross_check: CrossCheckSpec | None = None
     batch_size: int = 32
     callback_url: str | None = None
     stop: StopSpec | None = None
@@ -145,4 +142,4 @@ class RoundSpec(ApiModel):
     @property
     def protocol(self) -> Protocol:
         """Which protocol the round runs."""
-        return Protocol.DISTANCE if self.r_target is not None else Protocol.ARTIFACT
+        return Protocol.ARTIFACT if self.artifact is not None else Protocol.DISTANCE

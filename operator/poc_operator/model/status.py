@@ -6,8 +6,8 @@ from enum import StrEnum
 
 from pydantic import Field
 
+from poc_operator.model.base import ApiModel
 from poc_operator.model.conditions import Condition, Reason
-from poc_operator.model.spec import ApiModel
 
 
 class RoundState(StrEnum):
@@ -28,7 +28,7 @@ class RoundState(StrEnum):
 
 
 class SlotState(StrEnum):
-    """Where one slot stands."""
+    """Where one slot or sample stands."""
 
     WAITING = "Waiting"  # no pod has been told to work on it, or its pod lost it
     STARTING = "Starting"  # recorded for a pod that has not confirmed yet
@@ -43,7 +43,17 @@ class SlotState(StrEnum):
         return self in (SlotState.STARTING, SlotState.RUNNING, SlotState.STALLED)
 
 
-class Assignment(ApiModel):
+class Share(ApiModel):
+    """A part of the round, and which pod works on it."""
+
+    state: SlotState
+    pod: str | None = None
+    uid: str | None = None
+    attempts: int = 0
+    error: str | None = None
+
+
+class Assignment(Share):
     """One slot and who works on it.
 
     ``start``, ``next`` and ``delivered`` are indices of the slot's nonces: where the current pod
@@ -54,9 +64,6 @@ class Assignment(ApiModel):
 
     node: int
     group: int
-    state: SlotState
-    pod: str | None = None
-    uid: str | None = None
     session: str | None = None
     start: int = 0
     next: int = 0
@@ -65,10 +72,67 @@ class Assignment(ApiModel):
     valid_before: int = 0
     rejected: int = 0
     rejected_before: int = 0
-    attempts: int = 0
     disruptions: int = 0
     stalls: int = 0
-    error: str | None = None
+
+
+class Sample(Share):
+    """The nonces ``first`` to ``first + count - 1`` of a round that checks or calibrates, counted in its order.
+
+    ``mismatches`` and ``not_computed`` are nonces. ``distances`` is what the pod computed: base64 of
+    little-endian float32.
+    """
+
+    first: int
+    count: int
+    mismatches: list[int] = Field(default_factory=list)
+    not_computed: list[int] = Field(default_factory=list)
+    distances: str = ""
+
+
+class ProofsVerdict(ApiModel):
+    """The fraud test over all proofs. ``mismatch_nonces`` has the first of them."""
+
+    total: int
+    mismatches: int
+    mismatch_nonces: list[int]
+    not_computed: int
+    p_value: str
+    fraud: bool
+
+
+class Calibration(ApiModel):
+    """The target that was found, with the ends of its 95 % confidence interval; ``theory_rate`` is what theory
+    gives for it."""
+
+    r_target: str
+    low: str
+    high: str
+    valid_rate: str
+    theory_rate: str
+    nonces: int
+    agrees: bool
+
+
+class Deviation(ApiModel):
+    """A pod whose results differ from those of most others, or that the others do not outvote."""
+
+    pod: str
+    mismatches: int
+
+
+class CrossCheck(ApiModel):
+    """The last comparison of the round's pods: when it began, of which nonces, how many pods, which of them differ.
+
+    While one is under way, ``deviating`` is from the one before.
+    """
+
+    time: datetime
+    pending: bool
+    number: int
+    nonces: list[int] = Field(default_factory=list)
+    compared: int = 0
+    deviating: list[Deviation] = Field(default_factory=list)
 
 
 class Totals(ApiModel):
@@ -106,4 +170,14 @@ class RoundStatus(ApiModel):
     slots: int = 0
     groups: int = 0
     assignments: list[Assignment] = Field(default_factory=list)
+    proofs_digest: str | None = None
+    samples: list[Sample] = Field(default_factory=list)
+    verdict: ProofsVerdict | None = None
+    calibration: Calibration | None = None
+    cross_check: CrossCheck | None = None
     conditions: list[Condition] = Field(default_factory=list)
+
+    @property
+    def shares(self) -> list[Assignment] | list[Sample]:
+        """The slots of a round that generates, the samples of another."""
+        return self.samples or self.assignments

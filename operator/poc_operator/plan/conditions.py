@@ -6,14 +6,15 @@ from collections import Counter
 from poc_operator.model.conditions import Condition, ConditionType, Reason, merge_conditions
 from poc_operator.model.status import RoundState, RoundStatus, SlotState
 from poc_operator.plan.compatibility import Finding, incompatibility
+from poc_operator.plan.degradation import Verdict, degraded
 from poc_operator.plan.slots import free_pods
 from poc_operator.plan.snapshot import Snapshot, Step
 from poc_operator.plan.waiting import waits_for
 
-Verdict = tuple[bool, Reason, str]
-
 
 def _accepted(snapshot: Snapshot, status: RoundStatus) -> Verdict:
+    if isinstance(snapshot.proofs, str):
+        return False, Reason.PROOFS_UNAVAILABLE, snapshot.proofs
     finding = _no_pod_can_run_it(snapshot)
     if finding is not None and status.start_time is None:
         return (False, *finding)
@@ -34,46 +35,23 @@ def _progressing(snapshot: Snapshot, status: RoundStatus) -> Verdict:
     if status.state is RoundState.SUSPENDED:
         return False, Reason.SUSPENDED, "spec.suspend is true; set it to false to go on"
     if status.stop_time is not None:
-        left = sum(slot.state.active for slot in status.assignments)
+        left = sum(share.state.active for share in status.shares)
         return True, Reason.STOPPING, f"waiting for {left} pods to deliver their results and stop"
     return waits_for(snapshot, status) or (True, Reason.RUNNING, _pace(snapshot, status))
 
 
 def _pace(snapshot: Snapshot, status: RoundStatus) -> str:
+    if status.samples:
+        working = len({sample.uid for sample in status.samples if sample.state.active})
+        return f"{working} pods compute; {status.totals.checked} of {_nonces(status)} nonces are done"
     running = sum(slot.state is SlotState.RUNNING for slot in status.assignments)
     pace = f"{running} pods compute {status.totals.rate} nonces/s"
     spare = len(free_pods(snapshot, status.assignments))
     return f"{pace}; {spare} more have no slot (the {status.slots} slots are fixed at the start)" if spare else pace
 
 
-def _degraded(status: RoundStatus) -> Verdict:
-    failed = [slot for slot in status.assignments if slot.state is SlotState.FAILED]
-    if failed:
-        return True, Reason.SLOTS_FAILED, f"{len(failed)} slots were given up, the first: {failed[0].error}"
-    stalled = [slot for slot in status.assignments if slot.state is SlotState.STALLED]
-    if stalled:
-        return True, Reason.SLOTS_STALLED, f"{len(stalled)} slots get nothing done, the first: {stalled[0].error}"
-    missing = sum(slot.next - slot.delivered for slot in status.assignments)
-    if missing and not any(slot.state.active for slot in status.assignments):
-        return (
-            True,
-            Reason.DELIVERY_INCOMPLETE,
-            f"{missing} computed nonces were not delivered to spec.callbackURL",
-        )
-    if status.totals.rejected:
-        return (
-            True,
-            Reason.RESULTS_REJECTED,
-            f"{status.totals.rejected} nonces had no finite result or were refused",
-        )
-    waiting = [slot for slot in status.assignments if slot.state is SlotState.WAITING]
-    if waiting and status.start_time is not None:
-        return (
-            True,
-            Reason.SLOTS_WAITING,
-            f"{len(waiting)} of {len(status.assignments)} slots wait for a free, ready pod",
-        )
-    return False, Reason.ALL_SLOTS_WORK, "no slot is lost"
+def _nonces(status: RoundStatus) -> int:
+    return sum(sample.count for sample in status.samples)
 
 
 def _ended(status: RoundStatus, state: RoundState) -> Verdict:
@@ -96,7 +74,7 @@ def set_conditions(snapshot: Snapshot, step: Step) -> Step:
     verdicts = {
         ConditionType.ACCEPTED: _accepted(snapshot, status),
         ConditionType.PROGRESSING: _progressing(snapshot, status),
-        ConditionType.DEGRADED: _degraded(status),
+        ConditionType.DEGRADED: degraded(status),
         ConditionType.COMPLETE: _ended(status, RoundState.COMPLETE),
         ConditionType.FAILED: _ended(status, RoundState.FAILED),
         ConditionType.SUSPENDED: _suspended(status),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the round must end now, and how. The first rule with an answer wins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 
 from poc_operator.model.conditions import ConditionType, Reason
@@ -14,11 +14,13 @@ from poc_operator.plan.waiting import holders
 Rule = Callable[[Snapshot, RoundStatus], Outcome | None]
 
 
-def _complete(message: str) -> Outcome:
-    return Outcome(type=RoundState.COMPLETE, reason=Reason.COMPLETED, message=message)
+def complete(message: str, reason: Reason = Reason.COMPLETED) -> Outcome:
+    """The outcome of a round that has reached what it was made for."""
+    return Outcome(type=RoundState.COMPLETE, reason=reason, message=message)
 
 
-def _failed(reason: Reason, message: str) -> Outcome:
+def failed(reason: Reason, message: str) -> Outcome:
+    """The outcome of a round that never will."""
     return Outcome(type=RoundState.FAILED, reason=reason, message=message)
 
 
@@ -32,7 +34,7 @@ def enough_nonces(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     checked = sum(slot.next for slot in status.assignments)
     if stop is None or stop.after_nonces is None or checked < stop.after_nonces:
         return None
-    return _complete(f"spec.stop.afterNonces of {stop.after_nonces} reached")
+    return complete(f"spec.stop.afterNonces of {stop.after_nonces} reached")
 
 
 def enough_valid(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
@@ -41,7 +43,7 @@ def enough_valid(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     valid = sum(slot.valid for slot in status.assignments)
     if stop is None or stop.after_valid is None or valid < stop.after_valid:
         return None
-    return _complete(f"spec.stop.afterValid of {stop.after_valid} reached")
+    return complete(f"spec.stop.afterValid of {stop.after_valid} reached")
 
 
 def enough_time(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
@@ -51,14 +53,14 @@ def enough_time(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
         return None
     if _seconds_since(snapshot, status.start_time) < stop.after_seconds:
         return None
-    return _complete(f"spec.stop.afterSeconds of {stop.after_seconds} reached")
+    return complete(f"spec.stop.afterSeconds of {stop.after_seconds} reached")
 
 
 def all_nonces_computed(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     """Every slot is at the end of the int32 range."""
     if not status.assignments or any(slot.state is not SlotState.DONE for slot in status.assignments):
         return None
-    return _complete("every nonce of the round is computed")
+    return complete("every nonce of the round is computed")
 
 
 def deadline_exceeded(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
@@ -66,7 +68,7 @@ def deadline_exceeded(snapshot: Snapshot, status: RoundStatus) -> Outcome | None
     limit = snapshot.round.spec.active_deadline_seconds
     if limit is None or _seconds_since(snapshot, status.start_time) < limit:
         return None
-    return _failed(Reason.DEADLINE_EXCEEDED, f"not complete {limit} s after the start (spec.activeDeadlineSeconds)")
+    return failed(Reason.DEADLINE_EXCEEDED, f"not complete {limit} s after the start (spec.activeDeadlineSeconds)")
 
 
 def start_deadline_exceeded(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
@@ -78,7 +80,7 @@ def start_deadline_exceeded(snapshot: Snapshot, status: RoundStatus) -> Outcome 
         return None
     waited = f"; last waited for: {status.message}" if status.message else ""
     message = f"no pod started within {limit} s (spec.startDeadlineSeconds){waited}"
-    return _failed(Reason.START_DEADLINE_EXCEEDED, message)
+    return failed(Reason.START_DEADLINE_EXCEEDED, message)
 
 
 def _startable_since(snapshot: Snapshot) -> datetime:
@@ -97,7 +99,7 @@ def pods_unreachable(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     limit = snapshot.round.spec.poll_failure_seconds
     if status.poll_failure_time is None or _seconds_since(snapshot, status.poll_failure_time) < limit:
         return None
-    return _failed(Reason.PODS_UNREACHABLE, f"no pod has answered for {limit} s (spec.pollFailureSeconds)")
+    return failed(Reason.PODS_UNREACHABLE, f"no pod has answered for {limit} s (spec.pollFailureSeconds)")
 
 
 def pods_busy(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
@@ -107,35 +109,32 @@ def pods_busy(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     busy = busy_pods(snapshot)
     if not busy:
         return None
-    return _failed(Reason.PODS_BUSY, f"pods compute other work: {holders(snapshot, busy)} (spec.onBusy is Fail)")
+    return failed(Reason.PODS_BUSY, f"pods compute other work: {holders(snapshot, busy)} (spec.onBusy is Fail)")
 
 
 def all_slots_failed(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     """Every slot was given up."""
     if not status.assignments or any(slot.state is not SlotState.FAILED for slot in status.assignments):
         return None
-    return _failed(Reason.REISSUE_LIMIT_EXCEEDED, status.assignments[0].error or "every slot was given up")
+    return failed(Reason.REISSUE_LIMIT_EXCEEDED, status.assignments[0].error or "every slot was given up")
 
 
+#: Rules of every round.
+LIMITS: tuple[Rule, ...] = (deadline_exceeded, start_deadline_exceeded, pods_unreachable, pods_busy)
 #: What is done counts first: a round that has both enough nonces and a passed deadline is complete.
-ENDS: tuple[Rule, ...] = (
-    enough_nonces,
-    enough_valid,
-    enough_time,
-    all_nonces_computed,
-    deadline_exceeded,
-    start_deadline_exceeded,
-    pods_unreachable,
-    pods_busy,
-    all_slots_failed,
-)
+ENDS: tuple[Rule, ...] = (enough_nonces, enough_valid, enough_time, all_nonces_computed, *LIMITS, all_slots_failed)
 
 
-def end(snapshot: Snapshot, step: Step) -> Step:
+def end_by(rules: Iterable[Rule], snapshot: Snapshot, step: Step) -> Step:
     """Record how the round ends, before any pod is told to stop."""
     if step.status.stop_time is not None:
         return step  # ends already, or is suspended: nothing is computed, no deadline runs
-    outcome = next((found for rule in ENDS if (found := rule(snapshot, step.status))), None)
+    outcome = next((found for rule in rules if (found := rule(snapshot, step.status))), None)
     if outcome is None:
         return step
     return step.extended(outcome=outcome, stop_time=snapshot.now)
+
+
+def end(snapshot: Snapshot, step: Step) -> Step:
+    """End a round that generates when it is time."""
+    return end_by(ENDS, snapshot, step)

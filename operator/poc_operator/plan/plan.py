@@ -3,12 +3,22 @@
 
 from collections.abc import Callable
 
+from poc_operator.model.spec import Mode
 from poc_operator.plan.busy import replace_other_work
 from poc_operator.plan.conditions import set_conditions
+from poc_operator.plan.crosscheck import cross_check
 from poc_operator.plan.ends import end
 from poc_operator.plan.expiry import expire
 from poc_operator.plan.observe import observe
 from poc_operator.plan.rewind import rewind
+from poc_operator.plan.samples import (
+    ask_pods,
+    bind_samples,
+    choose_samples,
+    conclude,
+    end_sampling,
+    observe_samples,
+)
 from poc_operator.plan.slots import bind_pods, fix_slots
 from poc_operator.plan.snapshot import Plan, Snapshot, Step
 from poc_operator.plan.stalls import heal_stalls
@@ -33,6 +43,22 @@ POLICIES: tuple[Policy, ...] = (
     start_pods,
     heal_stalls,  # which pods get nothing done
     stop_pods,
+    cross_check,  # whether pods agree on the same nonces
+    finish,
+    summarise,
+    set_conditions,
+)
+
+#: Of rounds that check or calibrate: pods are asked for named nonces instead of being given a slot.
+SAMPLE_POLICIES: tuple[Policy, ...] = (
+    observe_samples,  # what pods answered
+    note_times,
+    conclude,  # what follows from all answers
+    end_sampling,
+    suspend,
+    choose_samples,  # which nonces are asked for together, once
+    bind_samples,  # which pod for which sample
+    ask_pods,
     finish,
     summarise,
     set_conditions,
@@ -44,6 +70,6 @@ def plan(snapshot: Snapshot) -> Plan:
     step = Step(status=snapshot.round.status)
     if step.status.state.finished:
         return expire(snapshot, step)
-    for policy in POLICIES:
+    for policy in POLICIES if snapshot.round.spec.mode is Mode.GENERATE else SAMPLE_POLICIES:
         step = policy(snapshot, step)
     return step

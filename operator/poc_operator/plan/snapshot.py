@@ -8,21 +8,27 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
 
+from poc_operator.model.checks import Proof
 from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment, RoundStatus
+from poc_operator.model.status import Assignment, RoundStatus, Share
+from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.requests import InitGenerateRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One look at the world. ``pods`` are those that match the round's selector."""
+    """One look at the world. ``pods`` are those that match the round's selector.
+
+    ``proofs`` are those of a round that validates, or why they cannot be had.
+    """
 
     round: Round
     pods: Sequence[PodView]
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
+    proofs: Sequence[Proof] | str = ()
 
     @cached_property
     def live_pods(self) -> Sequence[PodView]:
@@ -39,7 +45,7 @@ class Snapshot:
     def _live_by_uid(self) -> Mapping[str | None, PodView]:
         return {pod.uid: pod for pod in self.live_pods}
 
-    def pod_of(self, slot: Assignment) -> PodView | None:
+    def pod_of(self, slot: Share) -> PodView | None:
         """Return the live pod that the slot is bound to."""
         return self._live_by_uid.get(slot.uid)
 
@@ -47,7 +53,7 @@ class Snapshot:
         """Whether the cluster's infrastructure ended the slot's pod."""
         return any(pod.disrupted for pod in self.pods if pod.uid == slot.uid)
 
-    def report_of(self, slot: Assignment) -> PodReport:
+    def report_of(self, slot: Share) -> PodReport:
         """Return the report of the slot's pod; an empty one if it was not polled."""
         return self.reports.get(slot.uid or "", PodReport())
 
@@ -76,11 +82,20 @@ class DeletePod:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskPod:
+    """Ask a pod for named nonces. Its report has the answer, under this key; what is no longer asked is cancelled."""
+
+    pod: PodView
+    key: str
+    request: GenerateRequest
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeleteRound:
     """Delete the finished round; its time to live has passed."""
 
 
-Action = StartPod | StopPod | DeletePod | DeleteRound
+Action = StartPod | StopPod | DeletePod | AskPod | DeleteRound
 
 
 class Loss(StrEnum):

@@ -7,10 +7,11 @@ from pydantic import AnyHttpUrl
 
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.requests import artifact_params
 from poc_operator.plan.snapshot import Snapshot, StartPod, Step
 from poc_operator.plan.strays import computed_slots
 from vllm_poc.wire.base import PowState
-from vllm_poc.wire.requests import ArtifactParams, InitGenerateRequest
+from vllm_poc.wire.requests import InitGenerateRequest
 
 
 def start_pods(snapshot: Snapshot, step: Step) -> Step:
@@ -38,7 +39,6 @@ def _may_start(snapshot: Snapshot, slot: Assignment, computed: Container[tuple[i
 def start_request(round_: Round, groups: int, slot: Assignment) -> InitGenerateRequest:
     """Return the pod's order for a slot. The round id makes a repetition harmless."""
     spec = round_.spec
-    artifact = spec.artifact
     return InitGenerateRequest(
         block_hash=spec.block_hash,
         block_height=spec.block_height,
@@ -53,10 +53,6 @@ def start_request(round_: Round, groups: int, slot: Assignment) -> InitGenerateR
         url=AnyHttpUrl(spec.callback_url) if spec.callback_url else None,
         poc_stronger_rng=spec.model.strong_rng,
         r_target=float(spec.r_target) if spec.r_target is not None else None,
-        seq_len=spec.model.seq_len if artifact is None else None,
-        params=(
-            ArtifactParams(model=spec.model.name, seq_len=spec.model.seq_len, k_dim=artifact.k_dim)
-            if artifact is not None
-            else None
-        ),
+        seq_len=spec.model.seq_len if spec.artifact is None else None,
+        params=artifact_params(spec),
     )

@@ -63,7 +63,7 @@ def _settle(slot: Assignment, busy: set[str]) -> Assignment:
 def finish(snapshot: Snapshot, step: Step) -> Step:
     """Close the round once every pod has stopped."""
     status = step.status
-    if status.outcome is None or any(slot.state.active for slot in status.assignments):
+    if status.outcome is None or any(share.state.active for share in status.shares):
         return step
     undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
     message = status.outcome.message

@@ -12,7 +12,7 @@ def suspend(snapshot: Snapshot, step: Step) -> Step:
         return step
     if snapshot.round.spec.suspend:
         return step.extended(stop_time=status.stop_time or snapshot.now)
-    if status.stop_time is None or any(slot.state.active for slot in status.assignments):
+    if status.stop_time is None or any(share.state.active for share in status.shares):
         return step  # it runs, or is still stopping: it resumes once every pod has stopped
     waiting = [_resume(slot) for slot in status.assignments]
     # Like a Job's, the clock of a resumed round starts anew.

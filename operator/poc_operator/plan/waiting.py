@@ -22,6 +22,10 @@ def _names(pods: Sequence[PodView], detail: Callable[[PodView], str]) -> str:
     return named if len(pods) <= _NAMED else f"{named} and {len(pods) - _NAMED} more"
 
 
+def _no_proofs(snapshot: Snapshot) -> Wait | None:
+    return (False, Reason.PROOFS_UNAVAILABLE, snapshot.proofs) if isinstance(snapshot.proofs, str) else None
+
+
 def _no_pod_matches(snapshot: Snapshot) -> Wait | None:
     if snapshot.live_pods:
         return None
@@ -86,12 +90,12 @@ def holders(snapshot: Snapshot, pods: Sequence[PodView]) -> str:
     return _names(pods, lambda pod: holder(snapshot.reports[pod.uid]))
 
 
-_RULES: tuple[Rule, ...] = (_no_pod_matches, _no_pod_ready, _no_pod_answers, _no_pod_fits, _all_pods_busy)
+_RULES: tuple[Rule, ...] = (_no_proofs, _no_pod_matches, _no_pod_ready, _no_pod_answers, _no_pod_fits, _all_pods_busy)
 
 
 def waits_for(snapshot: Snapshot, status: RoundStatus) -> Wait | None:
     """Return what a round without a computing pod waits for; None if one computes."""
-    if any(slot.state is SlotState.RUNNING for slot in status.assignments):
+    if any(share.state is SlotState.RUNNING for share in status.shares):
         return None
     blocked = next((wait for rule in _RULES if (wait := rule(snapshot))), None)
     return blocked or (True, Reason.STARTING, "waiting for the pods to confirm their start")

@@ -19,11 +19,15 @@ from poc_operator.podapi.errors import (
 )
 from poc_operator.podapi.reference import Command, Status
 from vllm_poc.wire.base import API_PREFIX, MAX_TEXT
+from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.requests import InitGenerateRequest
 from vllm_poc.wire.responses import ErrorResponse
+from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
 
-#: A status with its lists left out is about 1 KiB; nothing the operator reads is near this.
+#: A status with its lists left out is about 1 KiB; no state or command is near this.
 MAX_BODY_BYTES = 64 * 2**10
+#: The distances of 1 000 nonces take about 60 KiB; no result is near this.
+MAX_RESULT_BYTES = 1024 * 2**10
 #: Seconds for a status poll: a pod that needs longer counts as not answering.
 STATUS_SECONDS = 5.0
 #: Seconds for a start: the pod may have to wait for the forward pass in flight.
@@ -31,9 +35,13 @@ START_SECONDS = 30.0
 #: Seconds for a stop: the pod flushes its results first, 30 s at most.
 STOP_SECONDS = 60.0
 
+#: Seconds for named nonces, which may have to wait for chat. A large model computes a few of them per second.
+GENERATE_SECONDS = 300.0
+
 Answer = TypeVar("Answer")
 _STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 _COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
+_RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(GeneratedResponse | ValidatedResponse)
 
 
 class PodClient:
@@ -73,14 +81,27 @@ class PodClient:
         url = URL(f"{base}/stop").with_query({"round_id": round_id} if round_id is not None else {})
         return await self._call("POST", url, STOP_SECONDS, _COMMAND)
 
+    async def generate(self, base: str, request: GenerateRequest) -> GeneratedResponse | ValidatedResponse:
+        """Compute named nonces. The pod drops the work when this call is cancelled."""
+        body = request.model_dump(mode="json", exclude_none=True)
+        url = URL(f"{base}/generate")
+        return await self._call("POST", url, GENERATE_SECONDS, _RESULT, body, limit=MAX_RESULT_BYTES)
+
     async def _call(
-        self, method: str, url: URL, seconds: float, answer: TypeAdapter[Answer], body: object | None = None
+        self,
+        method: str,
+        url: URL,
+        seconds: float,
+        answer: TypeAdapter[Answer],
+        body: object | None = None,
+        *,
+        limit: int = MAX_BODY_BYTES,
     ) -> Answer:
         timeout = aiohttp.ClientTimeout(total=seconds)
         call = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False)
         try:
             async with call as response:
-                return _parse(response.status, await _read(response), answer)
+                return _parse(response.status, await _read(response, limit), answer)
         except TimeoutError as error:
             raise PodTimeout(f"no answer within {seconds:g} s") from error
         except aiohttp.ClientError as error:
@@ -92,12 +113,12 @@ def base_url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}{API_PREFIX}"
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    body = await response.content.read(MAX_BODY_BYTES + 1)
-    while len(body) <= MAX_BODY_BYTES and (more := await response.content.read(MAX_BODY_BYTES)):
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    body = await response.content.read(limit + 1)
+    while len(body) <= limit and (more := await response.content.read(limit)):
         body += more
-    if len(body) > MAX_BODY_BYTES:
-        raise NotAPodOfOurs(f"the answer exceeds {MAX_BODY_BYTES} bytes")
+    if len(body) > limit:
+        raise NotAPodOfOurs(f"the answer exceeds {limit} bytes")
     return body
 
 

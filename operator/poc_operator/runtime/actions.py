@@ -9,7 +9,7 @@ from functools import partial
 
 from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import PodReport, PodView
-from poc_operator.plan.snapshot import Action, DeletePod, DeleteRound, RoundEvent, StartPod, StopPod
+from poc_operator.plan.snapshot import Action, AskPod, DeletePod, DeleteRound, RoundEvent, StartPod, StopPod
 from poc_operator.podapi.client import PodClient, base_url
 from poc_operator.podapi.errors import PodBusy, PodError, PodRefused
 from poc_operator.runtime.logs import RoundLogger, of
@@ -40,7 +40,7 @@ class PodActions:
     def begin(self, port: int, actions: Sequence[Action]) -> None:
         """Take these actions, but none on a pod that has one under way."""
         for action in actions:
-            if not isinstance(action, DeleteRound) and action.pod.uid not in self._in_flight:
+            if not isinstance(action, DeleteRound | AskPod) and action.pod.uid not in self._in_flight:
                 task = asyncio.create_task(self._take(port, action))
                 self._in_flight[action.pod.uid] = task
                 task.add_done_callback(partial(self._done, action.pod.uid))

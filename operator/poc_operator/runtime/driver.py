@@ -7,17 +7,20 @@ the pods and goes on.
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from datetime import UTC, datetime
 
+from poc_operator.model.pods import PodReport
 from poc_operator.model.round import Round
 from poc_operator.model.status import SlotState
 from poc_operator.plan.plan import plan
-from poc_operator.plan.snapshot import DeleteRound, Snapshot
+from poc_operator.plan.snapshot import AskPod, DeleteRound, Snapshot
 from poc_operator.plan.stops import running_pods, stop_orders
 from poc_operator.podapi.client import PodClient
 from poc_operator.runtime.actions import Emit, PodActions
+from poc_operator.runtime.asks import PodAsks
 from poc_operator.runtime.logs import RoundLogger, RoundRef
 from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
@@ -46,6 +49,7 @@ class RoundDriver:
         #: Set when there is news; whoever calls `tick` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
         self._actions = PodActions(store=store, client=client, emit=emit, wake=self.wake, log=self.log)
+        self._asks = PodAsks(client=client, wake=self.wake)
 
     async def tick(self) -> bool:
         """Take the round one step further. Return False when there is nothing left to drive."""
@@ -63,12 +67,14 @@ class RoundDriver:
         if any(isinstance(action, DeleteRound) for action in step.actions):
             await self._store.delete(round_)
             return False
+        self._asks.keep(round_.spec.port, (action for action in step.actions if isinstance(action, AskPod)))
         self._actions.begin(round_.spec.port, step.actions)
         ttl = round_.spec.ttl_seconds_after_finished
         return not (step.status.state.finished and ttl is None)
 
     async def close(self) -> None:
         """Give up what is under way; the next process finds out what became of it."""
+        await self._asks.cancel()
         await self._actions.cancel()
         self._metrics.round_gone(self._ref.uid)
 
@@ -94,6 +100,10 @@ class RoundDriver:
         return Snapshot(
             round=round_,
             pods=pods,
-            reports={uid: self._actions.with_answer(uid, report) for uid, report in measured.items()},
+            reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
+            proofs=() if finished else await self._store.proofs(round_),
         )
+
+    def _with_answers(self, uid: str, report: PodReport) -> PodReport:
+        return dataclasses.replace(self._actions.with_answer(uid, report), answer=self._asks.answer_of(uid))

@@ -5,7 +5,7 @@ The status is written against the resource version that was read. A plan made fr
 round, as by an operator that has been replaced, is thus refused instead of overwriting a newer one.
 """
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -15,6 +15,7 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from poc_operator.model import names
+from poc_operator.model.checks import Proof, parse_proofs
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import RoundStatus
@@ -87,6 +88,23 @@ class RoundStore:
                 _content_type="application/merge-patch+json",
             )
 
+    async def proofs(self, round_: Round) -> Sequence[Proof] | str:
+        """Return the proofs that the round checks, or why they cannot be had; none if it checks none."""
+        proofs = round_.spec.proofs
+        if proofs is None or proofs.config_map is None:
+            return (proofs.inline if proofs else None) or ()
+        name, key = proofs.config_map.name, proofs.config_map.key
+        try:
+            async with api_errors():
+                found = await self._core.read_namespaced_config_map(
+                    name, round_.metadata.namespace, _request_timeout=REQUEST_SECONDS
+                )
+                where = f'key "{key}" of ConfigMap "{name}"'
+                return parse_proofs(where, (found.data or {}).get(key), round_.spec.protocol)
+        except StoreForbidden as error:
+            return f'ConfigMap "{name}" cannot be read ({error}): install the chart with rbac.readConfigMaps=true'
+        return f'there is no ConfigMap "{name}" in namespace "{round_.metadata.namespace}": create it'
+
     async def delete(self, round_: Round) -> None:
         """Delete the round; nothing happens if it is gone or was replaced by another of its name."""
         async with api_errors():
@@ -113,9 +131,8 @@ def _merge_patch(status: RoundStatus) -> dict[str, Any]:
     """Return the status as a JSON merge patch: a field that is unset now becomes null, which deletes it."""
     patch = status.model_dump(mode="json", by_alias=True, exclude_none=True)
     # A thousand slots must fit; what has its default value is left out.
-    patch["assignments"] = [
-        slot.model_dump(mode="json", by_alias=True, exclude_defaults=True) for slot in status.assignments
-    ]
+    for name, shares in (("assignments", status.assignments), ("samples", status.samples)):
+        patch[name] = [share.model_dump(mode="json", by_alias=True, exclude_defaults=True) for share in shares]
     aliases = (str(field.alias) for field in RoundStatus.model_fields.values())
     return dict.fromkeys(aliases) | patch
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import yaml
 
+from poc_operator.model.base import ApiModel
 from poc_operator.model.conditions import Condition, merge_conditions
 from poc_operator.model.round import Metadata
-from poc_operator.model.spec import ApiModel, RoundSpec
+from poc_operator.model.spec import RoundSpec
 from poc_operator.model.status import Assignment, RoundStatus, SlotState
 from poc_operator.plan.plan import plan
 from poc_operator.store.rounds import _merge_patch
