@@ -24,6 +24,15 @@ KEY = "must be the key's text (hexadecimal or base64), without spaces or line br
 URL = "must be an http:// or https:// URL without query or fragment"
 ONE_PROTOCOL = "set exactly one of rTarget (distance protocol) and artifact (artifact protocol)"
 ONE_STOP = "set exactly one of afterSeconds, afterNonces and afterValid"
+ONE_SOURCE = "set exactly one of inline and configMap"
+DISTANCE = {"nonce": 1, "distance": "1.3"}
+VALIDATE: dict[str, Any] = {"mode": "Validate", "nodes": None, "proofs": {"inline": [DISTANCE]}}
+CALIBRATE: dict[str, Any] = {
+    "mode": "Calibrate",
+    "nodes": None,
+    "rTarget": None,
+    "calibrate": {"validRate": "0.1"},
+}
 IMMUTABLE = "immutable: delete the round and create a new one"
 
 #: What is wrong: (changes of a valid spec, where None takes a field away; what the message says).
@@ -46,7 +55,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "negative node": ({"nodes": {**NODES, "first": -1}}, ("spec.nodes.first", "greater than or equal to 0")),
     "no nodes at all": ({"nodes": {**NODES, "count": 0}}, ("spec.nodes.count", "greater than or equal to 1")),
     "no count": ({"nodes": {"first": 0, "last": 0}}, ("spec.nodes.count: Required value",)),
-    "no nodes": ({"nodes": None}, ("spec.nodes: Required value",)),
+    "no nodes": ({"nodes": None}, ("mode Generate needs nodes",)),
     "rTarget as a word": ({"rTarget": "low"}, ("spec.rTarget", DECIMAL)),
     "negative rTarget": ({"rTarget": "-1.4"}, ("spec.rTarget", DECIMAL)),
     "rTarget of 0": ({"rTarget": "0.0"}, ("spec.rTarget", DECIMAL)),
@@ -66,7 +75,46 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no labels": ({"selector": {"matchLabels": {}}}, ("spec.selector.matchLabels", "at least 1 properties")),
     "port of 0": ({"port": 0}, ("spec.port", "greater than or equal to 1")),
     "port too high": ({"port": 65536}, ("spec.port", "less than or equal to 65535")),
-    "unknown mode": ({"mode": "Guess"}, ("spec.mode: Unsupported value", '"Generate"')),
+    "unknown mode": ({"mode": "Guess"}, ("spec.mode: Unsupported value", '"Generate", "Validate", "Calibrate"')),
+    "nothing to validate": ({"mode": "Validate", "nodes": None}, ("mode Validate needs proofs",)),
+    "proofs for another mode": ({"proofs": {"inline": [DISTANCE]}}, ("mode Validate needs proofs, the other modes",)),
+    "nodes to validate": ({**VALIDATE, "nodes": NODES}, ("in the other modes the pods compute named nonces",)),
+    "stop of a validation": ({**VALIDATE, "stop": {"afterNonces": 1}}, ("stop, callbackURL and crossCheck are",)),
+    "no source of proofs": ({**VALIDATE, "proofs": {}}, ("spec.proofs", ONE_SOURCE)),
+    "two sources of proofs": (
+        {**VALIDATE, "proofs": {"inline": [DISTANCE], "configMap": {"name": "claims"}}},
+        ("spec.proofs", ONE_SOURCE),
+    ),
+    "no proofs": ({**VALIDATE, "proofs": {"inline": []}}, ("spec.proofs.inline", "at least 1 items")),
+    "too many proofs": (
+        {**VALIDATE, "proofs": {"inline": [{**DISTANCE, "nonce": n} for n in range(201)]}},
+        ("spec.proofs.inline", "must have at most 200 items"),
+    ),
+    "proofs of the other protocol": (
+        {**VALIDATE, "proofs": {"inline": [{"nonce": 1, "vector": "AAAA"}]}},
+        ("each proof needs vector in the artifact protocol, distance in the distance protocol",),
+    ),
+    "a proof of both protocols": (
+        {**VALIDATE, "proofs": {"inline": [{**DISTANCE, "vector": "AAAA"}]}},
+        ("spec.proofs.inline[0]", "set exactly one of vector and distance"),
+    ),
+    "a nonce proved twice": ({**VALIDATE, "proofs": {"inline": [DISTANCE, DISTANCE]}}, ("Duplicate value",)),
+    "a distance as a word": (
+        {**VALIDATE, "proofs": {"inline": [{"nonce": 1, "distance": "low"}]}},
+        ("spec.proofs.inline[0].distance", "must be a decimal in quotes"),
+    ),
+    "fraud test of another mode": ({"fraud": {}}, ("fraud is for mode Validate: remove it",)),
+    "certain mismatch": ({**VALIDATE, "fraud": {"pMismatch": "1"}}, ("spec.fraud.pMismatch", "below 1 in quotes")),
+    "a target to calibrate": ({**CALIBRATE, "rTarget": "1.4"}, ("mode Calibrate looks for rTarget",)),
+    "nothing to calibrate": ({**CALIBRATE, "calibrate": None}, ("mode Calibrate needs calibrate",)),
+    "no wanted rate": ({**CALIBRATE, "calibrate": {}}, ("spec.calibrate.validRate: Required value",)),
+    "all nonces valid": ({**CALIBRATE, "calibrate": {"validRate": "1.0"}}, ("spec.calibrate.validRate", "below 1")),
+    "too few to calibrate": (
+        {**CALIBRATE, "calibrate": {"validRate": "0.1", "nonces": 199}},
+        ("spec.calibrate.nonces", "greater than or equal to 200"),
+    ),
+    "comparisons without pause": ({"crossCheck": {"sampleEvery": 9}}, ("spec.crossCheck.sampleEvery", "equal to 10")),
+    "a validation that replaces": ({**VALIDATE, "onBusy": "Replace"}, ("onBusy Replace is for mode Generate",)),
     "batchSize of 0": ({"batchSize": 0}, ("spec.batchSize", "greater than or equal to 1")),
     "URL of another scheme": ({"callbackURL": "ftp://collector/poc"}, ("spec.callbackURL", URL)),
     "URL with a query": ({"callbackURL": "http://collector/poc?a=b"}, ("spec.callbackURL", URL)),
@@ -97,7 +145,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "blockHash": ("ab" * 32, "spec.blockHash"),
     "blockHeight": (8, "spec.blockHeight"),
     "publicKey": ("03ff", "spec.publicKey"),
-    "nodes": ({"last": 1, "count": 2}, "spec.nodes"),
+    "nodes": ({"last": 1, "count": 2}, "nodes is"),
     "rTarget": ("1.3", "rTarget is"),
     "model": ({"seqLen": 128}, "spec.model"),
     "selector": ({"matchLabels": {"app": "vllm"}}, "spec.selector"),
@@ -106,9 +154,12 @@ FIXED: dict[str, tuple[Any, str]] = {
     "callbackURL": ("http://other.example.org", "callbackURL is"),
     "stop": ({"afterNonces": 6}, "stop is"),
     "reissue": ({"policy": "Never"}, "spec.reissue"),
+    "stall": ({"afterSeconds": 60}, "spec.stall"),
+    "onBusy": ("Fail", "spec.onBusy"),
+    "crossCheck": ({"nonces": 9}, "crossCheck is"),
 }
 #: Optional fields that must not be taken away either.
-KEPT = {"callbackURL": "callbackURL is", "stop": "stop is"}
+KEPT = {"callbackURL": "callbackURL is", "stop": "stop is", "crossCheck": "crossCheck is"}
 CHANGEABLE: dict[str, Any] = {
     "suspend": False,
     "ttlSecondsAfterFinished": 60,
@@ -122,7 +173,8 @@ CHANGEABLE: dict[str, Any] = {
 def suspended(kube: Kube) -> Iterator[str]:
     """A round that waits and has most optional fields set."""
     with Rounds(kube, NAMESPACE) as rounds:
-        rounds.apply("fixed", suspend=True, callbackURL="http://collector.example.org", stop={"afterNonces": 5})
+        optional = {"callbackURL": "http://collector.example.org", "stop": {"afterNonces": 5}, "crossCheck": {}}
+        rounds.apply("fixed", suspend=True, **optional)
         yield "fixed"
 
 
@@ -162,7 +214,10 @@ def test_all_mistakes_are_told_at_once(kube: Kube) -> None:
     assert all(f"spec.{field}" in str(refusal.value) for field in ("port", "batchSize", "blockHeight"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"rTarget": None, "artifact": {}}, {"stop": {"afterValid": 1}}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rTarget": None, "artifact": {}}, {"stop": {"afterValid": 1}}, {"crossCheck": {}}, VALIDATE, CALIBRATE],
+)
 def test_a_right_round_is_accepted(kube: Kube, changes: dict[str, Any]) -> None:
     dry_apply(kube, manifest("right", **changes))
 

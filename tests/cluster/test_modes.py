@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checked proofs, a calibrated target and compared pods, on real vLLM."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from hack.cluster.layout import HOST_ADDRESS
+from hack.deploy.kube import Kube
+from hack.deploy.releases import NAMESPACE
+from poc_operator.model.conditions import Reason
+from poc_operator.plan.theory import valid_rate
+from tests.cluster.results import Value, items
+from tests.cluster.rounds import ARTIFACT, Rounds
+from tests.support.receiver import Receiver, receiving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
+
+CLAIMS = "claims"
+COUNT = 300
+NAMED: dict[str, Any] = {"nodes": None}
+
+
+@pytest.fixture(scope="module")
+def artifacts(kube: Kube) -> Iterator[dict[int, Value]]:
+    """What honest pods delivered."""
+    with receiving(HOST_ADDRESS) as receiver, Rounds(kube, NAMESPACE) as rounds:
+        rounds.run_to_the_end("proven", **ARTIFACT, callbackURL=receiver.url, stop={"afterNonces": COUNT})
+        yield dict(sorted(items(receiver.bodies))[:COUNT])
+
+
+@contextmanager
+def claims(kube: Kube, vectors: dict[int, Value]) -> Iterator[dict[str, Any]]:
+    """A ConfigMap that claims these vectors, and what a round's spec says to check it."""
+    proofs = json.dumps([{"nonce": nonce, "vector": vector} for nonce, vector in vectors.items()])
+    metadata = {"name": CLAIMS, "namespace": NAMESPACE}
+    kube.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"proofs.json": proofs}})
+    yield {"mode": "Validate", "proofs": {"configMap": {"name": CLAIMS}}, **ARTIFACT, **NAMED}
+    kube.kubectl("--namespace", NAMESPACE, "delete", "configmap", CLAIMS)
+
+
+def test_what_honest_pods_delivered_is_no_fraud(kube: Kube, rounds: Rounds, artifacts: dict[int, Value]) -> None:
+    with claims(kube, artifacts) as spec:
+        done = rounds.run_to_the_end("honest", **spec).status
+    assert done.verdict is not None
+    assert (done.verdict.total, done.verdict.mismatches, done.verdict.fraud) == (COUNT, 0, False)
+    assert done.outcome is not None
+    assert done.outcome.reason is Reason.NO_FRAUD_DETECTED
+
+
+def test_exchanged_vectors_are_fraud(kube: Kube, rounds: Rounds, artifacts: dict[int, Value]) -> None:
+    liars = list(artifacts)[:10]
+    exchanged = dict(zip(liars, [artifacts[nonce] for nonce in [*liars[1:], liars[0]]], strict=True))
+    with claims(kube, artifacts | exchanged) as spec:
+        done = rounds.run_to_the_end("fraud", **spec).status
+    assert done.verdict is not None
+    assert (done.verdict.mismatch_nonces, done.verdict.fraud) == (liars, True)
+
+
+def test_a_validation_waits_for_its_config_map(kube: Kube, rounds: Rounds, artifacts: dict[int, Value]) -> None:
+    spec: dict[str, Any] = {"mode": "Validate", "proofs": {"configMap": {"name": CLAIMS}}, **ARTIFACT, **NAMED}
+    rounds.apply("early", **spec)
+    message = rounds.wait_for_reason("early", "Accepted", Reason.PROOFS_UNAVAILABLE)
+    assert message == f'there is no ConfigMap "{CLAIMS}" in namespace "{NAMESPACE}": create it'
+    with claims(kube, artifacts):
+        rounds.wait("early", "condition=Complete")
+
+
+def test_the_calibrated_target_gives_the_wanted_rate(rounds: Rounds) -> None:
+    calibrate = {"validRate": "0.3", "nonces": 2000}
+    found = rounds.run_to_the_end("calibrated", mode="Calibrate", rTarget=None, calibrate=calibrate, **NAMED).status
+    assert found.calibration is not None
+    assert float(found.calibration.low) < float(found.calibration.r_target) < float(found.calibration.high)
+    assert float(found.calibration.theory_rate) == pytest.approx(0.3, abs=0.1)
+    assert valid_rate(float(found.calibration.low)) < 0.3 < valid_rate(float(found.calibration.high))
+    assert found.calibration.agrees
+
+
+def test_pods_that_serve_the_same_agree_while_the_round_runs(rounds: Rounds, receiver: Receiver) -> None:
+    rounds.apply("compared", **ARTIFACT, callbackURL=receiver.url, crossCheck={"sampleEvery": 10})
+    compared = rounds.wait_until(
+        "compared", lambda r: r.status.cross_check is not None and r.status.cross_check.number > 1
+    )
+    check = compared.status.cross_check
+    assert check is not None
+    assert check.deviating == []
+    rounds.patch("compared", suspend=True)
+    rounds.wait("compared", "condition=Suspended")
+    delivered = [nonce for nonce, _ in items(receiver.bodies)]
+    assert len(delivered) == len(set(delivered)), "what is compared is not delivered"
