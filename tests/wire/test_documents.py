@@ -13,6 +13,7 @@ ROUTES = {
     "init": {"post"},
     "init/generate": {"post"},
     "init/validate": {"post"},
+    "extend": {"post"},
     "phase/generate": {"post"},
     "phase/validate": {"post"},
     "validate": {"post"},

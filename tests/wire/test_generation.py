@@ -34,6 +34,39 @@ async def test_a_round_computes_its_slot_in_order(pod: Pod, body: dict[str, Any]
     assert pod.engine.computed == NonceSlot(**SLOT).nonces(0, len(pod.engine.computed))
 
 
+async def test_a_round_waits_at_its_end_index_until_it_is_extended(pod: Pod) -> None:
+    await pod.start(ARTIFACT | SLOT | {"round_id": "r1", "batch_size": 8, "end_index": 20})
+    await pod.reach(lambda s: s.next_index == 20 == s.delivered_index)
+    await asyncio.sleep(0.05)
+    status = await pod.status()
+    assert (status.state, status.next_index, status.end_index) == (PowState.GENERATING, 20, 20)
+    for lower in (20, 5):
+        assert (await pod.post("extend", {"round_id": "r1", "end_index": lower})).status_code == 200
+    assert (await pod.status()).end_index == 20
+    answer = await pod.post("extend", {"round_id": "r1", "end_index": 33})
+    assert answer.json()["pow_status"]["round_id"] == "r1"
+    await pod.reach(lambda s: s.next_index == 33 == s.delivered_index)
+    await pod.post("stop")
+    assert pod.engine.computed == NonceSlot(**SLOT).nonces(0, 33)
+
+
+async def test_only_the_round_that_generates_is_extended(pod: Pod) -> None:
+    extension = {"round_id": "r2", "end_index": 9}
+    idle = await pod.post("extend", extension)
+    assert (idle.status_code, idle.json()["detail"]) == (409, "no round generates: start it first")
+    await pod.start(ARTIFACT | SLOT | {"round_id": "r1", "end_index": 1})
+    other = await pod.post("extend", extension)
+    assert (other.status_code, other.json()["round_id"]) == (409, "r1")
+    await pod.post("stop")
+    assert (await pod.post("extend", extension | {"round_id": "r1"})).status_code == 409
+
+
+async def test_a_round_cannot_end_before_it_starts(pod: Pod) -> None:
+    answer = await pod.start(ARTIFACT | SLOT | {"start_index": 5, "end_index": 4})
+    assert answer.status_code == 422
+    assert "end_index 4 must not lie before start_index 5" in answer.text
+
+
 async def test_the_workers_get_what_the_request_says(pod: Pod) -> None:
     await pod.start(ARTIFACT | SLOT | {"poc_stronger_rng": True, "batch_size": 3})
     await pod.reach(lambda s: s.total_checked > 0)

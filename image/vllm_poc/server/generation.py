@@ -57,6 +57,8 @@ class Round:
         self.state = PowState.GENERATING
         self.error: str | None = None
         self.counters = Counters(request.start_index)
+        self.end_index = request.end_index
+        self._extended = asyncio.Event()
         self._runner = runner
         self._size = runner.slice_size(slice_limit)
         self._held_back_before = runner.held_back_seconds
@@ -80,6 +82,12 @@ class Round:
     def held_back_seconds(self) -> float:
         """How long chat held PoC back since the round started."""
         return self._runner.held_back_seconds - self._held_back_before
+
+    def extend(self, end_index: int) -> None:
+        """Compute on up to ``end_index``, if that is further than before."""
+        if self.end_index is not None and end_index > self.end_index:
+            self.end_index = end_index
+            self._extended.set()
 
     async def stop(self, why: str) -> None:
         """Stop computing, deliver what is left within the flush time, then end. Harmless after the end."""
@@ -114,10 +122,18 @@ class Round:
     async def _compute_slices(self) -> None:
         slot, counters = self.request.slot, self.counters
         while counters.next_index < slot.capacity:
-            nonces = slot.nonces(counters.next_index, self._size.nonces)
+            nonces = slot.nonces(counters.next_index, await self._allowance())
             result = await self._runner.run(self.request, nonces, self._size)
             await self.delivery.add(self._record(len(nonces), result))
             _refuse_sick_engine(counters.sick, self._sick_limit)
+
+    async def _allowance(self) -> int:
+        """Return how many nonces the next slice may have; waits at ``end_index``."""
+        while self.end_index is not None and self.end_index <= self.counters.next_index:
+            self._extended.clear()
+            await self._extended.wait()
+        size = self._size.nonces
+        return size if self.end_index is None else min(size, self.end_index - self.counters.next_index)
 
     def _record(self, count: int, result: SliceResult) -> Piece:
         valid = valid_items(self.request, result.items)

@@ -16,7 +16,7 @@ from vllm_poc.server.generation import Round
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import SliceRunner
 from vllm_poc.wire.base import PowState, Protocol
-from vllm_poc.wire.requests import InitGenerateRequest, InitRequest, SlotRequest
+from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest, InitRequest, SlotRequest
 from vllm_poc.wire.responses import ErrorResponse
 
 _RUNNING = (PowState.GENERATING, PowState.VALIDATING)
@@ -64,6 +64,13 @@ class Phases:
                 await self._generate(request, slice_limit)
             elif request.round_id is None or self.config is None or not self.config.same_work(request):
                 raise self._conflict()
+
+    async def extend(self, request: ExtendRequest) -> None:
+        """Let the round compute on; refused if it does not generate."""
+        async with self._commands:
+            if self.state is not PowState.GENERATING or self.round is None or self._round_id != request.round_id:
+                raise self._conflict()
+            self.round.extend(request.end_index)
 
     async def init(self, request: InitRequest, phase: PowState) -> None:
         """Take ``request`` as the round, in phase IDLE or VALIDATING; refused while another one generates."""
@@ -141,12 +148,17 @@ class Phases:
         if self.round is not None:
             await self.round.close()
 
-    def _conflict(self) -> RefusalError:
+    def _why_not(self) -> str:
+        if self.state not in _RUNNING:
+            return "no round generates: start it first"
         what = f"round {self._round_id}" if self._round_id is not None else "a round without round_id"
+        return f"Already {self.state.lower()}: {what} runs; stop it first"
+
+    def _conflict(self) -> RefusalError:
         running = payloads.round_config(self.config) if self.config is not None else None
         body = ErrorResponse(
             reason="RoundConflict",
-            detail=f"Already {self.state.lower()}: {what} runs; stop it first",
+            detail=self._why_not(),
             running=running,
             round_id=self._round_id,
         )

@@ -13,7 +13,7 @@ from vllm_poc.server.versions import vllm_version
 from vllm_poc.wire.base import API_PREFIX, PowState
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
-from vllm_poc.wire.requests import InitGenerateRequest, InitRequest
+from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest, InitRequest
 from vllm_poc.wire.responses import CommandResponse, ErrorResponse, StatusResponse, VersionsResponse
 from vllm_poc.wire.results import GeneratedResponse, JobResponse, ValidatedResponse
 
@@ -55,6 +55,12 @@ async def init(request: InitRequest, service: Service) -> CommandResponse:
 async def init_generate(request: InitGenerateRequest, service: Service) -> CommandResponse:
     """Start to compute the nonces of one slot. A repeat with the same `round_id` and content changes nothing."""
     return await service.start(request)
+
+
+@router.post("/extend")
+async def extend(request: ExtendRequest, service: Service) -> CommandResponse:
+    """Let the round compute on, up to another `end_index`."""
+    return await service.extend(request)
 
 
 @router.post("/init/validate")

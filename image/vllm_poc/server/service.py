@@ -23,7 +23,7 @@ from vllm_poc.server.work import NamedNonces
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
-from vllm_poc.wire.requests import CallbackRequest, InitGenerateRequest, InitRequest
+from vllm_poc.wire.requests import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest
 from vllm_poc.wire.responses import CommandResponse, ModelLimits, StatusResponse
 from vllm_poc.wire.results import JobResponse
 from vllm_poc.worker.batches import ModelFacts
@@ -54,6 +54,11 @@ class PocService:
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""
         await self._phases.start(request, await self._checked(request))
+        return self._answer(PowState.GENERATING)
+
+    async def extend(self, request: ExtendRequest) -> CommandResponse:
+        """Let the round compute on, up to another index."""
+        await self._phases.extend(request)
         return self._answer(PowState.GENERATING)
 
     async def init(self, request: InitRequest, phase: PowState) -> CommandResponse:

@@ -51,6 +51,7 @@ def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
         "next_index": counters.next_index,
         "delivered_index": delivered.index,
         "start_index": request.start_index,
+        "end_index": current.end_index,
         "delivered_valid": delivered.valid,
         "delivered_rejected": delivered.rejected,
         "rejected": counters.not_finite + delivered.refused,

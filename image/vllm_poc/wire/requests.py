@@ -124,6 +124,8 @@ class SlotRequest(CallbackRequest):
     p_mismatch: Probability = DEFAULT_P_FLIP
     # Ours, optional: resume at this index of the slot.
     start_index: int = Field(default=0, ge=0)
+    # Ours, optional: compute no index from this one on, until POST extend moves it.
+    end_index: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _slot_is_valid(self) -> Self:
@@ -132,6 +134,8 @@ class SlotRequest(CallbackRequest):
         refuse_ids_beyond_counts(self.node_id, self.node_count, self.group_id, self.n_groups)
         if self.start_index >= self.slot.capacity:
             raise ValueError(f"start_index {self.start_index} lies beyond the int32 range of the slot")
+        if self.end_index is not None and self.end_index < self.start_index:
+            raise ValueError(f"end_index {self.end_index} must not lie before start_index {self.start_index}")
         return self
 
     @property
@@ -150,8 +154,8 @@ class SlotRequest(CallbackRequest):
         )
 
     def same_work(self, other: "SlotRequest") -> bool:
-        """Whether both ask for the same nonces of the same round; where they resume may differ."""
-        skip: Any = {"start_index"}
+        """Whether both ask for the same slot of the same round; where they resume and pause may differ."""
+        skip: Any = {"start_index", "end_index"}
         return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
 
 
@@ -173,3 +177,10 @@ class InitRequest(SlotRequest):
                 "artifacts are validated by POST generate with validation"
             )
         return self
+
+
+class ExtendRequest(WireMessage):
+    """Body of ``POST extend``: let the round compute on, up to another index of its slot."""
+
+    round_id: str = Field(min_length=1, max_length=253)
+    end_index: int = Field(ge=0)

@@ -58,7 +58,8 @@ class StatusResponse(WireMessage):
     that was not computed yet; ``delivered_index`` the first that the receiver has not accepted
     yet: a restart from there loses nothing. ``delivered_valid`` and ``delivered_rejected`` count the
     valid and the rejected nonces from ``start_index`` up to ``delivered_index``. Rejected is a nonce
-    whose result is not finite or whose delivery the receiver refused for good (4xx).
+    whose result is not finite or whose delivery the receiver refused for good (4xx). At ``end_index`` the
+    round waits to be extended; null if it goes on to the end of its slot.
 
     ``status`` and ``state`` differ in one case: after a stop the artifact protocol's clients expect
     IDLE in ``status``, the distance protocol's STOPPED in ``state``. The counters stay readable until
@@ -83,6 +84,7 @@ class StatusResponse(WireMessage):
     next_index: Index = 0
     delivered_index: Index = 0
     start_index: Index = 0
+    end_index: Index | None = None
     delivered_valid: Index = 0
     delivered_rejected: Index = 0
     rejected: Index = 0

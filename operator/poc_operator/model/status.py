@@ -57,9 +57,10 @@ class Assignment(Share):
     """One slot and who works on it.
 
     ``start``, ``next`` and ``delivered`` are indices of the slot's nonces: where the current pod
-    began, the first not computed, the first not delivered. ``valid_before`` and
-    ``rejected_before`` count what earlier pods contributed below ``start``. ``disruptions`` are the
-    attempts that the cluster's infrastructure caused, ``stalls`` how often the current pod stalled.
+    began, the first not computed, the first not delivered; ``end`` is the first that it must not compute
+    yet. ``valid_before`` and ``rejected_before`` count what earlier pods contributed below ``start``.
+    ``disruptions`` are the attempts that the cluster's infrastructure caused, ``stalls`` how often the
+    current pod stalled.
     """
 
     node: int
@@ -67,6 +68,7 @@ class Assignment(Share):
     session: str | None = None
     start: int = 0
     next: int = 0
+    end: int | None = None
     delivered: int = 0
     valid: int = 0
     valid_before: int = 0

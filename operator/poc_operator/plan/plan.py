@@ -10,6 +10,7 @@ from poc_operator.plan.crosscheck import cross_check
 from poc_operator.plan.ends import end
 from poc_operator.plan.expiry import expire
 from poc_operator.plan.observe import observe
+from poc_operator.plan.quotas import extend_pods, grant
 from poc_operator.plan.rewind import rewind
 from poc_operator.plan.samples import (
     ask_pods,
@@ -38,9 +39,11 @@ POLICIES: tuple[Policy, ...] = (
     fix_slots,  # which residue classes, once
     bind_pods,  # which pod for which slot
     rewind,  # where it begins on pods that cannot resume
+    grant,  # how far it may go
     replace_other_work,  # what a pod must put down first
     stop_strays,  # which pods compute what is not theirs
     start_pods,
+    extend_pods,
     heal_stalls,  # which pods get nothing done
     stop_pods,
     cross_check,  # whether pods agree on the same nonces

@@ -60,6 +60,7 @@ def _reset(slot: Assignment, start: int, why: str) -> Assignment:
             "session": None,
             "start": start,
             "next": start,
+            "end": None,
             "delivered": start,
             "valid": slot.valid if kept else 0,
             "valid_before": slot.valid if kept else 0,

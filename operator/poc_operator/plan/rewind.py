@@ -15,4 +15,4 @@ def rewind(snapshot: Snapshot, step: Step) -> Step:
 def _rewound(snapshot: Snapshot, slot: Assignment) -> Assignment:
     if slot.state is not SlotState.STARTING or snapshot.report_of(slot).resumes:
         return slot
-    return slot.model_copy(update=_BEGINNING)
+    return slot.model_copy(update={**_BEGINNING, "end": None})

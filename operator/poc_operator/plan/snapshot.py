@@ -14,7 +14,7 @@ from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, RoundStatus, Share
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.requests import InitGenerateRequest
+from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,14 @@ class StopPod:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtendPod:
+    """Let a pod compute its slot up to another index."""
+
+    pod: PodView
+    request: ExtendRequest
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeletePod:
     """Delete a pod that cannot be helped otherwise; whatever made it makes a new one."""
 
@@ -95,7 +103,7 @@ class DeleteRound:
     """Delete the finished round; its time to live has passed."""
 
 
-Action = StartPod | StopPod | DeletePod | AskPod | DeleteRound
+Action = StartPod | ExtendPod | StopPod | DeletePod | AskPod | DeleteRound
 
 
 class Loss(StrEnum):

@@ -49,6 +49,7 @@ def start_request(round_: Round, groups: int, slot: Assignment) -> InitGenerateR
         group_id=slot.group,
         n_groups=groups,
         start_index=slot.start,
+        end_index=slot.end,
         round_id=round_.id,
         url=AnyHttpUrl(spec.callback_url) if spec.callback_url else None,
         poc_stronger_rng=spec.model.strong_rng,

@@ -31,6 +31,7 @@ def _resume(slot: Assignment) -> Assignment:
             "session": None,
             "start": slot.delivered,
             "next": slot.delivered,
+            "end": None,
             "valid_before": slot.valid,
             "rejected_before": slot.rejected,
         }

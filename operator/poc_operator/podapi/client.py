@@ -20,7 +20,7 @@ from poc_operator.podapi.errors import (
 from poc_operator.podapi.reference import Command, Status
 from vllm_poc.wire.base import API_PREFIX, MAX_TEXT
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.requests import InitGenerateRequest
+from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest
 from vllm_poc.wire.responses import ErrorResponse
 from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
 
@@ -72,6 +72,10 @@ class PodClient:
         """Start a slot; safe to repeat, since the request carries the round's id."""
         body = request.model_dump(mode="json", exclude_none=True)
         return await self._call("POST", URL(f"{base}/init/generate"), START_SECONDS, _COMMAND, body)
+
+    async def extend(self, base: str, request: ExtendRequest) -> Command:
+        """Let a round compute on; PodBusy if the pod does not generate it."""
+        return await self._call("POST", URL(f"{base}/extend"), START_SECONDS, _COMMAND, request.model_dump())
 
     async def stop(self, base: str, round_id: str | None) -> Command:
         """Stop the round, unless the pod computes another one by now; without an id, whatever it computes.

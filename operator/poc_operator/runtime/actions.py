@@ -9,7 +9,7 @@ from functools import partial
 
 from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import PodReport, PodView
-from poc_operator.plan.snapshot import Action, AskPod, DeletePod, DeleteRound, RoundEvent, StartPod, StopPod
+from poc_operator.plan.snapshot import Action, AskPod, DeletePod, DeleteRound, ExtendPod, RoundEvent, StartPod, StopPod
 from poc_operator.podapi.client import PodClient, base_url
 from poc_operator.podapi.errors import PodBusy, PodError, PodRefused
 from poc_operator.runtime.logs import RoundLogger, of
@@ -73,10 +73,12 @@ class PodActions:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("an action failed", exc_info=error)
 
-    async def _take(self, port: int, action: StartPod | StopPod | DeletePod) -> None:
+    async def _take(self, port: int, action: StartPod | ExtendPod | StopPod | DeletePod) -> None:
         match action:
             case StartPod():
                 await self._start(port, action)
+            case ExtendPod():
+                await self._extend(port, action)
             case StopPod():
                 await self._stop(port, action)
             case DeletePod(pod=pod):
@@ -99,6 +101,13 @@ class PodActions:
         except PodError as error:
             # The outcome is unknown; the next poll tells, and a repeated start is harmless.
             self._log.warning("start: %s", error, extra=of(pod))
+
+    async def _extend(self, port: int, extend: ExtendPod) -> None:
+        try:
+            await self._client.extend(base_url(extend.pod.ip or "", port), extend.request)
+        except PodError as error:
+            # What became of its round, or of the limit, the next poll tells.
+            self._log.info("extend: %s", error, extra=of(extend.pod))
 
     async def _stop(self, port: int, stop: StopPod) -> None:
         try:

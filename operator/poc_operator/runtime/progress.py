@@ -61,4 +61,6 @@ def _mark(status: StatusResponse) -> Mark:
 
 def _excused(status: StatusResponse) -> bool:
     """Whether the pod has nothing to get on with, or waits for the receiver of its results."""
+    if status.end_index is not None and status.next_index >= status.end_index:
+        return True
     return status.state is not PowState.GENERATING or status.delivery_error is not None

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``stop.afterNonces`` and ``stop.afterValid``: how far each slot may go, so that the round hardly overshoots.
+
+Between two polls a pod computes thousands of nonces. So what is left to do is dealt out in portions of some
+seconds' work, and a pod that reaches the end of its portion waits for the next.
+"""
+
+import math
+from collections.abc import Sequence
+
+from poc_operator.model.spec import StopSpec
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.snapshot import ExtendPod, Snapshot, Step
+from vllm_poc.wire.partition import MAX_NONCE
+from vllm_poc.wire.requests import ExtendRequest
+
+#: A portion is worth so many seconds of its pod; another one is dealt when half of it is done. Several polls fit in.
+PORTION_SECONDS = 20.0
+#: The first portion, before the pod's rate is known, and the least one, in batches.
+FIRST_BATCHES = 16
+LEAST_BATCHES = 2
+
+
+def grant(snapshot: Snapshot, step: Step) -> Step:
+    """Deal portions to the slots that need one, as long as there is something left."""
+    stop, slots = snapshot.round.spec.stop, step.status.assignments
+    if step.status.stop_time or stop is None or stop.after_seconds is not None:
+        return step
+    hungry, left = [slot for slot in slots if _is_hungry(snapshot, slot)], _left(stop, slots)
+    if not left and stop.after_valid is not None:
+        # How many of the nonces under way are valid nobody knows. Who has none under way may try a batch.
+        hungry = [slot for slot in hungry if not _underway(slot)]
+        left = len(hungry) * snapshot.round.spec.batch_size
+    portions = dict[tuple[int, int], int]()
+    for waiting, slot in zip(range(len(hungry), 0, -1), hungry, strict=True):
+        portion = min(_wanted(snapshot, slot) - _ahead(slot), math.ceil(left / waiting))
+        portions[slot.node, slot.group] = portion
+        left -= portion
+    return step.extended(assignments=[_extended(slot, portions.get((slot.node, slot.group))) for slot in slots])
+
+
+def extend_pods(snapshot: Snapshot, step: Step) -> Step:
+    """Tell the pods whose slots may go further than they know."""
+    if step.status.stop_time:
+        return step
+    extensions = [
+        ExtendPod(pod=pod, request=ExtendRequest(round_id=snapshot.round.id, end_index=slot.end))
+        for slot in step.status.assignments
+        if slot.state is SlotState.RUNNING and slot.end is not None and _knows_less(snapshot, slot, slot.end)
+        if (pod := snapshot.pod_of(slot)) is not None
+    ]
+    return step.extended(actions=extensions)
+
+
+def _knows_less(snapshot: Snapshot, slot: Assignment, end: int) -> bool:
+    status = snapshot.report_of(slot).status
+    known = status.end_index if status is not None and status.session_id == slot.session else None
+    return known is not None and known < end
+
+
+def _is_hungry(snapshot: Snapshot, slot: Assignment) -> bool:
+    # Pods that cannot resume know nothing of portions either.
+    dealt = slot.state in (SlotState.STARTING, SlotState.RUNNING) and snapshot.report_of(slot).resumes
+    return dealt and (slot.end is None or 2 * _ahead(slot) < _wanted(snapshot, slot))
+
+
+def _ahead(slot: Assignment) -> int:
+    """Return how many nonces the slot's pod may still compute."""
+    return max(0, (slot.end or 0) - slot.next)
+
+
+def _underway(slot: Assignment) -> int:
+    """Return how many nonces are not computed or not delivered yet, of those that were dealt."""
+    return slot.next + _ahead(slot) - slot.delivered
+
+
+def _wanted(snapshot: Snapshot, slot: Assignment) -> int:
+    batch, status = snapshot.round.spec.batch_size, snapshot.report_of(slot).status
+    if slot.state is not SlotState.RUNNING or status is None or not status.rate_per_second:
+        return FIRST_BATCHES * batch
+    return max(LEAST_BATCHES * batch, math.ceil(PORTION_SECONDS * status.rate_per_second))
+
+
+def _left(stop: StopSpec, slots: Sequence[Assignment]) -> int:
+    """Return how many nonces may still be dealt out."""
+    if stop.after_nonces is not None:
+        return max(0, stop.after_nonces - sum(slot.next + _ahead(slot) for slot in slots))
+    valid, delivered = sum(slot.valid for slot in slots), sum(slot.delivered for slot in slots)
+    needed = math.ceil(max(0, (stop.after_valid or 0) - valid) * (delivered + 1) / (valid + 1))
+    return max(0, needed - sum(map(_underway, slots)))
+
+
+def _extended(slot: Assignment, portion: int | None) -> Assignment:
+    if portion is None:
+        return slot
+    return slot.model_copy(update={"end": min(slot.next + _ahead(slot) + portion, MAX_NONCE)})
