@@ -14,12 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_poc.server import deployment
 from vllm_poc.server.engine import VllmEngine
-from vllm_poc.server.errors import response
+from vllm_poc.server.errors import RefusalError, refusal, response
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.wire.base import API_PREFIX
-from vllm_poc.wire.responses import ErrorResponse
 
 #: What poc-first refuses while a round computes; what already runs is not touched.
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
@@ -53,24 +52,28 @@ class PocMiddleware:
                 await self._service.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._is_authorised(Headers(scope=scope)):
-            await _unauthorised()(scope, receive, send)
-            return
-        state: State = scope["app"].state
-        refusal = deployment.refusal(getattr(state, "args", None), os.environ)
-        if refusal is not None:
-            await _unsupported(refusal)(scope, receive, send)
-            return
-        app = self._app_for(state)
-        if app is None:
-            await _not_ready()(scope, receive, send)
-            return
-        body = await _read_body(receive, self._settings.body_bytes)
-        if body is None:
-            await _too_large(self._settings.body_bytes)(scope, receive, send)
+        try:
+            app = self._admitted(scope)
+            body = await _read_body(receive, self._settings.body_bytes)
+        except RefusalError as error:
+            await response(error)(scope, receive, send)
             return
         # A copy, since the PoC app puts itself into the scope.
         await app(dict(scope), _replay(body, receive), send)
+
+    def _admitted(self, scope: Scope) -> ASGIApp:
+        if not self._is_authorised(Headers(scope=scope)):
+            detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
+            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+        state: State = scope["app"].state
+        unsupported = deployment.refusal(getattr(state, "args", None), os.environ)
+        if unsupported is not None:
+            raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", unsupported)
+        app = self._app_for(state)
+        if app is None:
+            detail = "the engine is still starting: try again later"
+            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineNotReady", detail, {"Retry-After": "5"})
+        return app
 
     def _set_gauges(self, scope: Scope) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/metrics"):
@@ -113,13 +116,14 @@ def _engine(state: State, settings: Settings) -> VllmEngine | None:
     return VllmEngine(client, frozenset(names), call_seconds=settings.engine_seconds)
 
 
-async def _read_body(receive: Receive, limit: int) -> bytes | None:
+async def _read_body(receive: Receive, limit: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
         if len(body) > limit:
-            return None
+            detail = f"the request body exceeds {limit} bytes: send less"
+            raise refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
         if not message.get("more_body", False):
             return bytes(body)
 
@@ -133,27 +137,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def _unauthorised() -> Response:
-    detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
-    body = ErrorResponse(reason="Unauthorized", detail=detail)
-    return response(HTTPStatus.UNAUTHORIZED, body, {"WWW-Authenticate": "Bearer"})
-
-
-def _unsupported(detail: str) -> Response:
-    return response(HTTPStatus.CONFLICT, ErrorResponse(reason="ModelUnsupported", detail=detail))
-
-
-def _not_ready() -> Response:
-    body = ErrorResponse(reason="EngineNotReady", detail="the engine is still starting: try again later")
-    return response(HTTPStatus.SERVICE_UNAVAILABLE, body, {"Retry-After": "5"})
-
-
 def _poc_goes_first() -> Response:
     message = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
     error = {"message": message, "type": "service_unavailable", "code": HTTPStatus.SERVICE_UNAVAILABLE.value}
     return JSONResponse({"error": error}, HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "5"})
-
-
-def _too_large(limit: int) -> Response:
-    body = ErrorResponse(reason="BodyTooLarge", detail=f"the request body exceeds {limit} bytes: send less")
-    return response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, body)

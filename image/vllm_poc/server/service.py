@@ -129,20 +129,15 @@ class PocService:
                 return await work
         except TimeoutError:
             raise self._too_slow() from None
-        except EngineError as error:
-            raise _engine_refusal(error) from error
 
     async def _described(self) -> ModelFacts:
         if self._facts is None:
-            try:
-                self._facts = await self._engine.facts()
-            except EngineError as error:
-                raise _engine_refusal(error) from error
+            self._facts = await self._engine.facts()
         return self._facts
 
     async def _model_limits(self) -> ModelLimits:
         names = sorted(self._engine.served_names)
-        with contextlib.suppress(RefusalError):
+        with contextlib.suppress(EngineError):
             facts = await self._described()
             return ModelLimits(
                 names=names,
@@ -160,7 +155,3 @@ class PocService:
         why = "a round runs" if self._phases.state is PowState.GENERATING else "the server is busy"
         detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
         return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail)
-
-
-def _engine_refusal(error: EngineError) -> RefusalError:
-    return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineFailed", str(error))
