@@ -59,7 +59,7 @@ class Round:
         self.counters = Counters(request.start_index)
         self._runner = runner
         self._size = runner.slice_size(slice_limit)
-        self._held_back_before = runner.held_back_seconds
+        self._held_back_before = runner.gate.held_back_seconds
         self._flush_seconds = settings.flush_seconds
         self._on_idle = on_idle
         self._sick_limit = settings.sick_nonces
@@ -79,7 +79,7 @@ class Round:
     @property
     def held_back_seconds(self) -> float:
         """How long chat held PoC back since the round started."""
-        return self._runner.held_back_seconds - self._held_back_before
+        return self._runner.gate.held_back_seconds - self._held_back_before
 
     async def stop(self, why: str) -> None:
         """Stop computing, deliver what is left within the flush time, then end. Harmless after the end."""

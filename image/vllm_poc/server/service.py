@@ -11,7 +11,7 @@ from uuid import uuid4
 import aiohttp
 
 from vllm_poc.server import limits
-from vllm_poc.server.engine import EngineError, PocEngine
+from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.jobs import Job, JobQueue, Result
 from vllm_poc.server.outbox import Outbox
@@ -26,7 +26,6 @@ from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
 from vllm_poc.wire.requests import CallbackRequest, InitGenerateRequest, InitRequest
 from vllm_poc.wire.responses import CommandResponse, ModelLimits, StatusResponse
 from vllm_poc.wire.results import JobResponse
-from vllm_poc.worker.batches import ModelFacts
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ T = TypeVar("T")
 class PocService:
     """Executes the protocol's calls. Make it inside a running event loop, and `close` it."""
 
-    def __init__(self, engine: PocEngine, settings: Settings) -> None:
+    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
         self.session_id = uuid4().hex
         self._engine = engine
         self._settings = settings
@@ -44,7 +43,6 @@ class PocService:
         self._outbox = Outbox(self._session, settings)
         self._work = NamedNonces(runner, self._outbox, self._phases.free)
         self._jobs = JobQueue(ready=self._phases.free, work=self._perform, settings=settings)
-        self._facts: ModelFacts | None = None
 
     @property
     def round_computes(self) -> bool:
@@ -118,7 +116,7 @@ class PocService:
 
     async def _checked(self, request: CallbackRequest) -> int:
         # Returns how many nonces a forward pass may hold.
-        facts = await self._described()
+        facts = await self._engine.facts()
         limits.check_round(request, facts, self._engine.served_names)
         limits.check_callback(request, self._settings)
         return limits.slice_limit(request, facts)
@@ -130,15 +128,10 @@ class PocService:
         except TimeoutError:
             raise self._too_slow() from None
 
-    async def _described(self) -> ModelFacts:
-        if self._facts is None:
-            self._facts = await self._engine.facts()
-        return self._facts
-
     async def _model_limits(self) -> ModelLimits:
         names = sorted(self._engine.served_names)
         with contextlib.suppress(EngineError):
-            facts = await self._described()
+            facts = await self._engine.facts()
             return ModelLimits(
                 names=names,
                 max_seq_len=facts["max_model_len"],
