@@ -8,7 +8,7 @@ from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
 
 
 class EngineError(Exception):
-    """The engine failed, or did not answer in time."""
+    """The engine failed, did not answer in time, or answered no numbers."""
 
 
 class OutputProcessor(Protocol):

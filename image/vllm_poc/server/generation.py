@@ -32,14 +32,6 @@ _log = get_logger(__name__)
 PROGRESS_SECONDS = 5.0
 
 
-class SickEngineError(Exception):
-    """The engine answers, but not with numbers."""
-
-
-#: Failures that are no defect of ours, so that a traceback would say nothing.
-_EXPECTED = (EngineError, SickEngineError)
-
-
 class Round:
     """The round's tasks, one that computes and one that delivers, and what status tells of them."""
 
@@ -106,18 +98,15 @@ class Round:
         self._sending.cancel()
 
     async def _compute_slot(self) -> None:
+        slot, counters = self.request.slot, self.counters
         try:
-            await self._compute_slices()
+            while counters.next_index < slot.capacity:
+                nonces = slot.nonces(counters.next_index, self._size.nonces)
+                result = await self._runner.run(self.request, nonces, self._size)
+                await self.delivery.add(self._record(len(nonces), result))
+                _refuse_sick_engine(counters.sick, self._sick_limit)
         finally:
             self._on_idle()  # others need not wait for the receiver
-
-    async def _compute_slices(self) -> None:
-        slot, counters = self.request.slot, self.counters
-        while counters.next_index < slot.capacity:
-            nonces = slot.nonces(counters.next_index, self._size.nonces)
-            result = await self._runner.run(self.request, nonces, self._size)
-            await self.delivery.add(self._record(len(nonces), result))
-            _refuse_sick_engine(counters.sick, self._sick_limit)
 
     def _record(self, count: int, result: SliceResult) -> Piece:
         valid = valid_items(self.request, result.items)
@@ -147,7 +136,8 @@ class Round:
 
     def _fail(self, error: Exception) -> None:
         self.error = str(error) or type(error).__name__
-        self._end(PowState.FAILED, self.error, defect=None if isinstance(error, _EXPECTED) else error)
+        # A failing engine is no defect of ours, so that a traceback would say nothing.
+        self._end(PowState.FAILED, self.error, defect=None if isinstance(error, EngineError) else error)
 
     def _end(self, state: PowState, why: str, *, defect: Exception | None = None) -> None:
         if self.state is PowState.GENERATING:
@@ -175,7 +165,7 @@ class Round:
 
 def _refuse_sick_engine(sick: int, limit: int) -> None:
     if sick >= limit:
-        raise SickEngineError(
+        raise EngineError(
             f"{sick} nonces came out NaN or infinite without one clean slice in between: "
             "check the GPU and the model's dtype, then restart the server"
         )

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
 from uuid import uuid4
 
 from vllm_poc.log import get_logger
@@ -35,7 +34,7 @@ class Job:
     id: str = field(default_factory=lambda: uuid4().hex)
     state: JobState = JobState.QUEUED
     result: Result | None = None
-    letter: Letter[Any] | None = None
+    letter: Letter | None = None
     error: str | None = None
 
     def response(self) -> Result | JobResponse:

@@ -87,10 +87,12 @@ class PocMiddleware:
         return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.round_computes
 
     def _app_for(self, state: State) -> ASGIApp | None:
-        if self._poc_app is None:
-            engine = _engine(state, self._settings)
-            if engine is None:
-                return None
+        # vLLM sets both while it starts; the models last.
+        client = getattr(state, "engine_client", None)
+        models = getattr(state, "openai_serving_models", None)
+        if self._poc_app is None and client is not None and models is not None:
+            names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
+            engine = VllmEngine(client, frozenset(names), call_seconds=self._settings.engine_seconds)
             self._service = PocService(engine, self._settings)
             self._poc_app = create_app(self._service)
         return self._poc_app
@@ -104,16 +106,6 @@ class PocMiddleware:
 
 def _is_poc(path: str) -> bool:
     return path == API_PREFIX or path.startswith(API_PREFIX + "/")
-
-
-def _engine(state: State, settings: Settings) -> VllmEngine | None:
-    # vLLM sets both while it starts; the models last.
-    client = getattr(state, "engine_client", None)
-    models = getattr(state, "openai_serving_models", None)
-    if client is None or models is None:
-        return None
-    names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
-    return VllmEngine(client, frozenset(names), call_seconds=settings.engine_seconds)
 
 
 async def _read_body(receive: Receive, limit: int) -> bytes:

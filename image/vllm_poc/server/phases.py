@@ -70,7 +70,7 @@ class Phases:
         async with self._commands:
             if self.state is PowState.GENERATING:
                 raise self._conflict()
-            await self._close_round()
+            await self.close()
             self.config, self.round, self._phase = request, None, phase
 
     async def resume(self, slice_limit: int) -> None:
@@ -107,8 +107,9 @@ class Phases:
                 self._phase = PowState.STOPPED
 
     async def close(self) -> None:
-        """End at once."""
-        await self._close_round()
+        """End the round at once."""
+        if self.round is not None:
+            await self.round.close()
 
     def distance_config(self) -> SlotRequest:
         """Return the round; refused with 400 if there is none, with 409 if it has no phases to switch."""
@@ -125,7 +126,7 @@ class Phases:
         return self.config.round_id if self.config is not None else None
 
     async def _generate(self, request: InitGenerateRequest, slice_limit: int) -> None:
-        await self._close_round()
+        await self.close()
         self._free.clear()
         self.config, self._phase = request, PowState.GENERATING
         self.round = Round(
@@ -136,10 +137,6 @@ class Phases:
             settings=self._settings,
             on_idle=self._free.set,
         )
-
-    async def _close_round(self) -> None:
-        if self.round is not None:
-            await self.round.close()
 
     def _conflict(self) -> RefusalError:
         what = f"round {self._round_id}" if self._round_id is not None else "a round without round_id"

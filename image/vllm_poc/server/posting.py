@@ -2,7 +2,7 @@
 """Posts of results to one callback address: tried until the receiver accepts them or refuses them for good."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Generic, TypeVar
@@ -68,20 +68,24 @@ class Poster(Generic[Item]):
         if not items:
             return Outcome.ACCEPTED
         body = self._payload(items).model_dump_json(exclude_none=True)
-        for pause in _pauses(self._settings):
+        pause = self._settings.retry_first_seconds
+        while True:
             status = await self._attempt(body)
             if status in _SUCCESS or (status in _CLIENT_ERRORS and status not in _PASSING):
                 return self._judge(status, len(items))
             metrics.CALLBACKS.labels("failed").inc()
             await asyncio.sleep(pause)
-        raise AssertionError("the pauses never end")
+            pause = min(2 * pause, self._settings.retry_limit_seconds)
 
     async def deliver(self, items: Sequence[Item]) -> int:
-        """Post ``items`` in order, together where possible; return how many were refused for good.
+        """Post ``items`` in order, in payloads of bounded size; return how many were refused for good.
 
         A payload that is refused is halved until the bad items are found, so that they alone are lost.
         """
-        refused, parts = 0, [items]
+        at_once = self._settings.payload_results
+        parts = [items[start : start + at_once] for start in range(0, len(items), at_once)]
+        parts.reverse()
+        refused = 0
         while parts:
             part = parts.pop()
             outcome = await self.post(part)
@@ -123,10 +127,3 @@ def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
     """Return the first and the second half of two or more items."""
     middle = len(items) // 2
     return items[:middle], items[middle:]
-
-
-def _pauses(settings: Settings) -> Iterator[float]:
-    pause = settings.retry_first_seconds
-    while True:
-        yield pause
-        pause = min(2 * pause, settings.retry_limit_seconds)

@@ -3,7 +3,6 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from vllm_poc.server import metrics, payloads
 from vllm_poc.server.comparison import ArtifactComparison, proof_verdict
@@ -55,7 +54,7 @@ class NamedNonces:
             self._outbox.send(f"{round_.receiver}/validated", [callback], _only)
         return verdict
 
-    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> Letter[Any]:
+    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> Letter:
         if isinstance(result, ValidatedResponse):
             return self._outbox.send(f"{receiver}/validated", [payloads.verdict_callback(request, result)], _only)
         payload = partial(payloads.callback, request, request_id=result.request_id)
