@@ -9,8 +9,7 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
@@ -34,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = server_arguments(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
-        _fail(str(error))
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command line program
+        sys.exit(2)
     # Not the `vllm` command: it wants a distribution of that name, which the CPU build is not.
     sys.argv = [SERVER_MODULE, *arguments]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
@@ -51,7 +51,7 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
         return [*model, *theirs]
     if not ours.poc_allow_untested_vllm:
         check_version(_vllm_version())
-    _check_settings(os.environ)
+    _check_settings()
     _check_options([*model, *theirs])
     return [*model, *theirs, "--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
 
@@ -77,10 +77,10 @@ def _vllm_version() -> str:
         raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
 
 
-def _check_settings(environment: Mapping[str, str]) -> None:
+def _check_settings() -> None:
     # Here and not only in the server, which would fail after minutes of loading.
     try:
-        Settings.from_environment(environment)
+        Settings.from_environment(os.environ)
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"{first['loc'][0]}: {first['msg']}.") from None
@@ -123,8 +123,3 @@ def _serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--enable-poc", action="store_true")
     parser.add_argument("--poc-allow-untested-vllm", action="store_true")
     return parser
-
-
-def _fail(sentence: str) -> NoReturn:
-    print(f"error: {sentence}", file=sys.stderr)  # noqa: T201 - a command line program
-    sys.exit(2)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 from vllm_poc.server import metrics, payloads
-from vllm_poc.server.comparison import ArtifactComparison, proof_verdict
+from vllm_poc.server.comparison import artifact_verdict, proof_verdict
 from vllm_poc.server.jobs import Job, Result
 from vllm_poc.server.outbox import Letter, Outbox
 from vllm_poc.server.slices import Item, SliceRunner
@@ -28,12 +28,9 @@ class NamedNonces:
 
     async def result(self, request: GenerateRequest, request_id: str, limit: int) -> Result:
         """Return artifacts, distances or a verdict. EngineError if the engine fails."""
-        if request.validation is not None:
-            comparison = ArtifactComparison(request)
-            async for items in self._slices(request, request.nonces, limit, self._ready):
-                comparison.add(items)
-            return comparison.response(request_id)
         slices = self._slices(request, request.nonces, limit, self._ready)
+        if request.validation is not None:
+            return await artifact_verdict(request, request_id, slices)
         return payloads.generated(request, [item async for part in slices for item in part], request_id)
 
     async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:

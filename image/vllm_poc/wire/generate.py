@@ -63,11 +63,6 @@ class GenerateRequest(CallbackRequest):
             raise ValueError("validation compares artifacts and needs params; distances are compared by POST validate")
         return self
 
-    @property
-    def fraud_test(self) -> StatTest:
-        """The test that ``validation`` is put to."""
-        return self.stat_test or StatTest()
-
 
 def refuse_duplicates(field: str, nonces: Iterable[int]) -> None:
     """Raise ValueError if a nonce is named twice."""

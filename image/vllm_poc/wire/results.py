@@ -51,13 +51,18 @@ class GeneratedResponse(Completed):
 
 
 class Verdict(WireMessage):
-    """The fraud test's outcome over ``n_total`` nonces, which leaves out those that were not computed."""
+    """The fraud test's outcome over ``n_total`` nonces, which leaves out those that were not computed.
+
+    ``not_computed`` names these: their result was NaN or infinite on this server.
+    """
 
     n_total: int
     n_mismatch: int
     mismatch_nonces: list[int]
     p_value: float
     fraud_detected: bool
+    # Ours.
+    not_computed: list[int]
 
 
 class ValidatedResponse(Completed, Verdict):
