@@ -74,7 +74,8 @@ class Outbox:
     async def _deliver(self, letter: Letter, items: Sequence[Item]) -> None:
         try:
             async with asyncio.timeout(self._settings.result_seconds):
-                letter.state = "rejected" if await letter.poster.deliver(items) else "delivered"
+                accepted = [accepted async for accepted in letter.poster.deliver(items)]
+            letter.state = "delivered" if all(accepted) else "rejected"
         except TimeoutError:
             letter.state = "given up"
         finally:

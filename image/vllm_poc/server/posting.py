@@ -2,7 +2,7 @@
 """Posts of results to one callback address: tried until the receiver accepts them or refuses them for good."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Generic, TypeVar
@@ -63,10 +63,25 @@ class Poster(Generic[Item]):
         self._settings = settings
         self._refused_in_a_row = 0
 
-    async def post(self, items: Sequence[Item]) -> Outcome:
-        """Post ``items`` together until the receiver has judged them. Nothing is sent for no items."""
-        if not items:
-            return Outcome.ACCEPTED
+    async def deliver(self, items: Sequence[Item]) -> AsyncIterator[bool]:
+        """Post ``items`` in order, in payloads of bounded size; yield for each whether it was accepted.
+
+        A payload that is refused is halved until the bad items are found, so that they alone are lost.
+        """
+        at_once = self._settings.payload_results
+        parts = [items[start : start + at_once] for start in range(0, len(items), at_once)]
+        parts.reverse()
+        while parts:
+            part = parts.pop()
+            outcome = await self._post(part)
+            if outcome is Outcome.REFUSED and len(part) > 1:
+                middle = len(part) // 2
+                parts += [part[middle:], part[:middle]]
+            else:
+                for _ in part:
+                    yield outcome is Outcome.ACCEPTED
+
+    async def _post(self, items: Sequence[Item]) -> Outcome:
         body = self._payload(items).model_dump_json(exclude_none=True)
         pause = self._settings.retry_first_seconds
         while True:
@@ -76,24 +91,6 @@ class Poster(Generic[Item]):
             metrics.CALLBACKS.labels("failed").inc()
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._settings.retry_limit_seconds)
-
-    async def deliver(self, items: Sequence[Item]) -> int:
-        """Post ``items`` in order, in payloads of bounded size; return how many were refused for good.
-
-        A payload that is refused is halved until the bad items are found, so that they alone are lost.
-        """
-        at_once = self._settings.payload_results
-        parts = [items[start : start + at_once] for start in range(0, len(items), at_once)]
-        parts.reverse()
-        refused = 0
-        while parts:
-            part = parts.pop()
-            outcome = await self.post(part)
-            if outcome is Outcome.REFUSED and len(part) > 1:
-                parts += reversed(halves(part))
-            elif outcome is not Outcome.ACCEPTED:
-                refused += len(part)
-        return refused
 
     async def _attempt(self, body: str) -> int:
         headers = {"Content-Type": "application/json"}
@@ -121,9 +118,3 @@ class Poster(Generic[Item]):
     def _failed(self, reason: str) -> None:
         self.error = f"{self._url}: {reason}"
         _log.warning("callback failed: %s", self.error)
-
-
-def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Return the first and the second half of two or more items."""
-    middle = len(items) // 2
-    return items[:middle], items[middle:]
