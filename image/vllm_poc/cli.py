@@ -44,7 +44,9 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
     """Translate our command line into the API server's. UsageError if PoC cannot run with it."""
     command, *rest = argv or ["--help"]
     if command != "serve":
-        _parser().parse_args([command])  # --help, or an error that names the command
+        parser = argparse.ArgumentParser(prog="python -m vllm_poc", description=__doc__)
+        parser.add_argument("command", choices=["serve"], help="serve MODEL: start the API server")
+        parser.parse_args([command])  # --help, or an error that names the command
     model = ["--model", rest.pop(0)] if rest and not rest[0].startswith("-") else []
     ours, theirs = _serve_parser().parse_known_args(rest)
     if not ours.enable_poc:
@@ -109,12 +111,6 @@ def _vllm_options(words: Sequence[str]) -> argparse.Namespace:
     parser = options.make_arg_parser(arguments.FlexibleArgumentParser(prog="python3 -m vllm_poc serve"))
     parsed: argparse.Namespace = parser.parse_args(list(words))
     return parsed
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m vllm_poc", description=__doc__)
-    parser.add_argument("command", choices=["serve"], help="serve MODEL: start the API server")
-    return parser
 
 
 def _serve_parser() -> argparse.ArgumentParser:

@@ -44,13 +44,8 @@ async def artifact_verdict(
             computed = decode_vector(str(vector_b64), request.params.k_dim)
             if is_mismatch(computed, missing.pop(nonce), test.dist_threshold):
                 mismatches.append(nonce)
-    verdict = _verdict(
-        mismatches,
-        nonces=request.nonces,
-        not_computed=[nonce for nonce in request.nonces if nonce in missing],
-        p_mismatch=test.p_mismatch,
-        fraud_threshold=test.fraud_threshold,
-    )
+    not_computed = [nonce for nonce in request.nonces if nonce in missing]
+    verdict = _verdict(test, mismatches, nonces=request.nonces, not_computed=not_computed)
     return ValidatedResponse(request_id=request_id, **verdict.model_dump())
 
 
@@ -61,13 +56,9 @@ def proof_verdict(
     assert round_.r_target is not None  # noqa: S101 - by the round's protocol
     received, r_target = dict(zip(batch.nonces, batch.dist, strict=True)), round_.r_target
     computed = {nonce: float(value) for nonce, value in items}
-    verdict = _verdict(
-        [nonce for nonce, distance in computed.items() if max(received[nonce], distance) >= r_target],
-        nonces=batch.nonces,
-        not_computed=[nonce for nonce in batch.nonces if nonce not in computed],
-        p_mismatch=round_.p_mismatch,
-        fraud_threshold=round_.fraud_threshold,
-    ).model_dump()
+    mismatches = [nonce for nonce, distance in computed.items() if max(received[nonce], distance) >= r_target]
+    not_computed = [nonce for nonce in batch.nonces if nonce not in computed]
+    verdict = _verdict(round_, mismatches, nonces=batch.nonces, not_computed=not_computed).model_dump()
     callback = ValidatedDistances(
         public_key=batch.public_key,
         block_hash=round_.block_hash,
@@ -83,22 +74,17 @@ def proof_verdict(
 
 
 def _verdict(
-    mismatches: list[int],
-    *,
-    nonces: Sequence[int],
-    not_computed: list[int],
-    p_mismatch: float,
-    fraud_threshold: float,
+    test: StatTest | SlotRequest, mismatches: list[int], *, nonces: Sequence[int], not_computed: list[int]
 ) -> Verdict:
     n_total = len(nonces) - len(not_computed)
     if not n_total:
         raise EngineError("no verdict: every nonce came out NaN or infinite on this server; check its GPU")
-    probability = p_value(len(mismatches), n_total, p_mismatch)
+    probability = p_value(len(mismatches), n_total, test.p_mismatch)
     return Verdict(
         n_total=n_total,
         n_mismatch=len(mismatches),
         mismatch_nonces=mismatches,
         p_value=probability,
-        fraud_detected=probability < fraud_threshold,
+        fraud_detected=probability < test.fraud_threshold,
         not_computed=not_computed,
     )

@@ -80,7 +80,11 @@ class Delivery:
             self._count(piece, refused=0)
             return
         async with self._changed:
-            await self._room()
+            try:
+                self.is_full = self._weight >= self._settings.pending_results
+                await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+            finally:
+                self.is_full = False
             self._queue.append(piece)
             self._weight += piece.weight
             self._changed.notify_all()
@@ -97,14 +101,6 @@ class Delivery:
         while self._poster is not None:
             await self._deliver(self._poster, await self._next_pieces())
             self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
-
-    async def _room(self) -> None:
-        try:
-            while self._weight >= self._settings.pending_results:
-                self.is_full = True
-                await self._changed.wait()
-        finally:
-            self.is_full = False
 
     async def _next_pieces(self) -> list[Piece]:
         async with self._changed:

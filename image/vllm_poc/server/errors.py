@@ -67,7 +67,9 @@ async def _engine_failed(_: Request, error: EngineError) -> JSONResponse:
 
 
 async def _not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
-    fields = [FieldError(field=_field(entry), message=_message(entry)) for entry in error.errors()]
+    fields = [
+        FieldError(field=_field(entry), message=entry["msg"].removeprefix(_VALUE_ERROR)) for entry in error.errors()
+    ]
     return response(RefusalError(HTTPStatus.UNPROCESSABLE_ENTITY, _invalid(fields, "InvalidRequest")))
 
 
@@ -93,8 +95,3 @@ def _field(entry: Mapping[str, Any]) -> str:
     # An empty name stands for rules between fields, whose message names them.
     location = entry["loc"][1:]
     return "body" if entry["type"] == "json_invalid" else ".".join(str(part) for part in location)
-
-
-def _message(entry: Mapping[str, Any]) -> str:
-    message: str = entry["msg"]
-    return message.removeprefix(_VALUE_ERROR)

@@ -52,9 +52,8 @@ class Round:
         self._runner = runner
         self._size = runner.slice_size(slice_limit)
         self._held_back_before = runner.gate.held_back_seconds
-        self._flush_seconds = settings.flush_seconds
         self._on_idle = on_idle
-        self._sick_limit = settings.sick_nonces
+        self._settings = settings
         self.delivery = Delivery(
             receiver=request.receiver,
             payload=partial(callback, request),
@@ -104,7 +103,7 @@ class Round:
                 nonces = slot.nonces(counters.next_index, self._size.nonces)
                 result = await self._runner.run(self.request, nonces, self._size)
                 await self.delivery.add(self._record(len(nonces), result))
-                _refuse_sick_engine(counters.sick, self._sick_limit)
+                _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
         finally:
             self._on_idle()  # others need not wait for the receiver
 
@@ -131,7 +130,7 @@ class Round:
 
     async def _flush(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._flush_seconds):
+            async with asyncio.timeout(self._settings.flush_seconds):
                 await self.delivery.drained()
 
     def _fail(self, error: Exception) -> None:

@@ -18,6 +18,7 @@ from vllm_poc.server.errors import RefusalError, refusal, response
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
+from vllm_poc.server.status import set_gauges
 from vllm_poc.wire.base import API_PREFIX
 
 #: What poc-first refuses while a round computes; what already runs is not touched.
@@ -79,12 +80,12 @@ class PocMiddleware:
         if scope["type"] == "http" and scope["path"].startswith("/metrics"):
             self._app_for(scope["app"].state)
             if self._service is not None:
-                self._service.set_gauges()
+                set_gauges(self._service.phases, self._service.jobs)
 
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:
             return False
-        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.round_computes
+        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.phases.computes
 
     def _app_for(self, state: State) -> ASGIApp | None:
         # vLLM sets both while it starts; the models last.

@@ -142,12 +142,7 @@ class SlotRequest(CallbackRequest):
     @property
     def slot(self) -> NonceSlot:
         """The residue class to compute. ValueError if the request names none."""
-        return NonceSlot(
-            node_id=self.node_id,
-            node_count=self.node_count,
-            group_id=self.group_id,
-            n_groups=self.n_groups,
-        )
+        return NonceSlot.model_validate(self, from_attributes=True)
 
     def same_work(self, other: "SlotRequest") -> bool:
         """Whether both ask for the same nonces of the same round; where they resume may differ."""

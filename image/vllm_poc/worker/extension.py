@@ -38,7 +38,7 @@ class PocWorkerExtension:
     def _poc_facts(self) -> ModelFacts:
         facts = model_facts(self.model_runner.vllm_config)
         try:
-            facts["scratch_bytes"] = self._poc().scratch_bytes
+            facts["scratch_bytes"] = self._poc().scratch.nbytes
         except UnsupportedModelError as error:
             facts["refusal"] = str(error)
         return facts

@@ -24,14 +24,9 @@ class PocModel:
     def __init__(self, runner: Runner, limits: ModelFacts) -> None:
         self._runner = runner
         self._limits = limits
-        self._scratch = ScratchCache(
+        self.scratch = ScratchCache(
             runner.groups, max_nonces=limits["max_batch_nonces"], max_tokens=limits["max_batch_tokens"]
         )
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Device memory of the scratch cache."""
-        return self._scratch.nbytes
 
     def prepare(self, request: BatchRequest) -> Callable[[], BatchResult | None]:
         """Do what a rank can do alone; what is returned computes the batch, together with all other ranks.
@@ -51,7 +46,7 @@ class PocModel:
         self, request: BatchRequest, inputs: Tensor | None, plan: AttentionPlan, hooks: AbstractContextManager[None]
     ) -> BatchResult | None:
         with torch.inference_mode():
-            with self._runner.ranks.together(), self._scratch.bound(), hooks:
+            with self._runner.ranks.together(), self.scratch.bound(), hooks:
                 hidden = self._runner.forward(inputs, plan)
             if hidden is None or not self._runner.ranks.answers:
                 return None
