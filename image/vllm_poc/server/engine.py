@@ -71,13 +71,10 @@ class VllmEngine:
             raise EngineError(f"{method} did not answer within {self._call_seconds:g} s") from None
         except Exception as error:
             raise EngineError(f"{method} failed: {str(error) or type(error).__name__}") from error
-        return _successes(method, [answer for answer in answers if answer is not None])
-
-
-def _successes(method: str, answers: list[Any]) -> list[Any]:
-    errors = dict.fromkeys(answer["error"] for answer in answers if "error" in answer)
-    if errors:
-        raise EngineError(f"{method} failed: {'; '.join(errors)}")
-    if not answers:
-        raise EngineError(f"{method} was answered by no worker")
-    return answers
+        answers = [answer for answer in answers if answer is not None]
+        errors = dict.fromkeys(answer["error"] for answer in answers if "error" in answer)
+        if errors:
+            raise EngineError(f"{method} failed: {'; '.join(errors)}")
+        if not answers:
+            raise EngineError(f"{method} was answered by no worker")
+        return answers

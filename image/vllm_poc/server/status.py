@@ -50,7 +50,7 @@ def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
         "delivered_valid": delivered.valid,
         "delivered_rejected": delivered.rejected,
         "rejected": counters.not_finite + delivered.refused,
-        "last_progress_seconds": _age(counters.progressed),
+        "last_progress_seconds": monotonic() - counters.progressed if counters.progressed is not None else None,
         "held_back_seconds": current.held_back_seconds,
         "error": current.error,
         "delivery_error": current.delivery.error,
@@ -77,7 +77,3 @@ def pow_status(session_id: str, phases: Phases, state: PowState) -> PowStatus:
         next_index=current.counters.next_index if current is not None else 0,
         delivered_index=current.delivery.delivered.index if current is not None else 0,
     )
-
-
-def _age(moment: float | None) -> float | None:
-    return monotonic() - moment if moment is not None else None
