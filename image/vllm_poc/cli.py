@@ -9,8 +9,7 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
@@ -34,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = server_arguments(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
-        _fail(str(error))
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command line program
+        sys.exit(2)
     # Not the `vllm` command: it wants a distribution of that name, which the CPU build is not.
     sys.argv = [SERVER_MODULE, *arguments]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
@@ -44,14 +44,16 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
     """Translate our command line into the API server's. UsageError if PoC cannot run with it."""
     command, *rest = argv or ["--help"]
     if command != "serve":
-        _parser().parse_args([command])  # --help, or an error that names the command
+        parser = argparse.ArgumentParser(prog="python -m vllm_poc", description=__doc__)
+        parser.add_argument("command", choices=["serve"], help="serve MODEL: start the API server")
+        parser.parse_args([command])  # --help, or an error that names the command
     model = ["--model", rest.pop(0)] if rest and not rest[0].startswith("-") else []
     ours, theirs = _serve_parser().parse_known_args(rest)
     if not ours.enable_poc:
         return [*model, *theirs]
     if not ours.poc_allow_untested_vllm:
         check_version(_vllm_version())
-    _check_settings(os.environ)
+    _check_settings()
     _check_options([*model, *theirs])
     return [*model, *theirs, "--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
 
@@ -77,10 +79,10 @@ def _vllm_version() -> str:
         raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
 
 
-def _check_settings(environment: Mapping[str, str]) -> None:
+def _check_settings() -> None:
     # Here and not only in the server, which would fail after minutes of loading.
     try:
-        Settings.from_environment(environment)
+        Settings.from_environment(os.environ)
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"{first['loc'][0]}: {first['msg']}.") from None
@@ -111,20 +113,9 @@ def _vllm_options(words: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m vllm_poc", description=__doc__)
-    parser.add_argument("command", choices=["serve"], help="serve MODEL: start the API server")
-    return parser
-
-
 def _serve_parser() -> argparse.ArgumentParser:
     # No abbreviations: they would swallow flags of vLLM. --help is left to vLLM, which has most flags.
     parser = argparse.ArgumentParser(prog="python -m vllm_poc serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--enable-poc", action="store_true")
     parser.add_argument("--poc-allow-untested-vllm", action="store_true")
     return parser
-
-
-def _fail(sentence: str) -> NoReturn:
-    print(f"error: {sentence}", file=sys.stderr)  # noqa: T201 - a command line program
-    sys.exit(2)

@@ -20,20 +20,17 @@ class ArtifactSeeds(NamedTuple):
 
 
 def artifact_vectors(
-    last_hidden: Tensor,
-    *,
-    block_hash: str,
-    public_key: str,
-    nonces: Sequence[int],
-    k_dim: int,
+    last_hidden: Tensor, block_hash: str, public_key: str, nonces: Sequence[int], *, k_dim: int
 ) -> Tensor:
-    """Return the artifacts float32 ``[batch, k_dim]`` of unit length.
+    """Return normalise -> pick -> rotate -> normalise of ``last_hidden``: the artifacts float32 ``[batch, k_dim]``.
 
     ``last_hidden`` ``[batch, hidden]`` is the output of the final norm at the last position. A row
     that is not finite stays not finite. ValueError unless 1 <= k_dim <= hidden.
     """
     seeds = artifact_seeds(block_hash, public_key, nonces, k_dim=k_dim, device=last_hidden.device)
-    return project(last_hidden, seeds)
+    indices = pick_indices(seeds.pick, hidden=last_hidden.shape[1], k_dim=k_dim)
+    picked = normalise(last_hidden).gather(1, indices)
+    return normalise(reflect_chain(picked, unit_normal(seeds.rotation, k_dim)))
 
 
 def artifact_seeds(
@@ -50,17 +47,6 @@ def artifact_seeds(
         pick=seed_tensor(picks, device),
         rotation=seed_tensor(rotations, device).view(len(picks), k_dim - 1),
     )
-
-
-def project(last_hidden: Tensor, seeds: ArtifactSeeds) -> Tensor:
-    """Return normalise -> pick -> rotate -> normalise of ``last_hidden``: float32 ``[batch, k_dim]``.
-
-    Works on tensors alone, so that a captured graph can hold it.
-    """
-    k_dim = seeds.rotation.shape[1] + 1
-    indices = pick_indices(seeds.pick, hidden=last_hidden.shape[1], k_dim=k_dim)
-    picked = normalise(last_hidden).gather(1, indices)
-    return normalise(reflect_chain(picked, unit_normal(seeds.rotation, k_dim)))
 
 
 def pick_indices(seeds: Tensor, *, hidden: int, k_dim: int) -> Tensor:

@@ -29,26 +29,17 @@ class DistanceSeeds(NamedTuple):
 
 
 def distances(
-    last_hidden: Tensor,
-    *,
-    block_hash: str,
-    public_key: str,
-    nonces: Sequence[int],
-    sign_flips: bool,
+    last_hidden: Tensor, block_hash: str, public_key: str, nonces: Sequence[int], *, sign_flips: bool
 ) -> Tensor:
     """Return float32 ``[batch]`` in 0..2; a nonce is valid if its distance is strictly below ``r_target``.
 
-    ``last_hidden`` ``[batch, hidden]`` is the output of the final norm at the last position. A row
-    that is not finite, or is zero, gives NaN.
+    It is ``|y/|y| - target|`` with ``y = head . transformed hidden state``. ``last_hidden`` ``[batch, hidden]`` is the
+    output of the final norm at the last position. A row that is not finite, or is zero, gives NaN.
     """
     device, hidden = last_hidden.device, last_hidden.shape[1]
     seeds = distance_seeds(block_hash, public_key, nonces, sign_flips=sign_flips, device=device)
-    return measure(
-        last_hidden,
-        seeds,
-        head=random_head(block_hash, hidden, device),
-        target=target(block_hash, device),
-    )
+    y = transform_hidden(last_hidden, seeds) @ random_head(block_hash, hidden, device).T
+    return (y / y.norm(dim=-1, keepdim=True) - target(block_hash, device)).norm(dim=-1)
 
 
 def distance_seeds(
@@ -63,16 +54,6 @@ def distance_seeds(
         reflections=seed_tensor(reflections, device).view(len(signs), NONCE_REFLECTIONS),
         signs=seed_tensor(signs, device) if sign_flips else None,
     )
-
-
-def measure(last_hidden: Tensor, seeds: DistanceSeeds, *, head: Tensor, target: Tensor) -> Tensor:
-    """Return float32 ``[batch]``: ``|y/|y| - target|`` with ``y = head . transformed hidden state``.
-
-    ``head`` is ``[8192, hidden]``, ``target`` ``[8192]``. Works on tensors alone, so that a
-    captured graph can hold it.
-    """
-    y = transform_hidden(last_hidden, seeds) @ head.T
-    return (y / y.norm(dim=-1, keepdim=True) - target).norm(dim=-1)
 
 
 def transform_hidden(last_hidden: Tensor, seeds: DistanceSeeds) -> Tensor:

@@ -9,14 +9,7 @@ from vllm_poc.maths.sampling import fill_normal
 from vllm_poc.maths.seeds import STRONG_SEEDS, input_text, seed_tensor, strong_seed_tensor
 
 
-def fill_inputs(
-    out: Tensor,
-    *,
-    block_hash: str,
-    public_key: str,
-    nonces: Sequence[int],
-    strong_rng: bool,
-) -> None:
+def fill_inputs(out: Tensor, block_hash: str, public_key: str, nonces: Sequence[int], *, strong_rng: bool) -> None:
     """Write the embeddings of ``nonces`` into ``out``, row-major, rounded to its type.
 
     ``out`` is contiguous ``[len(nonces), seq_len, hidden]`` in the model's dtype. ``strong_rng``

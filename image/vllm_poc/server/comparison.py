@@ -14,48 +14,39 @@ A nonce that this server cannot compute leaves the sample: it is neither a misma
 be computed there is no verdict, since clients read an empty sample as guilt.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.slices import Item
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
 from vllm_poc.wire.fraud import is_distance_mismatch, is_mismatch, p_value
-from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.generate import GenerateRequest, StatTest
 from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
 from vllm_poc.wire.requests import SlotRequest
 from vllm_poc.wire.results import ValidatedResponse, Verdict
 
 
-class ArtifactComparison:
-    """Compares artifacts as they are computed, a slice at a time, so that none has to be kept."""
+async def artifact_verdict(
+    request: GenerateRequest, request_id: str, slices: AsyncIterator[Sequence[Item]]
+) -> ValidatedResponse:
+    """Return the verdict on the request's artifacts. EngineError if nothing was computed.
 
-    def __init__(self, request: GenerateRequest) -> None:
-        assert request.validation is not None  # noqa: S101 - the caller looked
-        assert request.params is not None  # noqa: S101 - by the request's own rules
-        self._nonces = request.nonces
-        self._test = request.fraud_test
-        self._k_dim = request.params.k_dim
-        self._missing = {artifact.nonce: artifact.vector_b64 for artifact in request.validation.artifacts}
-        self._mismatches: list[int] = []
-
-    def add(self, items: Sequence[Item]) -> None:
-        """Compare computed artifacts with the received ones."""
+    They are compared a slice at a time, so that chat need not wait for all of them.
+    """
+    assert request.validation is not None  # noqa: S101 - the caller looked
+    assert request.params is not None  # noqa: S101 - by the request's own rules
+    test = request.stat_test or StatTest()
+    missing = {artifact.nonce: artifact.vector_b64 for artifact in request.validation.artifacts}
+    mismatches: list[int] = []
+    async for items in slices:
         for nonce, vector_b64 in items:
-            computed = decode_vector(str(vector_b64), self._k_dim)
-            if is_mismatch(computed, self._missing.pop(nonce), self._test.dist_threshold):
-                self._mismatches.append(nonce)
-
-    def response(self, request_id: str) -> ValidatedResponse:
-        """Return the verdict over what was computed. EngineError if nothing was."""
-        verdict = _verdict(
-            self._mismatches,
-            len(self._nonces) - len(self._missing),
-            p_mismatch=self._test.p_mismatch,
-            fraud_threshold=self._test.fraud_threshold,
-        )
-        missing = [nonce for nonce in self._nonces if nonce in self._missing]
-        return ValidatedResponse(request_id=request_id, not_computed=missing, **verdict.model_dump())
+            computed = decode_vector(str(vector_b64), request.params.k_dim)
+            if is_mismatch(computed, missing.pop(nonce), test.dist_threshold):
+                mismatches.append(nonce)
+    not_computed = [nonce for nonce in request.nonces if nonce in missing]
+    verdict = _verdict(test, mismatches, nonces=request.nonces, not_computed=not_computed)
+    return ValidatedResponse(request_id=request_id, **verdict.model_dump())
 
 
 def proof_verdict(
@@ -65,14 +56,11 @@ def proof_verdict(
     assert round_.r_target is not None  # noqa: S101 - by the round's protocol
     received, r_target = dict(zip(batch.nonces, batch.dist, strict=True)), round_.r_target
     computed = {nonce: float(value) for nonce, value in items}
-    verdict = _verdict(
-        [nonce for nonce, distance in computed.items() if is_distance_mismatch(received[nonce], distance, r_target)],
-        len(computed),
-        p_mismatch=round_.p_mismatch,
-        fraud_threshold=round_.fraud_threshold,
-    ).model_dump()
-    missing = [nonce for nonce in batch.nonces if nonce not in computed]
-    distances = [computed.get(nonce) for nonce in batch.nonces]
+    mismatches = [
+        nonce for nonce, distance in computed.items() if is_distance_mismatch(received[nonce], distance, r_target)
+    ]
+    not_computed = [nonce for nonce in batch.nonces if nonce not in computed]
+    verdict = _verdict(round_, mismatches, nonces=batch.nonces, not_computed=not_computed).model_dump()
     callback = ValidatedDistances(
         public_key=batch.public_key,
         block_hash=round_.block_hash,
@@ -81,20 +69,24 @@ def proof_verdict(
         computed_distances=list(computed.values()),
         received_distances=[received[nonce] for nonce in computed],
         valid=[distance < r_target for distance in computed.values()],
-        not_computed=missing,
         **verdict,
     )
-    return ProofVerdict(computed_distances=distances, not_computed=missing, **verdict), callback
+    distances = [computed.get(nonce) for nonce in batch.nonces]
+    return ProofVerdict(computed_distances=distances, **verdict), callback
 
 
-def _verdict(mismatches: list[int], n_total: int, *, p_mismatch: float, fraud_threshold: float) -> Verdict:
+def _verdict(
+    test: StatTest | SlotRequest, mismatches: list[int], *, nonces: Sequence[int], not_computed: list[int]
+) -> Verdict:
+    n_total = len(nonces) - len(not_computed)
     if not n_total:
         raise EngineError("no verdict: every nonce came out NaN or infinite on this server; check its GPU")
-    probability = p_value(len(mismatches), n_total, p_mismatch)
+    probability = p_value(len(mismatches), n_total, test.p_mismatch)
     return Verdict(
         n_total=n_total,
         n_mismatch=len(mismatches),
         mismatch_nonces=mismatches,
         p_value=probability,
-        fraud_detected=probability < fraud_threshold,
+        fraud_detected=probability < test.fraud_threshold,
+        not_computed=not_computed,
     )

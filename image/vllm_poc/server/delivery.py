@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from vllm_poc.server import metrics
-from vllm_poc.server.posting import Outcome, Poster, halves
+from vllm_poc.server.posting import Poster
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import Item
 from vllm_poc.wire.base import WireMessage
@@ -77,10 +77,14 @@ class Delivery:
     async def add(self, piece: Piece) -> None:
         """Queue a piece; waits while too many results wait already."""
         if self._poster is None:
-            self._count([piece], refused=0)
+            self._count(piece, refused=0)
             return
         async with self._changed:
-            await self._room()
+            try:
+                self.is_full = self._weight >= self._settings.pending_results
+                await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+            finally:
+                self.is_full = False
             self._queue.append(piece)
             self._weight += piece.weight
             self._changed.notify_all()
@@ -98,14 +102,6 @@ class Delivery:
             await self._deliver(self._poster, await self._next_pieces())
             self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
 
-    async def _room(self) -> None:
-        try:
-            while self._weight >= self._settings.pending_results:
-                self.is_full = True
-                await self._changed.wait()
-        finally:
-            self.is_full = False
-
     async def _next_pieces(self) -> list[Piece]:
         async with self._changed:
             await self._changed.wait_for(lambda: self._queue)
@@ -119,41 +115,24 @@ class Delivery:
         return self._draining or self._weight >= full
 
     async def _deliver(self, poster: Poster[Item], pieces: Sequence[Piece]) -> None:
-        # What is refused is halved, so that its good part arrives; a settled half stays settled if we are stopped.
-        outcome = await poster.post(items := [item for piece in pieces for item in piece.items])
-        if outcome is Outcome.REFUSED and len(pieces) > 1:
-            for half in halves(pieces):
-                await self._deliver(poster, half)
-            return
-        refused = len(items) if outcome is Outcome.HOPELESS else 0
-        if outcome is Outcome.REFUSED:
-            refused = await _deliver_parts(poster, items)
-        await self._settle(pieces, refused)
-
-    async def _settle(self, pieces: Sequence[Piece], refused: int) -> None:
-        async with self._changed:
-            for piece in pieces:
+        # Piece by piece, since what is settled stays settled if we are stopped.
+        accepted = poster.deliver([item for piece in pieces for item in piece.items])
+        for piece in pieces:
+            refused = [await anext(accepted) for _ in piece.items].count(False)
+            async with self._changed:
                 self._queue.popleft()
                 self._weight -= piece.weight
-            self._count(pieces, refused)
-            self._changed.notify_all()
+                self._count(piece, refused)
+                self._changed.notify_all()
 
-    def _count(self, pieces: Sequence[Piece], refused: int) -> None:
-        accepted = sum(len(piece.items) for piece in pieces) - refused
+    def _count(self, piece: Piece, refused: int) -> None:
+        accepted = len(piece.items) - refused
         metrics.DELIVERED.inc(accepted)
         metrics.REJECTED.inc(refused)
-        self.delivered.index = pieces[-1].end
+        self.delivered.index = piece.end
         self.delivered.valid += accepted
         self.delivered.refused += refused
-        self.delivered.rejected += refused + sum(piece.rejected for piece in pieces)
-
-
-async def _deliver_parts(poster: Poster[Item], items: Sequence[Item]) -> int:
-    # They were refused together: a single one needs no second try.
-    if len(items) == 1:
-        return 1
-    first, second = halves(items)
-    return await poster.deliver(first) + await poster.deliver(second)
+        self.delivered.rejected += refused + piece.rejected
 
 
 def _up_to(queue: Sequence[Piece] | deque[Piece], limit: int) -> Iterator[Piece]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the PoC server asks of the engine, and vLLM's engine behind it."""
+"""vLLM's engine as PoC sees it."""
 
 import asyncio
 from typing import Any, Protocol
@@ -8,28 +8,7 @@ from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
 
 
 class EngineError(Exception):
-    """The engine failed, or did not answer in time."""
-
-
-class PocEngine(Protocol):
-    """The served model as PoC sees it."""
-
-    @property
-    def served_names(self) -> frozenset[str]:
-        """Names and paths by which a request may name the model."""
-        ...
-
-    async def facts(self) -> ModelFacts:
-        """Describe the model. EngineError if the engine does not answer."""
-        ...
-
-    async def compute(self, batch: BatchRequest) -> BatchResult:
-        """Run one forward pass. EngineError if it fails or takes too long."""
-        ...
-
-    async def has_unfinished_chat(self) -> bool:
-        """Whether inference requests wait or run."""
-        ...
+    """The engine failed, did not answer in time, or answered no numbers."""
 
 
 class OutputProcessor(Protocol):
@@ -52,23 +31,24 @@ class EngineClient(Protocol):
 
 
 class VllmEngine:
-    """`PocEngine` over vLLM's ``AsyncLLM``; its workers carry `vllm_poc.worker`'s extension."""
+    """Calls vLLM's ``AsyncLLM``, whose workers carry `vllm_poc.worker`'s extension.
+
+    ``served_names`` are the names and paths by which a request may name the model.
+    """
 
     def __init__(self, client: EngineClient, served_names: frozenset[str], *, call_seconds: float) -> None:
+        self.served_names = served_names
         self._client = client
-        self._served_names = served_names
         self._call_seconds = call_seconds
-
-    @property
-    def served_names(self) -> frozenset[str]:
-        """Names and paths by which a request may name the model."""
-        return self._served_names
+        self._facts: ModelFacts | None = None
 
     async def facts(self) -> ModelFacts:
-        """Describe the model. EngineError if the engine does not answer."""
-        ranks: list[ModelFacts] = await self._call("poc_describe")
-        facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
-        return {**facts, "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks)}
+        """Describe the model; asks the workers once. EngineError if the engine does not answer."""
+        if self._facts is None:
+            ranks: list[ModelFacts] = await self._call("poc_describe")
+            facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
+            self._facts = {**facts, "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks)}
+        return self._facts
 
     async def compute(self, batch: BatchRequest) -> BatchResult:
         """Run one forward pass. EngineError if it fails or takes too long."""
@@ -77,7 +57,7 @@ class VllmEngine:
             raise EngineError(f"poc_compute was answered by {len(results)} workers instead of one")
         return results[0]
 
-    async def has_unfinished_chat(self) -> bool:
+    def has_unfinished_chat(self) -> bool:
         """Whether inference requests wait or run. PoC's own calls do not count as such."""
         return self._client.output_processor.has_unfinished_requests()
 
@@ -91,13 +71,10 @@ class VllmEngine:
             raise EngineError(f"{method} did not answer within {self._call_seconds:g} s") from None
         except Exception as error:
             raise EngineError(f"{method} failed: {str(error) or type(error).__name__}") from error
-        return _successes(method, [answer for answer in answers if answer is not None])
-
-
-def _successes(method: str, answers: list[Any]) -> list[Any]:
-    errors = dict.fromkeys(answer["error"] for answer in answers if "error" in answer)
-    if errors:
-        raise EngineError(f"{method} failed: {'; '.join(errors)}")
-    if not answers:
-        raise EngineError(f"{method} was answered by no worker")
-    return answers
+        answers = [answer for answer in answers if answer is not None]
+        errors = dict.fromkeys(answer["error"] for answer in answers if "error" in answer)
+        if errors:
+            raise EngineError(f"{method} failed: {'; '.join(errors)}")
+        if not answers:
+            raise EngineError(f"{method} was answered by no worker")
+        return answers

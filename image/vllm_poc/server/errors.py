@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from vllm_poc.log import get_logger
+from vllm_poc.server.engine import EngineError
 from vllm_poc.wire.responses import ErrorResponse, FieldError
 
 _log = get_logger(__name__)
@@ -18,17 +19,18 @@ _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validat
 
 
 class RefusalError(Exception):
-    """A request that is answered with an error: HTTP status and body."""
+    """A request that is answered with an error: HTTP status, body and further headers."""
 
-    def __init__(self, status: HTTPStatus, body: ErrorResponse) -> None:
+    def __init__(self, status: HTTPStatus, body: ErrorResponse, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(body.detail)
         self.status = status
         self.body = body
+        self.headers = headers
 
 
-def refusal(status: HTTPStatus, reason: str, detail: str) -> RefusalError:
+def refusal(status: HTTPStatus, reason: str, detail: str, headers: Mapping[str, str] | None = None) -> RefusalError:
     """Return a refusal with a CamelCase ``reason`` for programs and a sentence for people."""
-    return RefusalError(status, ErrorResponse(reason=reason, detail=detail))
+    return RefusalError(status, ErrorResponse(reason=reason, detail=detail), headers)
 
 
 def field_refusal(
@@ -42,41 +44,45 @@ def field_refusal(
     return RefusalError(status, _invalid([FieldError(field=field, message=message)], reason))
 
 
-def response(status: HTTPStatus, body: ErrorResponse, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return the HTTP answer of an error."""
-    return JSONResponse(body.model_dump(mode="json"), status_code=status, headers=headers)
+def response(error: RefusalError) -> JSONResponse:
+    """Return the HTTP answer of a refusal."""
+    return JSONResponse(error.body.model_dump(mode="json"), error.status, error.headers)
 
 
 def install_handlers(app: FastAPI) -> None:
     """Make every error of ``app`` an ErrorResponse."""
-    app.add_exception_handler(RefusalError, _refused)
-    app.add_exception_handler(RequestValidationError, _not_valid)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _crashed)
+    app.exception_handler(RefusalError)(_refused)
+    app.exception_handler(EngineError)(_engine_failed)
+    app.exception_handler(RequestValidationError)(_not_valid)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(Exception)(_crashed)
 
 
-async def _refused(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RefusalError)  # noqa: S101 - by registration
-    return response(error.status, error.body)
+async def _refused(_: Request, error: RefusalError) -> JSONResponse:
+    return response(error)
 
 
-async def _not_valid(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)  # noqa: S101 - by registration
-    fields = [FieldError(field=_field(entry), message=_message(entry)) for entry in error.errors()]
-    return response(HTTPStatus.UNPROCESSABLE_ENTITY, _invalid(fields, "InvalidRequest"))
+async def _engine_failed(_: Request, error: EngineError) -> JSONResponse:
+    return response(refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineFailed", str(error)))
 
 
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)  # noqa: S101 - by registration
+async def _not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
+    fields = [
+        FieldError(field=_field(entry), message=entry["msg"].removeprefix(_VALUE_ERROR)) for entry in error.errors()
+    ]
+    return response(RefusalError(HTTPStatus.UNPROCESSABLE_ENTITY, _invalid(fields, "InvalidRequest")))
+
+
+async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
     status = HTTPStatus(error.status_code)
     reason = status.phrase.title().replace(" ", "")
-    return response(status, ErrorResponse(reason=reason, detail=error.detail), error.headers)
+    return response(refusal(status, reason, error.detail, error.headers))
 
 
 async def _crashed(request: Request, error: Exception) -> JSONResponse:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     detail = f"{type(error).__name__}: {error}; the server's log has more"
-    return response(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorResponse(reason="InternalError", detail=detail))
+    return response(refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalError", detail))
 
 
 def _invalid(fields: Sequence[FieldError], reason: str) -> ErrorResponse:
@@ -89,8 +95,3 @@ def _field(entry: Mapping[str, Any]) -> str:
     # An empty name stands for rules between fields, whose message names them.
     location = entry["loc"][1:]
     return "body" if entry["type"] == "json_invalid" else ".".join(str(part) for part in location)
-
-
-def _message(entry: Mapping[str, Any]) -> str:
-    message: str = entry["msg"]
-    return message.removeprefix(_VALUE_ERROR)

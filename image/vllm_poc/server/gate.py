@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from vllm_poc.server import metrics
-from vllm_poc.server.engine import PocEngine
+from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.settings import Priority, Settings
 
 
@@ -32,30 +32,27 @@ class BusyShare:
 
 
 class ChatGate:
-    """Lets a slice of PoC work pass when chat is idle, when PoC goes first, or when it is below its least share."""
+    """Lets a slice of PoC work pass when chat is idle, when PoC goes first, or when it is below its least share.
 
-    def __init__(self, engine: PocEngine, settings: Settings) -> None:
+    Whoever runs a slice tells ``busy`` from when to when (`time.monotonic`).
+    """
+
+    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
         self.held_back_seconds = 0.0
         self._engine = engine
         self._poc_first = settings.priority is Priority.POC_FIRST
         self._min_share = settings.min_share
         self._backoff = settings.chat_backoff_seconds
-        self._share = BusyShare(settings.share_window_seconds, monotonic)
+        self.busy = BusyShare(settings.share_window_seconds, monotonic)
 
     async def passed(self) -> None:
         """Wait until PoC may run its next slice."""
-        while not await self._is_open():
+        while not self._is_open():
             started = monotonic()
             await asyncio.sleep(self._backoff)
             waited = monotonic() - started
             self.held_back_seconds += waited
             metrics.HELD_BACK.inc(waited)
 
-    def used(self, start: float, end: float) -> None:
-        """Count a slice that ran from ``start`` to ``end`` (`time.monotonic`)."""
-        self._share.add(start, end)
-
-    async def _is_open(self) -> bool:
-        if self._poc_first or not await self._engine.has_unfinished_chat():
-            return True
-        return self._share.value() < self._min_share
+    def _is_open(self) -> bool:
+        return self._poc_first or not self._engine.has_unfinished_chat() or self.busy.value() < self._min_share

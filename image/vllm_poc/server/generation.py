@@ -32,14 +32,6 @@ _log = get_logger(__name__)
 PROGRESS_SECONDS = 5.0
 
 
-class SickEngineError(Exception):
-    """The engine answers, but not with numbers."""
-
-
-#: Failures that are no defect of ours, so that a traceback would say nothing.
-_EXPECTED = (EngineError, SickEngineError)
-
-
 class Round:
     """The round's tasks, one that computes and one that delivers, and what status tells of them."""
 
@@ -61,10 +53,9 @@ class Round:
         self._extended = asyncio.Event()
         self._runner = runner
         self._size = runner.slice_size(slice_limit)
-        self._held_back_before = runner.held_back_seconds
-        self._flush_seconds = settings.flush_seconds
+        self._held_back_before = runner.gate.held_back_seconds
         self._on_idle = on_idle
-        self._sick_limit = settings.sick_nonces
+        self._settings = settings
         self.delivery = Delivery(
             receiver=request.receiver,
             payload=partial(callback, request),
@@ -81,7 +72,7 @@ class Round:
     @property
     def held_back_seconds(self) -> float:
         """How long chat held PoC back since the round started."""
-        return self._runner.held_back_seconds - self._held_back_before
+        return self._runner.gate.held_back_seconds - self._held_back_before
 
     def extend(self, end_index: int) -> None:
         """Compute on up to ``end_index``, if that is further than before."""
@@ -114,18 +105,15 @@ class Round:
         self._sending.cancel()
 
     async def _compute_slot(self) -> None:
+        slot, counters = self.request.slot, self.counters
         try:
-            await self._compute_slices()
+            while counters.next_index < slot.capacity:
+                nonces = slot.nonces(counters.next_index, await self._allowance())
+                result = await self._runner.run(self.request, nonces, self._size)
+                await self.delivery.add(self._record(len(nonces), result))
+                _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
         finally:
             self._on_idle()  # others need not wait for the receiver
-
-    async def _compute_slices(self) -> None:
-        slot, counters = self.request.slot, self.counters
-        while counters.next_index < slot.capacity:
-            nonces = slot.nonces(counters.next_index, await self._allowance())
-            result = await self._runner.run(self.request, nonces, self._size)
-            await self.delivery.add(self._record(len(nonces), result))
-            _refuse_sick_engine(counters.sick, self._sick_limit)
 
     async def _allowance(self) -> int:
         """Return how many nonces the next slice may have; waits at ``end_index``."""
@@ -158,12 +146,13 @@ class Round:
 
     async def _flush(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._flush_seconds):
+            async with asyncio.timeout(self._settings.flush_seconds):
                 await self.delivery.drained()
 
     def _fail(self, error: Exception) -> None:
         self.error = str(error) or type(error).__name__
-        self._end(PowState.FAILED, self.error, defect=None if isinstance(error, _EXPECTED) else error)
+        # A failing engine is no defect of ours, so that a traceback would say nothing.
+        self._end(PowState.FAILED, self.error, defect=None if isinstance(error, EngineError) else error)
 
     def _end(self, state: PowState, why: str, *, defect: Exception | None = None) -> None:
         if self.state is PowState.GENERATING:
@@ -191,7 +180,7 @@ class Round:
 
 def _refuse_sick_engine(sick: int, limit: int) -> None:
     if sick >= limit:
-        raise SickEngineError(
+        raise EngineError(
             f"{sick} nonces came out NaN or infinite without one clean slice in between: "
             "check the GPU and the model's dtype, then restart the server"
         )

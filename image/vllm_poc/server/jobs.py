@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
 from uuid import uuid4
 
 from vllm_poc.log import get_logger
@@ -35,7 +34,7 @@ class Job:
     id: str = field(default_factory=lambda: uuid4().hex)
     state: JobState = JobState.QUEUED
     result: Result | None = None
-    letter: Letter[Any] | None = None
+    letter: Letter | None = None
     error: str | None = None
 
     def response(self) -> Result | JobResponse:
@@ -64,7 +63,6 @@ class JobQueue:
         self._settings = settings
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
-        self._running: Job | None = None
         self._worker: asyncio.Task[None] | None = None
         self._nonces = 0
         self._others = 0
@@ -72,7 +70,7 @@ class JobQueue:
     @property
     def load(self) -> tuple[int, int]:
         """How many requests wait or are computed, and their nonces."""
-        return len(self._waiting) + (self._running is not None) + self._others, self._nonces
+        return len(self._unended()) + self._others, self._nonces
 
     def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued."""
@@ -104,7 +102,7 @@ class JobQueue:
 
     async def cancel(self, reason: str) -> None:
         """Cancel what waits and what runs; ``reason`` becomes their error."""
-        jobs = [*([self._running] if self._running is not None else []), *self._waiting]
+        jobs = self._unended()
         self._waiting.clear()
         if self._worker is not None:
             self._worker.cancel()
@@ -113,17 +111,16 @@ class JobQueue:
             self._end(job, JobState.CANCELLED, reason)
         self._ensure_worker()  # for what came while the old one ended
 
+    def _unended(self) -> list[Job]:
+        return [job for job in self._jobs.values() if job.request is not None]
+
     def _ensure_worker(self) -> None:
         if self._waiting and (self._worker is None or self._worker.done()):
             self._worker = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         while self._waiting:
-            self._running = self._waiting.popleft()
-            try:
-                await self._perform(self._running)
-            finally:
-                self._running = None
+            await self._perform(self._waiting.popleft())
 
     async def _perform(self, job: Job) -> None:
         assert job.request is not None  # noqa: S101 - it is dropped at the end only

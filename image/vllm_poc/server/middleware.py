@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_poc.server import deployment
 from vllm_poc.server.engine import VllmEngine
-from vllm_poc.server.errors import response
+from vllm_poc.server.errors import RefusalError, refusal, response
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
+from vllm_poc.server.status import set_gauges
 from vllm_poc.wire.base import API_PREFIX
-from vllm_poc.wire.responses import ErrorResponse
 
 #: What poc-first refuses while a round computes; what already runs is not touched.
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
@@ -53,41 +53,47 @@ class PocMiddleware:
                 await self._service.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._is_authorised(Headers(scope=scope)):
-            await _unauthorised()(scope, receive, send)
-            return
-        state: State = scope["app"].state
-        refusal = deployment.refusal(getattr(state, "args", None), os.environ)
-        if refusal is not None:
-            await _unsupported(refusal)(scope, receive, send)
-            return
-        app = self._app_for(state)
-        if app is None:
-            await _not_ready()(scope, receive, send)
-            return
-        body = await _read_body(receive, self._settings.body_bytes)
-        if body is None:
-            await _too_large(self._settings.body_bytes)(scope, receive, send)
+        try:
+            app = self._admitted(scope)
+            body = await _read_body(receive, self._settings.body_bytes)
+        except RefusalError as error:
+            await response(error)(scope, receive, send)
             return
         # A copy, since the PoC app puts itself into the scope.
         await app(dict(scope), _replay(body, receive), send)
+
+    def _admitted(self, scope: Scope) -> ASGIApp:
+        if not self._is_authorised(Headers(scope=scope)):
+            detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
+            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+        state: State = scope["app"].state
+        unsupported = deployment.refusal(getattr(state, "args", None), os.environ)
+        if unsupported is not None:
+            raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", unsupported)
+        app = self._app_for(state)
+        if app is None:
+            detail = "the engine is still starting: try again later"
+            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineNotReady", detail, {"Retry-After": "5"})
+        return app
 
     def _set_gauges(self, scope: Scope) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/metrics"):
             self._app_for(scope["app"].state)
             if self._service is not None:
-                self._service.set_gauges()
+                set_gauges(self._service.phases, self._service.jobs)
 
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:
             return False
-        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.round_computes
+        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.phases.computes
 
     def _app_for(self, state: State) -> ASGIApp | None:
-        if self._poc_app is None:
-            engine = _engine(state, self._settings)
-            if engine is None:
-                return None
+        # vLLM sets both while it starts; the models last.
+        client = getattr(state, "engine_client", None)
+        models = getattr(state, "openai_serving_models", None)
+        if self._poc_app is None and client is not None and models is not None:
+            names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
+            engine = VllmEngine(client, frozenset(names), call_seconds=self._settings.engine_seconds)
             self._service = PocService(engine, self._settings)
             self._poc_app = create_app(self._service)
         return self._poc_app
@@ -103,23 +109,14 @@ def _is_poc(path: str) -> bool:
     return path == API_PREFIX or path.startswith(API_PREFIX + "/")
 
 
-def _engine(state: State, settings: Settings) -> VllmEngine | None:
-    # vLLM sets both while it starts; the models last.
-    client = getattr(state, "engine_client", None)
-    models = getattr(state, "openai_serving_models", None)
-    if client is None or models is None:
-        return None
-    names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
-    return VllmEngine(client, frozenset(names), call_seconds=settings.engine_seconds)
-
-
-async def _read_body(receive: Receive, limit: int) -> bytes | None:
+async def _read_body(receive: Receive, limit: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
         if len(body) > limit:
-            return None
+            detail = f"the request body exceeds {limit} bytes: send less"
+            raise refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
         if not message.get("more_body", False):
             return bytes(body)
 
@@ -133,27 +130,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def _unauthorised() -> Response:
-    detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
-    body = ErrorResponse(reason="Unauthorized", detail=detail)
-    return response(HTTPStatus.UNAUTHORIZED, body, {"WWW-Authenticate": "Bearer"})
-
-
-def _unsupported(detail: str) -> Response:
-    return response(HTTPStatus.CONFLICT, ErrorResponse(reason="ModelUnsupported", detail=detail))
-
-
-def _not_ready() -> Response:
-    body = ErrorResponse(reason="EngineNotReady", detail="the engine is still starting: try again later")
-    return response(HTTPStatus.SERVICE_UNAVAILABLE, body, {"Retry-After": "5"})
-
-
 def _poc_goes_first() -> Response:
     message = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
     error = {"message": message, "type": "service_unavailable", "code": HTTPStatus.SERVICE_UNAVAILABLE.value}
     return JSONResponse({"error": error}, HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "5"})
-
-
-def _too_large(limit: int) -> Response:
-    body = ErrorResponse(reason="BodyTooLarge", detail=f"the request body exceeds {limit} bytes: send less")
-    return response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, body)

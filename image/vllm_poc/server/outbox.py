@@ -3,7 +3,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -12,40 +13,22 @@ from vllm_poc.server import metrics
 from vllm_poc.server.posting import Item, Poster
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.base import WireMessage
+from vllm_poc.wire.results import CallbackState
 
 _log = get_logger(__name__)
 
-CallbackState = Literal["pending", "delivered", "rejected", "given up"]
 
+@dataclass
+class Letter:
+    """Where a delivery to one address stands."""
 
-class Letter(Generic[Item]):
-    """Items on their way to one address, in order, in payloads of bounded size."""
-
-    def __init__(self, poster: Poster[Item], items: Sequence[Item]) -> None:
-        self.state: CallbackState = "pending"
-        self.weight = len(items)
-        self._poster = poster
-        self._items = items
+    poster: Poster[Any]
+    state: CallbackState = "pending"
 
     @property
     def error(self) -> str | None:
         """What the receiver last answered while it accepts nothing, or why it refused an item for good."""
-        return self._poster.error or self._poster.refusal
-
-    async def deliver(self, at_once: int, seconds: float) -> None:
-        """Post until all is judged, or time is up."""
-        try:
-            async with asyncio.timeout(seconds):
-                refused = await self._post_all(at_once)
-        except TimeoutError:
-            self.state = "given up"
-        else:
-            self.state = "rejected" if refused else "delivered"
-        self._items = ()
-
-    async def _post_all(self, at_once: int) -> int:
-        starts = range(0, len(self._items), at_once)
-        return sum([await self._poster.deliver(self._items[start : start + at_once]) for start in starts])
+        return self.poster.error or self.poster.refusal
 
 
 class Outbox:
@@ -72,11 +55,11 @@ class Outbox:
         async with self._changed:
             await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
 
-    def send(self, url: str, items: Sequence[Item], payload: Callable[[Sequence[Item]], WireMessage]) -> Letter[Item]:
-        """Send ``items`` to ``url``; ``payload`` makes the body of some of them."""
-        letter = Letter(Poster(url, payload, session=self._session, settings=self._settings), items)
-        self._weight += letter.weight
-        task = asyncio.create_task(self._deliver(letter))
+    def send(self, url: str, items: Sequence[Item], payload: Callable[[Sequence[Item]], WireMessage]) -> Letter:
+        """Send ``items`` to ``url``, in order; ``payload`` makes the body of some of them."""
+        letter = Letter(Poster(url, payload, session=self._session, settings=self._settings))
+        self._weight += len(items)
+        task = asyncio.create_task(self._deliver(letter, items))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return letter
@@ -88,16 +71,20 @@ class Outbox:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _deliver(self, letter: Letter[Item]) -> None:
+    async def _deliver(self, letter: Letter, items: Sequence[Item]) -> None:
         try:
-            await letter.deliver(self._settings.payload_results, self._settings.result_seconds)
+            async with asyncio.timeout(self._settings.result_seconds):
+                accepted = [accepted async for accepted in letter.poster.deliver(items)]
+            letter.state = "delivered" if all(accepted) else "rejected"
+        except TimeoutError:
+            letter.state = "given up"
         finally:
             self._count(letter)
             async with self._changed:
-                self._weight -= letter.weight
+                self._weight -= len(items)
                 self._changed.notify_all()
 
-    def _count(self, letter: Letter[Item]) -> None:
+    def _count(self, letter: Letter) -> None:
         if letter.state != "delivered":
             self.lost += 1
             metrics.CALLBACKS_LOST.inc()

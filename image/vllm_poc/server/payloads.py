@@ -36,8 +36,7 @@ def callback(request: SlotRequest | GenerateRequest, items: Items, request_id: s
 
 def verdict_callback(request: GenerateRequest, result: ValidatedResponse) -> ValidatedArtifacts:
     """Return the ``/validated`` payload of queued work."""
-    fields = result.model_dump(exclude={"status", "callback", "callback_error"})
-    return ValidatedArtifacts(node_id=request.node_id, **_round_fields(request), **fields)
+    return ValidatedArtifacts(node_id=request.node_id, **_round_fields(request), **result.model_dump())
 
 
 def generated(request: GenerateRequest, items: Items, request_id: str) -> GeneratedResponse:
@@ -69,26 +68,16 @@ def callback_items(result: GeneratedResponse) -> list[Item]:
 
 
 def round_config(request: SlotRequest) -> RoundConfig:
-    """Return the round as status tells it."""
-    params = request.params
-    return RoundConfig(
-        block_hash=request.block_hash,
-        block_height=request.block_height,
-        public_key=request.public_key,
-        node_id=request.node_id,
-        node_count=request.node_count,
-        group_id=request.group_id,
-        n_groups=request.n_groups,
-        seq_len=request.effective_seq_len,
-        k_dim=params.k_dim if params is not None else None,
-        protocol=request.protocol,
-        model=params.model if params is not None else None,
-        batch_size=request.batch_size,
-        url=request.receiver,
-        poc_stronger_rng=request.poc_stronger_rng,
-        use_layer_hooks=request.layer_hooks,
-        use_sign_flips=request.sign_flips,
-    )
+    """Return the round as status tells it: as requested, with the defaults that depend on its protocol."""
+    params = request.params.model_dump() if request.params is not None else {}
+    in_effect = {
+        "protocol": request.protocol,
+        "seq_len": request.effective_seq_len,
+        "url": request.receiver,
+        "use_layer_hooks": request.layer_hooks,
+        "use_sign_flips": request.sign_flips,
+    }
+    return RoundConfig.model_validate(request.model_dump() | params | in_effect)
 
 
 def _artifacts(items: Items) -> list[Artifact]:

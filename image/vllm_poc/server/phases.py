@@ -77,7 +77,7 @@ class Phases:
         async with self._commands:
             if self.state is PowState.GENERATING:
                 raise self._conflict()
-            await self._close_round()
+            await self.close()
             self.config, self.round, self._phase = request, None, phase
 
     async def resume(self, slice_limit: int) -> None:
@@ -114,8 +114,9 @@ class Phases:
                 self._phase = PowState.STOPPED
 
     async def close(self) -> None:
-        """End at once."""
-        await self._close_round()
+        """End the round at once."""
+        if self.round is not None:
+            await self.round.close()
 
     def distance_config(self) -> SlotRequest:
         """Return the round; refused with 400 if there is none, with 409 if it has no phases to switch."""
@@ -132,7 +133,7 @@ class Phases:
         return self.config.round_id if self.config is not None else None
 
     async def _generate(self, request: InitGenerateRequest, slice_limit: int) -> None:
-        await self._close_round()
+        await self.close()
         self._free.clear()
         self.config, self._phase = request, PowState.GENERATING
         self.round = Round(
@@ -144,11 +145,7 @@ class Phases:
             on_idle=self._free.set,
         )
 
-    async def _close_round(self) -> None:
-        if self.round is not None:
-            await self.round.close()
-
-    def _why_not(self) -> str:
+    def _state_in_words(self) -> str:
         if self.state not in _RUNNING:
             return "no round generates: start it first"
         what = f"round {self._round_id}" if self._round_id is not None else "a round without round_id"
@@ -158,7 +155,7 @@ class Phases:
         running = payloads.round_config(self.config) if self.config is not None else None
         body = ErrorResponse(
             reason="RoundConflict",
-            detail=self._why_not(),
+            detail=self._state_in_words(),
             running=running,
             round_id=self._round_id,
         )

@@ -2,7 +2,7 @@
 """Posts of results to one callback address: tried until the receiver accepts them or refuses them for good."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Generic, TypeVar
@@ -63,33 +63,34 @@ class Poster(Generic[Item]):
         self._settings = settings
         self._refused_in_a_row = 0
 
-    async def post(self, items: Sequence[Item]) -> Outcome:
-        """Post ``items`` together until the receiver has judged them. Nothing is sent for no items."""
-        if not items:
-            return Outcome.ACCEPTED
+    async def deliver(self, items: Sequence[Item]) -> AsyncIterator[bool]:
+        """Post ``items`` in order, in payloads of bounded size; yield for each whether it was accepted.
+
+        A payload that is refused is halved until the bad items are found, so that they alone are lost.
+        """
+        at_once = self._settings.payload_results
+        parts = [items[start : start + at_once] for start in range(0, len(items), at_once)]
+        parts.reverse()
+        while parts:
+            part = parts.pop()
+            outcome = await self._post(part)
+            if outcome is Outcome.REFUSED and len(part) > 1:
+                middle = len(part) // 2
+                parts += [part[middle:], part[:middle]]
+            else:
+                for _ in part:
+                    yield outcome is Outcome.ACCEPTED
+
+    async def _post(self, items: Sequence[Item]) -> Outcome:
         body = self._payload(items).model_dump_json(exclude_none=True)
-        for pause in _pauses(self._settings):
+        pause = self._settings.retry_first_seconds
+        while True:
             status = await self._attempt(body)
             if status in _SUCCESS or (status in _CLIENT_ERRORS and status not in _PASSING):
                 return self._judge(status, len(items))
             metrics.CALLBACKS.labels("failed").inc()
             await asyncio.sleep(pause)
-        raise AssertionError("the pauses never end")
-
-    async def deliver(self, items: Sequence[Item]) -> int:
-        """Post ``items`` in order, together where possible; return how many were refused for good.
-
-        A payload that is refused is halved until the bad items are found, so that they alone are lost.
-        """
-        refused, parts = 0, [items]
-        while parts:
-            part = parts.pop()
-            outcome = await self.post(part)
-            if outcome is Outcome.REFUSED and len(part) > 1:
-                parts += reversed(halves(part))
-            elif outcome is not Outcome.ACCEPTED:
-                refused += len(part)
-        return refused
+            pause = min(2 * pause, self._settings.retry_limit_seconds)
 
     async def _attempt(self, body: str) -> int:
         headers = {"Content-Type": "application/json"}
@@ -117,16 +118,3 @@ class Poster(Generic[Item]):
     def _failed(self, reason: str) -> None:
         self.error = f"{self._url}: {reason}"
         _log.warning("callback failed: %s", self.error)
-
-
-def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Return the first and the second half of two or more items."""
-    middle = len(items) // 2
-    return items[:middle], items[middle:]
-
-
-def _pauses(settings: Settings) -> Iterator[float]:
-    pause = settings.retry_first_seconds
-    while True:
-        yield pause
-        pause = min(2 * pause, settings.retry_limit_seconds)

@@ -107,7 +107,7 @@ async def generate(
 @router.get("/generate/{request_id}", response_model_exclude_none=True)
 async def generate_result(request_id: str, service: Service) -> GeneratedResponse | ValidatedResponse | JobResponse:
     """Tell the state or the result of queued work."""
-    return service.job(request_id)
+    return service.jobs.find(request_id)
 
 
 @router.get("/status")

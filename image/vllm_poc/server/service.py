@@ -11,14 +11,14 @@ from uuid import uuid4
 import aiohttp
 
 from vllm_poc.server import limits
-from vllm_poc.server.engine import EngineError, PocEngine
-from vllm_poc.server.errors import RefusalError, refusal
+from vllm_poc.server.engine import EngineError, VllmEngine
+from vllm_poc.server.errors import refusal
 from vllm_poc.server.jobs import Job, JobQueue, Result
 from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import SliceRunner
-from vllm_poc.server.status import pow_status, set_gauges, status_response
+from vllm_poc.server.status import pow_status, status_response
 from vllm_poc.server.work import NamedNonces
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.generate import GenerateRequest
@@ -26,63 +26,59 @@ from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
 from vllm_poc.wire.requests import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest
 from vllm_poc.wire.responses import CommandResponse, ModelLimits, StatusResponse
 from vllm_poc.wire.results import JobResponse
-from vllm_poc.worker.batches import ModelFacts
 
 T = TypeVar("T")
 
 
 class PocService:
-    """Executes the protocol's calls. Make it inside a running event loop, and `close` it."""
+    """Executes the protocol's calls on the round's ``phases`` and the queued ``jobs``.
 
-    def __init__(self, engine: PocEngine, settings: Settings) -> None:
+    Make it inside a running event loop, and `close` it.
+    """
+
+    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
         self.session_id = uuid4().hex
         self._engine = engine
         self._settings = settings
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
         runner = SliceRunner(engine, settings)
-        self._phases = Phases(runner, self._session, settings)
+        self.phases = Phases(runner, self._session, settings)
         self._outbox = Outbox(self._session, settings)
-        self._work = NamedNonces(runner, self._outbox, self._phases.free)
-        self._jobs = JobQueue(ready=self._phases.free, work=self._perform, settings=settings)
-        self._facts: ModelFacts | None = None
-
-    @property
-    def round_computes(self) -> bool:
-        """Whether a round uses the engine."""
-        return self._phases.computes
+        self._work = NamedNonces(runner, self._outbox, self.phases.free)
+        self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""
-        await self._phases.start(request, await self._checked(request))
+        await self.phases.start(request, await self._checked(request))
         return self._answer(PowState.GENERATING)
 
     async def extend(self, request: ExtendRequest) -> CommandResponse:
         """Let the round compute on, up to another index."""
-        await self._phases.extend(request)
+        await self.phases.extend(request)
         return self._answer(PowState.GENERATING)
 
     async def init(self, request: InitRequest, phase: PowState) -> CommandResponse:
         """Take over a distance round, to generate or validate later (IDLE), or to validate now (VALIDATING)."""
         await self._checked(request)
-        await self._phases.init(request, phase)
+        await self.phases.init(request, phase)
         return self._answer(phase)
 
     async def resume(self) -> CommandResponse:
         """Generate the distance round on from what was delivered."""
-        await self._phases.resume(await self._checked(self._phases.distance_config()))
+        await self.phases.resume(await self._checked(self.phases.distance_config()))
         return self._answer(PowState.GENERATING)
 
     async def validate_phase(self) -> CommandResponse:
         """Let the distance round validate from now on."""
-        await self._phases.validate()
+        await self.phases.validate()
         return self._answer(PowState.VALIDATING)
 
     async def stop(self, round_id: str | None = None) -> CommandResponse:
         """Stop the round, and queued work too unless only the round is named; results stay."""
         if round_id is None:
             # Before the round: its end would let them start.
-            await self._jobs.cancel("cancelled by stop")
-        await self._phases.stop(round_id)
+            await self.jobs.cancel("cancelled by stop")
+        await self.phases.stop(round_id)
         return self._answer(PowState.STOPPED)
 
     async def generate(self, request: GenerateRequest) -> Result | JobResponse:
@@ -90,31 +86,23 @@ class PocService:
         limits.check_validation(request)
         limit = await self._checked(request)
         if not request.wait:
-            return self._jobs.submit(request)
-        with self._jobs.counted(request):
+            return self.jobs.submit(request)
+        with self.jobs.counted(request):
             return await self._in_time(self._work.result(request, uuid4().hex, limit))
-
-    def job(self, request_id: str) -> Result | JobResponse:
-        """Return state or result of queued work."""
-        return self._jobs.find(request_id)
 
     async def prove(self, batch: ProofBatch) -> ProofVerdict:
         """Recompute a proof batch for the distance round."""
-        round_ = self._phases.distance_config()
+        round_ = self.phases.distance_config()
         return await self._in_time(self._work.proof(round_, batch, await self._checked(round_)))
 
     async def status(self, *, lists: bool = True) -> StatusResponse:
         """Return the state of the round; the model's limits are 0 as long as the engine does not answer."""
-        return status_response(self.session_id, await self._model_limits(), self._phases, self._outbox, lists=lists)
-
-    def set_gauges(self) -> None:
-        """Bring the gauges of ``/metrics`` up to date."""
-        set_gauges(self._phases, self._jobs)
+        return status_response(self.session_id, await self._model_limits(), self.phases, self._outbox, lists=lists)
 
     async def close(self) -> None:
         """End all work at once and release the connections."""
-        await self._jobs.cancel("cancelled by the server's end")
-        await self._phases.close()
+        await self.jobs.cancel("cancelled by the server's end")
+        await self.phases.close()
         await self._outbox.close()
         await self._session.close()
 
@@ -123,7 +111,7 @@ class PocService:
 
     async def _checked(self, request: CallbackRequest) -> int:
         # Returns how many nonces a forward pass may hold.
-        facts = await self._described()
+        facts = await self._engine.facts()
         limits.check_round(request, facts, self._engine.served_names)
         limits.check_callback(request, self._settings)
         return limits.slice_limit(request, facts)
@@ -133,22 +121,15 @@ class PocService:
             async with asyncio.timeout(self._settings.request_seconds):
                 return await work
         except TimeoutError:
-            raise self._too_slow() from None
-        except EngineError as error:
-            raise _engine_refusal(error) from error
-
-    async def _described(self) -> ModelFacts:
-        if self._facts is None:
-            try:
-                self._facts = await self._engine.facts()
-            except EngineError as error:
-                raise _engine_refusal(error) from error
-        return self._facts
+            seconds = self._settings.request_seconds
+            why = "a round runs" if self.phases.state is PowState.GENERATING else "the server is busy"
+            detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
+            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail) from None
 
     async def _model_limits(self) -> ModelLimits:
         names = sorted(self._engine.served_names)
-        with contextlib.suppress(RefusalError):
-            facts = await self._described()
+        with contextlib.suppress(EngineError):
+            facts = await self._engine.facts()
             return ModelLimits(
                 names=names,
                 max_seq_len=facts["max_model_len"],
@@ -158,14 +139,4 @@ class PocService:
         return ModelLimits(names=names)
 
     def _answer(self, state: PowState) -> CommandResponse:
-        return CommandResponse(pow_status=pow_status(self.session_id, self._phases, state))
-
-    def _too_slow(self) -> RefusalError:
-        seconds = self._settings.request_seconds
-        why = "a round runs" if self._phases.state is PowState.GENERATING else "the server is busy"
-        detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
-        return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail)
-
-
-def _engine_refusal(error: EngineError) -> RefusalError:
-    return refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineFailed", str(error))
+        return CommandResponse(pow_status=pow_status(self.session_id, self.phases, state))

@@ -11,10 +11,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
-def _variable(field: str) -> str:
-    return f"VLLM_POC_{field.upper()}"
-
-
 def _split_commas(value: object) -> object:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -31,7 +27,7 @@ class Priority(StrEnum):
 class Settings(BaseModel):
     """Limits and times; the defaults suit a pod that serves chat beside PoC."""
 
-    model_config = ConfigDict(frozen=True, alias_generator=_variable, extra="ignore")
+    model_config = ConfigDict(frozen=True, alias_generator=lambda field: f"VLLM_POC_{field.upper()}", extra="ignore")
 
     #: Bearer token that guards the PoC routes; none by default.
     token: SecretStr | None = Field(default=None, min_length=1)

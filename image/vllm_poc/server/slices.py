@@ -7,7 +7,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from vllm_poc.server import metrics
-from vllm_poc.server.engine import EngineError, PocEngine
+from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.gate import ChatGate
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.requests import RoundRequest
@@ -56,16 +56,11 @@ class SliceSize:
 class SliceRunner:
     """Runs slices on the engine for whoever asks, first come first served."""
 
-    def __init__(self, engine: PocEngine, settings: Settings) -> None:
+    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
         self._engine = engine
         self._settings = settings
         self._turn = asyncio.Lock()
-        self._gate = ChatGate(engine, settings)
-
-    @property
-    def held_back_seconds(self) -> float:
-        """How long chat has held PoC back since the server's start."""
-        return self._gate.held_back_seconds
+        self.gate = ChatGate(engine, settings)
 
     def slice_size(self, limit: int) -> SliceSize:
         """Return the size of a piece of work whose forward passes may hold ``limit`` nonces."""
@@ -82,11 +77,11 @@ class SliceRunner:
 
     async def _compute(self, request: RoundRequest, nonces: Sequence[int], size: SliceSize) -> BatchResult:
         async with self._turn:
-            await self._gate.passed()
+            await self.gate.passed()
             started = monotonic()
             result = await self._engine.compute(batch_request(request, nonces))
             ended = monotonic()
-        self._gate.used(started, ended)
+        self.gate.busy.add(started, ended)
         size.learn(ended - started)
         metrics.SLICE.observe(ended - started)
         metrics.PROGRESS.set_to_current_time()

@@ -10,7 +10,6 @@ from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.payloads import round_config
 from vllm_poc.server.phases import Phases
 from vllm_poc.wire.base import PowState, Protocol
-from vllm_poc.wire.requests import SlotRequest
 from vllm_poc.wire.responses import ModelLimits, PowStatus, RoundStats, StatusResponse
 
 
@@ -26,15 +25,12 @@ def status_response(
         "callbacks_pending": outbox.pending,
         "callbacks_lost": outbox.lost,
     }
-    if phases.config is not None:
-        fields |= _config_fields(phases.config)
+    config = phases.config
+    if config is not None:
+        fields |= {"config": round_config(config), "r_target": config.r_target, "round_id": config.round_id}
     if phases.round is not None:
         fields |= _round_fields(phases.round, lists=lists)
     return StatusResponse.model_validate(fields)
-
-
-def _config_fields(config: SlotRequest) -> dict[str, object]:
-    return {"config": round_config(config), "r_target": config.r_target, "round_id": config.round_id}
 
 
 def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
@@ -55,7 +51,7 @@ def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
         "delivered_valid": delivered.valid,
         "delivered_rejected": delivered.rejected,
         "rejected": counters.not_finite + delivered.refused,
-        "last_progress_seconds": _age(counters.progressed),
+        "last_progress_seconds": monotonic() - counters.progressed if counters.progressed is not None else None,
         "held_back_seconds": current.held_back_seconds,
         "error": current.error,
         "delivery_error": current.delivery.error,
@@ -82,7 +78,3 @@ def pow_status(session_id: str, phases: Phases, state: PowState) -> PowStatus:
         next_index=current.counters.next_index if current is not None else 0,
         delivered_index=current.delivery.delivered.index if current is not None else 0,
     )
-
-
-def _age(moment: float | None) -> float | None:
-    return monotonic() - moment if moment is not None else None

@@ -3,10 +3,9 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from vllm_poc.server import metrics, payloads
-from vllm_poc.server.comparison import ArtifactComparison, proof_verdict
+from vllm_poc.server.comparison import artifact_verdict, proof_verdict
 from vllm_poc.server.jobs import Job, Result
 from vllm_poc.server.outbox import Letter, Outbox
 from vllm_poc.server.slices import Item, SliceRunner
@@ -31,10 +30,7 @@ class NamedNonces:
         """Return artifacts, distances or a verdict. EngineError if the engine fails."""
         slices = self._slices(request, request.nonces, limit, _at_once if request.beside_round else self._ready)
         if request.validation is not None:
-            comparison = ArtifactComparison(request)
-            async for items in slices:
-                comparison.add(items)
-            return comparison.response(request_id)
+            return await artifact_verdict(request, request_id, slices)
         return payloads.generated(request, [item async for part in slices for item in part], request_id)
 
     async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:
@@ -55,7 +51,7 @@ class NamedNonces:
             self._outbox.send(f"{round_.receiver}/validated", [callback], _only)
         return verdict
 
-    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> Letter[Any]:
+    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> Letter:
         if isinstance(result, ValidatedResponse):
             return self._outbox.send(f"{receiver}/validated", [payloads.verdict_callback(request, result)], _only)
         payload = partial(payloads.callback, request, request_id=result.request_id)

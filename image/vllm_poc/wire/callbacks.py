@@ -40,8 +40,6 @@ class ValidatedArtifacts(Callback, Verdict):
 
     request_id: str
     node_id: int
-    # Ours.
-    not_computed: list[int]
 
 
 class ValidatedDistances(Callback, Verdict):
@@ -51,5 +49,3 @@ class ValidatedDistances(Callback, Verdict):
     computed_distances: list[float]
     received_distances: list[float]
     valid: list[bool]
-    # Ours.
-    not_computed: list[int]

@@ -67,11 +67,6 @@ class GenerateRequest(CallbackRequest):
             raise ValueError("beside_round needs wait: queued work waits for the end of a round")
         return self
 
-    @property
-    def fraud_test(self) -> StatTest:
-        """The test that ``validation`` is put to."""
-        return self.stat_test or StatTest()
-
 
 def refuse_duplicates(field: str, nonces: Iterable[int]) -> None:
     """Raise ValueError if a nonce is named twice."""

@@ -39,5 +39,3 @@ class ProofVerdict(Verdict):
 
     status: Literal["OK"] = "OK"
     computed_distances: list[float | None]
-    # Ours: nonces whose result was NaN or infinite on this server.
-    not_computed: list[int]

@@ -27,8 +27,6 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 #: Chains count blocks in int64.
 MAX_BLOCK_HEIGHT = 2**63 - 1
 
-BatchSize = Annotated[int, Field(ge=1, le=65_536)]
-
 
 class ArtifactParams(WireMessage):
     """``params`` of the artifact protocol. Unknown keys are refused, as the protocol says."""
@@ -46,7 +44,7 @@ class RoundRequest(WireMessage):
     block_hash: str = Field(min_length=1, max_length=256)
     block_height: int = Field(ge=0, le=MAX_BLOCK_HEIGHT)
     public_key: str = Field(min_length=1, max_length=1024)
-    batch_size: BatchSize = DEFAULT_BATCH_SIZE
+    batch_size: int = Field(default=DEFAULT_BATCH_SIZE, ge=1, le=65_536)
     # Artifact protocol.
     params: ArtifactParams | None = None
     poc_stronger_rng: bool = False
@@ -146,12 +144,7 @@ class SlotRequest(CallbackRequest):
     @property
     def slot(self) -> NonceSlot:
         """The residue class to compute. ValueError if the request names none."""
-        return NonceSlot(
-            node_id=self.node_id,
-            node_count=self.node_count,
-            group_id=self.group_id,
-            n_groups=self.n_groups,
-        )
+        return NonceSlot.model_validate(self, from_attributes=True)
 
     def same_work(self, other: "SlotRequest") -> bool:
         """Whether both ask for the same slot of the same round; where they resume and pause may differ."""

@@ -9,6 +9,9 @@ from pydantic import Field
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.base import WireMessage
 
+#: Where the callback of queued work stands.
+CallbackState = Literal["pending", "delivered", "rejected", "given up"]
+
 
 class JobState(StrEnum):
     """State of queued work."""
@@ -28,7 +31,7 @@ class Completed(WireMessage):
     # Ours.
     not_computed: list[int] = Field(default_factory=list)
     # Of queued work with a callback address: where its callback stands, and the last thing that went wrong.
-    callback: Literal["pending", "delivered", "rejected", "given up"] | None = None
+    callback: CallbackState | None = None
     callback_error: str | None = None
 
 
@@ -48,13 +51,18 @@ class GeneratedResponse(Completed):
 
 
 class Verdict(WireMessage):
-    """The fraud test's outcome over ``n_total`` nonces, which leaves out those that were not computed."""
+    """The fraud test's outcome over ``n_total`` nonces, which leaves out those that were not computed.
+
+    ``not_computed`` names these: their result was NaN or infinite on this server.
+    """
 
     n_total: int
     n_mismatch: int
     mismatch_nonces: list[int]
     p_value: float
     fraud_detected: bool
+    # Ours.
+    not_computed: list[int]
 
 
 class ValidatedResponse(Completed, Verdict):

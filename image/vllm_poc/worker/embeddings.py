@@ -41,8 +41,5 @@ def model_inputs(model: nn.Module, embeddings: Tensor | None) -> Iterator[dict[s
         yield {"input_ids": None}
         return
     (layer,) = token_embeddings(model)
-    handle = layer.register_forward_hook(lambda *_: embeddings)
-    try:
+    with layer.register_forward_hook(lambda *_: embeddings):
         yield {"input_ids": torch.zeros(len(embeddings), dtype=torch.int64, device=embeddings.device)}
-    finally:
-        handle.remove()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts
 from vllm_poc.worker.forward import PocModel
 from vllm_poc.worker.internals import Runner, UnsupportedModelError
-from vllm_poc.worker.limits import Limits, refusal
+from vllm_poc.worker.limits import model_facts, refusal
 from vllm_poc.worker.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -36,21 +36,12 @@ class PocWorkerExtension:
         return _answer(lambda: self._poc_result(request))
 
     def _poc_facts(self) -> ModelFacts:
-        scratch_bytes, reason = 0, None
+        facts = model_facts(self.model_runner.vllm_config)
         try:
-            scratch_bytes = self._poc().scratch_bytes
+            facts["scratch_bytes"] = self._poc().scratch.nbytes
         except UnsupportedModelError as error:
-            reason = str(error)
-        limits = self._poc_limits()
-        return ModelFacts(
-            hidden_size=limits.hidden_size,
-            num_layers=limits.num_layers,
-            max_model_len=limits.max_model_len,
-            max_batch_tokens=limits.max_batch_tokens,
-            max_batch_nonces=limits.max_batch_nonces,
-            scratch_bytes=scratch_bytes,
-            refusal=reason,
-        )
+            facts["refusal"] = str(error)
+        return facts
 
     def _poc_result(self, request: BatchRequest) -> BatchResult | None:
         ranks = Ranks()
@@ -64,14 +55,12 @@ class PocWorkerExtension:
 
     def _poc(self) -> PocModel:
         if self._poc_model is None:
-            reason = refusal(self.model_runner.vllm_config, self.model_runner.get_model())
+            config = self.model_runner.vllm_config
+            reason = refusal(config, self.model_runner.get_model())
             if reason is not None:
                 raise UnsupportedModelError(reason)
-            self._poc_model = PocModel(Runner(self.model_runner), self._poc_limits())
+            self._poc_model = PocModel(Runner(self.model_runner), model_facts(config))
         return self._poc_model
-
-    def _poc_limits(self) -> Limits:
-        return Limits.of(self.model_runner.vllm_config)
 
 
 def _answer(call: Callable[[], T]) -> T | Failure:

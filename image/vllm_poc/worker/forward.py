@@ -10,10 +10,10 @@ from torch import Tensor
 
 from vllm_poc.maths.inputs import fill_inputs
 from vllm_poc.maths.reflections import layer_vectors
-from vllm_poc.worker.batches import BatchRequest, BatchResult
+from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
 from vllm_poc.worker.hooks import reflected_layers
 from vllm_poc.worker.internals import AttentionPlan, BatchShape, Runner
-from vllm_poc.worker.limits import Limits
+from vllm_poc.worker.limits import check_shape
 from vllm_poc.worker.results import batch_result
 from vllm_poc.worker.scratch import ScratchCache
 
@@ -21,18 +21,12 @@ from vllm_poc.worker.scratch import ScratchCache
 class PocModel:
     """Computes PoC batches on the served model. Allocates the scratch cache once."""
 
-    def __init__(self, runner: Runner, limits: Limits) -> None:
+    def __init__(self, runner: Runner, limits: ModelFacts) -> None:
         self._runner = runner
         self._limits = limits
-        self._scratch = ScratchCache(
-            runner.groups, max_nonces=limits.max_batch_nonces, max_tokens=limits.max_batch_tokens
+        self.scratch = ScratchCache(
+            runner.groups, max_nonces=limits["max_batch_nonces"], max_tokens=limits["max_batch_tokens"]
         )
-        self._vectors: tuple[str, Tensor] | None = None
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Device memory of the scratch cache."""
-        return self._scratch.nbytes
 
     def prepare(self, request: BatchRequest) -> Callable[[], BatchResult | None]:
         """Do what a rank can do alone; what is returned computes the batch, together with all other ranks.
@@ -41,7 +35,7 @@ class PocModel:
         every rank but one.
         """
         shape = BatchShape(len(request["nonces"]), request["seq_len"])
-        self._limits.check(shape)
+        check_shape(shape, self._limits)
         with torch.inference_mode():
             inputs = self._inputs(request, shape) if self._runner.ranks.has_first_layer else None
             plan = self._runner.plan(shape)
@@ -52,7 +46,7 @@ class PocModel:
         self, request: BatchRequest, inputs: Tensor | None, plan: AttentionPlan, hooks: AbstractContextManager[None]
     ) -> BatchResult | None:
         with torch.inference_mode():
-            with self._runner.ranks.together(), self._scratch.bound(), hooks:
+            with self._runner.ranks.together(), self.scratch.bound(), hooks:
                 hidden = self._runner.forward(inputs, plan)
             if hidden is None or not self._runner.ranks.answers:
                 return None
@@ -60,30 +54,19 @@ class PocModel:
             return batch_result(last, request)
 
     def _inputs(self, request: BatchRequest, shape: BatchShape) -> Tensor:
-        size = (*shape, self._limits.hidden_size)
+        size = (*shape, self._limits["hidden_size"])
         embeddings = torch.empty(size, dtype=self._runner.dtype, device=self._runner.device)
-        fill_inputs(
-            embeddings,
-            block_hash=request["block_hash"],
-            public_key=request["public_key"],
-            nonces=request["nonces"],
-            strong_rng=request["strong_rng"],
-        )
+        seeded_by = (request["block_hash"], request["public_key"], request["nonces"])
+        fill_inputs(embeddings, *seeded_by, strong_rng=request["strong_rng"])
         return embeddings
 
     def _hooks(self, request: BatchRequest) -> AbstractContextManager[None]:
         if not request["layer_hooks"]:
             return nullcontext()
-        return reflected_layers(self._runner.layers, self._layer_vectors(request["block_hash"]))
-
-    def _layer_vectors(self, block_hash: str) -> Tensor:
-        # A round has one block hash: keeping the last one's vectors is enough.
-        if self._vectors is None or self._vectors[0] != block_hash:
-            vectors = layer_vectors(
-                block_hash=block_hash,
-                num_layers=len(self._runner.layers),
-                hidden=self._limits.hidden_size,
-                device=self._runner.device,
-            )
-            self._vectors = (block_hash, vectors)
-        return self._vectors[1]
+        vectors = layer_vectors(
+            block_hash=request["block_hash"],
+            num_layers=len(self._runner.layers),
+            hidden=self._limits["hidden_size"],
+            device=self._runner.device,
+        )
+        return reflected_layers(self._runner.layers, vectors)

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -21,20 +22,11 @@ def reflected_layers(layers: Sequence[nn.Module], vectors: Tensor) -> Iterator[N
     """
     with ExitStack() as stack:
         for layer, vector in zip(layers, vectors, strict=True):
-            stack.enter_context(_hook(layer, vector))
+            stack.enter_context(layer.register_forward_hook(partial(_reflect_output, vector)))
         yield
 
 
-@contextmanager
-def _hook(layer: nn.Module, vector: Tensor) -> Iterator[None]:
-    handle = layer.register_forward_hook(lambda _module, _inputs, output: _reflect_output(output, vector))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _reflect_output(output: LayerOutput, vector: Tensor) -> LayerOutput:
+def _reflect_output(vector: Tensor, _layer: nn.Module, _inputs: object, output: LayerOutput) -> LayerOutput:
     if isinstance(output, tuple):
         # The layer's output is the sum of the two, and reflecting is linear.
         hidden, residual, *rest = output

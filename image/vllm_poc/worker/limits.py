@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from torch import nn
 from vllm.distributed import get_pp_group
 
+from vllm_poc.worker.batches import ModelFacts
 from vllm_poc.worker.embeddings import takes_embeddings, token_embeddings
 from vllm_poc.worker.internals import BatchShape
 
@@ -28,41 +28,32 @@ _PARALLEL_SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of the served model and of the largest PoC batch."""
+def model_facts(config: VllmConfig) -> ModelFacts:
+    """Return the sizes of the served model and of the largest PoC batch, without scratch cache and refusal.
 
-    hidden_size: int
-    num_layers: int
-    max_model_len: int
-    max_batch_tokens: int
-    max_batch_nonces: int
+    vLLM has sized the workspaces of experts and attention for the same largest batch and then locked them, so
+    PoC needs none of its own.
+    """
+    return ModelFacts(
+        hidden_size=config.model_config.get_hidden_size(),
+        num_layers=config.model_config.get_total_num_hidden_layers(),
+        max_model_len=config.model_config.max_model_len,
+        max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_batch_nonces=config.scheduler_config.max_num_seqs,
+        scratch_bytes=0,
+        refusal=None,
+    )
 
-    @classmethod
-    def of(cls, config: VllmConfig) -> Self:
-        """Read the sizes.
 
-        vLLM has sized the workspaces of experts and attention for the same largest batch and then locked them, so
-        PoC needs none of its own.
-        """
-        return cls(
-            hidden_size=config.model_config.get_hidden_size(),
-            num_layers=config.model_config.get_total_num_hidden_layers(),
-            max_model_len=config.model_config.max_model_len,
-            max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
-            max_batch_nonces=config.scheduler_config.max_num_seqs,
-        )
-
-    def check(self, shape: BatchShape) -> None:
-        """Raise ValueError if a batch is empty or too large."""
-        if not 1 <= shape.nonces <= self.max_batch_nonces:
-            raise ValueError(f"a batch holds 1..{self.max_batch_nonces} nonces (--max-num-seqs), not {shape.nonces}")
-        if not 1 <= shape.seq_len <= self.max_model_len:
-            raise ValueError(f"seq_len {shape.seq_len} must lie in 1..{self.max_model_len} (--max-model-len)")
-        if shape.tokens > self.max_batch_tokens:
-            raise ValueError(
-                f"a batch holds up to {self.max_batch_tokens} tokens, not {shape.tokens} (--max-num-batched-tokens)"
-            )
+def check_shape(shape: BatchShape, facts: ModelFacts) -> None:
+    """Raise ValueError if a batch is empty or too large."""
+    nonces, seq_len, tokens = facts["max_batch_nonces"], facts["max_model_len"], facts["max_batch_tokens"]
+    if not 1 <= shape.nonces <= nonces:
+        raise ValueError(f"a batch holds 1..{nonces} nonces (--max-num-seqs), not {shape.nonces}")
+    if not 1 <= shape.seq_len <= seq_len:
+        raise ValueError(f"seq_len {shape.seq_len} must lie in 1..{seq_len} (--max-model-len)")
+    if shape.tokens > tokens:
+        raise ValueError(f"a batch holds up to {tokens} tokens, not {shape.tokens} (--max-num-batched-tokens)")
 
 
 def refusal(config: VllmConfig, model: nn.Module) -> str | None:

@@ -33,14 +33,9 @@ class Ranks:
         return bool(self._pipeline.is_first_rank)
 
     @property
-    def has_last_layer(self) -> bool:
-        """Whether this is the stage whose output is the model's."""
-        return bool(self._pipeline.is_last_rank)
-
-    @property
     def answers(self) -> bool:
-        """Whether this is the one rank that returns a batch's result."""
-        return self.has_last_layer and self._tensor.rank_in_group == 0
+        """Whether this is the one rank that returns a batch's result: the first of the last stage."""
+        return bool(self._pipeline.is_last_rank and self._tensor.rank_in_group == 0)
 
     def agree(self, *, ready: bool) -> None:
         """Wait for all ranks; OtherRankError unless all are ready.
