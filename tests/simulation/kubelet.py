@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from time import monotonic
 from typing import Any
 
 import aiohttp
@@ -44,6 +45,8 @@ class Kubelet:
         self._seconds_per_batch = seconds_per_batch
         self._containers: dict[str, Container] = {}  # by pod uid
         self._untold: set[str] = set()  # pod uids whose status the API server does not know yet
+        #: When the API server learnt last that a pod is Ready after a restart, by pod uid.
+        self.told_ready: dict[str, float] = {}
         #: Every session that ever lived, in the order of birth.
         self.sessions: list[Session] = []
 
@@ -72,6 +75,7 @@ class Kubelet:
         async with container.busy:
             await self._kill(container)
             container.restarts += 1
+            self.told_ready.pop(uid, None)
             self._untold.add(uid)
         await asyncio.sleep(seconds)
         async with container.busy:
@@ -164,6 +168,7 @@ class Kubelet:
         container = self._containers.get(uid)
         if container is None:
             return
+        ready = container.session is not None
         try:
             await self._core.patch_namespaced_pod_status(
                 container.pod.name,
@@ -176,6 +181,8 @@ class Kubelet:
             if not (isinstance(error, ApiException) and error.status in (404, 409)):
                 self._untold.add(uid)
             raise
+        if ready and container.restarts:
+            self.told_ready[uid] = monotonic()
 
 
 def _status(container: Container) -> dict[str, Any]:

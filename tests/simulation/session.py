@@ -20,8 +20,7 @@ class Poll:
     time: float
     session_id: str
     round_id: str | None
-    state: str
-    start: int
+    slot: tuple[int, int] | None  # node and group
     next: int
     delivered: int
 
@@ -78,12 +77,12 @@ class Session:
 
 def _poll(body: bytes) -> Poll:
     status = json.loads(body)
+    config = status["config"]
     return Poll(
         time=monotonic(),
         session_id=status["session_id"],
         round_id=status["round_id"],
-        state=status["state"],
-        start=status["start_index"],
+        slot=(config["node_id"], config["group_id"]) if config is not None else None,
         next=status["next_index"],
         delivered=status["delivered_index"],
     )

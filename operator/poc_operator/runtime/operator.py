@@ -44,11 +44,14 @@ class Operator:
         self._watches = WatchCheck(store, self._pods, self._last_tick.keys)
 
     @classmethod
-    async def create(cls, token: str | None, lease_namespace: str | None) -> Self:
-        """Connect to the API server. ``token`` is sent to the pods, if they ask for one."""
+    async def create(cls, token: str | None, lease_namespace: str | None, identity: str | None) -> Self:
+        """Connect to the API server. ``token`` is sent to the pods, if they ask for one.
+
+        ``identity`` is the name in the Lease, if it is not to be one that no other process ever has.
+        """
         api, namespace = await connect()
-        identity = f"{socket.gethostname()}-{uuid4().hex[:8]}"
-        lease = Lease(api, lease_namespace or namespace, identity, time.monotonic)
+        unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
+        lease = Lease(api, lease_namespace or namespace, identity or unique, time.monotonic)
         return cls(RoundStore(api), lease, PodClient(token))
 
     async def close(self) -> None:
