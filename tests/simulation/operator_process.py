@@ -26,9 +26,11 @@ class OperatorProcess:
     """Runs ``python -m poc_operator`` for one namespace, and starts it again whenever it ends, as a kubelet does."""
 
     def __init__(self, namespace: str, log: Path, *options: str) -> None:
-        ports = (f"--health-port={free_port()}", f"--metrics-port={free_port()}")
+        metrics = free_port()
+        ports = (f"--health-port={free_port()}", f"--metrics-port={metrics}")
         scope = (f"--namespace={namespace}", f"--lease-namespace={namespace}", "--log-format=plain")
         self._argv = (sys.executable, "-m", "poc_operator", *scope, *ports, *options)
+        self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"
         self.log = log
         self._process: asyncio.subprocess.Process | None = None
         self._restart_seconds = RESTART_SECONDS

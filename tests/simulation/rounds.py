@@ -45,10 +45,10 @@ class Rounds:
         """Return the round."""
         return Round.parse(await self.body(name))
 
-    async def all(self) -> list[Round]:
-        """Return all rounds."""
+    async def bodies(self) -> list[dict[str, Any]]:
+        """Return all rounds as the API server has them."""
         found: Any = await self._objects.list_namespaced_custom_object(**self._all)
-        return [Round.parse(body) for body in found["items"]]
+        return list(found["items"])
 
     async def suspend(self, name: str, suspend: bool) -> None:
         """Set ``spec.suspend``; tried until the API server has done it."""
@@ -71,8 +71,8 @@ class Rounds:
 
     async def delete_all(self) -> None:
         """Delete all rounds, whether an operator lives or not."""
-        for round_ in await self.all():
-            await self._patch(round_.metadata.name, {"metadata": {"finalizers": None}})
+        for body in await self.bodies():
+            await self._patch(body["metadata"]["name"], {"metadata": {"finalizers": None}})
         await self._objects.delete_collection_namespaced_custom_object(**self._all)
 
     async def _patch(self, name: str, patch: Manifest) -> None:

@@ -41,8 +41,9 @@ class Session:
         self._requests: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Begin to live."""
+        """Begin to live, with everything made that the first request would have to wait for."""
         await self._life.__aenter__()
+        await self._server.status()
 
     async def kill(self) -> None:
         """Die at once: what was computed and not delivered is lost."""

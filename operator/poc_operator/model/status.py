@@ -3,6 +3,7 @@
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Self
 
 from pydantic import Field
 
@@ -71,6 +72,9 @@ class Assignment(ApiModel):
     error: str | None = None
 
 
+_NOT_COUNTED = dict.fromkeys(("next", "delivered", "valid", "rejected"), 0)
+
+
 class Totals(ApiModel):
     """Sums over all slots. ``rate`` is nonces per second as decimal text."""
 
@@ -107,3 +111,10 @@ class RoundStatus(ApiModel):
     groups: int = 0
     assignments: list[Assignment] = Field(default_factory=list)
     conditions: list[Condition] = Field(default_factory=list)
+
+    def without_counters(self) -> Self:
+        """Return the status without what moves while pods just compute: counters, and messages, which repeat them."""
+        slots = [slot.model_copy(update=_NOT_COUNTED) for slot in self.assignments]
+        conditions = [condition.model_copy(update={"message": ""}) for condition in self.conditions]
+        cleared = {"message": "", "totals": Totals(), "assignments": slots, "conditions": conditions}
+        return self.model_copy(update=cleared)
