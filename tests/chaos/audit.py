@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from poc_operator.model.round import Round
+from poc_operator.runtime.driver import POLL_SECONDS
+from poc_operator.runtime.recording import COUNTERS_SECONDS
 from tests.chaos.history import Run, runs_of, slots_of
 from tests.simulation.world import World
 
 Interval = tuple[float, float]
 
-#: Seconds for which what a pod told may stay unrecorded while the operator and the API server work: one poll interval,
-#: one poll that waits for a pod that hangs, and the write.
-KNOWLEDGE_SECONDS = 8.0
+#: Seconds for which what a pod told last may be old when it is lost, while the operator and the API server work: the
+#: poll interval, and as much again for the poll, the plan and the write on a busy machine.
+KNOWLEDGE_SECONDS = 2 * POLL_SECONDS
 #: Seconds after the operator's or the API server's return in which nothing can be recorded yet: the next operator
 #: starts and gets the lease, a frozen request ends, a connection is made anew.
-RECOVERY_SECONDS = 20.0
+RECOVERY_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ def audit(world: World, round_: Round) -> Findings:
     arrivals = world.receiver.arrivals[round_.spec.block_hash]
     strangers = [nonce for nonce in arrivals if nonce % round_.status.slots not in slots]
     assert not strangers, f"{round_.metadata.name}: nonces of no slot arrived: {strangers[:5]}"
-    blind = merged([*world.operator.gaps, *world.api_server.outages])
+    # What an operator held back when it was killed is lost with it.
+    gaps = [(begin - COUNTERS_SECONDS, end) for begin, end in world.operator.gaps]
+    blind = merged([*gaps, *world.api_server.outages])
     histories = runs_of(round_, world.kubelet.sessions)
     for assignment in round_.status.assignments:
         offset = assignment.node + assignment.group * round_.spec.nodes.count

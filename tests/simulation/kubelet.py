@@ -5,7 +5,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
 
@@ -14,7 +13,7 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from poc_operator.model.pods import PodView
-from tests.simulation.manifests import CONTAINER
+from tests.simulation.manifests import pod_status
 from tests.simulation.server import FleetServer
 from tests.simulation.session import Session
 
@@ -169,11 +168,12 @@ class Kubelet:
         if container is None:
             return
         ready = container.session is not None
+        status = pod_status(uid, container.restarts, ready=ready)
         try:
             await self._core.patch_namespaced_pod_status(
                 container.pod.name,
                 self._namespace,
-                {"metadata": {"uid": uid}, "status": _status(container)},
+                {"metadata": {"uid": uid}, "status": status},
                 _request_timeout=REQUEST_SECONDS,
                 _content_type="application/strategic-merge-patch+json",
             )
@@ -183,24 +183,3 @@ class Kubelet:
             raise
         if ready and container.restarts:
             self.told_ready[uid] = monotonic()
-
-
-def _status(container: Container) -> dict[str, Any]:
-    ready, now = container.session is not None, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    state = {"running": {"startedAt": now}} if ready else {"waiting": {"reason": "CrashLoopBackOff"}}
-    status = {"status": str(ready), "lastTransitionTime": now}
-    return {
-        "conditions": [{"type": kind, **status} for kind in ("Ready", "ContainersReady")],
-        "containerStatuses": [
-            {
-                "name": CONTAINER,
-                "image": CONTAINER,
-                "imageID": "",
-                "containerID": f"simulated://{container.pod.uid}-{container.restarts}",
-                "restartCount": container.restarts,
-                "ready": ready,
-                "started": ready,
-                "state": state,
-            }
-        ],
-    }

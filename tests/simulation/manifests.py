@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objects of a simulation: a node, pods on it, and rounds."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from hack.cluster.kwok import NODE_ANNOTATION, TAINT
@@ -35,6 +36,26 @@ def deployment(name: str, replicas: int) -> Manifest:
     template = {"metadata": {"labels": labels}, "spec": pod}
     spec = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": spec}
+
+
+def pod_status(uid: str, restarts: int, *, ready: bool) -> Manifest:
+    """Return what a kubelet says about a pod whose container has restarted so often."""
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    state = {"running": {"startedAt": now}} if ready else {"waiting": {"reason": "CrashLoopBackOff"}}
+    container = {
+        "name": CONTAINER,
+        "image": CONTAINER,
+        "imageID": "",
+        "containerID": f"simulated://{uid}-{restarts}",
+        "restartCount": restarts,
+        "ready": ready,
+        "started": ready,
+        "state": state,
+    }
+    conditions = [
+        {"type": kind, "status": str(ready), "lastTransitionTime": now} for kind in ("Ready", "ContainersReady")
+    ]
+    return {"conditions": conditions, "containerStatuses": [container]}
 
 
 def round_manifest(name: str, number: int, **spec: Any) -> Manifest:  # noqa: ANN401
