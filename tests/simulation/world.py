@@ -72,7 +72,9 @@ async def world(
     The operator is not started. Its log is kept if the block fails.
     """
     os.environ.update(POD_SETTINGS)
-    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    # A fleet of pods logs more than anybody reads.
+    for noisy in ("vllm", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     await asyncio.to_thread(_cluster_up)
     namespace = f"simulation-{uuid4().hex[:6]}"
     async with AsyncExitStack() as stack:
