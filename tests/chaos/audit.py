@@ -2,13 +2,15 @@
 """Whether the books of a round balance: what was computed, what arrived, what the status says."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 
 from poc_operator.model.round import Round
+from poc_operator.model.status import Assignment
 from poc_operator.runtime.driver import POLL_SECONDS
 from poc_operator.runtime.recording import COUNTERS_SECONDS
-from tests.chaos.history import Run, runs_of, slots_of
+from tests.chaos.history import Run, runs_of, slots_of, timeline
 from tests.simulation.world import World
 
 Interval = tuple[float, float]
@@ -30,7 +32,10 @@ class Known:
     blind: Sequence[Interval]
 
     def age(self, before: Run, after: Run) -> float:
-        """Return how old the knowledge that the next run began with was at the end of a run, without blind times."""
+        """Return how old the knowledge that the next run began with was at the end of a run, without blind times.
+
+        Infinite if the pod never told where the next run began.
+        """
         told = [
             poll.time
             for poll in before.session.polls
@@ -38,66 +43,85 @@ class Known:
         ]
         if after.start == before.start:
             told.append(before.began)
-        assert told, f"{self.slot} starts again at {after.start}, which {before.session.pod} never told"
+        if not told:
+            return inf
         return sum(end - begin for begin, end in _without(max(told), before.ended, self.blind))
 
 
 @dataclass
 class Findings:
-    """What an audit counted."""
+    """What an audit counted, and what it found wrong."""
 
     runs: int = 0
     computed: int = 0
     repeated: int = 0
     arrived_twice: int = 0
     oldest_knowledge: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    def demand(self, holds: bool, problem: str) -> None:
+        """Note a problem unless something holds."""
+        if not holds:
+            self.problems.append(problem)
 
 
 def audit(world: World, round_: Round) -> Findings:
-    """Check everything about a round that is over or suspended; an AssertionError tells what is wrong."""
+    """Check everything about a round that is over or suspended; an AssertionError tells all that is wrong."""
     findings, slots = Findings(), slots_of(round_)
     arrivals = world.receiver.arrivals[round_.spec.block_hash]
+    findings.arrived_twice = sum(count - 1 for count in arrivals.values())
     strangers = [nonce for nonce in arrivals if nonce % round_.status.slots not in slots]
-    assert not strangers, f"{round_.metadata.name}: nonces of no slot arrived: {strangers[:5]}"
+    findings.demand(not strangers, f"nonces of no slot arrived: {strangers[:5]}")
+    _check_totals(round_, len(arrivals), findings)
     # What an operator held back when it was killed is lost with it.
     gaps = [(begin - COUNTERS_SECONDS, end) for begin, end in world.operator.gaps]
-    blind = merged([*gaps, *world.api_server.outages])
+    outages = world.api_server.outages
     histories = runs_of(round_, world.kubelet.sessions)
-    for assignment in round_.status.assignments:
-        offset = assignment.node + assignment.group * round_.spec.nodes.count
-        name = f"{round_.metadata.name}, slot {offset}"
-        arrived = {slots[offset].index(nonce) for nonce in arrivals if nonce % round_.status.slots == offset}
-        missing = set(range(assignment.delivered)) - arrived
-        assert not missing, f"{name}: {len(missing)} nonces are lost, the first at index {min(missing)}"
-        beyond = arrived - set(range(assignment.delivered))
-        assert not beyond, f"{name}: index {max(beyond)} arrived, but delivered is {assignment.delivered}"
-        _check_runs(name, Known(round_.id, (assignment.node, assignment.group), blind), histories[offset], findings)
-    findings.arrived_twice = sum(count - 1 for count in arrivals.values())
-    _check_totals(round_, len(arrivals))
+    for slot, (offset, partition) in zip(round_.status.assignments, slots.items(), strict=True):
+        before = len(findings.problems)
+        arrived = {partition.index(nonce) for nonce in arrivals if nonce % round_.status.slots == offset}
+        _check_arrivals(slot, arrived, findings)
+        known = Known(round_.id, (slot.node, slot.group), merged([*gaps, *outages]))
+        _check_runs(f"slot {offset}", known, histories[offset], findings)
+        if len(findings.problems) > before:
+            since = world.kubelet.sessions[0].born
+            findings.problems.append(timeline(histories[offset], since))
+            findings.problems += [f"no operator {_span(gap, since)}" for gap in world.operator.gaps]
+            findings.problems += [f"no API server {_span(outage, since)}" for outage in outages]
+    assert not findings.problems, "\n".join([f"{round_.metadata.name}:", *findings.problems])
     return findings
 
 
-def _check_totals(round_: Round, arrived: int) -> None:
+def _span(interval: Interval, since: float) -> str:
+    return f"from {interval[0] - since:.1f} to {interval[1] - since:.1f} s"
+
+
+def _check_totals(round_: Round, arrived: int, findings: Findings) -> None:
     totals, slots = round_.status.totals, round_.status.assignments
     told = (totals.delivered, totals.valid, totals.checked, totals.rejected)
-    assert told == (arrived, arrived, arrived, 0), f"{round_.metadata.name}: {totals} but {arrived} arrived"
-    assert totals.reissues == sum(slot.attempts - 1 for slot in slots)
+    findings.demand(told == (arrived, arrived, arrived, 0), f"totals are {totals}, but {arrived} nonces arrived")
+    findings.demand(totals.reissues == sum(slot.attempts - 1 for slot in slots), "reissues are not the slots'")
+
+
+def _check_arrivals(slot: Assignment, arrived: set[int], findings: Findings) -> None:
+    missing, beyond = set(range(slot.delivered)) - arrived, arrived - set(range(slot.delivered))
+    findings.demand(not missing, f"{len(missing)} nonces are lost, the first at {min(missing, default=0)}")
+    findings.demand(not beyond, f"index {max(beyond, default=0)} arrived, but delivered is {slot.delivered}")
 
 
 def _check_runs(name: str, known: Known, runs: Sequence[Run], findings: Findings) -> None:
     findings.runs += len(runs)
     findings.computed += sum(run.end - run.start for run in runs)
-    assert not runs or runs[0].start == 0, f"{name}: begins at {runs[0].start}"
+    findings.demand(runs[0].start == 0, f"{name} begins at {runs[0].start}")
     for before, after in pairwise(runs):
-        assert after.began >= before.ended, f"{name}: {before.session.pod} and {after.session.pod} compute it at once"
-        assert after.start <= before.end, f"{name}: leaves out {before.end} to {after.start}"
+        pods = f"{before.session.pod} and {after.session.pod}"
+        findings.demand(after.began >= before.ended, f"{name}: {pods} compute it at once")
+        findings.demand(after.start <= before.end, f"{name}: {before.end} to {after.start} is left out")
         findings.repeated += before.end - after.start
         age = known.age(before, after)
         findings.oldest_knowledge = max(findings.oldest_knowledge, age)
-        assert age <= KNOWLEDGE_SECONDS, (
-            f"{name}: given out again at {after.start} of {before.end}, which was {age:.1f} s old at the end of "
-            f"{before.session.pod}'s work, not counting outages"
-        )
+        why = f"{name}: begins again at {after.start} of {before.end}, known {age:.1f} s before the loss"
+        findings.demand(age <= KNOWLEDGE_SECONDS, why)
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
