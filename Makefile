@@ -55,6 +55,14 @@ test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in 
 test-cluster: .venv/.lock toolchain ## Both charts, real rounds and bad input on a real cluster
 	.venv/bin/pytest -m cluster tests/chart tests/cluster
 
+.PHONY: chaos
+chaos: .venv/.lock toolchain ## Random faults on simulated pods and a real API server (MINUTES=10 SEED=1)
+	MINUTES=$(or $(MINUTES),10) SEED=$(or $(SEED),1) .venv/bin/pytest --log-cli-level=INFO tests/chaos
+
+.PHONY: simulation
+simulation: .venv/.lock toolchain ## A fleet of simulated pods and an operator on the local cluster, until Ctrl-C (PODS=20)
+	PYTHONPATH=operator:image .venv/bin/python -m tests.simulation $(if $(PODS),--pods $(PODS))
+
 .PHONY: toolchain
 toolchain:
 	@$(PYTHON) -m hack.toolchain

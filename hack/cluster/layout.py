@@ -38,6 +38,7 @@ class Port(IntEnum):
     PROXY_METRICS = 20249
     CONTROLLER_MANAGER = 20257
     SCHEDULER = 20259
+    KWOK = 20247
 
 
 API_URL = f"https://{HOST_ADDRESS}:{Port.API_SERVER}"

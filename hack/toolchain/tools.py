@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,22 +89,25 @@ TOOL_SETS = (
     ToolSet(name="helm", programs={"helm": "helm.sh/helm/v4/cmd/helm"}, main_module="helm.sh/helm/v4"),
 )
 
+#: For benchmarks and chaos tests alone: built when one of them asks for it.
+KWOK = ToolSet(name="kwok", programs={"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, main_module="sigs.k8s.io/kwok")
+
 
 def tool_path(name: str) -> Path:
     """The path of a built tool."""
-    for tools in TOOL_SETS:
+    for tools in (*TOOL_SETS, KWOK):
         if name in tools.programs:
             path = tools.folder / name
             if not path.exists():
                 raise UserError(f"The tool {name} is not built yet: run python3 -m hack.toolchain.")
             return path
-    known = ", ".join(sorted(name for tools in TOOL_SETS for name in tools.programs))
+    known = ", ".join(sorted(name for tools in (*TOOL_SETS, KWOK) for name in tools.programs))
     raise UserError(f"There is no tool {name}: choose one of {known}.")
 
 
-def ensure_tools() -> None:
-    """Build every tool set that is not in the cache."""
-    for tools in TOOL_SETS:
+def ensure_tools(tool_sets: Iterable[ToolSet] = TOOL_SETS) -> None:
+    """Build those of the tool sets that are not in the cache."""
+    for tools in tool_sets:
         if not tools.folder.exists():
             _require_go()
             print(f"building {tools.name} {tools.version}, which can take minutes", flush=True)

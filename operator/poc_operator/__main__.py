@@ -24,6 +24,11 @@ def main() -> None:
         "--lease-namespace",
         help="namespace of the Lease that lets one operator act at a time (default: the pod's, or the kubeconfig's)",
     )
+    parser.add_argument(
+        "--identity",
+        help="name in the Lease, never of two processes at once: a process takes over from a dead one of its name "
+        "without waiting (default: the host's name and a random word)",
+    )
     parser.add_argument("--log-format", choices=["json", "plain"], default="json")
     options = parser.parse_args()
     kopf.configure(

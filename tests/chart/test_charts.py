@@ -122,7 +122,8 @@ def test_values_reach_the_worker(kube: Kube) -> None:
 
 def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:
     pod = deployment(kube, OPERATOR_CHART, ALL_VALUES[OPERATOR_CHART])["spec"]["template"]["spec"]
-    assert pod["containers"][0]["args"] == ["--log-format=plain", f"--namespace={NAMESPACE}", "--namespace=default"]
+    namespaces = [f"--namespace={NAMESPACE}", "--namespace=default"]
+    assert pod["containers"][0]["args"] == ["--log-format=plain", "--identity=$(POD_NAME)", *namespaces]
 
 
 def test_metrics_are_scraped_if_asked_for(kube: Kube) -> None:

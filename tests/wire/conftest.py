@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 
+from poc_operator.runtime import recording
 from tests.support.callback_receiver import CallbackReceiver, callback_receiver
 from tests.support.pod import Pod, running_pod
 
@@ -34,6 +35,11 @@ async def pod(pod_settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys.modules["vllm.version"], "__version__", VLLM_VERSION, raising=False)
     async with running_pod() as pod:
         yield pod
+
+
+@pytest.fixture(autouse=True)
+def _counters_are_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "COUNTERS_SECONDS", 0.0)
 
 
 @pytest.fixture

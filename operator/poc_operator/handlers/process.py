@@ -32,7 +32,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.execution.default_backoff = 2
     memo.until_end = stack = AsyncExitStack()
     token = os.environ.get("POC_POD_TOKEN") or None
-    memo.operator = operator = await Operator.create(token, memo.options.lease_namespace)
+    memo.operator = operator = await Operator.create(token, memo.options.lease_namespace, memo.options.identity)
     stack.push_async_callback(operator.close)
     await operator.lease.acquire()
     stack.push_async_callback(operator.lease.release)

@@ -63,10 +63,10 @@ async def drive(
 
 
 @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL)
-async def round_event(uid: str, memo: kopf.Memo, **_: object) -> None:
+async def round_event(uid: str, meta: kopf.Meta, memo: kopf.Memo, **_: object) -> None:
     """React to a changed spec at once, as to ``suspend``."""
     operator: Operator = memo.operator
-    operator.round_changed(uid)
+    operator.round_changed(uid, meta["generation"])
 
 
 @kopf.on.delete(names.GROUP, names.VERSION, names.PLURAL, when=_needs_stopping, timeout=_DELETE_SECONDS)

@@ -8,6 +8,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from poc_operator.model.base import ApiModel
+from poc_operator.model.pods import PodView
 from poc_operator.model.spec import RoundSpec
 from poc_operator.model.status import RoundStatus
 
@@ -35,6 +36,10 @@ class Round(ApiModel):
     def parse(cls, body: Mapping[str, Any]) -> Self:
         """Build a round from the API server's JSON."""
         return cls.model_validate(dict(body))
+
+    def selects(self, pod: PodView) -> bool:
+        """Whether the pod is one of the round's."""
+        return pod.namespace == self.metadata.namespace and self.spec.selector.matches(pod.labels)
 
     @property
     def id(self) -> str:

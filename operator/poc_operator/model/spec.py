@@ -5,6 +5,7 @@ The CRD's schema and CEL rules have refused every malformed spec before one arri
 filled in the defaults; the models repeat only the types.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from pydantic import Field
@@ -58,7 +59,7 @@ class Selector(ApiModel):
 
     match_labels: dict[str, str]
 
-    def matches(self, labels: dict[str, str]) -> bool:
+    def matches(self, labels: Mapping[str, str]) -> bool:
         """Whether a pod with these labels belongs to the round."""
         return self.match_labels.items() <= labels.items()
 

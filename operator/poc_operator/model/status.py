@@ -3,11 +3,13 @@
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Self
 
 from pydantic import Field
 
 from poc_operator.model.base import ApiModel
 from poc_operator.model.conditions import Condition, Reason
+from poc_operator.model.results import Calibration, CrossCheck, ProofsVerdict
 
 
 class RoundState(StrEnum):
@@ -92,49 +94,7 @@ class Sample(Share):
     distances: str = ""
 
 
-class ProofsVerdict(ApiModel):
-    """The fraud test over all proofs. ``mismatch_nonces`` has the first of them."""
-
-    total: int
-    mismatches: int
-    mismatch_nonces: list[int]
-    not_computed: int
-    p_value: str
-    fraud: bool
-
-
-class Calibration(ApiModel):
-    """The target that was found, with the ends of its 95 % confidence interval; ``theory_rate`` is what theory
-    gives for it."""
-
-    r_target: str
-    low: str
-    high: str
-    valid_rate: str
-    theory_rate: str
-    nonces: int
-    agrees: bool
-
-
-class Deviation(ApiModel):
-    """A pod whose results differ from those of most others, or that the others do not outvote."""
-
-    pod: str
-    mismatches: int
-
-
-class CrossCheck(ApiModel):
-    """The last comparison of the round's pods: when it began, of which nonces, how many pods, which of them differ.
-
-    While one is under way, ``deviating`` is from the one before.
-    """
-
-    time: datetime
-    pending: bool
-    number: int
-    nonces: list[int] = Field(default_factory=list)
-    compared: int = 0
-    deviating: list[Deviation] = Field(default_factory=list)
+_NOT_COUNTED = dict.fromkeys(("next", "delivered", "valid", "rejected"), 0)
 
 
 class Totals(ApiModel):
@@ -183,3 +143,10 @@ class RoundStatus(ApiModel):
     def shares(self) -> list[Assignment] | list[Sample]:
         """The slots of a round that generates, the samples of another."""
         return self.samples or self.assignments
+
+    def without_counters(self) -> Self:
+        """Return the status without what moves while pods just compute: counters, and messages, which repeat them."""
+        slots = [slot.model_copy(update=_NOT_COUNTED) for slot in self.assignments]
+        conditions = [condition.model_copy(update={"message": ""}) for condition in self.conditions]
+        cleared = {"message": "", "totals": Totals(), "assignments": slots, "conditions": conditions}
+        return self.model_copy(update=cleared)

@@ -14,9 +14,10 @@ from statistics import stdev
 from typing import Any
 
 from poc_operator.model.conditions import Reason
+from poc_operator.model.results import Calibration
 from poc_operator.model.round import Round
 from poc_operator.model.spec import RoundSpec
-from poc_operator.model.status import Calibration, Outcome, RoundStatus, Sample, SlotState
+from poc_operator.model.status import Outcome, RoundStatus, Sample, SlotState
 from poc_operator.plan import theory
 from poc_operator.plan.ends import complete, failed
 from poc_operator.plan.requests import named_nonces

@@ -13,8 +13,9 @@ from datetime import timedelta
 from poc_operator.model.checks import CrossCheckSpec
 from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import Answer
+from poc_operator.model.results import CrossCheck, Deviation
 from poc_operator.model.spec import RoundSpec
-from poc_operator.model.status import Assignment, CrossCheck, Deviation, SlotState
+from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.requests import named_nonces
 from poc_operator.plan.snapshot import AskPod, RoundEvent, Snapshot, Step
 from vllm_poc.wire.artifacts import decode_vector

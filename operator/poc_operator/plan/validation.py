@@ -8,8 +8,9 @@ from typing import Any
 
 from poc_operator.model.checks import Proof
 from poc_operator.model.conditions import Reason
+from poc_operator.model.results import ProofsVerdict
 from poc_operator.model.spec import RoundSpec
-from poc_operator.model.status import Outcome, ProofsVerdict, RoundStatus, Sample, SlotState
+from poc_operator.model.status import Outcome, RoundStatus, Sample, SlotState
 from poc_operator.plan.ends import complete, failed
 from poc_operator.plan.requests import named_nonces
 from poc_operator.plan.snapshot import Snapshot, Step

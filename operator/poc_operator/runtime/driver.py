@@ -12,7 +12,7 @@ import logging
 import time
 from datetime import UTC, datetime
 
-from poc_operator.model.pods import PodReport
+from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import SlotState
 from poc_operator.plan.plan import plan
@@ -26,6 +26,7 @@ from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
 from poc_operator.runtime.polling import poll
 from poc_operator.runtime.progress import ProgressWatch
+from poc_operator.runtime.recording import StatusRecorder
 from poc_operator.store.rounds import RoundStore
 
 #: Seconds between two looks at a round that runs or waits.
@@ -45,22 +46,33 @@ class RoundDriver:
         self._metrics = metrics
         self._emit = emit
         self.log = RoundLogger(logging.getLogger(__name__), ref)
+        self._round: Round | None = None  # as seen last
+        self._recorder = StatusRecorder(store, time.monotonic)
         self._watch = ProgressWatch(time.monotonic)
         #: Set when there is news; whoever calls `tick` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
         self._actions = PodActions(store=store, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
 
+    @property
+    def generation(self) -> int | None:
+        """Which version of the spec was seen last; None before the first look."""
+        return self._round.metadata.generation if self._round is not None else None
+
+    def concerns(self, pod: PodView) -> bool:
+        """Whether the pod may matter to the round."""
+        return self._round is None or self._round.selects(pod)
+
     async def tick(self) -> bool:
         """Take the round one step further. Return False when there is nothing left to drive."""
-        round_ = await self._store.get(self._ref.namespace, self._ref.name)
-        if round_ is None or round_.metadata.deletion_timestamp is not None:
+        stored = await self._store.get(self._ref.namespace, self._ref.name)
+        if stored is None or stored.metadata.deletion_timestamp is not None:
             return False
+        self._round = round_ = self._recorder.newest(stored)
         snapshot = await self._look(round_)
         with self._metrics.plan_seconds.time():
             step = plan(snapshot)
-        if step.status != round_.status:
-            await self._store.write_status(round_, step.status)
+        await self._recorder.record(stored, step.status)
         self._metrics.planned(snapshot, step.status, step.events)
         for event in step.events:
             self._emit(event)

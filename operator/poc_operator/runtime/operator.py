@@ -39,16 +39,19 @@ class Operator:
         self._client = client
         self._pods = PodCache()
         self.metrics = Metrics()
-        self._wake: dict[str, asyncio.Event] = {}  # by round uid
+        self._drivers: dict[str, RoundDriver] = {}  # by round uid
         self._last_tick: dict[str, float] = {}
         self._watches = WatchCheck(store, self._pods, self._last_tick.keys)
 
     @classmethod
-    async def create(cls, token: str | None, lease_namespace: str | None) -> Self:
-        """Connect to the API server. ``token`` is sent to the pods, if they ask for one."""
+    async def create(cls, token: str | None, lease_namespace: str | None, identity: str | None) -> Self:
+        """Connect to the API server. ``token`` is sent to the pods, if they ask for one.
+
+        ``identity`` is the name in the Lease, if it is not to be one that no other process ever has.
+        """
         api, namespace = await connect()
-        identity = f"{socket.gethostname()}-{uuid4().hex[:8]}"
-        lease = Lease(api, lease_namespace or namespace, identity, time.monotonic)
+        unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
+        lease = Lease(api, lease_namespace or namespace, identity or unique, time.monotonic)
         return cls(RoundStore(api), lease, PodClient(token))
 
     async def close(self) -> None:
@@ -57,23 +60,26 @@ class Operator:
         await self._store.close()
 
     def pod_changed(self, pod: PodView) -> None:
-        """Remember a pod and let the rounds look at it at once."""
+        """Remember a pod and let its rounds look at it at once."""
         if self._pods.put(pod):
-            self._wake_all()
+            self._wake_rounds_of(pod)
 
     def pod_deleted(self, uid: str) -> None:
-        """Forget a pod and let the rounds react at once."""
-        if self._pods.remove(uid):
-            self._wake_all()
+        """Forget a pod and let its rounds react at once."""
+        pod = self._pods.remove(uid)
+        if pod is not None:
+            self._wake_rounds_of(pod)
 
-    def round_changed(self, uid: str) -> None:
-        """Let the round's loop look at its changed spec at once."""
-        if uid in self._wake:
-            self._wake[uid].set()
+    def round_changed(self, uid: str, generation: int) -> None:
+        """Let the round's loop look at its changed spec at once. A changed status is its own work and no news."""
+        driver = self._drivers.get(uid)
+        if driver is not None and driver.generation != generation:
+            driver.wake.set()
 
-    def _wake_all(self) -> None:
-        for event in self._wake.values():
-            event.set()
+    def _wake_rounds_of(self, pod: PodView) -> None:
+        for driver in self._drivers.values():
+            if driver.concerns(pod):
+                driver.wake.set()
 
     async def check_watches(self, namespaces: Collection[str]) -> None:
         """Compare the watches with lists, for ever."""
@@ -103,7 +109,7 @@ class Operator:
 
     async def drive(self, uid: str, driver: RoundDriver) -> None:
         """Drive the round until it is finished. A cancellation is safe at any moment."""
-        self._wake[uid] = driver.wake
+        self._drivers[uid] = driver
         try:
             self._last_tick[uid] = time.monotonic()
             while await self._tick(driver):
@@ -113,7 +119,7 @@ class Operator:
                 driver.wake.clear()
         finally:
             await driver.close()
-            self._wake.pop(uid, None)
+            self._drivers.pop(uid, None)
             self._last_tick.pop(uid, None)
 
     async def _tick(self, driver: RoundDriver) -> bool:

@@ -20,14 +20,10 @@ class PodCache:
         self._pods[pod.uid] = pod
         return changed
 
-    def remove(self, uid: str) -> bool:
-        """Forget the pod; return whether it was known."""
-        return self._pods.pop(uid, None) is not None
+    def remove(self, uid: str) -> PodView | None:
+        """Forget the pod and return it; None if it was not known."""
+        return self._pods.pop(uid, None)
 
     def matching(self, round_: Round) -> list[PodView]:
         """Return the pods of the round's namespace that its selector matches."""
-        return [
-            pod
-            for pod in self._pods.values()
-            if pod.namespace == round_.metadata.namespace and round_.spec.selector.matches(dict(pod.labels))
-        ]
+        return [pod for pod in self._pods.values() if round_.selects(pod)]

@@ -40,6 +40,7 @@ def test_a_thousand_slots_fit() -> None:
             state=SlotState.RUNNING,
             start=2_000_000,
             next=2_000_000,
+            end=2_000_000,
             delivered=2_000_000,
             valid=2_000_000,
             valid_before=2_000_000,

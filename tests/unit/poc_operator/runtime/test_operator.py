@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop around each round: it turns only while the lease is held."""
+"""The loop around each round: it turns only while the lease is held, and at once when there is news for its round."""
 
+import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import cast
 
+import pytest
+
 from poc_operator.model.round import Round
+from poc_operator.model.status import RoundState, RoundStatus
 from poc_operator.podapi.client import PodClient
 from poc_operator.runtime.logs import RoundRef
 from poc_operator.runtime.operator import Operator
 from poc_operator.store.lease import Lease
 from poc_operator.store.rounds import RoundStore
 from tests.support.lease_api import lease_api
-from tests.unit.poc_operator.build import UID
+from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 
 class GoneRound:
@@ -35,3 +41,61 @@ async def test_rounds_stand_still_without_the_lease() -> None:
         await lease.acquire()
         assert await operator._tick(driver) is False
         assert store.reads == 1
+
+
+class StandingRound(GoneRound):
+    """A store whose round stays as it is."""
+
+    async def get(self, namespace: str, name: str) -> Round | None:
+        """Return the round."""
+        self.reads += 1
+        return a_round(RoundStatus(state=RoundState.COMPLETE), ttlSecondsAfterFinished=10**9)
+
+
+@asynccontextmanager
+async def driving(store: StandingRound) -> AsyncIterator[Operator]:
+    """Drive the round; its first look is over."""
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = Lease(connection, "ns", "me", time.monotonic)
+        await lease.acquire()
+        operator = Operator(cast(RoundStore, store), lease, client)
+        loop = asyncio.create_task(operator.drive(UID, operator.driver(RoundRef("ns", "r", UID), lambda _: None)))
+        while not store.reads:  # noqa: ASYNC110 - the store is no event
+            await asyncio.sleep(0.001)
+        yield operator
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+News = Callable[[Operator], None]
+
+
+@pytest.mark.parametrize(
+    ("news", "looks"),
+    [
+        (lambda operator: operator.round_changed(UID, 2), 1),
+        (lambda operator: operator.round_changed(UID, 1), 0),
+        (lambda operator: operator.round_changed("another round", 2), 0),
+        (lambda operator: operator.pod_changed(a_pod("a")), 1),
+        (lambda operator: operator.pod_changed(a_pod("a", labels={})), 0),
+        (lambda operator: operator.pod_changed(a_pod("a", namespace="other")), 0),
+    ],
+    ids=["spec", "own status", "another round", "own pod", "another pod", "pod of another namespace"],
+)
+async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks: int) -> None:
+    store = StandingRound()
+    async with driving(store) as operator:
+        news(operator)
+        await asyncio.sleep(0.1)
+        assert store.reads == 1 + looks
+
+
+async def test_a_deleted_pod_is_news_for_its_round() -> None:
+    store = StandingRound()
+    async with driving(store) as operator:
+        operator.pod_changed(a_pod("a"))
+        await asyncio.sleep(0.1)
+        operator.pod_deleted("a")
+        operator.pod_deleted("unknown")
+        await asyncio.sleep(0.1)
+        assert store.reads == 3

@@ -87,6 +87,13 @@ async def test_a_lease_of_a_dead_holder_is_taken_after_its_duration(world: World
     assert world.api.lease["spec"]["leaseTransitions"] == 1
 
 
+async def test_a_dead_holder_is_followed_at_once_by_a_process_of_its_name(world: World) -> None:
+    await world.operator("pod").acquire()
+    next_in_the_pod = world.operator("pod")
+    await asyncio.wait_for(next_in_the_pod.acquire(), 20)
+    assert (next_in_the_pod.held, world.seconds) == (True, 1000.0)
+
+
 async def test_a_holder_that_renews_keeps_it(world: World) -> None:
     first, second = world.operator("first"), world.operator("second")
     await first.acquire()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python3 -m benchmarks.scale: what many pods, in one round or in many, cost the operator and the API server.
+
+The age of a slot's status is the time since its pod last told the counters that the round shows. CPU is that of the
+operator's process; requests are counted by the API server.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import urllib.request
+from collections import Counter
+from time import monotonic, process_time
+
+from benchmarks.figures import Figures, report, spread
+from hack.cluster.up import kubectl
+from poc_operator.model.names import PLURAL
+from poc_operator.model.round import Round
+from poc_operator.model.status import Assignment, SlotState
+from tests.simulation.manifests import round_manifest
+from tests.simulation.session import Session
+from tests.simulation.world import World, world
+from tests.support.metrics import parse
+
+READY_SECONDS = 300.0
+START_SECONDS = 120.0
+SETTLING_SECONDS = 15.0
+SAMPLE_SECONDS = 1.0
+#: A fake batch of 16 nonces takes so long, so that the pods leave the machine's cores to the operator.
+SECONDS_PER_BATCH = 2.0
+_WRITES = ("POST", "PUT", "PATCH", "DELETE", "APPLY")
+_SERIES = re.compile(r"^apiserver_request_total\{(?P<labels>[^}]*)\} (?P<count>\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+def requests() -> Counter[tuple[str, str]]:
+    """Return how many requests the API server has answered, by resource and verb."""
+    counts = Counter[tuple[str, str]]()
+    for series in _SERIES.finditer(kubectl("get", "--raw", "/metrics")):
+        labels = dict(_LABEL.findall(series["labels"]))
+        counts[labels["resource"], labels["verb"]] += int(float(series["count"]))
+    return counts
+
+
+def poll_seconds(fleet: World) -> tuple[float, float]:
+    """Return how long the operator's polls of all pods of a round took together, and how many they were."""
+    with urllib.request.urlopen(fleet.operator.metrics_url, timeout=30) as answer:  # noqa: S310 - our own process
+        series = parse(answer.read().decode())
+    return series["poc_poll_seconds_sum"], series["poc_poll_seconds_count"]
+
+
+async def start(fleet: World, rounds: int) -> Figures:
+    """Create the rounds; return how long it took until every pod computed."""
+    created = monotonic()
+    spec = {"port": fleet.server.port}
+    manifests = (round_manifest(name(number), number, **spec) for number in range(rounds))
+    await asyncio.gather(*(fleet.rounds.create(manifest) for manifest in manifests))
+    while not all(session.engine.work for session in fleet.kubelet.sessions):
+        if monotonic() - created > START_SECONDS:
+            raise TimeoutError(f"not all pods were started within {START_SECONDS:.0f} s")
+        await asyncio.sleep(0.1)
+    began = [session.engine.work[0].began for session in fleet.kubelet.sessions]
+    return {
+        "start_first_to_last_seconds": round(max(began) - min(began), 1),
+        "start_created_to_last_seconds": round(max(began) - created, 1),
+    }
+
+
+def name(number: int) -> str:
+    """Return the name of a round and of the Deployment of its pods."""
+    return f"fleet-{number}"
+
+
+def age(session: Session | None, slot: Assignment, now: float) -> float | None:
+    """Return the seconds since the pod told what the slot shows; None if it never did."""
+    polls = reversed(session.polls) if session is not None else ()
+    shown = (slot.next, slot.delivered)
+    told = next((poll.time for poll in polls if (poll.next, poll.delivered) == shown), None)
+    return now - told if told is not None else None
+
+
+async def sample(fleet: World, ages: list[float]) -> tuple[int, int]:
+    """Add the age of every slot; return how many slots run, and the size of the largest round in bytes."""
+    bodies = await fleet.rounds.bodies()
+    now, running, largest = monotonic(), 0, 0
+    for body in bodies:
+        largest = max(largest, len(json.dumps(body, separators=(",", ":"))))
+        for slot in Round.parse(body).status.assignments:
+            running += slot.state is SlotState.RUNNING
+            found = age(fleet.kubelet.session_of(slot.uid or ""), slot, now)
+            ages += [found] if found is not None else []
+    return running, largest
+
+
+async def steady(fleet: World, pods: int, seconds: float) -> Figures:
+    """Watch the rounds for ``seconds``."""
+    ages, sizes, memory = list[float](), list[int](), list[int]()
+    before, polls = await asyncio.to_thread(requests), await asyncio.to_thread(poll_seconds, fleet)
+    cpu, own, began = fleet.operator.cpu_seconds, process_time(), monotonic()
+    while monotonic() - began < seconds:
+        running, largest = await sample(fleet, ages)
+        if running != pods:
+            print(f"{monotonic() - began:.0f} s: {running} of {pods} slots run")
+        sizes.append(largest)
+        memory.append(fleet.operator.rss_bytes)
+        await asyncio.sleep(SAMPLE_SECONDS)
+    wall = monotonic() - began
+    cpu, own = fleet.operator.cpu_seconds - cpu, process_time() - own
+    after, polled = await asyncio.to_thread(requests), await asyncio.to_thread(poll_seconds, fleet)
+    counts = {key: (after[key] - before[key]) / wall for key in after}
+    return {
+        **spread("status_age_seconds", ages),
+        "operator_cores": round(cpu / wall, 2),
+        "simulation_cores": round(own / wall, 2),
+        "poll_seconds_mean": round((polled[0] - polls[0]) / (polled[1] - polls[1]), 2),
+        "operator_rss_mib": round(max(memory) / 2**20, 1),
+        "round_kib": round(max(sizes) / 2**10, 1),
+        "round_writes_per_second": round(_rate(counts, PLURAL), 2),
+        "round_reads_per_second": round(counts.get((PLURAL, "GET"), 0), 2),
+        "event_writes_per_second_all_clients": round(_rate(counts, "events"), 2),
+        "lease_writes_per_second_all_clients": round(_rate(counts, "leases"), 2),
+        "operators_ended": len(fleet.operator.gaps),
+    }
+
+
+def _rate(counts: dict[tuple[str, str], float], resource: str) -> float:
+    return sum(counts.get((resource, verb), 0) for verb in _WRITES)
+
+
+async def program(rounds: int, pods: int, seconds: float) -> None:
+    """Measure and print."""
+    fleets = {name(number): pods for number in range(rounds)}
+    options = ("--identity=benchmark",)
+    async with (
+        world(fleets, seconds_per_batch=SECONDS_PER_BATCH, operator_options=options) as fleet,
+        fleet.operator.running(),
+    ):
+        await asyncio.sleep(SETTLING_SECONDS)
+        starts = await start(fleet, rounds)
+        await asyncio.sleep(SETTLING_SECONDS)
+        figures = await steady(fleet, rounds * pods, seconds)
+        report(f"{rounds} rounds of {pods} pods, {seconds:.0f} s", {**starts, **figures})
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--pods", type=int, default=1000, help="pods of each round (default: 1000)")
+    parser.add_argument("--seconds", type=float, default=120)
+    options = parser.parse_args()
+    asyncio.run(program(options.rounds, options.pods, options.seconds))
+
+
+if __name__ == "__main__":
+    main()

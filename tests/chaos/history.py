@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computed which nonces of a slot, and when: the sessions' records, put in order."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from poc_operator.model.round import Round
+from tests.simulation.engine import Work
+from tests.simulation.session import Session
+from vllm_poc.wire.partition import NonceSlot
+
+Slots = dict[int, NonceSlot]  # by offset
+
+
+@dataclass
+class Run:
+    """Neighbouring nonces that one session computed one after the other: indices ``start`` up to ``end``."""
+
+    session: Session
+    start: int
+    end: int
+    began: float
+    ended: float
+
+
+def slots_of(round_: Round) -> Slots:
+    """Return the round's residue classes."""
+    count, groups = round_.spec.nodes.count, round_.status.groups
+    slots = [
+        NonceSlot(node_id=slot.node, node_count=count, group_id=slot.group, n_groups=groups)
+        for slot in round_.status.assignments
+    ]
+    return {slot.offset: slot for slot in slots}
+
+
+def runs_of(round_: Round, sessions: Iterable[Session]) -> dict[int, list[Run]]:
+    """Return the runs of each slot (by offset) in the order in which they began.
+
+    A batch that mixes slots, leaves out a nonce or is of no slot of the round fails the test.
+    """
+    slots, runs = slots_of(round_), defaultdict[int, list[Run]](list)
+    for session in sessions:
+        last: tuple[int, Run] | None = None
+        for work in session.engine.work:
+            if work.block_hash != round_.spec.block_hash:
+                last = None
+                continue
+            offset = work.nonces[0] % round_.status.slots
+            index = slots[offset].index(work.nonces[0])
+            assert work.nonces == slots[offset].nonces(index, len(work.nonces)), "a batch is not of one slot"
+            if last is None or last[0] != offset or last[1].end != index:
+                last = offset, Run(session, index, index, work.began, work.began)
+                runs[offset].append(last[1])
+            _extend(last[1], work, session)
+    return {offset: sorted(found, key=lambda run: run.began) for offset, found in runs.items()}
+
+
+def _extend(run: Run, work: Work, session: Session) -> None:
+    ended = work.ended if work.ended is not None else session.died
+    assert ended is not None, "the audit comes after the end of all work"
+    run.ended = ended
+    if work.done:
+        run.end += len(work.nonces)
+
+
+def timeline(runs: Iterable[Run], since: float) -> str:
+    """Return a line for each run, for a person who looks for the cause of a failure; times are from ``since`` on."""
+    return "\n".join(
+        f"{run.began - since:7.1f} to {run.ended - since:6.1f} s: {run.session.pod} computes {run.start} to {run.end}"
+        + (f", dies at {run.session.died - since:.1f} s" if run.session.died is not None else "")
+        for run in runs
+    )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taking the faults of a schedule to a simulation."""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from time import monotonic
+
+from kubernetes.aio.client.exceptions import ApiException
+
+from poc_operator.model.pods import PodView
+from tests.chaos.faults import Fault, Kind
+from tests.simulation.rounds import TROUBLE
+from tests.simulation.world import World
+
+log = logging.getLogger(__name__)
+
+
+class Chaos:
+    """Inflicts faults on a world; ``suspendable`` are the names of the rounds that may be suspended."""
+
+    def __init__(self, world: World, suspendable: Sequence[str]) -> None:
+        self._world = world
+        self._suspendable = suspendable
+        # One fault of a kind at a time: what strikes a thing that is away already waits.
+        self._turns: dict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._deeds: dict[Kind, Callable[[Fault], Awaitable[None]]] = {
+            Kind.OPERATOR_KILLED: lambda fault: world.operator.kill(fault.seconds),
+            Kind.POD_DELETED: self._delete,
+            Kind.ENGINE_KILLED: self._kill_engine,
+            Kind.API_SERVER_FROZEN: lambda fault: world.api_server.freeze(fault.seconds),
+            Kind.API_SERVER_KILLED: lambda fault: world.api_server.kill(fault.seconds),
+            Kind.RECEIVER_AWAY: self._send_receiver_away,
+            Kind.RECEIVER_FAILING: self._let_receiver_fail,
+            Kind.ROUND_SUSPENDED: self._suspend,
+        }
+
+    async def run(self, faults: Iterable[Fault]) -> None:
+        """Inflict the faults, each at its time; returns when the last one is over."""
+        began = monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for fault in faults:
+                await asyncio.sleep(max(0.0, began + fault.at - monotonic()))
+                log.info("%s", fault)
+                tasks.create_task(self._inflict(fault))
+
+    async def _inflict(self, fault: Fault) -> None:
+        async with self._turns[fault.kind]:
+            await self._deeds[fault.kind](fault)
+
+    def _victim(self, fault: Fault) -> PodView | None:
+        pods = self._world.kubelet.pods
+        return pods[fault.victim % len(pods)] if pods else None
+
+    async def _kill_engine(self, fault: Fault) -> None:
+        if (pod := self._victim(fault)) is not None:
+            await self._world.kubelet.restart(pod.uid, fault.seconds)
+
+    async def _delete(self, fault: Fault) -> None:
+        """Delete a pod, as soon as the API server takes orders."""
+        pod = self._victim(fault)
+        while pod is not None:
+            try:
+                await self._world.delete_pod(pod.name)
+                return
+            except ApiException as error:
+                if error.status == 404:
+                    return
+            except TROUBLE:
+                pass
+            await asyncio.sleep(0.5)
+
+    async def _send_receiver_away(self, fault: Fault) -> None:
+        await self._world.receiver.close()
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            await self._world.receiver.open()
+
+    async def _let_receiver_fail(self, fault: Fault) -> None:
+        self._world.receiver.fails = True
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            self._world.receiver.fails = False
+
+    async def _suspend(self, fault: Fault) -> None:
+        name = self._suspendable[fault.victim % len(self._suspendable)]
+        await self._world.rounds.suspend(name, True)
+        await asyncio.sleep(fault.seconds)
+        await self._world.rounds.suspend(name, False)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random faults for MINUTES (10), of a SEED (1): nothing is lost, and nothing is computed twice without need."""
+
+import asyncio
+import logging
+import os
+
+import pytest
+
+from poc_operator.model.round import Round
+from poc_operator.model.status import RoundState, SlotState
+from tests.chaos.audit import audit
+from tests.chaos.faults import schedule
+from tests.chaos.inflict import Chaos
+from tests.simulation.manifests import round_manifest
+from tests.simulation.world import World, world
+
+log = logging.getLogger(__name__)
+
+SEED = int(os.environ.get("SEED", "1"))
+SECONDS = 60 * float(os.environ.get("MINUTES", "10"))
+#: Seconds after the last fault within which every slot computes again, and delivers for a while.
+CALM_SECONDS = 120.0
+DELIVERING_SECONDS = 15.0
+#: The round that is never suspended; it runs until some time after the last fault.
+TIMED = "timed"
+SUSPENDABLE = ("first", "second")
+FLEETS = {TIMED: 3, "first": 3, "second": 2}
+
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(SECONDS + 900, func_only=True)]
+
+
+def works(round_: Round) -> bool:
+    return not round_.status.stop_time and all(slot.state is SlotState.RUNNING for slot in round_.status.assignments)
+
+
+async def begin_rounds(fleet: World) -> None:
+    stops = {TIMED: {"afterSeconds": int(SECONDS + CALM_SECONDS)}}
+    for number, name in enumerate(FLEETS, start=1):
+        stop = {"stop": stops[name]} if name in stops else {}
+        spec = {"port": fleet.server.port, "callbackURL": fleet.receiver.url, **stop}
+        await fleet.rounds.create(round_manifest(name, number, **spec))
+    for name in FLEETS:
+        await fleet.rounds.wait_until(name, works, 60)
+
+
+async def end_rounds(fleet: World) -> None:
+    for name in SUSPENDABLE:
+        await fleet.rounds.wait_until(name, works, CALM_SECONDS)
+    # What a lost session delivered beyond the operator's knowledge is delivered again meanwhile.
+    await asyncio.sleep(DELIVERING_SECONDS)
+    for name in SUSPENDABLE:
+        await fleet.rounds.suspend(name, True)
+        await fleet.rounds.wait_until(name, lambda r: r.status.state is RoundState.SUSPENDED, 120)
+    await fleet.rounds.wait_until(TIMED, lambda r: r.status.state is RoundState.COMPLETE, CALM_SECONDS + 120)
+
+
+async def test_nothing_is_lost_whatever_happens() -> None:
+    faults = schedule(SEED, SECONDS)
+    log.info("seed %d: %d faults in %.0f s", SEED, len(faults), SECONDS)
+    options = ("--identity=simulation",)
+    async with world(FLEETS, seconds_per_batch=0.1, operator_options=options) as fleet, fleet.operator.running():
+        await begin_rounds(fleet)
+        await Chaos(fleet, SUSPENDABLE).run(faults)
+        await end_rounds(fleet)
+        await fleet.kubelet.end()
+        for name in FLEETS:
+            round_ = await fleet.rounds.get(name)
+            log.info("%s: %s, %s, %s", name, round_.status.state, round_.status.totals, audit(fleet, round_))
+        log.info("%d operators, %d sessions", len(fleet.operator.gaps) + 1, len(fleet.kubelet.sessions))

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulation from the cluster to the operator, with everything removed at the end."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from uuid import uuid4
+
+from kubernetes.aio import client, config
+
+from hack.cluster.kwok import kwok
+from hack.cluster.layout import admin_kubeconfig
+from hack.cluster.up import kubectl, up
+from hack.images.site import ROOT
+from hack.toolchain.common import exclusive
+from tests.simulation import manifests
+from tests.simulation.api_server import ApiServer
+from tests.simulation.kubelet import Kubelet
+from tests.simulation.operator_process import OperatorProcess
+from tests.simulation.receiver import CountingReceiver
+from tests.simulation.rounds import Rounds
+from tests.simulation.server import FleetServer
+
+READY_SECONDS = 120.0
+CRD = ROOT / "crds" / "pocrounds.yaml"
+#: Settings of the simulated pods: a slow fake batch is no reason for smaller ones.
+POD_SETTINGS = {"VLLM_POC_SLICE_SECONDS": "60", "VLLM_POC_RETRY_LIMIT_SECONDS": "2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What a test or a benchmark acts upon."""
+
+    core: client.CoreV1Api
+    namespace: str
+    rounds: Rounds
+    server: FleetServer
+    kubelet: Kubelet
+    receiver: CountingReceiver
+    operator: OperatorProcess
+    api_server: ApiServer
+
+    async def delete_pod(self, name: str) -> None:
+        """Delete a pod; its Deployment makes another one."""
+        await self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0, _request_timeout=5)
+
+    async def wait_for_pods(self, count: int, seconds: float = READY_SECONDS) -> None:
+        """Wait until so many pods serve; fails after ``seconds``."""
+        deadline = monotonic() + seconds
+        while len(self.kubelet.pods) != count:
+            assert monotonic() < deadline, f"{len(self.kubelet.pods)} of {count} pods serve"
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def world(
+    fleets: Mapping[str, int],
+    *,
+    seconds_per_batch: float,
+    operator_options: tuple[str, ...] = (),
+) -> AsyncIterator[World]:
+    """Bring up the cluster, kwok, a Deployment for each of ``fleets`` (name and replicas), and prepare an operator.
+
+    The operator is not started. Its log is kept if the block fails.
+    """
+    os.environ.update(POD_SETTINGS)
+    # A fleet of pods logs more than anybody reads.
+    for noisy in ("vllm", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    await asyncio.to_thread(_cluster_up)
+    namespace = f"simulation-{uuid4().hex[:6]}"
+    async with AsyncExitStack() as stack:
+        stack.enter_context(kwok())
+        await config.load_kube_config(str(admin_kubeconfig()))  # type: ignore[no-untyped-call]
+        api = await stack.enter_async_context(client.ApiClient())
+        core, server, receiver = client.CoreV1Api(api), FleetServer(), CountingReceiver()
+        made = World(
+            core=core,
+            namespace=namespace,
+            rounds=Rounds(api, namespace),
+            server=server,
+            kubelet=Kubelet(core, namespace, server, seconds_per_batch),
+            receiver=receiver,
+            operator=OperatorProcess(namespace, Path(tempfile.gettempdir()) / f"{namespace}.log", *operator_options),
+            api_server=ApiServer(),
+        )
+        await asyncio.to_thread(_create, namespace, fleets)
+        stack.push_async_callback(_remove, made)
+        await stack.enter_async_context(receiver.receiving())
+        await stack.enter_async_context(server.serving())
+        following = asyncio.create_task(made.kubelet.run())
+        stack.push_async_callback(_end, made.kubelet, following)
+        await made.wait_for_pods(sum(fleets.values()))
+        yield made
+        made.operator.log.unlink(missing_ok=True)
+
+
+def _cluster_up() -> None:
+    with exclusive("cluster"):
+        up()
+
+
+def _create(namespace: str, fleets: Mapping[str, int]) -> None:
+    kubectl("apply", "--server-side", "--filename", str(CRD))
+    kubectl("wait", "--for=condition=Established", "crd/pocrounds.poc.gonka.ai", "--timeout=30s")
+    kubectl("apply", "--filename", "-", stdin=json.dumps(manifests.node()))
+    kubectl("create", "namespace", namespace)
+    deployments = [manifests.deployment(name, replicas) for name, replicas in fleets.items()]
+    items = {"apiVersion": "v1", "kind": "List", "items": deployments}
+    kubectl("--namespace", namespace, "apply", "--filename", "-", stdin=json.dumps(items))
+
+
+async def _end(kubelet: Kubelet, following: asyncio.Task[None]) -> None:
+    following.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await following
+    await kubelet.end()
+
+
+async def _remove(made: World) -> None:
+    await made.rounds.delete_all()
+    await asyncio.to_thread(kubectl, "delete", "namespace", made.namespace, "--timeout=120s", limit=130)
+    await asyncio.to_thread(kubectl, "delete", "node", manifests.NODE, "--ignore-not-found")
