@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from http import HTTPStatus
+from secrets import token_hex
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -37,7 +38,7 @@ class PocService:
     """
 
     def __init__(self, engine: VllmEngine, settings: Settings) -> None:
-        self.session_id = uuid4().hex
+        self.session_id = token_hex(8)
         self._engine = engine
         self._settings = settings
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))

@@ -4,6 +4,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from poc_operator.model.base import ApiModel
@@ -29,7 +30,10 @@ def test_models_and_crd_have_the_same_fields() -> None:
     assert _aliases(Assignment) == set(SCHEMA["status"]["properties"]["assignments"]["items"]["properties"])
 
 
-def test_a_thousand_slots_fit() -> None:
+@pytest.mark.parametrize(
+    "more", [{"start": 2_000_000, "valid_before": 2_000_000}, {"end": 2_000_000}], ids=["given out again", "portions"]
+)
+def test_a_thousand_slots_fit(more: dict[str, int]) -> None:
     slots = [
         Assignment(
             node=i,
@@ -38,13 +42,11 @@ def test_a_thousand_slots_fit() -> None:
             uid="12345678-1234-1234-1234-123456789012",
             session="0123456789abcdef",
             state=SlotState.RUNNING,
-            start=2_000_000,
             next=2_000_000,
-            end=2_000_000,
             delivered=2_000_000,
             valid=2_000_000,
-            valid_before=2_000_000,
             attempts=9,
+            **more,
         )
         for i in range(1000)
     ]
