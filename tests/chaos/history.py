@@ -67,7 +67,8 @@ def _extend(run: Run, work: Work, session: Session) -> None:
 def timeline(runs: Iterable[Run], since: float) -> str:
     """Return a line for each run, for a person who looks for the cause of a failure; times are from ``since`` on."""
     return "\n".join(
-        f"{run.began - since:7.1f} to {run.ended - since:6.1f} s: {run.session.pod} computes {run.start} to {run.end}"
+        f"{run.began - since:7.1f} to {run.ended - since:6.1f} s: {run.session.pod}, "
+        f"born at {run.session.born - since:.1f} s, computes {run.start} to {run.end}"
         + (f", dies at {run.session.died - since:.1f} s" if run.session.died is not None else "")
         for run in runs
     )

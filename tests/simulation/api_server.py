@@ -22,6 +22,11 @@ class ApiServer:
         #: Begin and end of each outage; the end is when it was healthy again.
         self.outages: list[tuple[float, float]] = []
 
+    @property
+    def away(self) -> bool:
+        """Whether an outage lasts."""
+        return self._turn.locked()
+
     async def freeze(self, seconds: float) -> None:
         """Stop the process for so long: requests hang."""
         async with self._turn:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of a chaos test finds what it is there for."""
+
+from collections import Counter
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from poc_operator.model.status import SlotState, Totals
+from tests.chaos.audit import Findings, audit
+from tests.chaos.faults import schedule
+from tests.simulation.engine import Work
+from tests.simulation.session import Poll, Session
+from tests.simulation.world import World
+from tests.unit.poc_operator.build import UID, a_round, a_slot, a_status
+
+HASH = "ab" * 32
+BATCH = 10
+
+
+def session(start: int, end: int, began: float, told: Iterable[tuple[float, int]] = (), *, slot: int = 0) -> Session:
+    """A session that computes indices of a slot of two, a batch a second, and tells what is delivered."""
+    nonces = [slot + 2 * index for index in range(start, end)]
+    work = [
+        Work(HASH, nonces[first : first + BATCH], began + first / BATCH, began + first / BATCH + 1, done=True)
+        for first in range(0, len(nonces), BATCH)
+    ]
+    polls = [Poll(time, "s", UID, (0, slot), delivered, delivered) for time, delivered in told]
+    made = SimpleNamespace(pod="pod", engine=SimpleNamespace(work=work), polls=polls, born=0.0, died=None)
+    return cast(Session, made)
+
+
+def judged(
+    *sessions: Session,
+    arrived: Iterable[int] = range(200),
+    delivered: int = 100,
+    gaps: Iterable[tuple[float, float]] = (),
+) -> Findings:
+    """Audit a round of two slots, the second of which is computed without any trouble."""
+    arrivals = Counter(arrived)
+    slots = [a_slot(group=group, state=SlotState.DONE, delivered=delivered, next=delivered) for group in range(2)]
+    totals = Totals(checked=2 * delivered, valid=2 * delivered, delivered=2 * delivered)
+    world = SimpleNamespace(
+        receiver=SimpleNamespace(arrivals={HASH: arrivals}),
+        kubelet=SimpleNamespace(sessions=[*sessions, session(0, 100, 0, slot=1)]),
+        operator=SimpleNamespace(gaps=list(gaps)),
+        api_server=SimpleNamespace(outages=[]),
+    )
+    return audit(cast(World, world), a_round(a_status(*slots, totals=totals)))
+
+
+FIRST = session(0, 60, 0, [(2, 20), (5, 50)])
+
+
+def test_balanced_books() -> None:
+    found = judged(FIRST, session(50, 100, 8))
+    assert (found.runs, found.computed, found.repeated, found.arrived_twice) == (3, 210, 10, 0)
+    assert found.oldest_knowledge == pytest.approx(1)
+
+
+def test_what_arrived_twice_is_counted() -> None:
+    assert judged(FIRST, session(50, 100, 8), arrived=[*range(200), 7, 9]).arrived_twice == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "arrived", "sessions"),
+    [
+        ("1 nonces are lost, the first at 30", {*range(200)} - {60}, [FIRST, session(50, 100, 8)]),
+        ("index 100 arrived, but delivered is 100", range(201), [FIRST, session(50, 100, 8)]),
+        ("compute it at once", range(200), [FIRST, session(50, 100, 5.5)]),
+        ("60 to 70 is left out", range(200), [FIRST, session(70, 100, 8)]),
+        ("begins at 10", range(200), [session(10, 100, 0)]),
+        ("begins again at 30 of 60, known inf s before", range(200), [FIRST, session(30, 100, 8)]),
+    ],
+)
+def test_what_is_wrong_is_found(problem: str, arrived: Iterable[int], sessions: list[Session]) -> None:
+    with pytest.raises(AssertionError, match=problem):
+        judged(*sessions, arrived=arrived)
+
+
+def test_times_without_an_operator_excuse_old_knowledge() -> None:
+    sessions = session(0, 60, 0, [(1, 20), (5, 50)]), session(20, 100, 8)
+    with pytest.raises(AssertionError, match=r"known 5\.0 s"):
+        judged(*sessions)
+    assert judged(*sessions, gaps=[(7, 8)]).oldest_knowledge == pytest.approx(1)
+
+
+def test_a_seed_decides_everything() -> None:
+    assert schedule(7, 600) == schedule(7, 600)
+    assert schedule(7, 600) != schedule(8, 600)
