@@ -76,7 +76,7 @@ class Metrics(Collector):
                 self._reissues.labels(event.loss).inc()
         uid, before = snapshot.round.metadata.uid, snapshot.round.status
         most = self._count(self._rounds[uid].most if uid in self._rounds else before.totals, status.totals)
-        silent = [snapshot.report_of(slot).silent_seconds for slot in status.assignments if slot.state.active]
+        silent = [snapshot.report_of(share).silent_seconds for share in status.shares if share.state.active]
         self._rounds[uid] = _Known(status=status, most=most, silent=max(silent, default=0.0), seen=monotonic())
 
     def round_gone(self, uid: str) -> None:
@@ -96,10 +96,15 @@ class Metrics(Collector):
         yield _gauge("poc_rounds", "Rounds that are being driven.", states, RoundState)
         slots = Counter(str(slot.state) for round_ in known for slot in round_.status.assignments)
         yield _gauge("poc_slots", "Slots of the rounds that are being driven.", slots, SlotState)
-        working = [round_ for round_ in known if any(slot.state.active for slot in round_.status.assignments)]
+        working = [round_ for round_ in known if any(share.state.active for share in round_.status.shares)]
         oldest = max((round_.silent + monotonic() - round_.seen for round_ in working), default=0.0)
         yield GaugeMetricFamily(
             "poc_oldest_report_seconds", "Age of the oldest report of a pod that has a slot.", value=oldest
+        )
+        checks = [round_.status.cross_check for round_ in known]
+        deviating = sum(len(check.deviating) for check in checks if check is not None)
+        yield GaugeMetricFamily(
+            "poc_pods_deviating", "Pods that computed something else than most of their round.", value=deviating
         )
 
 
