@@ -13,7 +13,7 @@ _Key = tuple[str, str]  # pod uid, key of the ask
 
 
 class PodAsks:
-    """What one round asks its pods. ``wake`` is set when one answers."""
+    """What one round asks its pods. ``wake`` is set when one has a result."""
 
     def __init__(self, *, client: PodClient, wake: asyncio.Event) -> None:
         self._client = client
@@ -42,8 +42,9 @@ class PodAsks:
     async def _ask(self, port: int, ask: AskPod) -> None:
         try:
             result = await self._client.generate(base_url(ask.pod.ip or "", port), ask.request)
-            answer = Answer(key=ask.key, result=result)
         except PodError as error:
-            answer = Answer(key=ask.key, error=str(error))
-        self._answers[ask.pod.uid] = answer
-        self._wake.set()
+            # No news: the next look is early enough, so that tries have a pause between them.
+            self._answers[ask.pod.uid] = Answer(key=ask.key, error=str(error))
+        else:
+            self._answers[ask.pod.uid] = Answer(key=ask.key, result=result)
+            self._wake.set()
