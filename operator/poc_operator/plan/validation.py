@@ -111,6 +111,6 @@ def proofs_checked(_: Snapshot, status: RoundStatus) -> Outcome | None:
 
 
 def _proofs(snapshot: Snapshot, sample: Sample) -> Sequence[Proof]:
-    # Samples exist only while their proofs do: a changed list has ended the round by now.
+    # Nothing is asked and no answer taken while the proofs cannot be had; a changed list has ended the round.
     assert not isinstance(snapshot.proofs, str)  # noqa: S101
     return snapshot.proofs[sample.first : sample.first + sample.count]

@@ -166,6 +166,17 @@ def test_proofs_that_cannot_be_had_are_waited_for() -> None:
     assert asks(plan(seen(validating(step.status), ("a", says())))) != []
 
 
+def test_proofs_that_go_missing_meanwhile_are_waited_for() -> None:
+    step = plan(seen(validating(), ("a", says()), proofs=PROOFS[:5]))
+    answered = agreed(asks(step)[0], [])
+    gone = plan(seen(validating(step.status), ("a", answered), proofs='there is no ConfigMap "claims"'))
+    assert asks(gone) == []
+    assert gone.status.outcome is None
+    over = plan(seen(validating(gone.status), ("a", answered), proofs=PROOFS[:5])).status
+    assert over.outcome is not None
+    assert over.outcome.reason is Reason.NO_FRAUD_DETECTED
+
+
 def test_nothing_is_asked_of_a_pod_that_cannot_run_it() -> None:
     step = plan(seen(validating(model={"name": "other", "seqLen": 64}), ("a", says())))
     assert asks(step) == []
