@@ -20,7 +20,6 @@ from poc_operator.plan.requests import named_nonces
 from poc_operator.plan.snapshot import AskPod, RoundEvent, Snapshot, Step
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.base import Protocol
-from vllm_poc.wire.partition import NonceSlot
 from vllm_poc.wire.results import GeneratedResponse
 
 #: So long the pods are waited for; those that have not answered by then are not compared.
@@ -55,13 +54,7 @@ def _begin(
     if len(running) < 2 or not ready:  # noqa: PLR2004 - one pod has nobody to differ from
         return None
     subject = ready[number % len(ready)]
-    partition = NonceSlot(
-        node_id=subject.node,
-        node_count=snapshot.round.spec.nodes.count,
-        group_id=subject.group,
-        n_groups=snapshot.round.status.groups,
-    )
-    nonces = partition.nonces(subject.next - spec.nonces, spec.nonces)
+    nonces = snapshot.partition_of(subject).nonces(subject.next - spec.nonces, spec.nonces)
     deviating = check.deviating if check else []
     return CrossCheck(time=snapshot.now, pending=True, number=number, nonces=nonces, deviating=deviating)
 

@@ -15,7 +15,6 @@ from poc_operator.plan.snapshot import Loss, RoundEvent, Snapshot, Step
 from poc_operator.plan.stalls import silent_for_long, stall, stalled_for_long
 from poc_operator.plan.strays import is_of_slot
 from vllm_poc.wire.base import PowState
-from vllm_poc.wire.partition import NonceSlot
 from vllm_poc.wire.responses import StatusResponse
 
 _COMPUTING = (PowState.GENERATING, PowState.VALIDATING)
@@ -49,7 +48,11 @@ class SlotView:
     @property
     def contradiction(self) -> str | None:
         """Why the pod's counters cannot be true, if they cannot."""
-        return contradiction(self.slot, self.status, _capacity(self.snapshot, self.slot)) if self.status else None
+        return (
+            contradiction(self.slot, self.status, self.snapshot.partition_of(self.slot).capacity)
+            if self.status
+            else None
+        )
 
     @property
     def ending(self) -> bool:
@@ -129,7 +132,7 @@ def _stopped(view: SlotView) -> Change | None:
         return lose(view.snapshot, slot, Loss.STALLED, view.slot.error or f"pod {slot.pod} stalled")
     if status.state is PowState.FAILED:
         return lose(view.snapshot, slot, Loss.FAILED, f"pod {slot.pod} failed: {status.error}")
-    if view.ending or slot.next >= _capacity(view.snapshot, slot):
+    if view.ending or slot.next >= view.snapshot.partition_of(slot).capacity:
         return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
     return lose(view.snapshot, slot, Loss.STOPPED, f"pod {slot.pod} was stopped by somebody else")
 
@@ -184,12 +187,3 @@ def _count(slot: Assignment, status: StatusResponse) -> Assignment:
             "error": None,
         }
     )
-
-
-def _capacity(snapshot: Snapshot, slot: Assignment) -> int:
-    return NonceSlot(
-        node_id=slot.node,
-        node_count=snapshot.round.spec.nodes.count,
-        group_id=slot.group,
-        n_groups=snapshot.round.status.groups,
-    ).capacity

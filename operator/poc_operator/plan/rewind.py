@@ -4,7 +4,8 @@
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.snapshot import Snapshot, Step
 
-_BEGINNING = dict.fromkeys(("start", "next", "delivered", "valid", "valid_before", "rejected", "rejected_before"), 0)
+_COUNTERS = ("start", "next", "delivered", "valid", "valid_before", "rejected", "rejected_before")
+_BEGINNING = {**dict.fromkeys(_COUNTERS, 0), "end": None}
 
 
 def rewind(snapshot: Snapshot, step: Step) -> Step:
@@ -15,4 +16,4 @@ def rewind(snapshot: Snapshot, step: Step) -> Step:
 def _rewound(snapshot: Snapshot, slot: Assignment) -> Assignment:
     if slot.state is not SlotState.STARTING or snapshot.report_of(slot).resumes:
         return slot
-    return slot.model_copy(update={**_BEGINNING, "end": None})
+    return slot.model_copy(update=_BEGINNING)

@@ -14,6 +14,7 @@ from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, RoundStatus, Share
 from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.partition import NonceSlot
 from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest
 
 
@@ -52,6 +53,15 @@ class Snapshot:
     def disrupted(self, slot: Assignment) -> bool:
         """Whether the cluster's infrastructure ended the slot's pod."""
         return any(pod.disrupted for pod in self.pods if pod.uid == slot.uid)
+
+    def partition_of(self, slot: Assignment) -> NonceSlot:
+        """Return the nonces of the slot."""
+        return NonceSlot(
+            node_id=slot.node,
+            node_count=self.round.spec.nodes.count,
+            group_id=slot.group,
+            n_groups=self.round.status.groups,
+        )
 
     def report_of(self, slot: Share) -> PodReport:
         """Return the report of the slot's pod; an empty one if it was not polled."""
