@@ -73,20 +73,18 @@ def audit(world: World, round_: Round) -> Findings:
     strangers = [nonce for nonce in arrivals if nonce % round_.status.slots not in slots]
     findings.demand(not strangers, f"nonces of no slot arrived: {strangers[:5]}")
     _check_totals(round_, len(arrivals), findings)
-    # What an operator held back when it was killed is lost with it.
-    gaps = [(begin - COUNTERS_SECONDS, end) for begin, end in world.operator.gaps]
-    outages = world.api_server.outages
+    gaps, outages = world.operator.gaps, world.api_server.outages
     histories = runs_of(round_, world.kubelet.sessions)
     for slot, (offset, partition) in zip(round_.status.assignments, slots.items(), strict=True):
         before = len(findings.problems)
         arrived = {partition.index(nonce) for nonce in arrivals if nonce % round_.status.slots == offset}
         _check_arrivals(slot, arrived, findings)
-        known = Known(round_.id, (slot.node, slot.group), merged([*gaps, *outages]))
+        known = Known(round_.id, (slot.node, slot.group), blind_times(gaps, outages))
         _check_runs(f"slot {offset}", known, histories[offset], findings)
         if len(findings.problems) > before:
             since = world.kubelet.sessions[0].born
             findings.problems.append(timeline(histories[offset], since))
-            findings.problems += [f"no operator {_span(gap, since)}" for gap in world.operator.gaps]
+            findings.problems += [f"no operator {_span(gap, since)}" for gap in gaps]
             findings.problems += [f"no API server {_span(outage, since)}" for outage in outages]
     assert not findings.problems, "\n".join([f"{round_.metadata.name}:", *findings.problems])
     return findings
@@ -122,6 +120,19 @@ def _check_runs(name: str, known: Known, runs: Sequence[Run], findings: Findings
         findings.oldest_knowledge = max(findings.oldest_knowledge, age)
         why = f"{name}: begins again at {after.start} of {before.end}, known {age:.1f} s before the loss"
         findings.demand(age <= KNOWLEDGE_SECONDS, why)
+
+
+def blind_times(gaps: Sequence[Interval], outages: Sequence[Interval]) -> list[Interval]:
+    """Return when nothing was recorded for good: the operator or the API server was away.
+
+    What an operator held back when it was killed is lost with it, and after an outage that it did not survive also
+    what it held back when that began.
+    """
+    held = [(begin - COUNTERS_SECONDS, end) for begin, end in gaps]
+    for begin, end in outages:
+        survived = not any(gap_begin < end and begin < gap_end for gap_begin, gap_end in gaps)
+        held.append((begin if survived else begin - COUNTERS_SECONDS, end))
+    return merged(held)
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

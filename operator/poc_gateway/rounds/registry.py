@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding the round that a delivery is for: in memory, in the database, or as a PoCRound.
+
+A round is written down when its first delivery arrives. From then on the gateway needs the API server no more:
+results are collected and forwarded even if the PoCRound is deleted meanwhile.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, fields
+
+from sqlalchemy import Connection, RowMapping, select
+
+from poc_gateway.rounds.terms import RoundTerms
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from poc_operator.model.round import Round
+from vllm_poc.wire.base import Protocol
+
+#: Reads a PoCRound by namespace and name; None if there is none. Raises StoreUnavailable.
+ReadRound = Callable[[str, str], Awaitable[Round | None]]
+
+
+@dataclass(frozen=True)
+class KnownRound:
+    """A round that is written down, and the rows of its slots by offset."""
+
+    id: int
+    terms: RoundTerms
+    slots: Mapping[int, int]
+
+
+class Rounds:
+    """The rounds of the database, found by uid."""
+
+    def __init__(self, database: Database, read_round: ReadRound) -> None:
+        self._database = database
+        self._read_round = read_round
+        self._known: dict[str, KnownRound] = {}
+        self._lock = asyncio.Lock()
+
+    async def find(self, namespace: str, name: str, uid: str) -> KnownRound | None:
+        """Return the round; None if it is not written down and there is no such PoCRound.
+
+        A PoCRound whose slots are not fixed yet is none: no pod has been told of it. StoreUnavailable if the API
+        server is needed and cannot be asked, DatabaseError if the database fails.
+        """
+        if uid not in self._known:
+            async with self._lock:  # a thousand pods ask for a new round at once
+                await self._learn(namespace, name, uid)
+        return self._known.get(uid)
+
+    def forget(self, uid: str) -> None:
+        """Forget a round whose rows were deleted."""
+        self._known.pop(uid, None)
+
+    async def _learn(self, namespace: str, name: str, uid: str) -> None:
+        if uid in self._known:
+            return
+        known = await self._database.read(lambda connection: load(connection, uid))
+        if known is None:
+            round_ = await self._read_round(namespace, name)
+            if round_ is None or round_.metadata.uid != uid or not round_.status.groups:
+                return
+            known = await self._database.write(lambda connection: write_down(connection, round_))
+        self._known[uid] = known
+
+
+def load(connection: Connection, uid: str) -> KnownRound | None:
+    """Return the round with this uid, if it is written down."""
+    row = connection.execute(select(schema.rounds).where(schema.rounds.c.uid == uid)).mappings().first()
+    if row is None:
+        return None
+    where = schema.slots.c.round_id == row["id"]
+    slots = connection.execute(select(schema.slots.c.slot, schema.slots.c.id).where(where))
+    return KnownRound(row["id"], terms_of(row), dict(slots.tuples().all()))
+
+
+def write_down(connection: Connection, round_: Round) -> KnownRound:
+    """Write a round and its slots down; its slots are fixed."""
+    terms = RoundTerms.of(round_)
+    values = {field.name: getattr(terms, field.name) for field in fields(terms)}
+    insert = schema.rounds.insert().values(**values, created_at=time.time_ns() // 1_000_000)
+    round_id = connection.execute(insert.returning(schema.rounds.c.id)).scalar_one()
+    offsets = [node + group * terms.node_count for group in range(terms.n_groups) for node in round_.spec.nodes.ids]
+    rows = [
+        {
+            "round_id": round_id,
+            "slot": offset,
+            "node_id": offset % terms.node_count,
+            "group_id": offset // terms.node_count,
+        }
+        for offset in offsets
+    ]
+    connection.execute(schema.slots.insert(), rows)
+    known = load(connection, terms.uid)
+    assert known is not None  # noqa: S101 - written above
+    return known
+
+
+def terms_of(row: RowMapping) -> RoundTerms:
+    """Read the terms from a row of ``rounds``."""
+    values = {field.name: row[field.name] for field in fields(RoundTerms)}
+    return RoundTerms(**values | {"protocol": Protocol(values["protocol"])})

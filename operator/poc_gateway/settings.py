@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the gateway, read from environment variables ``POC_GATEWAY_<NAME>``."""
+
+from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Network
+from typing import Annotated, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+def _split_commas(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+class Settings(BaseModel):
+    """Addresses, limits and times; the defaults suit one gateway beside one operator."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=lambda field: f"POC_GATEWAY_{field.upper()}", extra="ignore")
+
+    #: SQLAlchemy URL: sqlite:////PATH, or postgresql://USER:PASSWORD@HOST/NAME.
+    database: SecretStr = SecretStr("sqlite:////var/lib/poc-gateway/gateway.db")
+    port: int = Field(default=8080, ge=1, le=65535)
+    metrics_port: int = Field(default=8081, ge=1, le=65535)
+    #: Guards what pods deliver and what people read. Pods are given one made from it, for their round alone.
+    token: SecretStr | None = Field(default=None, min_length=1)
+    #: Guards the routes of the network.
+    network_token: SecretStr | None = Field(default=None, min_length=1)
+    #: Hosts that results may be forwarded to, as patterns with ``*``.
+    receiver_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)
+    #: Ranges of addresses that are not public, and that results may be forwarded to nevertheless.
+    receiver_private: Annotated[tuple[IPv4Network | IPv6Network, ...], BeforeValidator(_split_commas)] = ()
+    #: Artifacts of one forwarded payload.
+    payload_artifacts: int = Field(default=1_000, ge=1)
+    #: One forwarded payload may take this long.
+    forward_seconds: Seconds = 30.0
+    #: Pause after a receiver failed; doubles up to the limit below, and varies by half.
+    retry_first_seconds: Seconds = 1.0
+    retry_limit_seconds: Seconds = 60.0
+    #: Largest request body.
+    body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    #: Requests of one peer in a second, on average; four seconds' worth may come at once.
+    peer_requests: float = Field(default=1_000.0, gt=0, allow_inf_nan=False)
+    #: Rounds that are older and wholly forwarded are deleted; 0 to keep them.
+    retention_seconds: int = Field(default=30 * 86_400, ge=0)
+    #: The oldest wholly forwarded rounds are deleted while the database is larger; 0 for no limit.
+    retention_bytes: int = Field(default=0, ge=0)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """Read the variables that are set; pydantic.ValidationError names the variable that is wrong."""
+        return cls.model_validate(dict(environment))

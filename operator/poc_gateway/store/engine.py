@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection to SQLite or PostgreSQL, with the settings that make a commit durable."""
+
+import sqlite3
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import Engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+#: Seconds that a connection waits for a database that is locked or does not answer.
+WAIT_SECONDS = 5.0
+#: Pages of 4 KiB that each connection keeps: 16 MiB.
+_CACHE_KIB = 16 * 1024
+_PRAGMAS = (
+    "journal_mode=WAL",
+    "synchronous=FULL",
+    "foreign_keys=ON",
+    f"cache_size=-{_CACHE_KIB}",
+    f"busy_timeout={int(WAIT_SECONDS * 1000)}",
+)
+
+
+def create_engine(url: str) -> Engine:
+    """Return an engine for ``sqlite:///PATH`` or ``postgresql://USER:PASSWORD@HOST/NAME``; ValueError for others."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise ValueError("database is not a URL: use sqlite:////PATH or postgresql://USER:PASSWORD@HOST/NAME") from None
+    if parsed.get_backend_name() == "sqlite":
+        return _sqlite(parsed)
+    if parsed.get_backend_name() == "postgresql":
+        arguments = {"connect_timeout": int(WAIT_SECONDS)}
+        return sqlalchemy.create_engine(
+            parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, pool_size=8, connect_args=arguments
+        )
+    raise ValueError(f"database is of {parsed.get_backend_name()}: only sqlite and postgresql are supported")
+
+
+def _sqlite(url: sqlalchemy.URL) -> Engine:
+    # Transactions are ours: the driver's own begin too late, and keep a read from seeing one state.
+    arguments = {"isolation_level": None, "check_same_thread": False}
+    engine = sqlalchemy.create_engine(url, connect_args=arguments, pool_size=8)
+
+    @event.listens_for(engine, "connect")
+    def set_up(connection: sqlite3.Connection, _: object) -> None:
+        # Before the first table is made: afterwards only a VACUUM could change it.
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        for pragma in _PRAGMAS:
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:  # noqa: ANN401 - SQLAlchemy's Connection
+        connection.exec_driver_sql("BEGIN")
+
+    return engine

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables. One schema for SQLite and PostgreSQL; ``migrations`` makes it.
+
+Moments are integers, milliseconds since 1970. A vector is kept as its fp16 little-endian bytes.
+"""
+
+from sqlalchemy import BigInteger, Column, Double, ForeignKey, Integer, LargeBinary, MetaData, Table, Text
+from sqlalchemy import UniqueConstraint as Unique
+
+metadata = MetaData()
+
+_ID = BigInteger().with_variant(Integer(), "sqlite")  # only an INTEGER key counts itself there
+
+
+def _round_key(*, nullable: bool = False) -> Column[int]:
+    return Column("round_id", _ID, ForeignKey("rounds.id", ondelete="CASCADE"), nullable=nullable)
+
+
+def _slot_key() -> Column[int]:
+    return Column("slot_id", _ID, ForeignKey("slots.id", ondelete="CASCADE"), primary_key=True)
+
+
+#: The rounds that pods have delivered for, as their PoCRounds described them.
+rounds = Table(
+    "rounds",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("uid", Text, nullable=False, unique=True),
+    Column("namespace", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("block_hash", Text, nullable=False),
+    Column("block_height", BigInteger, nullable=False),
+    Column("public_key", Text, nullable=False),
+    Column("protocol", Text, nullable=False),
+    Column("k_dim", Integer),  # of the artifact protocol
+    Column("r_target", Double),  # of the distance protocol
+    Column("model", Text, nullable=False),
+    Column("seq_len", Integer, nullable=False),
+    Column("node_count", Integer, nullable=False),
+    Column("n_groups", Integer, nullable=False),
+    Column("receiver", Text),  # where results are forwarded to; null to keep them here
+    Column("created_at", BigInteger, nullable=False),
+)
+
+#: The slots of a round that this cluster serves. ``slot`` is the offset, the slot's first nonce.
+#:
+#: ``stored`` counts artifacts, ``last_nonce`` is the largest stored. ``forwarded`` counts what the receiver has
+#: accepted; every artifact up to ``forwarded_nonce`` has been accepted by it or is in ``letters``.
+slots = Table(
+    "slots",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    _round_key(),
+    Column("slot", Integer, nullable=False),
+    Column("node_id", Integer, nullable=False),
+    Column("group_id", Integer, nullable=False),
+    Column("stored", BigInteger, nullable=False, server_default="0"),
+    Column("last_nonce", BigInteger, nullable=False, server_default="-1"),
+    Column("duplicates", BigInteger, nullable=False, server_default="0"),
+    Column("conflicts", BigInteger, nullable=False, server_default="0"),
+    Column("forwarded", BigInteger, nullable=False, server_default="0"),
+    Column("forwarded_nonce", BigInteger, nullable=False, server_default="-1"),
+    Unique("round_id", "slot"),
+)
+
+#: What was computed for one nonce: a vector or a distance, as the round's protocol has it.
+artifacts = Table(
+    "artifacts",
+    metadata,
+    _slot_key(),
+    Column("nonce", Integer, primary_key=True, autoincrement=False),
+    Column("vector", LargeBinary),
+    Column("distance", Double),
+    Column("received_at", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+#: Other results that arrived for a nonce which is stored already: a sick or a cheating pod.
+conflicts = Table(
+    "conflicts",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("slot_id", _ID, ForeignKey("slots.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("nonce", Integer, nullable=False),
+    Column("vector", LargeBinary),
+    Column("distance", Double),
+    Column("received_at", BigInteger, nullable=False),
+)
+
+#: Artifacts that are not forwarded in the order of their nonces. ``waiting``: to be sent by itself, since it arrived
+#: late or is replayed. ``dead``: the receiver refused it for good, for this ``reason``.
+letters = Table(
+    "letters",
+    metadata,
+    _slot_key(),
+    Column("nonce", Integer, primary_key=True, autoincrement=False),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("since", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+#: Work that the network asked for by ``POST generate``: kept until its result expires, so that it outlives a restart.
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("request", Text, nullable=False),  # JSON
+    Column("state", Text, nullable=False),
+    Column("result", Text),  # JSON
+    Column("error", Text),
+    Column("created_at", BigInteger, nullable=False),
+    Column("finished_at", BigInteger),
+)
+
+#: Callbacks that are not artifacts of a round: verdicts, and results of jobs. ``url`` is the whole address.
+callbacks = Table(
+    "callbacks",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    _round_key(nullable=True),
+    Column("job_id", Text, ForeignKey("jobs.id", ondelete="CASCADE")),
+    Column("url", Text),  # null to keep it here
+    Column("body", Text, nullable=False),  # JSON
+    Column("state", Text, nullable=False),  # waiting, delivered, dead, kept
+    Column("reason", Text),
+    Column("created_at", BigInteger, nullable=False),
+)
