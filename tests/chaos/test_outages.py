@@ -2,6 +2,8 @@
 """One fault at a time, at the moment at which it hurts most."""
 
 import asyncio
+from collections.abc import Collection
+from functools import partial
 from time import monotonic
 
 import pytest
@@ -23,11 +25,17 @@ OUTAGE_SECONDS = 60.0
 #: next process starts.
 NOTICE_SECONDS = 20.0
 ADOPTION_SECONDS = 5.0
+#: Seconds until the cluster has removed the pods of a node that is gone, and made others.
+GONE_SECONDS = 150.0
 
 
 def works(round_: Round) -> bool:
     slots = round_.status.assignments
     return bool(slots) and all(slot.state is SlotState.RUNNING for slot in slots)
+
+
+def works_without(gone: Collection[str], round_: Round) -> bool:
+    return works(round_) and not any(slot.pod in gone for slot in round_.status.assignments)
 
 
 async def create(fleet: World) -> None:
@@ -68,3 +76,23 @@ async def test_the_next_operator_adopts_what_was_started_a_moment_ago() -> None:
         assert not works(await fleet.rounds.get(NAME)), "killed too late to leave something to adopt"
         await fleet.rounds.wait_until(NAME, works, ADOPTION_SECONDS - (monotonic() - began))
         await assert_each_slot_was_computed_in_one_go(fleet)
+
+
+async def test_what_a_lost_node_was_working_on_moves_to_other_pods() -> None:
+    simulated = world({NAME: PODS}, nodes=2, seconds_per_batch=0.1, operator_options=OPTIONS)
+    async with simulated as fleet, fleet.operator.running():
+        await create(fleet)
+        before = await fleet.rounds.wait_until(NAME, works, 30)
+        await fleet.lose_node(before.status.assignments[0].pod or "")
+        gone = {session.pod for session in fleet.kubelet.sessions if session.died is not None}
+        assert 0 < len(gone) < PODS
+        after = await fleet.rounds.wait_until(NAME, partial(works_without, gone), GONE_SECONDS)
+        lost = [slot.pod in gone for slot in before.status.assignments]
+        # Nobody's fault: a loss of the cluster's does not use up what a round may lose.
+        assert [slot.disruptions for slot in after.status.assignments] == [int(was_lost) for was_lost in lost]
+        await fleet.rounds.suspend(NAME, True)
+        round_ = await fleet.rounds.wait_until(NAME, lambda r: r.status.state is RoundState.SUSPENDED, 60)
+        assert [len(runs) for runs in runs_of(round_, fleet.kubelet.sessions).values()] == [
+            1 + was_lost for was_lost in lost
+        ]
+        audit(fleet, round_)

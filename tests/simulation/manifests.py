@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects of a simulation: a node, pods on it, and rounds."""
+"""The objects of a simulation: nodes, pods on them, and rounds."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -7,7 +7,8 @@ from typing import Any
 from hack.cluster.kwok import NODE_ANNOTATION, TAINT
 from poc_operator.model.names import API_VERSION, KIND
 
-NODE = "simulated"
+#: Simulated nodes have this label, and simulated pods go there.
+NODE_LABEL = {"poc.gonka.ai/simulated": "true"}
 #: Name of a pod's only container, and of its image, which nobody pulls.
 CONTAINER = "vllm"
 #: Pods of one Deployment share the value of this label.
@@ -16,9 +17,9 @@ LABEL = "fleet"
 Manifest = dict[str, Any]
 
 
-def node() -> Manifest:
-    """Return the node that all simulated pods are on."""
-    metadata = {"name": NODE, "annotations": NODE_ANNOTATION, "labels": {"kubernetes.io/hostname": NODE}}
+def node(number: int) -> Manifest:
+    """Return a node for simulated pods."""
+    metadata = {"name": f"simulated-{number}", "annotations": NODE_ANNOTATION, "labels": NODE_LABEL}
     return {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": {"taints": [TAINT]}}
 
 
@@ -26,7 +27,7 @@ def deployment(name: str, replicas: int) -> Manifest:
     """Return a Deployment of simulated pods with the label ``fleet=NAME``."""
     labels = {LABEL: name}
     pod = {
-        "nodeSelector": {"kubernetes.io/hostname": NODE},
+        "nodeSelector": NODE_LABEL,
         "tolerations": [{"operator": "Exists"}],
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Any
 from uuid import uuid4
 
 from kubernetes.aio import client, config
@@ -20,7 +21,7 @@ from hack.cluster.kwok import kwok
 from hack.cluster.layout import admin_kubeconfig
 from hack.cluster.up import kubectl, up
 from hack.images.site import ROOT
-from hack.toolchain.common import exclusive
+from hack.toolchain.common import UserError, exclusive
 from tests.simulation import manifests
 from tests.simulation.api_server import ApiServer
 from tests.simulation.kubelet import Kubelet
@@ -30,6 +31,7 @@ from tests.simulation.rounds import Rounds
 from tests.simulation.server import FleetServer
 
 READY_SECONDS = 120.0
+NODES = ",".join(f"{key}={value}" for key, value in manifests.NODE_LABEL.items())
 CRD = ROOT / "crds" / "pocrounds.yaml"
 #: Settings of the simulated pods: a slow fake batch is no reason for smaller ones.
 POD_SETTINGS = {"VLLM_POC_SLICE_SECONDS": "60", "VLLM_POC_RETRY_LIMIT_SECONDS": "2"}
@@ -52,6 +54,13 @@ class World:
         """Delete a pod; its Deployment makes another one."""
         await self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0, _request_timeout=5)
 
+    async def lose_node(self, pod: str) -> None:
+        """Switch off the node that a pod is on, for good, and take it out of the cluster, as its owner would."""
+        pods: Any = await self.core.list_namespaced_pod(self.namespace)
+        node = next(found.spec.node_name for found in pods.items if found.metadata.name == pod)
+        await self.kubelet.switch_off(found.metadata.uid for found in pods.items if found.spec.node_name == node)
+        await self.core.delete_node(node)
+
     async def wait_for_pods(self, count: int, seconds: float = READY_SECONDS) -> None:
         """Wait until so many pods serve; fails after ``seconds``."""
         deadline = monotonic() + seconds
@@ -66,8 +75,9 @@ async def world(
     *,
     seconds_per_batch: float,
     operator_options: tuple[str, ...] = (),
+    nodes: int = 1,
 ) -> AsyncIterator[World]:
-    """Bring up the cluster, kwok, a Deployment for each of ``fleets`` (name and replicas), and prepare an operator.
+    """Bring up the cluster, kwok, nodes, a Deployment of each of ``fleets`` (name, replicas), and prepare an operator.
 
     The operator is not started. Its log is kept if the block fails.
     """
@@ -92,7 +102,7 @@ async def world(
             operator=OperatorProcess(namespace, Path(tempfile.gettempdir()) / f"{namespace}.log", *operator_options),
             api_server=ApiServer(),
         )
-        await asyncio.to_thread(_create, namespace, fleets)
+        await asyncio.to_thread(_create, namespace, fleets, nodes)
         stack.push_async_callback(_remove, made)
         await stack.enter_async_context(receiver.receiving())
         await stack.enter_async_context(server.serving())
@@ -108,10 +118,13 @@ def _cluster_up() -> None:
         up()
 
 
-def _create(namespace: str, fleets: Mapping[str, int]) -> None:
+def _create(namespace: str, fleets: Mapping[str, int], nodes: int) -> None:
+    if "vllm-poc-operator" in kubectl("get", "deployments", "--all-namespaces", "--output", "name"):
+        raise UserError("An operator is installed in the local cluster and would act too: run make demo-down first.")
     kubectl("apply", "--server-side", "--filename", str(CRD))
     kubectl("wait", "--for=condition=Established", "crd/pocrounds.poc.gonka.ai", "--timeout=30s")
-    kubectl("apply", "--filename", "-", stdin=json.dumps(manifests.node()))
+    for number in range(nodes):
+        kubectl("apply", "--filename", "-", stdin=json.dumps(manifests.node(number)))
     kubectl("create", "namespace", namespace)
     deployments = [manifests.deployment(name, replicas) for name, replicas in fleets.items()]
     items = {"apiVersion": "v1", "kind": "List", "items": deployments}
@@ -128,4 +141,4 @@ async def _end(kubelet: Kubelet, following: asyncio.Task[None]) -> None:
 async def _remove(made: World) -> None:
     await made.rounds.delete_all()
     await asyncio.to_thread(kubectl, "delete", "namespace", made.namespace, "--timeout=120s", limit=130)
-    await asyncio.to_thread(kubectl, "delete", "node", manifests.NODE, "--ignore-not-found")
+    await asyncio.to_thread(kubectl, "delete", "node", "--selector", NODES)

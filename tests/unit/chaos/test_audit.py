@@ -37,6 +37,7 @@ def judged(
     arrived: Iterable[int] = range(200),
     delivered: int = 100,
     gaps: Iterable[tuple[float, float]] = (),
+    outages: Iterable[tuple[float, float]] = (),
 ) -> Findings:
     """Audit a round of two slots, the second of which is computed without any trouble."""
     arrivals = Counter(arrived)
@@ -46,7 +47,7 @@ def judged(
         receiver=SimpleNamespace(arrivals={HASH: arrivals}),
         kubelet=SimpleNamespace(sessions=[*sessions, session(0, 100, 0, slot=1)]),
         operator=SimpleNamespace(gaps=list(gaps)),
-        api_server=SimpleNamespace(outages=[]),
+        api_server=SimpleNamespace(outages=list(outages)),
     )
     return audit(cast(World, world), a_round(a_status(*slots, totals=totals)))
 
@@ -85,6 +86,13 @@ def test_times_without_an_operator_excuse_old_knowledge() -> None:
     with pytest.raises(AssertionError, match=r"known 5\.0 s"):
         judged(*sessions)
     assert judged(*sessions, gaps=[(7, 8)]).oldest_knowledge == pytest.approx(1)
+
+
+def test_what_was_held_back_is_lost_with_an_operator_that_dies_in_an_outage() -> None:
+    sessions = session(0, 60, 0, [(1, 20), (5, 50)]), session(20, 100, 8)
+    with pytest.raises(AssertionError, match=r"known 5\.0 s"):
+        judged(*sessions, outages=[(6, 20)])
+    assert judged(*sessions, outages=[(6, 20)], gaps=[(15, 16)]).oldest_knowledge == pytest.approx(0)
 
 
 def test_a_seed_decides_everything() -> None:
