@@ -68,7 +68,7 @@ toolchain:
 	@$(PYTHON) -m hack.toolchain
 
 .PHONY: images
-images: toolchain ## Build both images and print their names
+images: toolchain ## Build the images and print their names
 	@$(PYTHON) -m hack.images
 
 .PHONY: format

@@ -10,6 +10,7 @@ from hack.demo.progress import follow
 from hack.deploy.kube import Kube, current_kube
 from hack.deploy.local import OPERATOR_CHART, WORKER_CHART
 from hack.deploy.releases import (
+    GATEWAY,
     NAMESPACE,
     OPERATOR,
     OPERATOR_SECONDS,
@@ -56,6 +57,7 @@ def _deploy_to_current(operator: Path | None, worker: Path | None) -> Kube:
 
 def _run_round(kube: Kube) -> None:
     follow("operator", lambda: deployment(kube, SYSTEM_NAMESPACE, OPERATOR), OPERATOR_SECONDS)
+    follow("gateway", lambda: deployment(kube, SYSTEM_NAMESPACE, GATEWAY), OPERATOR_SECONDS)
     follow("vLLM pods", lambda: deployment(kube, NAMESPACE, WORKER), WORKER_SECONDS)
     # A round's spec is immutable: what an earlier demo left makes room.
     kube.kubectl("--namespace", NAMESPACE, "delete", "pocround", "demo", "--ignore-not-found", limit=150)

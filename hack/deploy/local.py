@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chart values for the local cluster: images built here, vLLM and the tiny models mounted from the machine."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hack.cluster.images import is_loaded, load
+from hack.cluster.layout import POD_RANGE, SERVICE_RANGE, folder
 from hack.images.build import build
 from hack.images.site import ROOT, Role
 from hack.models.store import models
@@ -16,6 +18,9 @@ WORKER_CHART = ROOT / "charts" / "vllm-poc-worker"
 #: The name that the example round asks for.
 SERVED_NAME = "demo"
 _VLLM = "/opt/vllm"
+_STORAGE_CLASS = "local"
+_STORAGE_SIZE = "10Gi"
+_GATEWAY_USER = 65532
 _MODELS = "/models"
 
 Values = Mapping[str, Any]
@@ -30,9 +35,41 @@ def _image(role: Role) -> Values:
     return {"repository": repository, "tag": tag, "pullPolicy": "Never"}
 
 
-def operator_values() -> Values:
-    """Build and load the operator's image; return the chart values that use it."""
-    return {"image": _image(Role.OPERATOR), "rbac": {"deletePods": True}}
+def operator_values(namespace: str) -> Values:
+    """Build and load the operator's and the gateway's image; return the chart values that use them.
+
+    Rounds that the network starts are made in ``namespace``.
+    """
+    template = {"selector": {"matchLabels": {"poc.gonka.ai/worker": "true"}}}
+    gateway = _image(Role.GATEWAY)
+    return {
+        "image": _image(Role.OPERATOR),
+        "rbac": {"deletePods": True},
+        "gateway": {
+            "image": {"repository": gateway["repository"], "tag": gateway["tag"]},
+            "storage": {"className": _STORAGE_CLASS, "size": _STORAGE_SIZE},
+            "receivers": {"private": [POD_RANGE, SERVICE_RANGE]},
+            "roundTemplate": {"namespace": namespace, "spec": template},
+        },
+    }
+
+
+def gateway_volume() -> Values:
+    """Make a folder for the gateway's database; return the volume that its claim gets."""
+    path = folder("gateway")
+    os.chown(path, _GATEWAY_USER, _GATEWAY_USER)
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": "poc-gateway"},
+        "spec": {
+            "capacity": {"storage": _STORAGE_SIZE},
+            "accessModes": ["ReadWriteOnce"],
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": _STORAGE_CLASS,
+            "hostPath": {"path": str(path), "type": "Directory"},
+        },
+    }
 
 
 def worker_values(*, replicas: int, model: str = "qwen3-tiny") -> Values:

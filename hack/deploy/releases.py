@@ -3,7 +3,7 @@
 
 from hack.cluster.up import up
 from hack.deploy.kube import Kube, local_kube
-from hack.deploy.local import OPERATOR_CHART, WORKER_CHART, operator_values, worker_values
+from hack.deploy.local import OPERATOR_CHART, WORKER_CHART, gateway_volume, operator_values, worker_values
 from hack.models.store import models
 from hack.toolchain.__main__ import install
 from hack.toolchain.common import exclusive, step
@@ -12,6 +12,7 @@ from hack.vllm.environment import environment
 SYSTEM_NAMESPACE = "poc-system"
 NAMESPACE = "poc-demo"
 OPERATOR = "vllm-poc-operator"
+GATEWAY = f"{OPERATOR}-gateway"
 WORKER = "vllm-poc-worker"
 PODS = 2
 
@@ -32,6 +33,7 @@ def deploy_locally() -> Kube:
     kube = local_kube()
     with step("images and charts"):
         kube.ensure_namespace(SYSTEM_NAMESPACE, RESTRICTED)
-        kube.helm_install(OPERATOR, OPERATOR_CHART, SYSTEM_NAMESPACE, operator_values())
+        kube.apply(gateway_volume())
+        kube.helm_install(OPERATOR, OPERATOR_CHART, SYSTEM_NAMESPACE, operator_values(NAMESPACE))
         kube.helm_install(WORKER, WORKER_CHART, NAMESPACE, worker_values(replicas=PODS))
     return kube

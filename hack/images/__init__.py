@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The project's two images, built from ``image/`` without a daemon and without a network."""
+"""The project's three images, built from ``image/`` without a daemon and without a network."""

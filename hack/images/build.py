@@ -10,9 +10,10 @@ from hack.toolchain.common import exclusive, step
 
 DOCKERFILES = {
     Role.OPERATOR: ROOT / "image" / "operator.Dockerfile",
+    Role.GATEWAY: ROOT / "image" / "gateway.Dockerfile",
     Role.WORKER: ROOT / "image" / "Dockerfile",
 }
-REPOSITORIES = {Role.OPERATOR: "localhost/vllm-poc-operator", Role.WORKER: "localhost/vllm-poc-worker"}
+REPOSITORIES = {role: f"localhost/vllm-poc-{role}" for role in Role}
 
 
 def image_name(role: Role, base: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into an image: a folder with this project's wheel and, for the operator, its locked dependencies.
+"""What goes into an image: a folder with this project's wheel and, but for the worker, its locked dependencies.
 
 The folder is made outside of the image's build, so that the build itself needs no network.
 """
@@ -18,15 +18,20 @@ PYTHON_VERSION = "3.11"
 PLATFORM = "x86_64-manylinux_2_28"
 LIMIT = 300.0
 
-OPERATOR_LOCK = ROOT / "locks" / "operator.txt"
 BUILD_LOCK = ROOT / "locks" / "build.txt"
 
 
 class Role(StrEnum):
-    """Which of the two images."""
+    """Which of the three images."""
 
     OPERATOR = "operator"
+    GATEWAY = "gateway"
     WORKER = "worker"
+
+    @property
+    def lock(self) -> Path | None:
+        """The dependencies that the image brings; the worker's base image has them."""
+        return None if self is Role.WORKER else ROOT / "locks" / f"{self}.txt"
 
 
 def site(role: Role) -> Path:
@@ -49,8 +54,8 @@ def fingerprint(role: Role) -> str:
 
 def _sources(role: Role) -> list[Path]:
     files = [ROOT / "pyproject.toml", BUILD_LOCK, *_package_files(ROOT / "image")]
-    if role is Role.OPERATOR:
-        files += [OPERATOR_LOCK, *_package_files(ROOT / "operator")]
+    if role.lock is not None:
+        files += [role.lock, *_package_files(ROOT / "operator")]
     return files
 
 
@@ -62,8 +67,8 @@ def _make(role: Role, folder: Path) -> None:
     # A folder without the suffix is complete, since renaming is atomic.
     unfinished = folder.with_suffix(".part")
     shutil.rmtree(unfinished, ignore_errors=True)
-    if role is Role.OPERATOR:
-        _install(unfinished, "--require-hashes", "--requirement", OPERATOR_LOCK)
+    if role.lock is not None:
+        _install(unfinished, "--require-hashes", "--requirement", role.lock)
     _install(unfinished, _wheel())
     unfinished.rename(folder)
 

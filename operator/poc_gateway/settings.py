@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
@@ -23,12 +24,17 @@ class Settings(BaseModel):
 
     #: SQLAlchemy URL: sqlite:////PATH, or postgresql://USER:PASSWORD@HOST/NAME.
     database: SecretStr = SecretStr("sqlite:////var/lib/poc-gateway/gateway.db")
+    #: Where pods, the operator and people talk to the gateway.
     port: int = Field(default=8080, ge=1, le=65535)
     metrics_port: int = Field(default=8081, ge=1, le=65535)
+    #: Where the network's node talks to it: another port, so that it alone can be exposed.
+    network_port: int = Field(default=8082, ge=1, le=65535)
     #: Guards what pods deliver and what people read. Pods are given one made from it, for their round alone.
     token: SecretStr | None = Field(default=None, min_length=1)
     #: Guards the routes of the network.
     network_token: SecretStr | None = Field(default=None, min_length=1)
+    #: File with the namespace and the spec that rounds of the network are made from, as JSON; none refuses them.
+    round_template: Path | None = None
     #: Hosts that results may be forwarded to, as patterns with ``*``.
     receiver_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)
     #: Ranges of addresses that are not public, and that results may be forwarded to nevertheless.

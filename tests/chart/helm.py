@@ -41,6 +41,20 @@ ALL_VALUES: dict[Path, Values] = {
         "rbac": {"aggregate": False},
         "serviceAccount": {"create": True, "name": "own", "annotations": {"example.org/role": "poc"}},
         "podTokenSecret": "pod-token",
+        "gateway": {
+            "enabled": True,
+            "image": {"repository": "registry.example.org/gateway", "digest": f"sha256:{'1' * 64}"},
+            "tokenSecret": "gateway-tokens",
+            "databaseSecret": "gateway-database",
+            "storage": {"size": "1Ti", "className": "fast", "existingClaim": "results"},
+            "roundTemplate": {"namespace": NAMESPACE, "spec": {"selector": {"matchLabels": {"app": "vllm"}}}},
+            "receivers": {"allow": ["*.example.org", "example.com"], "private": ["10.0.0.0/8", "fd00::/8"]},
+            "retention": {"days": 7, "bytes": 5_000_000_000},
+            "networkService": {"type": "LoadBalancer", "port": 8443, "annotations": {"example.org/lb": "internal"}},
+            "networkPolicy": {"enabled": True, "networkFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]},
+            "resources": {"limits": {"memory": "2Gi"}},
+            "extraEnv": [{"name": "POC_GATEWAY_PAYLOAD_ARTIFACTS", "value": "500"}],
+        },
         "logFormat": "plain",
         "metrics": {
             "service": True,
@@ -94,5 +108,16 @@ def objects(kube: Kube, chart: Path, values: Values) -> list[dict[str, Any]]:
 
 
 def deployment(kube: Kube, chart: Path, values: Values) -> Any:  # noqa: ANN401 - a Kubernetes object
-    """Return the rendered Deployment."""
-    return next(body for body in objects(kube, chart, values) if body["kind"] == "Deployment")
+    """Return the chart's rendered Deployment, of the operator or of the workers."""
+    return deployments(kube, chart, values)[0]
+
+
+def gateway(kube: Kube, values: Values) -> Any:  # noqa: ANN401 - a Kubernetes object
+    """Return the gateway's rendered Deployment."""
+    return deployments(kube, OPERATOR_CHART, values)[1]
+
+
+def deployments(kube: Kube, chart: Path, values: Values) -> list[Any]:
+    """Return the rendered Deployments, the gateway's last."""
+    found = [body for body in objects(kube, chart, values) if body["kind"] == "Deployment"]
+    return sorted(found, key=lambda body: body["metadata"]["name"].endswith("-gateway"))

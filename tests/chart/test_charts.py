@@ -9,10 +9,21 @@ import yaml
 
 from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART, WORKER_CHART
-from hack.deploy.releases import NAMESPACE
+from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
 from hack.images.site import ROOT
 from hack.toolchain.common import UserError
-from tests.chart.helm import ALL_VALUES, LEAST_VALUES, MODEL, NAMESPACES, Values, deployment, lint, objects, render
+from tests.chart.helm import (
+    ALL_VALUES,
+    LEAST_VALUES,
+    MODEL,
+    NAMESPACES,
+    RELEASE,
+    Values,
+    deployment,
+    lint,
+    objects,
+    render,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
@@ -40,6 +51,18 @@ WRONG: dict[str, tuple[Path, Values, tuple[str, ...]]] = {
         OPERATOR_CHART,
         {"serviceAccount": {"create": False}},
         ("serviceAccount.name is required when serviceAccount.create is false",),
+    ),
+    "gateway typo": (OPERATOR_CHART, {"gateway": {"enable": True}}, ("/gateway", "'enable' not allowed")),
+    "private host": (
+        OPERATOR_CHART,
+        {"gateway": {"receivers": {"private": ["example.org"]}}},
+        ("/gateway/receivers/private/0", "pattern"),
+    ),
+    "template without a spec": (OPERATOR_CHART, {"gateway": {"roundTemplate": {"namespace": "a"}}}, ("roundTemplate",)),
+    "template elsewhere": (
+        OPERATOR_CHART,
+        {"watchNamespaces": ["a"], "gateway": {"roundTemplate": {"namespace": "b", "spec": {}}}},
+        ('gateway.roundTemplate.namespace "b" is not watched: add it to watchNamespaces',),
     ),
     "no model": (
         WORKER_CHART,
@@ -123,14 +146,24 @@ def test_values_reach_the_worker(kube: Kube) -> None:
 def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:
     pod = deployment(kube, OPERATOR_CHART, ALL_VALUES[OPERATOR_CHART])["spec"]["template"]["spec"]
     namespaces = [f"--namespace={NAMESPACE}", "--namespace=default"]
-    assert pod["containers"][0]["args"] == ["--log-format=plain", "--identity=$(POD_NAME)", *namespaces]
+    address = f"--gateway-url=http://{RELEASE}-vllm-poc-operator-gateway.{SYSTEM_NAMESPACE}.svc:8080"
+    assert pod["containers"][0]["args"] == ["--log-format=plain", "--identity=$(POD_NAME)", *namespaces, address]
 
 
 def test_metrics_are_scraped_if_asked_for(kube: Kube) -> None:
     metrics = {"service": True, "serviceMonitor": True, "serviceMonitorLabels": {"release": "prometheus"}}
-    found = {body["kind"]: body for body in objects(kube, OPERATOR_CHART, {"metrics": metrics})}
-    monitor, service = found["ServiceMonitor"], found["Service"]
+    rendered = objects(kube, OPERATOR_CHART, {"metrics": metrics})
+    monitor = next(body for body in rendered if body["kind"] == "ServiceMonitor")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert monitor["spec"]["endpoints"] == [{"port": service["spec"]["ports"][0]["name"], "interval": "30s"}]
-    assert not {"Service", "ServiceMonitor"} & {body["kind"] for body in objects(kube, OPERATOR_CHART, {})}
+    assert monitor["spec"]["endpoints"] == [{"port": "metrics", "interval": "30s"}]
+    selected = monitor["spec"]["selector"]["matchLabels"].items()
+    ports = {
+        body["spec"]["selector"]["app.kubernetes.io/name"]: port["port"]
+        for body in rendered
+        if body["kind"] == "Service" and selected <= body["metadata"]["labels"].items()
+        for port in body["spec"]["ports"]
+        if port["name"] == "metrics"
+    }
+    assert ports == {"vllm-poc-operator": 8081, "vllm-poc-operator-gateway": 8081}
+    least = objects(kube, OPERATOR_CHART, {})
+    assert not any("metrics" in body["metadata"]["name"] or body["kind"] == "ServiceMonitor" for body in least)

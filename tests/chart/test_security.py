@@ -14,7 +14,6 @@ from tests.chart.helm import RELEASE, objects
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
-ACCOUNT = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{OPERATOR}"
 ROUNDS = "poc.gonka.ai/pocrounds"
 
 #: group/resource[/subresource]: verbs. Nothing else is granted; the core group has no name.
@@ -50,15 +49,15 @@ GRANTS += [(what, verb, False) for what, verbs in FORBIDDEN.items() for verb in 
 TOO_MUCH = {"runAsUser": 0, "allowPrivilegeEscalation": True, "capabilities": {"add": ["NET_ADMIN"]}}
 
 
-def may(kube: Kube, what: str, verb: str) -> bool:
-    """Ask the API server whether the operator's account may do this to the worker's namespace."""
+def may(kube: Kube, what: str, verb: str, *, account: str = OPERATOR) -> bool:
+    """Ask the API server whether the account may do this to the worker's namespace."""
     group, resource, *rest = what.split("/")
     attributes = {"namespace": NAMESPACE, "group": group, "resource": resource, "verb": verb}
     attributes |= {"subresource": rest[0]} if rest else {}
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",
-        "spec": {"user": ACCOUNT, "resourceAttributes": attributes},
+        "spec": {"user": f"system:serviceaccount:{SYSTEM_NAMESPACE}:{account}", "resourceAttributes": attributes},
     }
     answer = kube.kubectl("create", "-f", "-", "-o", "jsonpath={.status.allowed}", stdin=json.dumps(review))
     return {"true": True, "false": False}[answer]
@@ -80,7 +79,11 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
 def test_the_role_grants_what_the_table_says(
     kube: Kube, values: dict[str, Any], more: set[tuple[str, str]], less: set[tuple[str, str]]
 ) -> None:
-    role = next(body for body in objects(kube, OPERATOR_CHART, values) if body["kind"] == "ClusterRole")
+    role = next(
+        body
+        for body in objects(kube, OPERATOR_CHART, values)
+        if body["kind"] == "ClusterRole" and body["metadata"]["name"] == f"{RELEASE}-{OPERATOR}"
+    )
     granted = {
         (f"{group}/{resource}", verb)
         for rule in role["rules"]
@@ -93,7 +96,8 @@ def test_the_role_grants_what_the_table_says(
 
 def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
     watched = [NAMESPACE, "default"]
-    values = {"watchNamespaces": watched, "rbac": {"aggregate": False}, "crds": {"enabled": False}}
+    less = {"rbac": {"aggregate": False}, "crds": {"enabled": False}, "gateway": {"enabled": False}}
+    values = {"watchNamespaces": watched, **less}
     found = objects(kube, OPERATOR_CHART, values)
     rights = [(body["kind"], body["metadata"].get("namespace")) for body in found if "Role" in body["kind"]]
     # Where the operator itself runs, it keeps its Lease.
@@ -116,20 +120,20 @@ def test_the_operators_namespace_enforces_the_restricted_level(kube: Kube) -> No
 
 
 def test_the_operators_pod_passes_the_restricted_level(kube: Kube) -> None:
-    create(kube, operator_pod(kube))
+    create(kube, pod_of(kube, OPERATOR))
 
 
 @pytest.mark.parametrize(("field", "value"), TOO_MUCH.items(), ids=TOO_MUCH)
 def test_the_restricted_level_would_refuse_more(kube: Kube, field: str, value: object) -> None:
-    pod = operator_pod(kube)
+    pod = pod_of(kube, OPERATOR)
     pod["spec"]["containers"][0]["securityContext"][field] = value
     with pytest.raises(UserError, match="violates PodSecurity"):
         create(kube, pod)
 
 
-def operator_pod(kube: Kube) -> dict[str, Any]:
-    """Return a pod as the operator's Deployment on the cluster makes them."""
-    template = kube.get("--namespace", SYSTEM_NAMESPACE, "deployment", OPERATOR)["spec"]["template"]
+def pod_of(kube: Kube, deployment: str) -> dict[str, Any]:
+    """Return a pod as the Deployment on the cluster makes them."""
+    template = kube.get("--namespace", SYSTEM_NAMESPACE, "deployment", deployment)["spec"]["template"]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "restricted"}, "spec": template["spec"]}
 
 

@@ -26,6 +26,7 @@ _DIAGNOSES = (
     ("--namespace", NAMESPACE, "get", "events", "--sort-by=.lastTimestamp"),
     ("--namespace", SYSTEM_NAMESPACE, "describe", "pods"),
     ("--namespace", SYSTEM_NAMESPACE, "logs", f"deployment/{OPERATOR}", f"--tail={LOG_LINES}"),
+    ("--namespace", SYSTEM_NAMESPACE, "logs", f"deployment/{GATEWAY}", f"--tail={LOG_LINES}"),
     ("--namespace", NAMESPACE, "logs", f"deployment/{WORKER}", f"--tail={LOG_LINES}"),
 )
 
@@ -39,9 +40,10 @@ def deployed() -> Kube:
 
 
 def ready(kube: Kube) -> None:
-    """Wait until the operator and both vLLM pods are ready."""
+    """Wait until the operator, the gateway and both vLLM pods are ready."""
     try:
         follow("operator", lambda: deployment(kube, SYSTEM_NAMESPACE, OPERATOR), OPERATOR_SECONDS)
+        follow("gateway", lambda: deployment(kube, SYSTEM_NAMESPACE, GATEWAY), OPERATOR_SECONDS)
         follow("vLLM pods", lambda: deployment(kube, NAMESPACE, WORKER), WORKER_SECONDS)
     except UserError as error:
         pytest.fail(f"{error}\n{diagnosis(kube)}")

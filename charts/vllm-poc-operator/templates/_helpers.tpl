@@ -26,12 +26,51 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{- define "operator.image" -}}
-{{- if .Values.image.digest -}}
-{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{/* The name of an image: (dict "image" … "version" …). */}}
+{{- define "operator.imageName" -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" .image.repository .image.digest -}}
 {{- else -}}
-{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- printf "%s:%s" .image.repository (default .version .image.tag) -}}
 {{- end -}}
+{{- end -}}
+
+{{- define "gateway.fullname" -}}
+{{- printf "%s-gateway" (include "operator.fullname" . | trunc 55 | trimSuffix "-") -}}
+{{- end -}}
+
+{{- define "gateway.selectorLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-gateway
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "gateway.labels" -}}
+{{ include "gateway.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "gateway.tokenSecret" -}}
+{{- default (printf "%s-tokens" (include "gateway.fullname" .)) .Values.gateway.tokenSecret -}}
+{{- end -}}
+
+{{/* Where pods and the operator reach the gateway. */}}
+{{- define "gateway.url" -}}
+{{- printf "http://%s.%s.svc:8080" (include "gateway.fullname" .) .Release.Namespace -}}
+{{- end -}}
+
+{{/* What the gateway may do in a namespace that is watched. */}}
+{{- define "gateway.rules" -}}
+- apiGroups: [poc.gonka.ai]
+  resources: [pocrounds]
+  verbs: [get, list{{ if .Values.gateway.roundTemplate }}, create, patch{{ end }}]
+{{- if .Values.gateway.roundTemplate }}
+# Nonces that the network names are computed by pods that are free.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list]
+{{- end }}
 {{- end -}}
 
 {{/* What the operator may do in a namespace that it watches. */}}

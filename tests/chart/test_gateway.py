@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway in the operator's chart: its settings, its rights, its pod."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from hack.deploy.kube import Kube
+from hack.deploy.local import OPERATOR_CHART
+from hack.deploy.releases import GATEWAY, SYSTEM_NAMESPACE
+from poc_gateway.settings import Settings
+from tests.chart.helm import ALL_VALUES, Values, gateway, objects, render
+from tests.chart.test_security import create, may, pod_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
+
+ROUNDS = "poc.gonka.ai/pocrounds"
+#: Rights that the gateway has, with a template for the network's rounds, and some of those that it has not.
+MAY = [(ROUNDS, "get"), (ROUNDS, "list"), (ROUNDS, "create"), (ROUNDS, "patch"), ("/pods", "list")]
+MAY_NOT = [
+    (ROUNDS, "delete"),
+    (f"{ROUNDS}/status", "patch"),
+    ("/pods", "delete"),
+    ("/secrets", "get"),
+    ("/configmaps", "get"),
+]
+
+
+def test_values_reach_the_gateway(kube: Kube) -> None:
+    pod = gateway(kube, ALL_VALUES[OPERATOR_CHART])["spec"]["template"]["spec"]
+    environment = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
+    assert {name: variable["value"] for name, variable in environment.items() if "value" in variable} == {
+        "POC_GATEWAY_ROUND_TEMPLATE": "/etc/poc-gateway/round.json",
+        "POC_GATEWAY_RECEIVER_ALLOW": "*.example.org,example.com",
+        "POC_GATEWAY_RECEIVER_PRIVATE": "10.0.0.0/8,fd00::/8",
+        "POC_GATEWAY_RETENTION_SECONDS": str(7 * 86_400),
+        "POC_GATEWAY_RETENTION_BYTES": "5000000000",
+        "POC_GATEWAY_PAYLOAD_ARTIFACTS": "500",
+    }
+    secrets = {
+        name: variable["valueFrom"]["secretKeyRef"] for name, variable in environment.items() if "valueFrom" in variable
+    }
+    assert secrets == {
+        "POC_GATEWAY_TOKEN": {"name": "gateway-tokens", "key": "token"},
+        "POC_GATEWAY_NETWORK_TOKEN": {"name": "gateway-tokens", "key": "network-token"},
+        "POC_GATEWAY_DATABASE": {"name": "gateway-database", "key": "url"},
+    }
+
+
+def test_every_variable_of_the_gateway_is_a_setting(kube: Kube) -> None:
+    names = {str(field.alias) for field in Settings.model_fields.values()}
+    pod = gateway(kube, ALL_VALUES[OPERATOR_CHART])["spec"]["template"]["spec"]
+    assert {variable["name"] for variable in pod["containers"][0]["env"]} <= names
+
+
+def test_without_the_gateway_nothing_of_it_is_left(kube: Kube) -> None:
+    rendered = render(kube, OPERATOR_CHART, {"gateway": {"enabled": False}})
+    assert "POC_GATEWAY" not in rendered
+    assert "gateway-url" not in rendered
+    assert not any(body["metadata"]["name"].endswith("-gateway") for body in yaml.safe_load_all(rendered) if body)
+
+
+@pytest.mark.parametrize(("right", "allowed"), [(right, True) for right in MAY] + [(right, False) for right in MAY_NOT])
+def test_the_gateway_may_do_what_it_needs_and_nothing_else(kube: Kube, right: tuple[str, str], allowed: bool) -> None:
+    assert may(kube, *right, account=GATEWAY) is allowed
+
+
+def rules(kube: Kube, values: Values) -> list[Any]:
+    return [
+        body["rules"]
+        for body in objects(kube, OPERATOR_CHART, values)
+        if body["kind"] == "ClusterRole" and body["metadata"]["name"].endswith("-gateway")
+    ]
+
+
+def test_without_a_template_the_gateway_only_reads_rounds(kube: Kube) -> None:
+    assert rules(kube, {}) == [[{"apiGroups": ["poc.gonka.ai"], "resources": ["pocrounds"], "verbs": ["get", "list"]}]]
+
+
+def test_a_token_is_made_once(kube: Kube) -> None:
+    secret = kube.get("--namespace", SYSTEM_NAMESPACE, "secret", f"{GATEWAY}-tokens")["data"]
+    assert set(secret) == {"token", "network-token"}
+    assert len(set(secret.values())) == 2
+    given = objects(kube, OPERATOR_CHART, {"gateway": {"tokenSecret": "mine"}})
+    assert not any(body["kind"] == "Secret" for body in given)
+
+
+def test_the_gateways_pod_passes_the_restricted_level(kube: Kube) -> None:
+    create(kube, pod_of(kube, GATEWAY))
