@@ -1,103 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator as an ordinary process of this machine: it can be killed, and what it uses is read from /proc."""
+"""The operator as an ordinary process of this machine."""
 
-import asyncio
-import contextlib
-import os
-import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from time import monotonic
 
 from hack.cluster.layout import admin_kubeconfig
-from hack.images.site import ROOT
+from tests.simulation.kept_process import KeptProcess
 from tests.support.http_server import free_port
 
-#: As long as a kubelet waits at first before it starts an ended container again.
-RESTART_SECONDS = 1.0
-END_SECONDS = 30.0
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
 
-
-class OperatorProcess:
-    """Runs ``python -m poc_operator`` for one namespace, and starts it again whenever it ends, as a kubelet does."""
+class OperatorProcess(KeptProcess):
+    """Runs ``python -m poc_operator`` for one namespace."""
 
     def __init__(self, namespace: str, log: Path, *options: str) -> None:
         metrics = free_port()
         ports = (f"--health-port={free_port()}", f"--metrics-port={metrics}")
         scope = (f"--namespace={namespace}", f"--lease-namespace={namespace}", "--log-format=plain")
-        self._argv = (sys.executable, "-m", "poc_operator", *scope, *ports, *options)
+        argv = (sys.executable, "-m", "poc_operator", *scope, *ports, *options)
+        super().__init__(argv, {"KUBECONFIG": str(admin_kubeconfig())}, log)
         self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"
-        self.log = log
-        self._process: asyncio.subprocess.Process | None = None
-        self._restart_seconds = RESTART_SECONDS
-        self._started = asyncio.Event()
-        #: When the process ended and when the next one started.
-        self.gaps: list[tuple[float, float]] = []
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Keep it running until the block ends; then it ends in order."""
-        await self._start()
-        keeping = asyncio.create_task(self._keep())
-        try:
-            yield
-        finally:
-            keeping.cancel()
-            await asyncio.wait([keeping])
-            await self._end()
-
-    async def kill(self, pause_seconds: float) -> None:
-        """End it by SIGKILL; it is started again after ``pause_seconds``. Returns when it runs again."""
-        self._restart_seconds = pause_seconds
-        self._started.clear()
-        with contextlib.suppress(ProcessLookupError):
-            self._alive().kill()
-        await self._started.wait()
-
-    @property
-    def cpu_seconds(self) -> float:
-        """CPU time that the present process has used."""
-        fields = (self._folder / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
-
-    @property
-    def rss_bytes(self) -> int:
-        """Memory that the present process holds."""
-        return int((self._folder / "statm").read_text().split()[1]) * _PAGE_BYTES
-
-    @property
-    def _folder(self) -> Path:
-        return Path("/proc") / str(self._alive().pid)
-
-    def _alive(self) -> asyncio.subprocess.Process:
-        assert self._process is not None
-        return self._process
-
-    async def _start(self) -> None:
-        path = os.pathsep.join(str(ROOT / folder) for folder in ("operator", "image"))
-        environment = {**os.environ, "KUBECONFIG": str(admin_kubeconfig()), "PYTHONPATH": path}
-        with self.log.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._argv, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output
-            )
-        self._started.set()
-
-    async def _keep(self) -> None:
-        while True:
-            await self._alive().wait()
-            ended = monotonic()
-            await asyncio.sleep(self._restart_seconds)
-            self._restart_seconds = RESTART_SECONDS
-            await self._start()
-            self.gaps.append((ended, monotonic()))
-
-    async def _end(self) -> None:
-        process = self._alive()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, TimeoutError):
-                process.send_signal(number)
-                await asyncio.wait_for(process.wait(), END_SECONDS)
