@@ -9,6 +9,7 @@ from hack.demo.looks import deployment
 from hack.demo.progress import follow
 from hack.deploy.kube import Kube
 from hack.deploy.releases import (
+    GATEWAY,
     NAMESPACE,
     OPERATOR,
     OPERATOR_SECONDS,
