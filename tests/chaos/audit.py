@@ -30,6 +30,8 @@ class Known:
     round_id: str
     slot: tuple[int, int]
     blind: Sequence[Interval]
+    #: Whether a gateway knows more than the pods told last.
+    gateway: bool
 
     def age(self, before: Run, after: Run) -> float:
         """Return how old the knowledge that the next run began with was at the end of a run, without blind times.
@@ -39,13 +41,16 @@ class Known:
         told = [
             poll.time
             for poll in before.session.polls
-            if (poll.round_id, poll.slot) == (self.round_id, self.slot) and poll.delivered == after.start
+            if (poll.round_id, poll.slot) == (self.round_id, self.slot) and self._knew(poll.delivered, after.start)
         ]
         if after.start == before.start:
             told.append(before.began)
         if not told:
             return inf
         return sum(end - begin for begin, end in _without(max(told), before.ended, self.blind))
+
+    def _knew(self, told: int, start: int) -> bool:
+        return told <= start if self.gateway else told == start
 
 
 @dataclass
@@ -73,13 +78,13 @@ def audit(world: World, round_: Round) -> Findings:
     strangers = [nonce for nonce in arrivals if nonce % round_.status.slots not in slots]
     findings.demand(not strangers, f"nonces of no slot arrived: {strangers[:5]}")
     _check_totals(round_, len(arrivals), findings)
-    gaps, outages = world.operator.gaps, world.api_server.outages
+    gaps, outages, gateway = world.operator.gaps, world.api_server.outages, world.gateway
     histories = runs_of(round_, world.kubelet.sessions)
     for slot, (offset, partition) in zip(round_.status.assignments, slots.items(), strict=True):
         before = len(findings.problems)
         arrived = {partition.index(nonce) for nonce in arrivals if nonce % round_.status.slots == offset}
         _check_arrivals(slot, arrived, findings)
-        known = Known(round_.id, (slot.node, slot.group), blind_times(gaps, outages))
+        known = Known(round_.id, (slot.node, slot.group), blind_times(gaps, outages), gateway is not None)
         _check_runs(f"slot {offset}", known, histories[offset], findings)
         if len(findings.problems) > before:
             since = world.kubelet.sessions[0].born

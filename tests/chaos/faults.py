@@ -17,6 +17,7 @@ class Kind(StrEnum):
     ENGINE_KILLED = "engine killed"
     API_SERVER_FROZEN = "API server frozen"
     API_SERVER_KILLED = "API server killed"
+    GATEWAY_KILLED = "gateway killed"
     RECEIVER_AWAY = "receiver away"
     RECEIVER_FAILING = "receiver failing"
     ROUND_SUSPENDED = "round suspended"
@@ -29,14 +30,15 @@ class _Habit:
     most_seconds: float
 
 
-# How often each fault comes, and how long it lasts: until the operator, engine or API server is back, the receiver
-# answers, or the round is resumed.
+# How often each fault comes, and how long it lasts: until the operator, gateway, engine or API server is back, the
+# receiver answers, or the round is resumed.
 _HABITS = {
     Kind.OPERATOR_KILLED: _Habit(3, 0, 5),
     Kind.POD_DELETED: _Habit(3, 0, 0),
     Kind.ENGINE_KILLED: _Habit(3, 0.2, 5),
     Kind.API_SERVER_FROZEN: _Habit(0.5, 5, 60),
     Kind.API_SERVER_KILLED: _Habit(0.5, 5, 60),
+    Kind.GATEWAY_KILLED: _Habit(3, 0, 5),
     Kind.RECEIVER_AWAY: _Habit(1, 1, 6),
     Kind.RECEIVER_FAILING: _Habit(1, 1, 6),
     Kind.ROUND_SUSPENDED: _Habit(2, 0, 10),

@@ -31,6 +31,7 @@ class Chaos:
             Kind.ENGINE_KILLED: self._kill_engine,
             Kind.API_SERVER_FROZEN: lambda fault: world.api_server.freeze(fault.seconds),
             Kind.API_SERVER_KILLED: lambda fault: world.api_server.kill(fault.seconds),
+            Kind.GATEWAY_KILLED: self._kill_gateway,
             Kind.RECEIVER_AWAY: self._send_receiver_away,
             Kind.RECEIVER_FAILING: self._let_receiver_fail,
             Kind.ROUND_SUSPENDED: self._suspend,
@@ -55,6 +56,10 @@ class Chaos:
     def _victim(self, fault: Fault) -> PodView | None:
         pods = self._world.kubelet.pods
         return pods[fault.victim % len(pods)] if pods else None
+
+    async def _kill_gateway(self, fault: Fault) -> None:
+        assert self._world.gateway is not None
+        await self._world.gateway.kill(fault.seconds)
 
     async def _kill_engine(self, fault: Fault) -> None:
         if (pod := self._victim(fault)) is not None:

@@ -13,6 +13,7 @@ from tests.chaos.audit import audit
 from tests.chaos.faults import schedule
 from tests.chaos.history import slots_of
 from tests.chaos.inflict import Chaos
+from tests.simulation.gateway import Gateway
 from tests.simulation.manifests import round_manifest
 from tests.simulation.world import World, world
 
@@ -23,6 +24,8 @@ SECONDS = 60 * float(os.environ.get("MINUTES", "10"))
 #: Seconds after the last fault within which every slot computes again and has caught up. After an outage of the API
 #: server its controllers, whose connections are broken, need up to a minute to make a new pod.
 CALM_SECONDS = 170.0
+#: Seconds until the gateway has forwarded what it stored last.
+FORWARD_SECONDS = 30.0
 #: The round that is never suspended; it runs until some time after the last fault.
 TIMED = "timed"
 SUSPENDABLE = ("first", "second")
@@ -70,16 +73,32 @@ async def end_rounds(fleet: World) -> None:
     await fleet.rounds.wait_until(TIMED, lambda r: r.status.state is RoundState.COMPLETE, CALM_SECONDS + 120)
 
 
+async def check_store(fleet: World, gateway: Gateway, name: str) -> None:
+    """What the gateway has is what the round says, and no two pods disagreed about a nonce."""
+    stored = await gateway.get(f"/rounds/{fleet.namespace}/{name}/progress")
+    totals = (await fleet.rounds.get(name)).status.totals
+    assert [slot["conflicts"] for slot in stored["slots"]] == [0] * FLEETS[name]
+    assert (stored["stored"], stored["forwarded"]) == (totals.delivered, totals.delivered)
+    log.info("%s: %d stored again", name, sum(slot["duplicates"] for slot in stored["slots"]))
+
+
 async def test_nothing_is_lost_whatever_happens() -> None:
     faults = schedule(SEED, SECONDS)
     log.info("seed %d: %d faults in %.0f s", SEED, len(faults), SECONDS)
     options = ("--identity=simulation",)
-    async with world(FLEETS, seconds_per_batch=0.1, operator_options=options) as fleet, fleet.operator.running():
-        await begin_rounds(fleet)
-        await Chaos(fleet, SUSPENDABLE).run(faults)
-        await end_rounds(fleet)
+    simulated = world(FLEETS, seconds_per_batch=0.1, operator_options=options, with_gateway=True)
+    async with simulated as fleet:
+        assert fleet.gateway is not None
+        async with fleet.gateway.running(), fleet.operator.running():
+            await begin_rounds(fleet)
+            await Chaos(fleet, SUSPENDABLE).run(faults)
+            await end_rounds(fleet)
+            for name in FLEETS:
+                await fleet.gateway.wait_until_forwarded(fleet.namespace, name, FORWARD_SECONDS)
+                await check_store(fleet, fleet.gateway, name)
         await fleet.kubelet.end()
         for name in FLEETS:
             round_ = await fleet.rounds.get(name)
             log.info("%s: %s, %s, %s", name, round_.status.state, round_.status.totals, audit(fleet, round_))
-        log.info("%d operators, %d sessions", len(fleet.operator.gaps) + 1, len(fleet.kubelet.sessions))
+        kept = (len(fleet.operator.gaps) + 1, len(fleet.gateway.gaps) + 1, len(fleet.kubelet.sessions))
+        log.info("%d operators, %d gateways, %d sessions", *kept)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +25,7 @@ from hack.images.site import ROOT
 from hack.toolchain.common import UserError, exclusive
 from tests.simulation import manifests
 from tests.simulation.api_server import ApiServer
+from tests.simulation.gateway import Gateway
 from tests.simulation.kubelet import Kubelet
 from tests.simulation.operator_process import OperatorProcess
 from tests.simulation.receiver import CountingReceiver
@@ -49,6 +51,7 @@ class World:
     receiver: CountingReceiver
     operator: OperatorProcess
     api_server: ApiServer
+    gateway: Gateway | None
 
     async def delete_pod(self, name: str) -> None:
         """Delete a pod; its Deployment makes another one."""
@@ -76,10 +79,12 @@ async def world(
     seconds_per_batch: float,
     operator_options: tuple[str, ...] = (),
     nodes: int = 1,
+    with_gateway: bool = False,
 ) -> AsyncIterator[World]:
     """Bring up the cluster, kwok, nodes, a Deployment of each of ``fleets`` (name, replicas), and prepare an operator.
 
-    The operator is not started. Its log is kept if the block fails.
+    Neither the operator nor the gateway, which it uses if there is one, is started. Their logs are kept if the block
+    fails.
     """
     os.environ.update(POD_SETTINGS)
     # A fleet of pods logs more than anybody reads.
@@ -92,6 +97,8 @@ async def world(
         await config.load_kube_config(str(admin_kubeconfig()))  # type: ignore[no-untyped-call]
         api = await stack.enter_async_context(client.ApiClient())
         core, server, receiver = client.CoreV1Api(api), FleetServer(), CountingReceiver()
+        folder = Path(tempfile.mkdtemp(prefix=f"{namespace}-"))
+        gateway = Gateway(folder) if with_gateway else None
         made = World(
             core=core,
             namespace=namespace,
@@ -99,8 +106,9 @@ async def world(
             server=server,
             kubelet=Kubelet(core, namespace, server, seconds_per_batch),
             receiver=receiver,
-            operator=OperatorProcess(namespace, Path(tempfile.gettempdir()) / f"{namespace}.log", *operator_options),
+            operator=OperatorProcess(namespace, folder / "operator.log", *operator_options, gateway=gateway),
             api_server=ApiServer(),
+            gateway=gateway,
         )
         await asyncio.to_thread(_create, namespace, fleets, nodes)
         stack.push_async_callback(_remove, made)
@@ -110,7 +118,7 @@ async def world(
         stack.push_async_callback(_end, made.kubelet, following)
         await made.wait_for_pods(sum(fleets.values()))
         yield made
-        made.operator.log.unlink(missing_ok=True)
+        shutil.rmtree(folder)
 
 
 def _cluster_up() -> None:

@@ -48,6 +48,7 @@ def judged(
         kubelet=SimpleNamespace(sessions=[*sessions, session(0, 100, 0, slot=1)]),
         operator=SimpleNamespace(gaps=list(gaps)),
         api_server=SimpleNamespace(outages=list(outages)),
+        gateway=None,
     )
     return audit(cast(World, world), a_round(a_status(*slots, totals=totals)))
 
