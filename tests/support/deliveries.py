@@ -16,14 +16,19 @@ BLOCK_HASH, BLOCK_HEIGHT, PUBLIC_KEY = "ab" * 32, 7, "key"
 ROUND = {"block_hash": BLOCK_HASH, "block_height": BLOCK_HEIGHT, "public_key": PUBLIC_KEY}
 
 
-def round_body(uid: str = "uid-1", *, groups: int = 1, nodes: int = 1, **spec: Any) -> dict[str, Any]:  # noqa: ANN401
-    """A PoCRound of the artifact protocol, changed by ``spec``; with ``rTarget`` of the distance protocol."""
+def round_body(
+    uid: str = "uid-1", *, groups: int = 1, nodes: int = 1, of_nodes: int | None = None, **spec: Any  # noqa: ANN401
+) -> dict[str, Any]:
+    """A PoCRound of the artifact protocol, with ``rTarget`` of the distance protocol, changed by ``spec``.
+
+    The cluster serves the first ``nodes`` of ``of_nodes``, or all.
+    """
     artifact = None if "rTarget" in spec else {"kDim": K_DIM}
     fields = {
         "blockHash": BLOCK_HASH,
         "blockHeight": BLOCK_HEIGHT,
         "publicKey": PUBLIC_KEY,
-        "nodes": {"first": 0, "last": nodes - 1, "count": nodes},
+        "nodes": {"first": 0, "last": nodes - 1, "count": of_nodes or nodes},
         "artifact": artifact,
         "model": {"name": "demo", "seqLen": 64},
         "selector": {"matchLabels": {}},
@@ -40,9 +45,9 @@ def round_body(uid: str = "uid-1", *, groups: int = 1, nodes: int = 1, **spec: A
     return {"metadata": metadata, "spec": fields, "status": {"slots": groups * nodes, "groups": groups}}
 
 
-def a_round(uid: str = "uid-1", *, groups: int = 1, nodes: int = 1, **spec: Any) -> Round:  # noqa: ANN401
+def a_round(uid: str = "uid-1", **changes: Any) -> Round:  # noqa: ANN401
     """The same as one value."""
-    return Round.parse(round_body(uid, groups=groups, nodes=nodes, **spec))
+    return Round.parse(round_body(uid, **changes))
 
 
 def path(uid: str = "uid-1", end: str = "generated") -> str:

@@ -119,7 +119,7 @@ def _slots(connection: Connection, ids: Collection[int]) -> dict[int, _Slot]:
     slots = {}
     for some in _parts(sorted(ids)):
         rows = connection.execute(select(columns.id, columns.last_nonce).where(columns.id.in_(some)))
-        slots.update({id_: _Slot(last, last) for id_, last in rows.tuples()})
+        slots.update({id_: _Slot(last, last) for id_, last in rows})
     return slots
 
 
@@ -133,7 +133,7 @@ def _values(connection: Connection, keys: Collection[Key]) -> dict[Key, Value]:
     for slot_id, of_slot in nonces.items():
         for some in _parts(of_slot):
             rows = connection.execute(query.where(columns.slot_id == slot_id, columns.nonce.in_(some)))
-            for nonce, vector, distance in rows.tuples():
+            for nonce, vector, distance in rows:
                 values[slot_id, nonce] = distance if vector is None else vector
     return values
 
