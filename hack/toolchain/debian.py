@@ -21,6 +21,7 @@ PACKAGES = {
     "kmod": "",
     "mount": "",
     "openssl": "3.0.",
+    "postgresql": "15",
     "python3-venv": "3.11.",
     "runc": "1.1.",
 }

@@ -17,7 +17,12 @@ ROUND = {"block_hash": BLOCK_HASH, "block_height": BLOCK_HEIGHT, "public_key": P
 
 
 def round_body(
-    uid: str = "uid-1", *, groups: int = 1, nodes: int = 1, of_nodes: int | None = None, **spec: Any  # noqa: ANN401
+    uid: str = "uid-1",
+    *,
+    groups: int = 1,
+    nodes: int = 1,
+    of_nodes: int | None = None,
+    **spec: Any,  # noqa: ANN401
 ) -> dict[str, Any]:
     """A PoCRound of the artifact protocol, with ``rTarget`` of the distance protocol, changed by ``spec``.
 

@@ -35,7 +35,8 @@ def give_back(connection: Connection) -> bool:
     """Give some of the room that is free back to the disk; return whether there is more. PostgreSQL does so itself."""
     if connection.dialect.name != "sqlite" or not _pragma(connection, "freelist_count"):
         return False
-    connection.exec_driver_sql(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").all()
+    # It frees a page whenever it is asked for a row, and has no columns: SQLAlchemy would not ask.
+    connection.connection.cursor().execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
     return _pragma(connection, "freelist_count") > 0
 
 

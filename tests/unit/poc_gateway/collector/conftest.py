@@ -61,7 +61,7 @@ def start(database: Database) -> Start:
     @asynccontextmanager
     async def started(*rounds: Round, **settings: object) -> AsyncIterator[Gateway]:
         port = free_port()
-        names = {f"POC_GATEWAY_{name.upper()}": value for name, value in settings.items()}
+        names = {f"POC_GATEWAY_{name.upper()}": str(value) for name, value in settings.items()}
         url = URL(f"http://127.0.0.1:{port}")
         async with aiohttp.ClientSession(url) as session:
             gateway = Gateway(session, url, database)

@@ -34,8 +34,10 @@ def test_the_password_is_the_rounds_own() -> None:
     ],
 )
 async def test_pods_deliver_with_their_rounds_password(start: Start, headers: dict[str, str], status: int) -> None:
-    delivery = {"data": artifacts([0]), "headers": headers}
-    async with start(a_round(), token=TOKEN) as gateway, gateway.session.post(path(), **delivery) as answer:
+    async with (
+        start(a_round(), token=TOKEN) as gateway,
+        gateway.session.post(path(), data=artifacts([0]), headers=headers) as answer,
+    ):
         assert answer.status == status
         body = await answer.json()
         assert body.get("reason") == (None if status == 200 else "Unauthorized")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 from base64 import b64encode
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ async def test_late_artifacts_are_sent_by_themselves(start: Start, receiver: str
     "fields",
     [{"public_key": "other"}, {"block_hash": "cd" * 32}, {"block_height": 8}, {"encoding": {"k_dim": 6}}],
 )
-async def test_another_rounds_message_is_refused(start: Start, fields: dict[str, object]) -> None:
+async def test_another_rounds_message_is_refused(start: Start, fields: dict[str, Any]) -> None:
     async with start(a_round()) as gateway:
         status, body = await gateway.deliver(artifacts([0], **fields))
         rows = await gateway.rows(schema.artifacts)
