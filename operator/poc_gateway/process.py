@@ -5,6 +5,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
 import uvicorn
@@ -40,9 +41,8 @@ async def run(settings: Settings, read_round: ReadRound) -> None:
     database = Database.open(settings.database.get_secret_value())
     try:
         rounds = Rounds(database, read_round)
-        registry = prometheus_client.REGISTRY
-        registry.register(DatabaseGauges(database))
-        metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=registry)
+        prometheus_client.REGISTRY.register(DatabaseGauges(database))
+        metrics_server = _serve_metrics(settings.metrics_port)
         tasks = [asyncio.create_task(Retention(database, settings, rounds.forget).run())]
         await _serve(create_app(Parts(settings=settings, database=database, rounds=rounds)), settings.port)
         for task in tasks:
@@ -51,6 +51,14 @@ async def run(settings: Settings, read_round: ReadRound) -> None:
         metrics_server.shutdown()
     finally:
         database.close()
+
+
+def _serve_metrics(port: int) -> WSGIServer:
+    try:
+        server, _ = prometheus_client.start_http_server(port)
+    except OSError as error:
+        raise ValueError(f"POC_GATEWAY_METRICS_PORT: port {port} cannot be used ({error}): set another") from error
+    return server
 
 
 async def _serve(app: FastAPI, port: int) -> None:

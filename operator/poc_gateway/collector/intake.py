@@ -8,6 +8,7 @@ from collections import deque
 from poc_gateway.collector.messages import Delivery
 from poc_gateway.collector.storing import Outcome, store
 from poc_gateway.store.database import Database
+from poc_gateway.store.errors import DatabaseError
 
 #: Artifacts of one commit, unless a single delivery has more: so few that the first need not wait long.
 COMMIT_ARTIFACTS = 4_096
@@ -54,11 +55,20 @@ class Intake:
         now = time.time_ns() // 1_000_000
         try:
             outcomes = await self._database.write(lambda connection: store(connection, deliveries, now))
-        except Exception as error:  # every request that waits must learn of it
-            for _, done in batch:
-                if not done.done():
-                    done.set_exception(error)
+        except Exception as error:
+            if len(batch) == 1 or isinstance(error, DatabaseError):
+                _fail(batch, error)
+                return
+            # One of them took the others along: each by itself.
+            for one in batch:
+                await self._commit([one])
             return
         for (_, done), outcome in zip(batch, outcomes, strict=True):
             if not done.done():
                 done.set_result(outcome)
+
+
+def _fail(batch: list[_Waiting], error: Exception) -> None:
+    for _, done in batch:
+        if not done.done():
+            done.set_exception(error)

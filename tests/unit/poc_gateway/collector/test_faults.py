@@ -125,3 +125,15 @@ async def test_deliveries_of_one_commit_do_not_mix(start: Start) -> None:
         assert sorted((body["stored"], body["duplicates"]) for _, body in answers) == [(0, 2)] * 16 + [(2, 0)] * 4
         slots = await gateway.rows(schema.slots)
     assert [(slot.stored, slot.duplicates, slot.conflicts) for slot in slots] == [(2, 8, 0)] * 4
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_delivery_that_fails_takes_no_other_along(start: Start) -> None:
+    trap = "CREATE TRIGGER trap BEFORE INSERT ON artifacts WHEN new.nonce = 13 BEGIN SELECT RAISE(ABORT, 'trap'); END"
+    async with start(a_round()) as gateway:
+        await gateway.database.write(lambda one: one.exec_driver_sql(trap))
+        answers = await asyncio.gather(*(gateway.deliver(artifacts([nonce])) for nonce in range(10, 20)))
+        rows = await gateway.rows(schema.artifacts)
+    refused = [(status, body["reason"]) for status, body in answers if status != 200]
+    assert refused == [(500, "InternalError")]
+    assert [row.nonce for row in rows] == [nonce for nonce in range(10, 20) if nonce != 13]
