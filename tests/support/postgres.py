@@ -35,7 +35,7 @@ class PostgresServer:
 @contextmanager
 def postgres() -> Iterator[PostgresServer]:
     """Start a server and end it with the block; RuntimeError names the package that lacks."""
-    binaries = max(_BINARIES.glob("*/bin"), default=None)
+    binaries = max(_BINARIES.glob("*/bin"), key=lambda folder: float(folder.parent.name), default=None)
     if binaries is None:
         raise RuntimeError("PostgreSQL is missing: install the Debian package postgresql (make test-unit does)")
     # A socket's path may have 107 characters at most, which pytest's own folders exceed.

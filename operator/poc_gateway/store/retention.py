@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exists, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exists, func, or_, select
 
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
@@ -87,15 +87,21 @@ def deletable(quiet_since: int, letters_since: int) -> Select[int, str]:
 
 
 def delete_some(connection: Connection, round_id: int) -> bool:
-    """Delete some artifacts of a round, or the round if it has none left; return whether it is still there."""
+    """Delete some artifacts of a round, or the round if it has none left; return whether it is still there.
+
+    Each query goes by a key, so that a chunk takes as long in a large table as in a small one.
+    """
     slots, artifacts = schema.slots.c, schema.artifacts.c
-    of_round = artifacts.slot_id.in_(select(slots.id).where(slots.round_id == round_id))
-    rows = select(artifacts.slot_id, artifacts.nonce).where(of_round).limit(CHUNK_ROWS)
-    key = tuple_(artifacts.slot_id, artifacts.nonce)
-    if connection.execute(delete(schema.artifacts).where(key.in_(rows))).rowcount:
-        return True
-    connection.execute(delete(schema.rounds).where(schema.rounds.c.id == round_id))
-    return False
+    holds_any = exists().where(artifacts.slot_id == slots.id).correlate(schema.slots)
+    slot = connection.scalar(select(slots.id).where(slots.round_id == round_id, holds_any).limit(1))
+    if slot is None:
+        connection.execute(delete(schema.rounds).where(schema.rounds.c.id == round_id))
+        return False
+    nonces = select(artifacts.nonce).where(artifacts.slot_id == slot).order_by(artifacts.nonce)
+    end = connection.scalar(nonces.limit(1).offset(CHUNK_ROWS))
+    some = artifacts.slot_id == slot
+    connection.execute(delete(schema.artifacts).where(some if end is None else and_(some, artifacts.nonce < end)))
+    return True
 
 
 def _of_slots(condition: ColumnElement[bool]) -> ColumnElement[bool]:

@@ -53,6 +53,11 @@ class Gateway:
         return await self.database.read(lambda connection: connection.execute(query).all())
 
 
+def receipt(stored: int = 0, duplicates: int = 0, conflicts: int = 0) -> dict[str, object]:
+    """The answer to a delivery of which nothing was refused."""
+    return {"stored": stored, "duplicates": duplicates, "conflicts": conflicts, "refused": []}
+
+
 Start = Callable[..., AbstractAsyncContextManager[Gateway]]
 
 
