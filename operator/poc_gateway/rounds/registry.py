@@ -74,7 +74,7 @@ def load(connection: Connection, uid: str) -> KnownRound | None:
         return None
     where = schema.slots.c.round_id == row["id"]
     slots = connection.execute(select(schema.slots.c.slot, schema.slots.c.id).where(where))
-    return KnownRound(row["id"], terms_of(row), dict(slots.tuples().all()))
+    return KnownRound(row["id"], terms_of(row), {row.slot: row.id for row in slots})
 
 
 def write_down(connection: Connection, round_: Round) -> KnownRound:
