@@ -34,7 +34,7 @@ def counts(connection: Connection, round_id: int) -> Counts:
     sums = select(func.coalesce(func.sum(slots.c.stored), 0), func.coalesce(func.sum(slots.c.forwarded), 0))
     stored, forwarded = connection.execute(sums.where(slots.c.round_id == round_id)).one()
     by_state = select(letters.c.state, func.count()).join(slots).where(slots.c.round_id == round_id)
-    found = {state: count for state, count in connection.execute(by_state.group_by(letters.c.state))}
+    found: dict[str, int] = dict(connection.execute(by_state.group_by(letters.c.state)).all())
     dead = found.get("dead", 0)
     # int, since PostgreSQL sums up to a Decimal.
     backlog = int(stored) - int(forwarded) - dead

@@ -73,14 +73,14 @@ def _meant(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address | IPv6Add
         yield address
     elif address.ipv4_mapped is not None:
         yield address.ipv4_mapped
+    elif address in _NAT64:
+        yield IPv4Address(int(address) & 0xFFFF_FFFF)
     else:
         yield address
         if address.sixtofour is not None:
             yield address.sixtofour
         if address.teredo is not None:
             yield from address.teredo
-        if address in _NAT64:
-            yield IPv4Address(int(address) & 0xFFFF_FFFF)
 
 
 def _is_public(address: IPv4Address | IPv6Address) -> bool:

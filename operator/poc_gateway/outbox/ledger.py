@@ -68,7 +68,7 @@ def slots_with_work(connection: Connection, round_id: int) -> Sequence[SlotWork]
     waiting = exists().where(letters.c.slot_id == slots.c.id, _IS_WAITING)
     query = select(slots.c.id, slots.c.node_id, _IS_BEHIND, waiting).where(slots.c.round_id == round_id)
     found = connection.execute(query.where(_IS_BEHIND | waiting).order_by(slots.c.slot))
-    return [SlotWork(slot_id, node_id, bool(behind), bool(has)) for slot_id, node_id, behind, has in found.tuples()]
+    return [SlotWork(slot_id, node_id, bool(behind), bool(has)) for slot_id, node_id, behind, has in found]
 
 
 def next_in_order(connection: Connection, slot: SlotWork, limit: int) -> Part:
