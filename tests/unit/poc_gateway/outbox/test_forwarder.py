@@ -59,11 +59,11 @@ async def test_distances(database: Database, receiver: Receiver) -> None:
 
 
 async def test_the_receivers_path_is_sent_as_it_is_written(database: Database, receiver: Receiver) -> None:
-    base = f"{receiver.url}/v2/poc-batches/org%252Fmodel%2520a"
+    base = f"{receiver.url}/v2/poc-batches/org%252fmodel%2520%41"
     await store(database, await add_round(database, base), [0])
     async with running(Outbox(database, settings())):
         await until(lambda: bool(receiver.accepted))
-    assert receiver.posts[0].path == "/v2/poc-batches/org%252Fmodel%2520a/generated"
+    assert receiver.posts[0].path == "/v2/poc-batches/org%252fmodel%2520%41/generated"
 
 
 async def test_what_arrives_together_or_shortly_after_is_one_post(database: Database, receiver: Receiver) -> None:

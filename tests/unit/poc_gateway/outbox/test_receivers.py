@@ -12,6 +12,8 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 
 from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.posting import Answer, Outcome
+from poc_gateway.outbox.receiver import Circuit
 from poc_gateway.store.database import Database
 from tests.support.forwarding import Post, Receiver, add_round, running, settings, store, until
 
@@ -48,6 +50,16 @@ async def test_pauses_double_up_to_the_limit(database: Database, receiver: Recei
     # The forwarder's own linger of half a second does not add to a pause by more than itself.
     for pause, base in zip(pauses, (0.2, 0.4, 0.8, 0.8, 0.8, 0.8), strict=False):
         assert 0.5 * base - 0.01 <= pause <= 1.5 * base + 0.3
+
+
+async def test_posts_that_fail_together_are_one_failure() -> None:
+    async def fail() -> Answer:
+        await asyncio.sleep(0)
+        return Answer(Outcome.UNREACHABLE, "away")
+
+    circuit = Circuit(settings(retry_first_seconds=1, retry_limit_seconds=60))
+    await asyncio.gather(*(circuit.call(fail) for _ in range(5)))
+    assert 0 < circuit.backoff.seconds_left <= 1.5
 
 
 @pytest.mark.parametrize("status", [429, 503])
