@@ -45,8 +45,10 @@ def _sqlite(url: sqlalchemy.URL) -> Engine:
 
     @event.listens_for(engine, "connect")
     def set_up(connection: sqlite3.Connection, _: object) -> None:
-        # Before the first table is made: afterwards only a VACUUM could change it.
-        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        # Before the first table is made: afterwards only a VACUUM could change it. To set it again is a write, which
+        # would fail the writer's transaction if that has only read so far.
+        if connection.execute("PRAGMA page_count").fetchone() == (0,):
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
 

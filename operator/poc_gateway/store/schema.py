@@ -94,7 +94,7 @@ letters = Table(
     metadata,
     _slot_key(),
     Column("nonce", Integer, primary_key=True, autoincrement=False),
-    Column("state", Text, nullable=False),
+    Column("state", Text, nullable=False, index=True),
     Column("reason", Text, nullable=False),
     Column("since", BigInteger, nullable=False),
     sqlite_with_rowid=False,
@@ -122,7 +122,7 @@ callbacks = Table(
     Column("job_id", Text, ForeignKey("jobs.id", ondelete="CASCADE")),
     Column("url", Text),  # null to keep it here
     Column("body", Text, nullable=False),  # JSON
-    Column("state", Text, nullable=False),  # waiting, delivered, dead, kept
+    Column("state", Text, nullable=False, index=True),  # waiting, delivered, dead, kept
     Column("reason", Text),
     Column("created_at", BigInteger, nullable=False),
 )

@@ -58,6 +58,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["round_id"], ["rounds.id"], ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("id"),
     )
+    op.create_index(op.f("ix_callbacks_state"), "callbacks", ["state"], unique=False)
     op.create_table(
         "slots",
         sa.Column("id", _ID, nullable=False),
@@ -109,6 +110,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("slot_id", "nonce"),
         sqlite_with_rowid=False,
     )
+    op.create_index(op.f("ix_letters_state"), "letters", ["state"], unique=False)
 
 
 def downgrade() -> None:

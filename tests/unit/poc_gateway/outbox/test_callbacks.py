@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts and results of jobs."""
+
+from sqlalchemy import select
+
+from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.store.database import Database
+from poc_gateway.store.schema import callbacks
+from tests.support.forwarding import Receiver, add_callback, running, settings, until
+
+
+async def states(database: Database) -> list[tuple[str, str | None]]:
+    query = select(callbacks.c.state, callbacks.c.reason).order_by(callbacks.c.id)
+    return [(state, reason) for state, reason in await database.read(lambda c: c.execute(query).all())]
+
+
+async def test_they_are_posted_as_they_are_in_their_order_and_once(database: Database, receiver: Receiver) -> None:
+    for number in range(5):
+        await add_callback(database, f"{receiver.url}/cb/org%252Fm/validated", {"n_total": number})
+    async with running(Outbox(database, settings())):
+        await until(lambda: len(receiver.accepted) == 5)
+    async with running(Outbox(database, settings())) as outbox:
+        await add_callback(database, f"{receiver.url}/other", {"n_total": 5})
+        outbox.wake()
+        await until(lambda: len(receiver.accepted) == 6)
+    assert [post.body["n_total"] for post in receiver.posts] == [0, 1, 2, 3, 4, 5]
+    assert {post.path for post in receiver.posts} == {"/cb/org%252Fm/validated", "/other"}
+    assert await states(database) == [("delivered", None)] * 6
+
+
+async def test_one_that_is_refused_is_dead_and_one_that_fails_waits(database: Database, receiver: Receiver) -> None:
+    answers = {0: 422, 1: 503, 2: 200, 3: 404, 4: 200}
+    receiver.answer = lambda post: answers[post.body["n"]]
+    for number in answers:
+        await add_callback(database, receiver.url, {"n": number})
+    async with running(Outbox(database, settings())):
+        await until(lambda: [post.body["n"] for post in receiver.posts].count(3) == 2)
+        delivered, waiting = ("delivered", None), ("waiting", None)
+        assert await states(database) == [("dead", "HTTP 422"), waiting, delivered, waiting, delivered]
+        answers[1] = answers[3] = 200
+        await until(lambda: len(receiver.accepted) == 4)
+    assert [post.body["n"] for post in receiver.posts].count(0) == 1
+
+
+async def test_the_order_outlasts_a_host_that_is_away(database: Database) -> None:
+    async with Receiver().served() as down:
+        url = down.url
+    for number in range(4):
+        await add_callback(database, url, {"n": number})
+    async with running(Outbox(database, settings())) as outbox:
+        await until(lambda: outbox._receivers.circuit(url).is_open)
+        async with Receiver().served(port=int(url.rsplit(":", 1)[1])) as up:
+            await until(lambda: len(up.accepted) == 4)
+    assert [post.body["n"] for post in up.accepted] == [0, 1, 2, 3]
+
+
+async def test_one_that_waits_for_nobody_is_left_alone(database: Database, receiver: Receiver) -> None:
+    await add_callback(database, receiver.url, {})
+    await database.write(lambda c: c.exec_driver_sql("UPDATE callbacks SET state = 'kept'"))
+    await add_callback(database, receiver.url, {"n": 1})
+    async with running(Outbox(database, settings())):
+        await until(lambda: bool(receiver.posts))
+    assert [post.body for post in receiver.posts] == [{"n": 1}]
