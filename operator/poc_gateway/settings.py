@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
@@ -29,6 +30,8 @@ class Settings(BaseModel):
     token: SecretStr | None = Field(default=None, min_length=1)
     #: Guards the routes of the network.
     network_token: SecretStr | None = Field(default=None, min_length=1)
+    #: YAML or JSON file that the network's rounds are made from; without it the network's routes answer 503.
+    round_template: Path | None = None
     #: Hosts that results may be forwarded to, as patterns with ``*``.
     receiver_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)
     #: Ranges of addresses that are not public, and that results may be forwarded to nevertheless.
