@@ -50,7 +50,7 @@ def insert(connection: Connection, job_id: str, request: str) -> None:
 def unfinished(connection: Connection) -> Sequence[tuple[str, str]]:
     """Return id and request of the jobs that have not ended, oldest first."""
     found = select(_jobs.id, _jobs.request).where(_jobs.finished_at.is_(None)).order_by(_jobs.created_at)
-    return connection.execute(found).tuples().all()
+    return [(row.id, row.request) for row in connection.execute(found)]
 
 
 def find(connection: Connection, job_id: str) -> JobRow | None:

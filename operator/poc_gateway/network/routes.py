@@ -137,7 +137,7 @@ def _json(text: str) -> Response:
 
 
 for path in ("/init", "/init/validate", "/phase/generate", "/phase/validate", "/validate"):
-    _common.add_api_route(path, _not_here, methods=["POST"], status_code=HTTPStatus.NOT_IMPLEMENTED)
+    _common.add_api_route(path, _not_here, methods=["POST"], response_model=None)
 
 
 def router(settings: Settings, network: Network | None) -> APIRouter:

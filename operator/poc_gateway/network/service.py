@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any
 
 from poc_gateway.network import views
@@ -24,6 +23,7 @@ from poc_gateway.network.rounds import NetworkRounds
 from poc_gateway.network.template import RoundTemplate
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_operator.model import names
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.podapi.client import PodClient
@@ -76,7 +76,13 @@ class Network:
 
     async def state(self) -> NodeState:
         """Return the node's state."""
-        return views.node_state(await self.rounds.active(), await self.backends.poll(), version("vllm-poc-operator"))
+        found = await self.backends.poll()
+        models = _models(found)
+        return NodeState(
+            **views.service_state(await self.rounds.active(), found),
+            version=names.VERSION,
+            loaded_model=self._name(models) if models else None,
+        )
 
     async def up(self, request: UpRequest) -> None:
         """Refuse with 409 a model that this cluster does not serve; 503 while no pod can tell."""
@@ -97,15 +103,20 @@ class Network:
         """Return the model's name; a distance request has none, so it is the template's, or what the pods serve."""
         models = _models(found)
         if request.params is None:
-            told = (self._template.spec.get("model") or {}).get("name")
-            if not (told or models):
-                detail = "no pod tells its model's name: set spec.model.name in the round template, or wait for a pod"
-                raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, {"Retry-After": "10"})
-            return str(told or models[0])
+            if (name := self._name(models)) is not None:
+                return name
+            detail = "no pod tells its model's name: set spec.model.name in the round template, or wait for a pod"
+            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, {"Retry-After": "10"})
         if models and request.params.model not in models:
             detail = f"params.model: {request.params.model} was requested, but this cluster serves {', '.join(models)}"
             raise refusal(HTTPStatus.CONFLICT, "ModelMismatch", detail)
         return request.params.model
+
+    def _name(self, models: Sequence[str]) -> str | None:
+        """Return the one of the model's names that clients know: the template's, else one that is no path."""
+        told = (self._template.spec.get("model") or {}).get("name")
+        served = sorted(models, key=lambda name: name.startswith("/"))
+        return str(told) if told else next(iter(served), None)
 
 
 def _models(found: Sequence[Backend]) -> list[str]:

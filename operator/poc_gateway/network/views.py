@@ -3,10 +3,10 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from poc_gateway.network.cluster import Backend as ReadyPod
-from poc_gateway.network.messages import FIRST_PORT, Backend, NodeState, NodeStatus, PodStatus
+from poc_gateway.network.messages import FIRST_PORT, Backend, NodeStatus, PodStatus
 from poc_gateway.network.rounds import waits_for_operator
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
@@ -99,19 +99,13 @@ def _config(round_: Round) -> RoundConfig:
     )
 
 
-def node_state(round_: Round | None, pods: Sequence[ReadyPod], version: str) -> NodeState:
-    """Return the node's state: POW while a pod computes a round, INFERENCE while pods answer, else STOPPED."""
-    answering = [pod for pod in pods if pod.status is not None]
-    models = [pod.models for pod in answering if pod.models]
+def service_state(round_: Round | None, pods: Sequence[ReadyPod]) -> dict[str, Any]:
+    """Return a node state's fields: POW while a pod computes a round, INFERENCE while pods answer, else STOPPED."""
+    answering = any(pod.status is not None for pod in pods)
     status = node_status(round_, [pod.pod for pod in pods]).status
-    serving: Literal["INFERENCE", "STOPPED"] = "INFERENCE" if answering else "STOPPED"
-    return NodeState(
-        state="POW" if status in ("GENERATING", "MIXED") else serving,
-        version=version,
-        poc_status=status,
-        inference_healthy=bool(answering),
-        loaded_model=models[0][0] if models else None,
-    )
+    serving = "INFERENCE" if answering else "STOPPED"
+    state = "POW" if status in ("GENERATING", "MIXED") else serving
+    return {"state": state, "poc_status": status, "inference_healthy": answering}
 
 
 def unstopped(round_: Round) -> str:

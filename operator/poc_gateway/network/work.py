@@ -165,7 +165,7 @@ class Dispatcher:
         try:
             found = await self._backends.poll()
         except StoreError as error:
-            _log.warning("pods cannot be listed, work for them waits: %s", error)
+            _log.warning("pods cannot be listed, work goes to those that are known: %s", error)
             return
         self._looked = monotonic()
         self._free = sorted((one for one in found if one.computes_named_nonces), key=lambda one: not one.idle)
