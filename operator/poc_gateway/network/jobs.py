@@ -14,9 +14,10 @@ from uuid import uuid4
 
 from poc_gateway.network import job_rows
 from poc_gateway.network.cluster import Backends
+from poc_gateway.network.dispatch import Dispatcher
 from poc_gateway.network.messages import FIRST_PORT
 from poc_gateway.network.verdicts import Result, callbacks_of, check_validation, result_of
-from poc_gateway.network.work import Dispatcher, Work
+from poc_gateway.network.work import Work
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.errors import DatabaseError

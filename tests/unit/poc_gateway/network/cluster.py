@@ -133,7 +133,7 @@ class World:
             settings=self.settings,
         )
         await self.network.start()
-        app = FastAPI()
+        self.app = app = FastAPI()
         app.include_router(router(self.settings, self.network))
         install_handlers(app)
         access.install_handlers(app)

@@ -5,17 +5,18 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import select
 
 from poc_gateway.network import job_rows, jobs
 from poc_gateway.store import schema
 from tests.support.fake_engine import distance, vector
+from tests.support.http_server import free_port, serve
 from tests.support.pod import ARTIFACT, SLOT
 from tests.unit.poc_gateway.network.cluster import World, running_world
 from tests.unit.poc_gateway.network.requests import BLOCK, NONCES, PARAMS, URL, error_of, validation
 from tests.unit.poc_gateway.network.test_replay import finished
-from vllm_poc.wire.generate import GenerateRequest
 
 PATH = "inference/pow/generate"
 ARTIFACTS: dict[str, Any] = BLOCK | {"params": PARAMS}
@@ -57,7 +58,7 @@ async def test_a_chunk_of_a_pod_that_fails_goes_to_another(world: World) -> None
 
 
 async def test_pods_that_all_fail_end_the_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poc_gateway.network.work.REST_SECONDS", 0.0)
+    monkeypatch.setattr("poc_gateway.network.dispatch.REST_SECONDS", 0.0)
     monkeypatch.setattr("poc_gateway.network.work.FAILURES", 4)
     for pod in world.pods.values():
         pod.engine.worker_error = "CUDA error"
@@ -104,9 +105,10 @@ async def test_a_restart_takes_jobs_up(world: World) -> None:
 async def test_a_client_that_goes_away_frees_the_pods(world: World) -> None:
     for pod in world.pods.values():
         pod.engine.seconds_per_batch = 0.5
-    waiting = asyncio.create_task(world.network.jobs.compute(GenerateRequest.model_validate(validation(wait=True))))
-    await asyncio.sleep(0.3)
-    waiting.cancel()
+    port = free_port()
+    async with serve(world.app, "127.0.0.1", port), httpx.AsyncClient(timeout=0.4) as impatient:
+        with pytest.raises(httpx.ReadTimeout):
+            await impatient.post(f"http://127.0.0.1:{port}/api/v1/{PATH}", json=validation(wait=True))
     for pod in world.pods.values():
         pod.engine.seconds_per_batch = 0.001
     body = (await world.post(PATH, ARTIFACTS | {"nonces": [7], "wait": True})).json()

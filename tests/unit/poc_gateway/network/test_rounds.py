@@ -76,8 +76,8 @@ async def test_an_operator_that_does_not_run_is_told(world: World) -> None:
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-async def test_a_stop_of_nothing_is_fine(world: World, prefix: str) -> None:
-    assert (await world.post(f"{prefix}/stop")).status_code == 200
+async def test_a_stop_of_nothing_is_fine(podless: World, prefix: str) -> None:
+    assert (await podless.post(f"{prefix}/stop")).status_code == 200
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -100,30 +100,34 @@ async def test_a_stop_of_nothing_is_fine(world: World, prefix: str) -> None:
     ],
 )
 async def test_what_is_wrong_is_named(
-    world: World, prefix: str, change: dict[str, Any], field: str, message: str
+    podless: World, prefix: str, change: dict[str, Any], field: str, message: str
 ) -> None:
-    error = error_of(await world.post(f"{prefix}/init/generate", INIT | change), 422, "InvalidRequest")
+    error = error_of(await podless.post(f"{prefix}/init/generate", INIT | change), 422, "InvalidRequest")
     assert error.errors[0].field == field
     assert message in error.detail
-    assert world.cluster.rounds == {}
+    assert podless.cluster.rounds == {}
 
 
-async def test_what_the_api_server_refuses_is_passed_on(world: World) -> None:
-    world.cluster.fault = RoundInvalid("spec.blockHash: must be the block's hash: 64 hexadecimal digits, without 0x")
-    error = error_of(await world.post("pow/init/generate", INIT), 422, "InvalidRequest")
+async def test_what_the_api_server_refuses_is_passed_on(podless: World) -> None:
+    podless.cluster.fault = RoundInvalid("spec.blockHash: must be the block's hash: 64 hexadecimal digits, without 0x")
+    error = error_of(await podless.post("pow/init/generate", INIT), 422, "InvalidRequest")
     assert error.detail.startswith("spec.blockHash")
 
 
-async def test_without_the_api_server_the_client_is_told_to_wait(world: World) -> None:
-    world.cluster.fault = StoreUnavailable("HTTP 500: down")
-    for answer in (await world.post("pow/init/generate", INIT), await world.post("stop"), await world.get("state")):
+async def test_without_the_api_server_the_client_is_told_to_wait(podless: World) -> None:
+    podless.cluster.fault = StoreUnavailable("HTTP 500: down")
+    for answer in (
+        await podless.post("pow/init/generate", INIT),
+        await podless.post("stop"),
+        await podless.get("state"),
+    ):
         error_of(answer, 503, "ApiServerUnavailable")
         assert int(answer.headers["Retry-After"]) > 0
 
 
 @pytest.mark.parametrize("path", ["init", "init/validate", "phase/generate", "phase/validate", "validate"])
-async def test_phases_are_not_served(world: World, path: str) -> None:
-    assert "init/generate" in error_of(await world.post(f"pow/{path}", {}), 501, "NotSupported").detail
+async def test_phases_are_not_served(podless: World, path: str) -> None:
+    assert "init/generate" in error_of(await podless.post(f"pow/{path}", {}), 501, "NotSupported").detail
 
 
 async def test_receivers_outside_the_allow_list_are_refused(tmp_path: Path) -> None:
