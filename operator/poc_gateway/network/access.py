@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may call the network's routes, and how failures of what lies behind them are told."""
+"""Who may call the network's routes, where results may be sent to, and what is told of a field that is wrong."""
 
 import hmac
 from collections.abc import Callable
@@ -8,16 +8,14 @@ from http import HTTPStatus
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import Depends
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import SecretStr
 
+from poc_gateway.errors import Refusal
 from poc_gateway.settings import Settings
-from poc_gateway.store.errors import DatabaseError
-from poc_operator.store.errors import RoundInvalid, StoreError
-from vllm_poc.server.errors import field_refusal, refusal, response
 from vllm_poc.wire.requests import CallbackRequest
+from vllm_poc.wire.responses import FieldError
 
 #: With every 503: when to ask again.
 RETRY_AFTER = {"Retry-After": "5"}
@@ -33,7 +31,7 @@ def guard(token: SecretStr | None) -> Callable[[_Credentials], None]:
         sent = credentials.credentials.encode() if credentials is not None else b""
         if expected is not None and not hmac.compare_digest(sent, expected):
             detail = "Authorization: send the header with Bearer and the value of POC_GATEWAY_NETWORK_TOKEN"
-            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+            raise Refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
 
     return check
 
@@ -47,18 +45,6 @@ def check_receiver(request: CallbackRequest, settings: Settings) -> None:
         raise field_refusal(field, f"callbacks to {host} are not allowed; POC_GATEWAY_RECEIVER_ALLOW allows {allowed}")
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Tell failures of API server and database as 503, and a spec that the API server refuses as 422."""
-    app.exception_handler(StoreError)(_store_failed)
-    app.exception_handler(DatabaseError)(_database_failed)
-
-
-async def _store_failed(_: Request, error: StoreError) -> JSONResponse:
-    if isinstance(error, RoundInvalid):
-        return response(refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", str(error)))
-    detail = f"the Kubernetes API server cannot be used ({error}): try again"
-    return response(refusal(HTTPStatus.SERVICE_UNAVAILABLE, "ApiServerUnavailable", detail, RETRY_AFTER))
-
-
-async def _database_failed(_: Request, error: DatabaseError) -> JSONResponse:
-    return response(refusal(HTTPStatus.SERVICE_UNAVAILABLE, "DatabaseUnavailable", str(error), RETRY_AFTER))
+def field_refusal(field: str, message: str, status: HTTPStatus = HTTPStatus.UNPROCESSABLE_ENTITY) -> Refusal:
+    """Return a refusal about one field of the request."""
+    return Refusal(status, "InvalidRequest", f"{field}: {message}", errors=[FieldError(field=field, message=message)])

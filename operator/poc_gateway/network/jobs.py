@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
+from poc_gateway.errors import Refusal
 from poc_gateway.network import job_rows
 from poc_gateway.network.cluster import Backends
 from poc_gateway.network.dispatch import Dispatcher
@@ -21,7 +22,6 @@ from poc_gateway.network.work import Work
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.errors import DatabaseError
-from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.results import JobResponse, JobState
 
@@ -57,7 +57,7 @@ class Jobs:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def compute(self, request: GenerateRequest) -> Result:
-        """Return the result of a request whose client waits. RefusalError if there is none."""
+        """Return the result of a request whose client waits. Refusal if there is none."""
         self._admit(request)
         values = await self._dispatcher.finish(self._dispatcher.add(request))
         return result_of(request, _new_id(), values)
@@ -81,7 +81,7 @@ class Jobs:
         row = await self._database.read(lambda connection: job_rows.find(connection, job_id))
         if row is None:
             detail = f"no request {job_id}: results are kept for {job_rows.KEEP_SECONDS} s"
-            raise refusal(HTTPStatus.NOT_FOUND, "JobNotFound", detail)
+            raise Refusal(HTTPStatus.NOT_FOUND, "JobNotFound", detail)
         if row.result is not None:
             return row.result
         work = self._works.get(job_id)
@@ -94,7 +94,7 @@ class Jobs:
         queued = self._dispatcher.nonces + len(request.nonces)
         if queued > MAX_QUEUED_NONCES:
             detail = f"Queue full: {queued} nonces would be queued, and {MAX_QUEUED_NONCES} may; try again later"
-            raise refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail, {"Retry-After": "30"})
+            raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail, headers={"Retry-After": "30"})
 
     def _follow(self, job_id: str, request: GenerateRequest, work: Work) -> None:
         self._works[job_id] = work
@@ -103,8 +103,8 @@ class Jobs:
     async def _perform(self, job_id: str, request: GenerateRequest, work: Work) -> None:
         try:
             result = result_of(request, job_id, await self._dispatcher.finish(work))
-        except RefusalError as error:
-            await self._write(job_rows.Outcome(job_id, error=str(error)))
+        except Refusal as error:
+            await self._write(job_rows.Outcome(job_id, error=error.detail))
         else:
             found = callbacks_of(request, result, self._settings.payload_artifacts) if request.receiver else []
             callbacks = [(f"{request.receiver}{path}", body.model_dump_json(exclude_none=True)) for path, body in found]

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from time import monotonic
 
+from poc_gateway.errors import Refusal
 from poc_gateway.network.cluster import Cluster
 from poc_gateway.network.template import RoundTemplate, asked_of, name_of
 from poc_operator.model.round import Round
 from poc_operator.model.status import RoundState
-from poc_operator.store.errors import StaleRound
-from vllm_poc.server.errors import refusal
+from poc_operator.store.errors import RoundInvalid, StaleRound
 from vllm_poc.wire.requests import InitGenerateRequest
 
 #: An operator that runs has looked at a round well before.
@@ -49,9 +49,11 @@ class NetworkRounds:
             name = _free_name(name_of(asked), rounds)
             try:
                 return await self._cluster.create(name, self._template.spec_of(asked))
+            except RoundInvalid as error:
+                raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", str(error)) from error
             except StaleRound:
                 detail = f"there is a PoCRound {name} that is not labelled as the network's: delete it"
-                raise refusal(HTTPStatus.CONFLICT, "RoundConflict", detail) from None
+                raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail) from None
 
     async def stop(self) -> Sequence[Round]:
         """End what is active and wait until its results are flushed; return the rounds that have yet to end."""
@@ -85,7 +87,7 @@ def _same(running: Round, name: str) -> Round:
         return running
     state = "is being stopped, try again when it is over" if ends else f"is {running.status.state}, stop it first"
     detail = f"Already generating: round {running.metadata.name} at height {running.spec.block_height} {state}"
-    raise refusal(HTTPStatus.CONFLICT, "RoundConflict", detail)
+    raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail)
 
 
 def _content(round_: Round) -> str:

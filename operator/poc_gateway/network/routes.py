@@ -10,8 +10,10 @@ from typing import Annotated, NoReturn
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from poc_gateway.errors import Refusal
 from poc_gateway.network import views
 from poc_gateway.network.access import RETRY_AFTER, guard
+from poc_gateway.network.disconnect import while_connected
 from poc_gateway.network.messages import (
     FanOut,
     NetworkGenerate,
@@ -24,8 +26,6 @@ from poc_gateway.network.messages import (
 )
 from poc_gateway.network.service import Network, fan_out, pod_command, stopped
 from poc_gateway.settings import Settings
-from vllm_poc.server.disconnect import while_connected
-from vllm_poc.server.errors import refusal
 from vllm_poc.wire.base import API_PREFIX, PowState
 from vllm_poc.wire.responses import ErrorResponse
 
@@ -129,7 +129,7 @@ async def _not_here() -> NoReturn:
         "a cluster has no phases and no single round to validate for: start distance rounds by POST init/generate "
         "with r_target, end them by POST stop, and let claimed artifacts be checked by POST generate with validation"
     )
-    raise refusal(HTTPStatus.NOT_IMPLEMENTED, "NotSupported", detail)
+    raise Refusal(HTTPStatus.NOT_IMPLEMENTED, "NotSupported", detail)
 
 
 def _json(text: str) -> Response:
@@ -146,7 +146,7 @@ def router(settings: Settings, network: Network | None) -> APIRouter:
     def provide(request: Request) -> None:
         if network is None:
             detail = "the network's routes need a round template: set POC_GATEWAY_ROUND_TEMPLATE to its file"
-            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotConfigured", detail, RETRY_AFTER)
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotConfigured", detail, headers=RETRY_AFTER)
         request.state.network = network
 
     routes = APIRouter(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+from poc_gateway.errors import Refusal
 from poc_gateway.network import views
 from poc_gateway.network.access import check_receiver
 from poc_gateway.network.cluster import Backend, Backends, Cluster
@@ -27,7 +28,6 @@ from poc_operator.model import names
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.podapi.client import PodClient
-from vllm_poc.server.errors import refusal
 from vllm_poc.wire.base import PowState
 
 
@@ -89,10 +89,10 @@ class Network:
         models = _models(await self.backends.poll())
         if not models:
             detail = f"model: no pod has told what it serves, so {request.model} may be on its way: try again"
-            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, {"Retry-After": "10"})
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, headers={"Retry-After": "10"})
         if request.model not in models:
             detail = f"model: this cluster serves {', '.join(models)}; another is set in its chart, not by request"
-            raise refusal(HTTPStatus.CONFLICT, "ModelMismatch", detail)
+            raise Refusal(HTTPStatus.CONFLICT, "ModelMismatch", detail)
 
     def check(self, request: NetworkGenerate) -> NetworkGenerate:
         """Refuse named nonces whose result could not be delivered."""
@@ -106,10 +106,10 @@ class Network:
             if (name := self._name(models)) is not None:
                 return name
             detail = "no pod tells its model's name: set spec.model.name in the round template, or wait for a pod"
-            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, {"Retry-After": "10"})
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, headers={"Retry-After": "10"})
         if models and request.params.model not in models:
             detail = f"params.model: {request.params.model} was requested, but this cluster serves {', '.join(models)}"
-            raise refusal(HTTPStatus.CONFLICT, "ModelMismatch", detail)
+            raise Refusal(HTTPStatus.CONFLICT, "ModelMismatch", detail)
         return request.params.model
 
     def _name(self, models: Sequence[str]) -> str | None:

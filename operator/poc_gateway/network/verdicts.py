@@ -7,7 +7,8 @@ The fraud test is put to all nonces of a request together, whichever pods comput
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from vllm_poc.server.errors import field_refusal, refusal
+from poc_gateway.errors import Refusal
+from poc_gateway.network.access import field_refusal
 from vllm_poc.wire.artifacts import Artifact, Encoding, decode_vector
 from vllm_poc.wire.base import WireMessage
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
@@ -34,7 +35,7 @@ def check_validation(request: GenerateRequest) -> None:
 
 
 def result_of(request: GenerateRequest, request_id: str, values: Values) -> Result:
-    """Return the answer; RefusalError with 503 if there is no verdict, since no nonce could be computed."""
+    """Return the answer; Refusal with 503 if there is no verdict, since no nonce could be computed."""
     if request.validation is not None:
         return _verdict(request, request_id, values)
     missing = [nonce for nonce in request.nonces if values[nonce] is None]
@@ -93,7 +94,7 @@ def _verdict(request: GenerateRequest, request_id: str, values: Values) -> Valid
     computed = _computed(request, values)
     if not computed:
         detail = "no verdict: every nonce came out NaN or infinite on this cluster's pods; check their GPUs"
-        raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NothingComputed", detail)
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NothingComputed", detail)
     mismatches = [
         nonce
         for nonce in computed

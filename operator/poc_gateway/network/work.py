@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
+from poc_gateway.errors import Refusal
 from poc_gateway.network.access import RETRY_AFTER
 from poc_gateway.network.chunks import size_of
 from poc_operator.podapi.errors import PodError, PodRefused
-from vllm_poc.server.errors import refusal
 from vllm_poc.wire.generate import GenerateRequest
 
 #: Chunks of one request that may fail in a row.
@@ -61,4 +61,4 @@ class Work:
     def _fail(self, status: HTTPStatus, reason: str, detail: str) -> None:
         if not self.done.done():
             headers = RETRY_AFTER if status is HTTPStatus.SERVICE_UNAVAILABLE else None
-            self.done.set_exception(refusal(status, reason, detail, headers))
+            self.done.set_exception(Refusal(status, reason, detail, headers=headers))

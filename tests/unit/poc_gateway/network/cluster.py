@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from poc_gateway.network import access
+from poc_gateway.errors import install_handlers
 from poc_gateway.network.routes import router
 from poc_gateway.network.service import Network
 from poc_gateway.network.template import RoundTemplate
@@ -21,22 +21,23 @@ from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState, Totals
 from poc_operator.podapi.client import PodClient
-from poc_operator.store.errors import StaleRound, StoreError
+from poc_operator.store.errors import RoundInvalid, StaleRound, StoreError
 from tests.support.http_server import free_port, serve
 from tests.support.pod import Pod, running_pod
-from vllm_poc.server.errors import install_handlers
 
 LABELS = {"poc.gonka.ai/worker": "true"}
 
 
 class MemoryCluster:
-    """Rounds and pods in memory, and what an operator would do about the rounds. ``fault`` is raised by every call."""
+    """Rounds and pods in memory, and what an operator would do about the rounds. ``fault`` is raised by every call,
+    ``refusal`` by `create`."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, Round] = {}
         self.specs: list[dict[str, Any]] = []
         self.pods: list[PodView] = []
         self.fault: StoreError | None = None
+        self.refusal: RoundInvalid | None = None
         self.operator_runs = True
         self._uids = itertools.count(1)
 
@@ -46,6 +47,8 @@ class MemoryCluster:
 
     async def create(self, name: str, spec: Mapping[str, Any]) -> Round:
         self._fail()
+        if self.refusal is not None:
+            raise self.refusal
         if name in self.rounds:
             raise StaleRound("AlreadyExists")
         self.specs.append(dict(spec))
@@ -136,7 +139,6 @@ class World:
         self.app = app = FastAPI()
         app.include_router(router(self.settings, self.network))
         install_handlers(app)
-        access.install_handlers(app)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=30)
 
     async def close(self) -> None:

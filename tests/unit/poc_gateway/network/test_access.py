@@ -7,12 +7,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from poc_gateway.errors import install_handlers
 from poc_gateway.network.routes import router
 from poc_gateway.network.template import RoundTemplate
 from poc_gateway.settings import Settings
 from tests.unit.poc_gateway.network.cluster import running_world
 from tests.unit.poc_gateway.network.requests import INIT, error_of
-from vllm_poc.server.errors import install_handlers
 
 TOKEN = "secret"  # noqa: S105
 TEMPLATE = "namespace: ns\nspec: {selector: {matchLabels: {a: b}}, port: 9000, nodes: {groups: 4}}\n"

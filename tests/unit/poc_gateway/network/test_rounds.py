@@ -109,7 +109,9 @@ async def test_what_is_wrong_is_named(
 
 
 async def test_what_the_api_server_refuses_is_passed_on(podless: World) -> None:
-    podless.cluster.fault = RoundInvalid("spec.blockHash: must be the block's hash: 64 hexadecimal digits, without 0x")
+    podless.cluster.refusal = RoundInvalid(
+        "spec.blockHash: must be the block's hash: 64 hexadecimal digits, without 0x"
+    )
     error = error_of(await podless.post("pow/init/generate", INIT), 422, "InvalidRequest")
     assert error.detail.startswith("spec.blockHash")
 
