@@ -2,7 +2,7 @@
 """Who may call the network's routes, where results may be sent to, and what is told of a field that is wrong."""
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from fnmatch import fnmatchcase
 from http import HTTPStatus
 from typing import Annotated
@@ -23,11 +23,11 @@ RETRY_AFTER = {"Retry-After": "5"}
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
-def guard(token: SecretStr | None) -> Callable[[_Credentials], None]:
+def guard(token: SecretStr | None) -> Callable[[_Credentials], Awaitable[None]]:
     """Return the dependency that refuses with 401 whoever does not send the token; without a token, nobody."""
     expected = token.get_secret_value().encode() if token is not None else None
 
-    def check(credentials: _Credentials) -> None:
+    async def check(credentials: _Credentials) -> None:
         sent = credentials.credentials.encode() if credentials is not None else b""
         if expected is not None and not hmac.compare_digest(sent, expected):
             detail = "Authorization: send the header with Bearer and the value of POC_GATEWAY_NETWORK_TOKEN"

@@ -34,7 +34,7 @@ NODE_PREFIX = "/api/v1/inference/pow"
 _ERRORS = (400, 401, 404, 409, 422, 429, 501, 503)
 
 
-def _given(request: Request) -> Network:
+async def _given(request: Request) -> Network:
     network: Network = request.state.network
     return network
 
@@ -143,7 +143,7 @@ for path in ("/init", "/init/validate", "/phase/generate", "/phase/validate", "/
 def router(settings: Settings, network: Network | None) -> APIRouter:
     """Return the routes; without a ``network``, for lack of a round template, all of them answer 503."""
 
-    def provide(request: Request) -> None:
+    async def provide(request: Request) -> None:
         if network is None:
             detail = "the network's routes need a round template: set POC_GATEWAY_ROUND_TEMPLATE to its file"
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotConfigured", detail, headers=RETRY_AFTER)
