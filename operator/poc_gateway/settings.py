@@ -33,7 +33,7 @@ class Settings(BaseModel):
     token: SecretStr | None = Field(default=None, min_length=1)
     #: Guards the routes of the network.
     network_token: SecretStr | None = Field(default=None, min_length=1)
-    #: File with the namespace and the spec that rounds of the network are made from, as JSON; none refuses them.
+    #: YAML or JSON file that the network's rounds are made from; without it the network's routes answer 503.
     round_template: Path | None = None
     #: Hosts that results may be forwarded to, as patterns with ``*``.
     receiver_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)

@@ -3,6 +3,7 @@
 
 StoreError
  ├── StaleRound       somebody changed the object meanwhile: read it anew and plan again
+ ├── RoundInvalid     the API server refused the object's content, and says why
  └── StoreUnavailable the API server did not answer, or not as expected: try again later
       └── StoreForbidden  it refused, since the operator lacks the right
 """
@@ -14,6 +15,10 @@ class StoreError(Exception):
 
 class StaleRound(StoreError):  # noqa: N818 - reads as a state
     """The round, or another object, changed since it was read."""
+
+
+class RoundInvalid(StoreError):  # noqa: N818
+    """The round's spec breaks a rule of the CRD; the text is the API server's."""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818

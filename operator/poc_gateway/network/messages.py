@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network's requests and answers, where they differ from a pod's."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from vllm_poc.wire.base import WireMessage
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.requests import ArtifactParams, InitGenerateRequest
+from vllm_poc.wire.responses import RoundConfig, RoundStats
+
+#: The reference's node numbers its backends from this port on; clients show it and ask for jobs by it.
+FIRST_PORT = 5001
+
+_OF_THE_CLUSTER = {"group_id": 0, "n_groups": 1, "start_index": 0, "end_index": None}
+
+
+def _refuse_decode(params: object) -> object:
+    scheme = {"decode", "max_tokens"}.intersection(params) if isinstance(params, dict) else ()
+    if scheme:
+        raise ValueError(
+            f"{' and '.join(sorted(scheme))} ask for the decode scheme, which this cluster does not support: "
+            "give it work of the prefill scheme"
+        )
+    return params
+
+
+Params = Annotated[ArtifactParams | None, BeforeValidator(_refuse_decode)]
+
+
+class NetworkInit(InitGenerateRequest):
+    """Start a round on the whole cluster: its pods become the groups of the request's node."""
+
+    params: Params = None
+
+    @model_validator(mode="after")
+    def _leaves_slots_to_the_cluster(self) -> Self:
+        told = [name for name, default in _OF_THE_CLUSTER.items() if getattr(self, name) != default]
+        if told:
+            raise ValueError(f"{', '.join(told)} cannot be told to a cluster, which splits a node's nonces itself")
+        if self.use_layer_hooks or self.use_sign_flips is False:
+            raise ValueError(
+                "use_layer_hooks and use_sign_flips: this cluster's distance rounds use sign flips only, leave both out"
+            )
+        return self
+
+
+class NetworkGenerate(GenerateRequest):
+    """Compute named nonces, whoever's they are, on any pods of the cluster.
+
+    The threshold of the p-value is ``stat_test.fraud_threshold``, or else ``stat_test.p_value_threshold``, as the
+    chain's client calls it. The reference's node ignores that name and judges by 0.01 whatever the chain says.
+    """
+
+    params: Params = None
+
+
+class UpRequest(WireMessage):
+    """Body of ``POST inference/up``. Only ``model`` can be compared: how it is served is set by the cluster's chart."""
+
+    model: str = Field(min_length=1)
+
+
+class Backend(WireMessage):
+    """One pod, by its place among the ready ones."""
+
+    port: int
+    status: str
+
+
+class BackendFailure(WireMessage):
+    """What went wrong, by the pod's place."""
+
+    port: int
+    error: str
+
+
+class FanOut(WireMessage):
+    """The node's answer to a call that changes the state. ``detail`` is ours: what keeps it from taking effect."""
+
+    status: Literal["OK"] = "OK"
+    backends: int | None = None
+    n_groups: int | None = None
+    results: list[Backend]
+    errors: list[BackendFailure] = Field(default_factory=list)
+    detail: str | None = None
+
+
+class NodeStatus(WireMessage):
+    """The node's status: of all pods together, and of each."""
+
+    status: Literal["GENERATING", "MIXED", "IDLE", "NO_BACKENDS"]
+    backends: list[Backend]
+    detail: str | None = None
+
+
+class PodCommand(WireMessage):
+    """A pod's answer to a call that changes the state."""
+
+    status: Literal["OK"] = "OK"
+    pow_status: dict[str, Any]
+    detail: str | None = None
+
+
+class PodStatus(WireMessage):
+    """The cluster's status, told as one pod would. Of the distance protocol are the fields from ``state`` on.
+
+    The lists of valid nonces are left out: they are delivered, and served by the gateway's own result routes.
+    """
+
+    status: Literal["GENERATING", "IDLE"]
+    config: RoundConfig | None = None
+    stats: RoundStats
+    state: str
+    total_checked: int = 0
+    total_valid: int = 0
+    elapsed_seconds: float = 0.0
+    rate_per_second: float = 0.0
+    r_target: float | None = None
+    detail: str | None = None
+
+
+class NodeState(WireMessage):
+    """``GET /api/v1/state``."""
+
+    state: Literal["POW", "INFERENCE", "STOPPED"]
+    version: str
+    poc_status: str
+    inference_healthy: bool
+    loaded_model: str | None

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network's rounds: one at a time, each a PoCRound.
+
+Nothing is remembered here: which round is active is read from the API server each time.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from http import HTTPStatus
+from time import monotonic
+
+from poc_gateway.errors import Refusal
+from poc_gateway.network.cluster import Cluster
+from poc_gateway.network.template import RoundTemplate, asked_of, name_of
+from poc_operator.model.round import Round
+from poc_operator.model.status import RoundState
+from poc_operator.store.errors import RoundInvalid, StaleRound
+from vllm_poc.wire.requests import InitGenerateRequest
+
+#: An operator that runs has looked at a round well before.
+UNSEEN_SECONDS = 10.0
+#: So long a stop waits for the results to be flushed, and how often it looks.
+STOP_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
+
+
+class NetworkRounds:
+    """The rounds that carry the network's label."""
+
+    def __init__(self, cluster: Cluster, template: RoundTemplate, *, stop_seconds: float = STOP_SECONDS) -> None:
+        self._cluster = cluster
+        self._template = template
+        self._stop_seconds = stop_seconds
+        self._starting = asyncio.Lock()
+
+    async def active(self) -> Round | None:
+        """Return the newest round that is not over. StoreError if the API server cannot be asked."""
+        return next(iter(_active(await self._cluster.list_rounds())), None)
+
+    async def start(self, request: InitGenerateRequest, model: str) -> Round:
+        """Create the round, unless it runs already; refused with 409 while another one is not over."""
+        asked = asked_of(request, model)
+        async with self._starting:
+            rounds = await self._cluster.list_rounds()
+            running = next(iter(_active(rounds)), None)
+            if running is not None:
+                return _same(running, name_of(asked))
+            name = _free_name(name_of(asked), rounds)
+            try:
+                return await self._cluster.create(name, self._template.spec_of(asked))
+            except RoundInvalid as error:
+                raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", str(error)) from error
+            except StaleRound:
+                detail = f"there is a PoCRound {name} that is not labelled as the network's: delete it"
+                raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail) from None
+
+    async def stop(self) -> Sequence[Round]:
+        """End what is active and wait until its results are flushed; return the rounds that have yet to end."""
+        rounds = _active(await self._cluster.list_rounds())
+        for round_ in rounds:
+            await self._cluster.finish(round_.metadata.name)
+        ending = {round_.id for round_ in rounds}
+        deadline = monotonic() + self._stop_seconds
+        while rounds and monotonic() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+            rounds = [round_ for round_ in _active(await self._cluster.list_rounds()) if round_.id in ending]
+        return rounds
+
+
+def waits_for_operator(round_: Round) -> str | None:
+    """Say so if no operator has looked at the round for a while."""
+    age = (datetime.now(UTC) - round_.metadata.creation_timestamp).total_seconds()
+    if round_.status.observed_generation or age <= UNSEEN_SECONDS:
+        return None
+    return f"the operator has not picked up round {round_.metadata.name} yet: look whether it runs"
+
+
+def _active(rounds: Sequence[Round]) -> list[Round]:
+    found = [round_ for round_ in rounds if not round_.status.state.finished]
+    return sorted(found, key=lambda round_: round_.metadata.creation_timestamp, reverse=True)
+
+
+def _same(running: Round, name: str) -> Round:
+    ends = running.spec.finish or running.status.state is RoundState.STOPPING or running.metadata.deletion_timestamp
+    if _content(running) == name and not ends:
+        return running
+    state = "is being stopped, try again when it is over" if ends else f"is {running.status.state}, stop it first"
+    detail = f"Already generating: round {running.metadata.name} at height {running.spec.block_height} {state}"
+    raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail)
+
+
+def _content(round_: Round) -> str:
+    return "-".join(round_.metadata.name.split("-")[:3])
+
+
+def _free_name(name: str, rounds: Sequence[Round]) -> str:
+    """Return the name, numbered if rounds of the same content have ended: they were stopped, and are asked for anew."""
+    taken = {round_.metadata.name for round_ in rounds}
+    attempts = (f"{name}-{number}" if number > 1 else name for number in range(1, len(taken) + 2))
+    return next(attempt for attempt in attempts if attempt not in taken)
