@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals, and how every error becomes a `vllm_poc.wire.responses.ErrorResponse`."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from poc_gateway.store.errors import DatabaseError, DatabaseFull
+from poc_operator.store.errors import StoreUnavailable
+from vllm_poc.wire.responses import ErrorResponse, FieldError
+
+_log = logging.getLogger(__name__)
+_VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
+#: Seconds after which a client may try again what failed for want of a database or an API server.
+RETRY_SECONDS = 5
+_RETRY = {"Retry-After": str(RETRY_SECONDS)}
+
+
+class Refusal(HTTPException):
+    """A request that is answered with an error: a CamelCase ``reason`` for programs and a sentence for people."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        reason: str,
+        detail: str,
+        *,
+        errors: Sequence[FieldError] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, detail, headers)
+        self.body = ErrorResponse(reason=reason, detail=detail, errors=list(errors))
+
+    def response(self) -> JSONResponse:
+        """Return the HTTP answer."""
+        return JSONResponse(self.body.model_dump(mode="json", exclude_none=True), self.status_code, self.headers)
+
+
+def invalid(status: HTTPStatus, entries: Sequence[Mapping[str, Any]], *, skip: int = 0) -> Refusal:
+    """Return the refusal for pydantic's ``entries``, leaving out the first ``skip`` parts of their locations."""
+    fields = [_field_error(entry, skip) for entry in entries]
+    detail = "; ".join(f"{error.field}: {error.message}" if error.field else error.message for error in fields[:3])
+    return Refusal(status, "InvalidRequest", detail, errors=fields)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make every error of ``app`` an ErrorResponse."""
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(RequestValidationError)(_not_valid)
+    app.exception_handler(DatabaseError)(_database_failed)
+    app.exception_handler(StoreUnavailable)(_api_server_failed)
+    app.exception_handler(Exception)(_crashed)
+
+
+async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
+    if isinstance(error, Refusal):
+        return error.response()
+    status = HTTPStatus(error.status_code)
+    return Refusal(status, status.phrase.title().replace(" ", ""), error.detail, headers=error.headers).response()
+
+
+async def _not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
+    return invalid(HTTPStatus.UNPROCESSABLE_ENTITY, error.errors(), skip=1).response()
+
+
+async def _database_failed(_: Request, error: DatabaseError) -> JSONResponse:
+    _log.warning("the database failed: %s", error)
+    if isinstance(error, DatabaseFull):
+        return Refusal(HTTPStatus.INSUFFICIENT_STORAGE, "StorageFull", str(error), headers=_RETRY).response()
+    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "DatabaseUnavailable", str(error), headers=_RETRY).response()
+
+
+async def _api_server_failed(_: Request, error: StoreUnavailable) -> JSONResponse:
+    _log.warning("the API server cannot be asked: %s", error)
+    detail = f"the Kubernetes API server cannot be asked ({error}): try again later"
+    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "ApiServerUnavailable", detail, headers=_RETRY).response()
+
+
+async def _crashed(request: Request, error: Exception) -> JSONResponse:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    detail = f"the gateway failed ({type(error).__name__}): its log has more"
+    return Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalError", detail).response()
+
+
+def _field_error(entry: Mapping[str, Any], skip: int) -> FieldError:
+    # An empty name stands for rules between fields, whose message names them.
+    field = "body" if entry["type"] == "json_invalid" else ".".join(str(part) for part in entry["loc"][skip:])
+    return FieldError(field=field, message=entry["msg"].removeprefix(_VALUE_ERROR))
