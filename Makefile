@@ -30,8 +30,12 @@ check: .venv/.lock ## Format, lint, types, layers
 	PYTHONPATH=operator:image .venv/bin/lint-imports
 
 .PHONY: test-unit
-test-unit: .venv/.lock ## Tests that need neither torch nor a cluster; both sides of the REST contract
+test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster; both sides of the REST contract
 	.venv/bin/pytest tests/unit tests/wire --ignore tests/unit/vllm_poc/maths
+
+.PHONY: postgresql
+postgresql:
+	@compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || $(PYTHON) -m hack.toolchain packages postgresql
 
 .PHONY: fuzz
 fuzz: .venv/.lock ## Ten thousand mutated requests to the pod's routes

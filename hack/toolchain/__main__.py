@@ -15,7 +15,13 @@ def program() -> None:
     commands.add_parser("install", help="install and build what is missing (the default)")
     path = commands.add_parser("path", help="print the path of each named tool, one a line")
     path.add_argument("names", nargs="+", metavar="NAME")
+    packages = commands.add_parser("packages", help="install the named Debian packages alone")
+    packages.add_argument("names", nargs="+", metavar="NAME")
     options = parser.parse_args()
+    if options.command == "packages":
+        with exclusive("toolchain"):
+            ensure_packages(options.names)
+        return
     if options.command == "path":
         for name in options.names:
             print(tool_path(name))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Debian packages that the cluster and the image builds need: which, in which versions."""
+"""The Debian packages that the cluster, the image builds and the tests need: which, in which versions."""
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from .common import UserError, require_root, run, step
@@ -25,16 +26,24 @@ PACKAGES = {
     "runc": "1.1.",
 }
 
+# What only tests need, so that a demo does not bring a database server along.
+TEST_PACKAGES = {"postgresql": "15+"}
+_PREFIXES = PACKAGES | TEST_PACKAGES
 
-def ensure_packages() -> None:
-    """Install what is missing and check the versions of what is there."""
+
+def ensure_packages(names: Collection[str] = tuple(PACKAGES)) -> None:
+    """Install what is missing of ``names``, and check the versions of what is there."""
+    unknown = sorted(set(names) - set(_PREFIXES))
+    if unknown:
+        raise UserError(f"No such package is needed: {' '.join(unknown)}. There are: {' '.join(_PREFIXES)}.")
     _require_debian()
-    missing = sorted(set(PACKAGES) - set(_installed()))
+    missing = sorted(set(names) - set(_installed()))
     if missing:
         require_root("Installing Debian packages")
         with step(f"Debian packages {' '.join(missing)}"):
             _install(missing)
-    _check_versions(_installed())
+    installed = _installed()
+    _check_versions({name: installed[name] for name in names})
 
 
 def _require_debian() -> None:
@@ -48,7 +57,7 @@ def _installed() -> dict[str, str]:
     # The pattern form "*" is used because dpkg-query fails as a whole when one exact name is unknown to it.
     listing = run(["dpkg-query", "-W", "-f", "${Package}\t${db:Status-Status}\t${Version}\n", "*"], limit=30)
     rows = (line.split("\t") for line in listing.splitlines())
-    return {name: version for name, status, version in rows if name in PACKAGES and status == "installed"}
+    return {name: version for name, status, version in rows if name in _PREFIXES and status == "installed"}
 
 
 def _install(names: list[str]) -> None:
@@ -58,8 +67,8 @@ def _install(names: list[str]) -> None:
 
 
 def _check_versions(installed: dict[str, str]) -> None:
-    for name, prefix in PACKAGES.items():
-        version = installed[name].split(":")[-1]  # without the epoch
+    for name, full in installed.items():
+        prefix, version = _PREFIXES[name], full.split(":")[-1]  # without the epoch
         if not version.startswith(prefix):
             raise UserError(
                 f"The Debian package {name} has version {version}, but {prefix}x is needed: "

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python3 -m benchmarks.collector: how many artifacts the gateway stores in a second, and how long a batch takes.
+
+The gateway and its database run beside the load's one process. A batch is acknowledged when it is durable.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+
+import aiohttp
+import uvloop
+
+from benchmarks.figures import Figures, quantile, report
+from hack.images.site import ROOT
+from tests.simulation.gateway_process import gateway
+from tests.support.deliveries import K_DIM, ROUND, encoded, path, round_body
+from tests.support.postgres import postgres
+
+BATCH = 32
+CONNECTIONS = 64
+TARGETS = {"sqlite": 20_000, "postgresql": 10_000}
+_UID = "benchmark"
+_HEAD = json.dumps({"node_id": 0, "encoding": {"k_dim": K_DIM}, **ROUND})[:-1]
+_VECTOR = encoded(1)
+_SHARES = {"p50": 0.5, "p99": 0.99}
+
+
+def batch(index: int) -> bytes:
+    """Return the slot's batch number ``index``; the slots of all connections are interleaved."""
+    connection, number = index % CONNECTIONS, index // CONNECTIONS
+    nonces = range(connection + number * BATCH * CONNECTIONS, 2**31, CONNECTIONS)[:BATCH]
+    items = ",".join(f'{{"nonce":{nonce},"vector_b64":"{_VECTOR}"}}' for nonce in nonces)
+    return f'{_HEAD},"artifacts":[{items}]}}'.encode()
+
+
+class Load:
+    """Posts batches, each connection its own slot's in order, as pods do."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+        self._next = [0] * CONNECTIONS
+        self.seconds: list[float] = []
+
+    async def run(self, seconds: float, rate: float | None = None) -> float:
+        """Post for so long, ``rate`` batches in a second or as many as are taken; return artifacts per second."""
+        self.seconds = []
+        begin = time.perf_counter()
+        pause = None if rate is None else CONNECTIONS / rate
+        await asyncio.gather(*(self._send(one, begin, begin + seconds, pause) for one in range(CONNECTIONS)))
+        return len(self.seconds) * BATCH / (time.perf_counter() - begin)
+
+    async def _send(self, connection: int, begin: float, end: float, pause: float | None) -> None:
+        due = begin + (pause or 0) * connection / CONNECTIONS
+        while max(due, time.perf_counter()) < end:
+            body = batch(connection + self._next[connection] * CONNECTIONS)
+            if pause is not None:
+                await asyncio.sleep(due - time.perf_counter())
+            # From when it was due: a gateway that falls behind must not look faster for it.
+            asked = due if pause is not None else time.perf_counter()
+            async with self._session.post(self._url, data=body) as answer:
+                text = await answer.read()
+            if answer.status != HTTPStatus.OK or json.loads(text)["stored"] != BATCH:
+                raise RuntimeError(f"a batch was not stored: HTTP {answer.status}: {text.decode()}")
+            self.seconds.append(time.perf_counter() - asked)
+            self._next[connection] += 1
+            due += pause or 0
+
+
+def times(name: str, seconds: list[float]) -> Figures:
+    """Return the median and the 99th percentile in milliseconds."""
+    return {f"{name}_{word}_ms": round(1e3 * quantile(seconds, share), 1) for word, share in _SHARES.items()}
+
+
+async def measure(url: str, target: int, seconds: float) -> Figures:
+    """Load the gateway fully, then with half the target."""
+    connector = aiohttp.TCPConnector(limit=CONNECTIONS)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        load = Load(session, url + path(_UID))
+        await load.run(1.0)  # the round is written down, the connections are open
+        full = await load.run(seconds)
+        figures = {"artifacts_per_second": round(full), **times("full", load.seconds)}
+        half = await load.run(seconds, target / BATCH / 2)
+        figures |= {"half_artifacts_per_second": round(half), **times("half", load.seconds)}
+    return figures
+
+
+@contextlib.contextmanager
+def _database(kind: str, folder: Path) -> Iterator[str]:
+    if kind == "sqlite":
+        yield f"sqlite:///{folder}/gateway.db"
+        return
+    with postgres() as server:
+        yield server.new_database()
+
+
+def main() -> None:
+    """Measure with the database that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--database", choices=sorted(TARGETS), default="sqlite")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two loads (default: 20)")
+    options = parser.parse_args()
+    # On the repository's disk, since the usual folder may be in memory, where syncing costs nothing.
+    with tempfile.TemporaryDirectory(dir=ROOT) as name, _database(options.database, Path(name)) as url:
+        rounds = Path(name) / "rounds.json"
+        rounds.write_text(json.dumps([round_body(_UID, groups=CONNECTIONS)]))
+        with gateway(url, rounds, Path(name) / "log") as running:
+            target = TARGETS[options.database]
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                figures = runner.run(measure(running.url, target, options.seconds))
+            pages = int(Path(f"/proc/{running.process.pid}/statm").read_text().split()[1])
+    figures = {**figures, "rss_mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)}
+    report(f"Collector on {options.database}", figures)
+
+
+if __name__ == "__main__":
+    main()

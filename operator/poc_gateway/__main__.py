@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m poc_gateway``: run the gateway."""
+
+import asyncio
+import logging
+import os
+import sys
+
+import uvloop
+from kubernetes.aio.config import ConfigException
+from pydantic import ValidationError
+
+from poc_gateway import logs
+from poc_gateway.process import run
+from poc_gateway.settings import Settings
+from poc_gateway.store.errors import DatabaseError
+from poc_operator.store.connection import connect
+from poc_operator.store.rounds import RoundStore
+
+
+async def _run(settings: Settings) -> None:
+    client, _ = await connect()
+    store = RoundStore(client)
+    try:
+        await run(settings, store.get)
+    finally:
+        await store.close()
+
+
+def _settings() -> Settings:
+    try:
+        return Settings.from_environment(os.environ)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{first['loc'][0]}: {first['msg']}; correct this environment variable") from None
+
+
+def main() -> None:
+    """Read the settings and run until told to stop."""
+    logs.configure()
+    try:
+        settings = _settings()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(settings))
+    except (ValueError, DatabaseError, ConfigException, OSError) as error:
+        logging.getLogger("poc_gateway").error("the gateway cannot run: %s", error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI middleware that bounds what one request, and one peer, can ask of the gateway."""
+
+import math
+import time
+from collections import OrderedDict
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from poc_gateway.errors import Refusal
+
+#: A peer may use so many seconds' worth of requests at once.
+BURST_SECONDS = 4.0
+#: Peers that are remembered; the one that was silent longest is forgotten first.
+MOST_PEERS = 10_000
+
+
+class Peers:
+    """A token bucket per address, kept as the moment at which the bucket is full again."""
+
+    def __init__(self, per_second: float) -> None:
+        self._seconds_each = 1 / per_second
+        self._full_at = OrderedDict[str, float]()
+
+    def wait_seconds(self, address: str, now: float) -> float:
+        """Take one request; return 0 if it may pass, else after how many seconds the next may."""
+        full_at = max(self._full_at.get(address, now), now) + self._seconds_each
+        excess = full_at - now - max(BURST_SECONDS, self._seconds_each)
+        if excess > 0:
+            return excess
+        self._full_at[address] = full_at
+        self._full_at.move_to_end(address)
+        if len(self._full_at) > MOST_PEERS:
+            self._full_at.popitem(last=False)
+        return 0.0
+
+
+class Limits:
+    """Answers 413 to bodies above ``body_bytes`` and 429 to peers that ask more often than ``peer_requests``."""
+
+    def __init__(self, app: ASGIApp, *, body_bytes: int, peer_requests: float) -> None:
+        self._app = app
+        self._body_bytes = body_bytes
+        self._peers = Peers(peer_requests)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+        else:
+            await self._app(scope, self._bounded(receive), send)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        address = scope["client"][0] if scope["client"] else ""
+        wait = self._peers.wait_seconds(address, time.monotonic())
+        if wait > 0:
+            detail = "this address sends too many requests: send fewer, larger ones or raise POC_GATEWAY_PEER_REQUESTS"
+            headers = {"Retry-After": str(math.ceil(wait))}
+            return Refusal(HTTPStatus.TOO_MANY_REQUESTS, "TooManyRequests", detail, headers=headers)
+        length = Headers(scope=scope).get("content-length", "")
+        return self._too_large() if length.isdecimal() and int(length) > self._body_bytes else None
+
+    def _bounded(self, receive: Receive) -> Receive:
+        # A chunked body tells its length only while it arrives.
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._body_bytes:
+                raise self._too_large()
+            return message
+
+        return bounded
+
+    def _too_large(self) -> Refusal:
+        detail = f"the body exceeds {self._body_bytes} bytes: send less at once or raise POC_GATEWAY_BODY_BYTES"
+        return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's metrics: counters of what arrives, and gauges read from the database when they are scraped."""
+
+import logging
+import time
+from collections.abc import Iterator
+
+from prometheus_client import Counter
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy import Connection, Select, and_, func, select
+
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from poc_gateway.store.room import size_bytes
+
+_log = logging.getLogger(__name__)
+
+RECEIVED = Counter("poc_gateway_received", "Artifacts in deliveries that could be read")
+STORED = Counter("poc_gateway_stored", "Artifacts stored")
+DUPLICATES = Counter("poc_gateway_duplicate", "Artifacts that were stored already, with the same content")
+CONFLICTS = Counter("poc_gateway_conflict", "Artifacts that were stored already, with other content")
+REFUSED = Counter("poc_gateway_refused", "Artifacts refused", ["reason"])
+
+
+class DatabaseGauges(Collector):
+    """Gauges of what the database holds."""
+
+    def __init__(self, database: Database) -> None:
+        self._engine = database.engine
+
+    def describe(self) -> list[Metric]:
+        """Name no series in advance: a look into the database just to register would be one too many."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges; none while the database cannot be read."""
+        try:
+            with self._engine.connect() as connection:
+                values = _values(connection)
+        except Exception as error:
+            _log.warning("the gauges cannot be read from the database: %s", error)
+            return
+        for name, (text, value) in values.items():
+            yield GaugeMetricFamily(f"poc_gateway_{name}", text, value)
+
+
+def _values(connection: Connection) -> dict[str, tuple[str, float]]:
+    moments = [connection.scalar(query) for query in (_oldest_artifact(), _oldest_letter(), _oldest_callback())]
+    oldest = min((moment for moment in moments if moment is not None), default=None)
+    age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
+    dead = connection.scalar(select(func.count()).where(schema.letters.c.state == "dead")) or 0
+    pending = connection.scalar(_not_forwarded()) or 0
+    return {
+        "backlog_artifacts": ("Artifacts stored and neither forwarded nor dead", float(pending - dead)),
+        "dead_artifacts": ("Artifacts that their receiver refused for good", float(dead)),
+        "oldest_undelivered_seconds": ("Age of the oldest result that its receiver has not accepted", age),
+        "database_bytes": ("Size of the database", float(size_bytes(connection))),
+    }
+
+
+_FORWARDED_ROUNDS = select(schema.rounds.c.id).where(schema.rounds.c.receiver.is_not(None))
+
+
+def _not_forwarded() -> Select[int]:
+    slots = schema.slots.c
+    return select(func.sum(slots.stored - slots.forwarded)).where(slots.round_id.in_(_FORWARDED_ROUNDS))
+
+
+def _oldest_artifact() -> Select[int]:
+    # The first of each slot, which the primary key finds; pods deliver in order.
+    slots, artifacts = schema.slots.c, schema.artifacts.c
+    first = select(artifacts.received_at).where(artifacts.slot_id == slots.id, artifacts.nonce > slots.forwarded_nonce)
+    first_of_slot = first.order_by(artifacts.nonce).limit(1).correlate(schema.slots).scalar_subquery()
+    waiting = and_(slots.last_nonce > slots.forwarded_nonce, slots.round_id.in_(_FORWARDED_ROUNDS))
+    return select(func.min(first_of_slot)).select_from(schema.slots).where(waiting)
+
+
+def _oldest_letter() -> Select[int]:
+    return select(func.min(schema.letters.c.since)).where(schema.letters.c.state == "waiting")
+
+
+def _oldest_callback() -> Select[int]:
+    return select(func.min(schema.callbacks.c.created_at)).where(schema.callbacks.c.state == "waiting")

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deleting what nobody needs any more: rounds that are wholly forwarded, or kept here, and old enough.
+
+A round is never deleted while something of it waits to be forwarded, or while the receiver's refusals of it are
+younger than the retention: somebody may want to replay them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exists, func, or_, select, tuple_
+
+from poc_gateway.settings import Settings
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from poc_gateway.store.room import give_back, used_bytes
+
+_log = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 60.0
+#: Rows that one transaction deletes: deliveries wait for it.
+CHUNK_ROWS = 2_000
+#: A round that something arrived for within this time runs; even a full database does not delete it.
+RUNNING_SECONDS = 3_600
+_MS = 1_000
+
+
+class Retention:
+    """Deletes rounds, and tells ``forget`` their uids."""
+
+    def __init__(self, database: Database, settings: Settings, forget: Callable[[str], None]) -> None:
+        self._database = database
+        self._settings = settings
+        self._forget = forget
+
+    async def run(self) -> None:
+        """Look once in a while until cancelled; a failure waits for the next look."""
+        while True:
+            try:
+                await self.look()
+            except Exception:
+                _log.exception("old rounds could not be deleted, which is tried again in %.0f s", PERIOD_SECONDS)
+            await asyncio.sleep(PERIOD_SECONDS)
+
+    async def look(self) -> None:
+        """Delete what is due now."""
+        now = time.time_ns() // 1_000_000
+        kept, limit = self._settings.retention_seconds, self._settings.retention_bytes
+        since = now - kept * _MS if kept else 0
+        if kept:
+            await self._delete_while(lambda _: True, quiet_since=since, letters_since=since)
+        if limit:
+            running = now - RUNNING_SECONDS * _MS
+            await self._delete_while(lambda one: used_bytes(one) > limit, quiet_since=running, letters_since=since)
+        while await self._database.write(give_back):
+            pass
+
+    async def _delete_while(self, due: Callable[[Connection], bool], *, quiet_since: int, letters_since: int) -> None:
+        query = deletable(quiet_since, letters_since)
+        while oldest := await self._database.read(lambda one: one.execute(query).first() if due(one) else None):
+            await self._delete(oldest)
+
+    async def _delete(self, round_: Row[int, str]) -> None:
+        id_, uid = round_
+        while await self._database.write(lambda connection: delete_some(connection, id_)):
+            pass
+        self._forget(uid)
+        _log.info("deleted the round %s, which is no longer kept", uid)
+
+
+def deletable(quiet_since: int, letters_since: int) -> Select[int, str]:
+    """Return the query of rounds that may be deleted, the oldest first.
+
+    Nothing has arrived for them since ``quiet_since``, and nothing was refused since ``letters_since``.
+    """
+    rounds = schema.rounds.c
+    may_be = and_(
+        rounds.created_at < quiet_since,
+        ~_of_slots(_heard_of(quiet_since)),
+        or_(rounds.receiver.is_(None), ~_of_slots(_waits())),
+        ~_of_slots(_refused(letters_since)),
+        ~_callback(letters_since),
+    )
+    return select(rounds.id, rounds.uid).where(may_be).order_by(rounds.created_at).limit(1)
+
+
+def delete_some(connection: Connection, round_id: int) -> bool:
+    """Delete some artifacts of a round, or the round if it has none left; return whether it is still there."""
+    slots, artifacts = schema.slots.c, schema.artifacts.c
+    of_round = artifacts.slot_id.in_(select(slots.id).where(slots.round_id == round_id))
+    rows = select(artifacts.slot_id, artifacts.nonce).where(of_round).limit(CHUNK_ROWS)
+    key = tuple_(artifacts.slot_id, artifacts.nonce)
+    if connection.execute(delete(schema.artifacts).where(key.in_(rows))).rowcount:
+        return True
+    connection.execute(delete(schema.rounds).where(schema.rounds.c.id == round_id))
+    return False
+
+
+def _of_slots(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    slots, rounds = schema.slots.c, schema.rounds.c
+    return exists().where(slots.round_id == rounds.id, condition).correlate(schema.rounds)
+
+
+def _heard_of(since: int) -> ColumnElement[bool]:
+    slots, artifacts = schema.slots.c, schema.artifacts.c
+    newest = and_(artifacts.slot_id == slots.id, artifacts.nonce == slots.last_nonce, artifacts.received_at >= since)
+    return exists().where(newest).correlate(schema.slots)
+
+
+def _waits() -> ColumnElement[bool]:
+    slots, letters = schema.slots.c, schema.letters.c
+    dead = select(func.count()).where(letters.slot_id == slots.id, letters.state == "dead").correlate(schema.slots)
+    return slots.stored > slots.forwarded + dead.scalar_subquery()
+
+
+def _refused(since: int) -> ColumnElement[bool]:
+    slots, letters = schema.slots.c, schema.letters.c
+    young = and_(letters.slot_id == slots.id, letters.state == "dead", letters.since >= since)
+    return exists().where(young).correlate(schema.slots)
+
+
+def _callback(since: int) -> ColumnElement[bool]:
+    callbacks, rounds = schema.callbacks.c, schema.rounds.c
+    young = and_(callbacks.state == "dead", callbacks.created_at >= since)
+    matters = or_(callbacks.state == "waiting", young)
+    return exists().where(callbacks.round_id == rounds.id, matters).correlate(schema.rounds)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway as a process of its own, which reads PoCRounds from a JSON file instead of an API server.
+
+python -m tests.simulation.gateway_process ROUNDS.json, with the gateway's settings in the environment.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from hack.images.site import ROOT
+from poc_gateway import logs
+from poc_gateway.process import run
+from poc_gateway.settings import Settings
+from poc_operator.model.round import Round
+from tests.support.http_server import free_port
+
+START_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class GatewayProcess:
+    """A gateway that takes requests at ``url``."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    metrics_url: str
+
+
+@contextmanager
+def gateway(
+    database: str, rounds: Path, log: Path, settings: Mapping[str, str] | None = None
+) -> Iterator[GatewayProcess]:
+    """Run a gateway until the block ends; then it ends in order."""
+    port, metrics = free_port(), free_port()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("operator", "image", ".")),
+        "POC_GATEWAY_DATABASE": database,
+        "POC_GATEWAY_PORT": str(port),
+        "POC_GATEWAY_METRICS_PORT": str(metrics),
+        "POC_GATEWAY_PEER_REQUESTS": "1000000",  # all load comes from one address
+        **(settings or {}),
+    }
+    argv = (sys.executable, "-m", "tests.simulation.gateway_process", str(rounds))
+    with log.open("ab") as output, subprocess.Popen(argv, env=environment, cwd=ROOT, stderr=output) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(process, url)
+            yield GatewayProcess(process, url, f"http://127.0.0.1:{metrics}/metrics")
+        finally:
+            process.terminate()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    begin = time.monotonic()
+    while time.monotonic() - begin < START_SECONDS:
+        if process.poll() is not None:
+            raise RuntimeError(f"the gateway ended with status {process.returncode}: see its log")
+        with suppress(urllib.error.URLError, ConnectionError):
+            urllib.request.urlopen(f"{url}/readyz", timeout=5).close()  # noqa: S310 - our own process
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"the gateway was not ready within {START_SECONDS:.0f} s")
+
+
+def main() -> None:
+    """Run the gateway with the rounds of the file that the command line names."""
+    bodies: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
+    rounds = {(body["metadata"]["namespace"], body["metadata"]["name"]): Round.parse(body) for body in bodies}
+
+    async def read_round(namespace: str, name: str) -> Round | None:
+        return rounds.get((namespace, name))
+
+    logs.configure()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(Settings.from_environment(os.environ), read_round))
+
+
+if __name__ == "__main__":
+    main()

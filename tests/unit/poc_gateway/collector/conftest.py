@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gateway on a real port, whose PoCRounds are in memory."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from sqlalchemy import Row, Table, select
+from yarl import URL
+
+from poc_gateway.app import Parts, create_app
+from poc_gateway.rounds.registry import Rounds
+from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database
+from poc_operator.model.round import Round
+from poc_operator.store.errors import StoreUnavailable
+from tests.support.deliveries import path
+from tests.support.http_server import free_port, serve
+
+Answer = tuple[int, Any]
+
+
+class Gateway:
+    """What tests do with it."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: URL, database: Database) -> None:
+        self.session = session
+        self.url = url
+        self.database = database
+        self.found: dict[str, Round] = {}
+        self.api_server_away = False
+
+    async def read_round(self, namespace: str, name: str) -> Round | None:
+        if self.api_server_away:
+            raise StoreUnavailable("no answer")
+        return self.found.get(f"{namespace}/{name}")
+
+    def add(self, *rounds: Round) -> None:
+        self.found |= {f"{round_.metadata.namespace}/{round_.metadata.name}": round_ for round_ in rounds}
+
+    async def deliver(self, body: bytes, uid: str = "uid-1", end: str = "generated") -> Answer:
+        async with self.session.post(path(uid, end), data=body) as answer:
+            return answer.status, await answer.json()
+
+    async def get(self, url: str) -> Answer:
+        async with self.session.get(url) as answer:
+            return answer.status, await answer.json()
+
+    async def rows(self, table: Table) -> Sequence[Row[*tuple[Any, ...]]]:
+        query = select(table).order_by(*table.primary_key.columns)
+        return await self.database.read(lambda connection: connection.execute(query).all())
+
+
+Start = Callable[..., AbstractAsyncContextManager[Gateway]]
+
+
+@pytest.fixture
+def start(database: Database) -> Start:
+    @asynccontextmanager
+    async def started(*rounds: Round, **settings: object) -> AsyncIterator[Gateway]:
+        port = free_port()
+        names = {f"POC_GATEWAY_{name.upper()}": str(value) for name, value in settings.items()}
+        url = URL(f"http://127.0.0.1:{port}")
+        async with aiohttp.ClientSession(url) as session:
+            gateway = Gateway(session, url, database)
+            gateway.add(*rounds)
+            known = Rounds(database, gateway.read_round)
+            parts = Parts(settings=Settings.from_environment(names), database=database, rounds=known)
+            async with serve(create_app(parts), "127.0.0.1", port):
+                yield gateway
+
+    return started
