@@ -7,10 +7,11 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
+from poc_gateway.access import token_guard
 from poc_gateway.errors import Refusal
 from poc_gateway.results import queries
 from poc_gateway.results.answers import ConflictPage, RoundDetail, RoundPage, Summary
@@ -21,12 +22,18 @@ from poc_gateway.results.sampling import draw
 from poc_gateway.results.summary import summarise
 from poc_gateway.rounds.lookup import newest
 from poc_gateway.rounds.registry import KnownRound, load
+from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.model.checks import Proof
 from vllm_poc.wire.base import Protocol
 from vllm_poc.wire.responses import ErrorResponse, FieldError
 
-_MEANINGS = {404: "There is no such round", 422: "A parameter is wrong; `errors` names it", 503: "The database fails"}
+_MEANINGS = {
+    401: "The token is missing or wrong",
+    404: "There is no such round",
+    422: "A parameter is wrong; `errors` names it",
+    503: "The database fails",
+}
 
 
 class Results:
@@ -107,12 +114,14 @@ class Results:
         yield await asyncio.to_thread(out.end)
 
 
-def router(database: Database) -> APIRouter:
-    """Return the routes; who may use them is for the caller to say."""
+def router(database: Database, settings: Settings) -> APIRouter:
+    """Return the routes, for those who have the gateway's token."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorResponse, "description": meaning} for status, meaning in _MEANINGS.items()
     }
-    routes, results, one = APIRouter(prefix="/rounds", responses=errors), Results(database), "/{namespace}/{name}"
+    guard = Depends(token_guard(settings.token))
+    routes = APIRouter(prefix="/rounds", responses=errors, dependencies=[guard])
+    results, one = Results(database), "/{namespace}/{name}"
     routes.get("")(results.rounds)
     routes.get(one)(results.round)
     routes.get(f"{one}/summary")(results.summary)
