@@ -42,6 +42,7 @@ async def store(database: Database, round_: Round, nonces: Iterable[int]) -> Kno
 
 def row(known: KnownRound, slot_id: int, nonce: int) -> Mapping[str, Any]:
     """A row of ``artifacts``."""
+    value: Mapping[str, Any]
     if known.terms.k_dim is None:
         value = {"vector": None, "distance": distance(nonce)}
     else:

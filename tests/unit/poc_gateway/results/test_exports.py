@@ -17,6 +17,7 @@ from httpx import AsyncClient
 from poc_gateway.results import chunks
 from poc_gateway.results.formats import MEDIA_TYPES, TERMS_KEY
 from poc_gateway.results.parameters import Format
+from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.support.deliveries import a_round, encoded, vector
 from tests.support.stored import BEGAN, BEGAN_TEXT, distance, store
@@ -127,7 +128,7 @@ async def test_vectors_may_have_any_length(database: Database, client: AsyncClie
     values = unpack(f"<{k_dim}e", bytes(range(2 * k_dim)))
     known = await store(database, a_round(artifact={"kDim": k_dim}), ())
     values_row = {"slot_id": known.slots[0], "nonce": 5, "vector": bytes(range(2 * k_dim)), "received_at": BEGAN}
-    await database.write(lambda connection: connection.execute(chunks.schema.artifacts.insert(), values_row))
+    await database.write(lambda connection: connection.execute(schema.artifacts.insert(), values_row))
     assert (await parquet(client)).read()["vector"].to_pylist() == [list(values)]
 
 

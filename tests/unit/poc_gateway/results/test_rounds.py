@@ -5,11 +5,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
+from fastapi import FastAPI
+from httpx import ASGITransport, AsyncClient
 from pydantic import TypeAdapter
 
+from poc_gateway.errors import install_handlers
+from poc_gateway.results.routes import router
 from poc_gateway.rounds.lookup import newest
 from poc_gateway.rounds.registry import KnownRound
+from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_operator.model.checks import Proof, parse_proofs
@@ -186,3 +190,13 @@ async def test_a_sample_is_what_a_validating_round_reads(database: Database, cli
 async def test_a_sample_needs_a_seed(database: Database, client: AsyncClient) -> None:
     answer = await client.get(f"{ROUND}/sample")
     assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "seed")
+
+
+async def test_the_routes_need_the_token(database: Database) -> None:
+    app = FastAPI()
+    app.include_router(router(database, Settings.from_environment({"POC_GATEWAY_TOKEN": "secret"})))
+    install_handlers(app)
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://gateway") as client:
+        refused = await client.get("/rounds")
+        assert (refused.status_code, refused.json()["reason"]) == (401, "Unauthorized")
+        assert (await client.get("/rounds", headers={"Authorization": "Bearer secret"})).status_code == 200

@@ -8,7 +8,7 @@ from typing import cast
 import aiohttp
 import pytest
 from fastapi import FastAPI
-from sqlalchemy import QueuePool
+from sqlalchemy import Connection, QueuePool
 
 from poc_gateway.results import chunks
 from poc_gateway.store import schema
@@ -31,7 +31,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each chunk that was read."""
     counted, read = list[int](), chunks.Scan.read
 
-    def counting(scan: chunks.Scan, connection: chunks.Connection) -> object:
+    def counting(scan: chunks.Scan, connection: Connection) -> object:
         counted.append(1)
         return read(scan, connection)
 
