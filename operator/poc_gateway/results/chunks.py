@@ -26,8 +26,12 @@ from vllm_poc.wire.base import Protocol
 CHUNK_ROWS = 65_536
 _BYTES_PER_NUMBER = 2
 
+#: Rows that the driver hands over at once: fewer than make Python's collector of garbage run, which would take more
+#: time than everything else if tens of thousands of tuples lived at a time.
+_DRIVER_ROWS = 512
+
 #: nonce, vector or distance, received_at.
-Row = tuple[int, bytes | float, int]
+Columns = tuple[list[int], list[bytes | float], list[int]]
 
 
 class Scan:
@@ -46,26 +50,27 @@ class Scan:
         """Whether everything was read."""
         return not self._left
 
-    def read(self, connection: Connection) -> Sequence[tuple[int, Sequence[Row]]]:
+    def read(self, connection: Connection) -> Sequence[tuple[int, Columns]]:
         """Return the next rows of the next slots; DatabaseUnavailable if the round was deleted meanwhile."""
         exists = select(schema.rounds.c.id).where(schema.rounds.c.id == self._round.id)
         if connection.execute(exists).first() is None:
             raise DatabaseUnavailable("the round was deleted while it was read: there is nothing left to export")
-        parts, room = list[tuple[int, Sequence[Row]]](), CHUNK_ROWS
+        parts, room = list[tuple[int, Columns]](), CHUNK_ROWS
         while self._left and room:
             offset, slot_id = self._left[0]
-            rows = self._fetch(connection, slot_id, room)
-            if len(rows) < room:
+            columns = self._fetch(connection, slot_id, room)
+            count = len(columns[0])
+            if count < room:
                 self._left.popleft()
                 self._after = self._before_first
             else:
-                self._after = rows[-1][0]
-            if rows:
-                parts.append((offset, rows))
-            room -= len(rows)
+                self._after = columns[0][-1]
+            if count:
+                parts.append((offset, columns))
+            room -= count
         return parts
 
-    def _fetch(self, connection: Connection, slot_id: int, room: int) -> Sequence[Row]:
+    def _fetch(self, connection: Connection, slot_id: int, room: int) -> Columns:
         table = schema.artifacts.c
         value = table.vector if self._round.terms.protocol is Protocol.ARTIFACT else table.distance
         query = (
@@ -74,10 +79,16 @@ class Scan:
             .order_by(table.nonce)
             .limit(room)
         )
-        # The driver's tuples: SQLAlchemy's rows would cost more than everything else.
+        # The driver's tuples: SQLAlchemy would make an object of each.
         cursor = connection.execute(query).cursor
         assert cursor is not None  # noqa: S101 - a select has one
-        return cursor.fetchall()
+        nonces, values, moments = list[int](), list[bytes | float](), list[int]()
+        while rows := cursor.fetchmany(_DRIVER_ROWS):
+            some_nonces, some_values, some_moments = zip(*rows, strict=True)
+            nonces += some_nonces
+            values += some_values
+            moments += some_moments
+        return nonces, values, moments
 
 
 async def chunks(database: Database, known: KnownRound, query: ArtifactsQuery) -> AsyncGenerator[pa.Table]:
@@ -98,22 +109,22 @@ async def chunks(database: Database, known: KnownRound, query: ArtifactsQuery) -
             yield table
 
 
-def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Sequence[Row]]]) -> pa.Table:
-    """Return the rows of ``parts``, each the first nonce of a slot and its rows, as a table without gaps."""
+def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Columns]]) -> pa.Table:
+    """Return the rows of ``parts``, each the first nonce of a slot and its columns, as a table without gaps."""
     value = pa.float64() if terms.k_dim is None else pa.binary(_BYTES_PER_NUMBER * terms.k_dim)
     names = {"nonce": pa.int32(), "slot": pa.int32(), "node_id": pa.int32(), "received_at": pa.int64(), "value": value}
     schema_ = pa.schema(list(names.items()))
-    batches = [_batch(terms, offset, rows, schema_) for offset, rows in parts]
+    batches = [_batch(terms, offset, columns, schema_) for offset, columns in parts]
     return pa.Table.from_batches(batches, schema_).combine_chunks()
 
 
-def _batch(terms: RoundTerms, offset: int, rows: Sequence[Row], schema_: pa.Schema) -> pa.RecordBatch:
-    nonces, values, moments = zip(*rows, strict=True)
-    count, small = len(rows), pa.int32()
+def _batch(terms: RoundTerms, offset: int, columns: Columns, schema_: pa.Schema) -> pa.RecordBatch:
+    nonces, values, moments = columns
+    count, small = len(nonces), pa.int32()
     slot = pa.repeat(pa.scalar(offset, small), count)
     node = pa.repeat(pa.scalar(offset % terms.node_count, small), count)
-    columns = [pa.array(nonces, small), slot, node, pa.array(moments, pa.int64()), pa.array(values, schema_.types[-1])]
-    return pa.record_batch(columns, schema=schema_)
+    arrays = [pa.array(nonces, small), slot, node, pa.array(moments, pa.int64()), pa.array(values, schema_.types[-1])]
+    return pa.record_batch(arrays, schema=schema_)
 
 
 def _filtered(table: pa.Table, query: ArtifactsQuery) -> pa.Table:
