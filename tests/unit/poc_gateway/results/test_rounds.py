@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds, their slots, summaries, conflicts and samples."""
+"""Rounds, their slots, summaries and conflicts."""
 
 from itertools import pairwise
 from typing import Any
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
-from pydantic import TypeAdapter
 
 from poc_gateway.errors import install_handlers
 from poc_gateway.results.routes import router
@@ -16,14 +15,11 @@ from poc_gateway.rounds.registry import KnownRound
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_operator.model.checks import Proof, parse_proofs
 from tests.support.deliveries import a_round, encoded, vector
 from tests.support.stored import BEGAN, distance, store
-from vllm_poc.wire.base import Protocol
 
 ROUND = "/rounds/ns/round-uid-1"
 DISTANCES = {"rTarget": "1.4"}
-_PROOFS = TypeAdapter(list[Proof])
 
 
 def renamed(uid: str, name: str) -> Any:  # noqa: ANN401
@@ -150,46 +146,6 @@ async def test_conflicts_are_shown_beside_what_is_stored(database: Database, cli
     last = (await client.get(f"{ROUND}/conflicts", params={"limit": 2, "after": first["next"]})).json()
     assert [each["nonce"] for each in last["conflicts"]] == [2]
     assert "next" not in last
-
-
-async def sample(client: AsyncClient, nonces: int, seed: str = "a") -> list[Proof]:
-    answer = await client.get(f"{ROUND}/sample", params={"nonces": nonces, "seed": seed})
-    assert answer.status_code == 200, answer.text
-    return _PROOFS.validate_json(answer.content)
-
-
-async def test_a_sample_is_even_distinct_and_drawn_again_by_its_seed(database: Database, client: AsyncClient) -> None:
-    await store(database, a_round(nodes=3), [nonce for nonce in range(600) if nonce % 3 < 2 or nonce < 9])
-    proofs = await sample(client, 43)
-    nonces = [proof.nonce for proof in proofs]
-    assert len(set(nonces)) == 43
-    assert sorted(sum(nonce % 3 == slot for nonce in nonces) for slot in range(3)) == [3, 20, 20]
-    assert all(proof.vector == encoded(proof.nonce) for proof in proofs)
-    assert await sample(client, 43) == proofs
-    assert await sample(client, 43, "b") != proofs
-
-
-async def test_gaps_cost_no_proof(database: Database, client: AsyncClient) -> None:
-    held = [0, 1, 2, 900_000, 900_001, 1_000_000]
-    await store(database, a_round(), held)
-    for nonces in range(1, 6):
-        drawn = [proof.nonce for proof in await sample(client, nonces)]
-        assert len(set(drawn)) == nonces
-        assert set(drawn) <= set(held)
-    assert [proof.nonce for proof in await sample(client, 50)] == held
-
-
-async def test_a_sample_is_what_a_validating_round_reads(database: Database, client: AsyncClient) -> None:
-    await store(database, a_round(**DISTANCES), range(100))
-    text = (await client.get(f"{ROUND}/sample", params={"nonces": 10, "seed": "x"})).text
-    proofs = parse_proofs("here", text, Protocol.DISTANCE)
-    assert not isinstance(proofs, str), proofs
-    assert [float(proof.distance or "") for proof in proofs] == [distance(proof.nonce) for proof in proofs]
-
-
-async def test_a_sample_needs_a_seed(database: Database, client: AsyncClient) -> None:
-    answer = await client.get(f"{ROUND}/sample")
-    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "seed")
 
 
 async def test_the_routes_need_the_token(database: Database) -> None:
