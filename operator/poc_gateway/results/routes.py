@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes under ``/rounds`` that read what is stored."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query
+from fastapi.responses import StreamingResponse
+from sqlalchemy import Connection
+
+from poc_gateway.access import token_guard
+from poc_gateway.errors import Refusal
+from poc_gateway.results import queries
+from poc_gateway.results.answers import ConflictPage, RoundDetail, RoundPage, Summary
+from poc_gateway.results.chunks import chunks
+from poc_gateway.results.formats import MEDIA_TYPES, Writer, accepted, writer
+from poc_gateway.results.parameters import ArtifactsQuery, ConflictsQuery, RoundQuery, RoundsQuery, SampleQuery
+from poc_gateway.results.sampling import draw
+from poc_gateway.results.summary import summarise
+from poc_gateway.rounds.lookup import newest
+from poc_gateway.rounds.registry import KnownRound, load
+from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database
+from poc_operator.model.checks import Proof
+from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.responses import ErrorResponse, FieldError
+
+_MEANINGS = {
+    401: "The token is missing or wrong",
+    404: "There is no such round",
+    422: "A parameter is wrong; `errors` names it",
+    503: "The database fails",
+}
+
+
+class Results:
+    """What is stored, read for one answer after the other."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def rounds(self, query: Annotated[RoundsQuery, Query()]) -> RoundPage:
+        """List the rounds that something was delivered for, newest first."""
+        return await self._database.read(lambda connection: queries.round_page(connection, query))
+
+    async def round(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> RoundDetail:
+        """Tell a round's terms, sums and slots."""
+
+        def read(connection: Connection) -> RoundDetail:
+            known = _find(connection, namespace, name, query)
+            slots = queries.slot_entries(connection, known)
+            return RoundDetail(round=queries.round_entry(connection, known), slots=slots)
+
+        return await self._database.read(read)
+
+    async def summary(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> Summary:
+        """Tell a round's counts and arrivals, and how its distances or its vectors' norms are spread."""
+        return await summarise(self._database, await self._known(namespace, name, query))
+
+    async def conflicts(self, namespace: str, name: str, query: Annotated[ConflictsQuery, Query()]) -> ConflictPage:
+        """List results that arrived for nonces with another result."""
+
+        def read(connection: Connection) -> ConflictPage:
+            return queries.conflict_page(connection, _find(connection, namespace, name, query), query)
+
+        return await self._database.read(read)
+
+    async def sample(self, namespace: str, name: str, query: Annotated[SampleQuery, Query()]) -> list[Proof]:
+        """Draw proofs for a Validate round; the same seed draws the same while nothing more is stored."""
+
+        def read(connection: Connection) -> list[Proof]:
+            drawn = draw(connection, _find(connection, namespace, name, query), query.nonces, query.seed)
+            return [
+                Proof(
+                    nonce=each.nonce,
+                    vector=queries.base64_of(each.vector),
+                    distance=repr(each.distance) if each.distance is not None else None,
+                )
+                for each in drawn
+            ]
+
+        return await self._database.read(read)
+
+    async def artifacts(
+        self,
+        namespace: str,
+        name: str,
+        query: Annotated[ArtifactsQuery, Query()],
+        accept: Annotated[str, Header()] = "*/*",
+    ) -> StreamingResponse:
+        """Export a round's artifacts in the order of (slot, nonce).
+
+        Without ``format`` the header Accept decides. An export that cannot be finished breaks its connection off.
+        """
+        format_ = query.format or accepted(accept)
+        known = await self._known(namespace, name, query)
+        _refuse_foreign_filters(known, query)
+        file = f"{namespace}-{name}-{known.terms.uid[:8]}.{format_}"
+        headers = {"Content-Disposition": f'attachment; filename="{file}"', "Vary": "Accept"}
+        body = self._body(known, query, writer(format_, known.terms))
+        return StreamingResponse(body, media_type=MEDIA_TYPES[format_], headers=headers)
+
+    async def _known(self, namespace: str, name: str, query: RoundQuery) -> KnownRound:
+        return await self._database.read(lambda connection: _find(connection, namespace, name, query))
+
+    async def _body(self, known: KnownRound, query: ArtifactsQuery, out: Writer) -> AsyncGenerator[bytes]:
+        yield out.begin()
+        async with aclosing(chunks(self._database, known, query)) as tables:
+            async for table in tables:
+                yield await asyncio.to_thread(out.chunk, table)
+        yield await asyncio.to_thread(out.end)
+
+
+def router(database: Database, settings: Settings) -> APIRouter:
+    """Return the routes, for those who have the gateway's token."""
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorResponse, "description": meaning} for status, meaning in _MEANINGS.items()
+    }
+    guard = Depends(token_guard(settings.token))
+    routes = APIRouter(prefix="/rounds", responses=errors, dependencies=[guard])
+    results, one = Results(database), "/{namespace}/{name}"
+    routes.get("")(results.rounds)
+    routes.get(one)(results.round)
+    routes.get(f"{one}/summary")(results.summary)
+    routes.get(f"{one}/conflicts", response_model_exclude_none=True)(results.conflicts)
+    routes.get(f"{one}/sample", response_model_exclude_none=True)(results.sample)
+    routes.get(f"{one}/artifacts", response_class=StreamingResponse)(results.artifacts)
+    return routes
+
+
+def _find(connection: Connection, namespace: str, name: str, query: RoundQuery) -> KnownRound:
+    known = load(connection, query.uid) if query.uid is not None else newest(connection, namespace, name)
+    if known is None or (known.terms.namespace, known.terms.name) != (namespace, name):
+        which = f"{namespace}/{name}" + (f" with uid {query.uid}" if query.uid is not None else "")
+        detail = f"nothing was delivered for a round {which}: GET /rounds lists those that are stored"
+        raise Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
+    return known
+
+
+def _refuse_foreign_filters(known: KnownRound, query: ArtifactsQuery) -> None:
+    error = None
+    if query.slot is not None and query.slot not in known.slots:
+        error = FieldError(field="slot", message=f"{query.slot} is no slot of this round: GET the round to see them")
+    elif query.below is not None and known.terms.protocol is Protocol.ARTIFACT:
+        error = FieldError(field="below", message="the round has vectors and no distances: leave it out")
+    if error is not None:
+        detail = f"{error.field}: {error.message}"
+        raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", detail, errors=[error])
