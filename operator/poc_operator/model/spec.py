@@ -138,6 +138,7 @@ class RoundSpec(ApiModel):
     stall: StallSpec = Field(default_factory=StallSpec)
     on_busy: BusyPolicy = BusyPolicy.WAIT
     suspend: bool = False
+    finish: bool = False
     ttl_seconds_after_finished: int | None = None
 
     @property

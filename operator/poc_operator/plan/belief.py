@@ -7,8 +7,13 @@ from poc_operator.plan.snapshot import RoundEvent
 from vllm_poc.wire.responses import StatusResponse
 
 
-def contradiction(slot: Assignment, status: StatusResponse, capacity: int) -> str | None:
-    """Return what is wrong with the counters of the slot's pod; None if they can be true."""
+def contradiction(
+    slot: Assignment, status: StatusResponse, capacity: int, settled_before: int | None = None
+) -> str | None:
+    """Return what is wrong with the counters of the slot's pod; None if they can be true.
+
+    Below ``settled_before`` the record is the gateway's, which may know more than the pod does.
+    """
     order = (status.start_index, status.delivered_index, status.next_index, capacity)
     if list(order) != sorted(order):
         return "start_index {}, delivered_index {}, next_index {} of {} nonces are out of order".format(*order)
@@ -16,16 +21,18 @@ def contradiction(slot: Assignment, status: StatusResponse, capacity: int) -> st
     if status.delivered_valid + status.delivered_rejected > delivered:
         counts = f"{status.delivered_valid} valid and {status.delivered_rejected} rejected"
         return f"{counts} nonces of {delivered} delivered ones are too many"
-    falls = [
-        f"{name} falls from {before} to {now}"
-        for name, before, now in (
-            ("next_index", slot.next, status.next_index),
-            ("delivered_index", slot.delivered, status.delivered_index),
-            ("delivered_valid", slot.valid - slot.valid_before, status.delivered_valid),
-            ("delivered_rejected", slot.rejected - slot.rejected_before, status.delivered_rejected),
-        )
-        if now < before
-    ]
+    return _fall(slot, status, settled_before)
+
+
+def _fall(slot: Assignment, status: StatusResponse, settled_before: int | None) -> str | None:
+    counters = [("delivered_rejected", slot.rejected - slot.rejected_before, status.delivered_rejected)]
+    if settled_before is None or slot.next > settled_before:
+        counters.append(("next_index", slot.next, status.next_index))
+    if settled_before is None or slot.delivered > settled_before:
+        counters.append(("delivered_index", slot.delivered, status.delivered_index))
+    if settled_before is None:
+        counters.append(("delivered_valid", slot.valid - slot.valid_before, status.delivered_valid))
+    falls = [f"{name} falls from {before} to {now}" for name, before, now in reversed(counters) if now < before]
     return falls[0] if falls else None
 
 
