@@ -11,9 +11,13 @@ from poc_operator.handlers import pods, process, rounds  # noqa: F401 - importin
 
 
 def gateway_url(text: str) -> str:
-    """Check the option's value; what is wrong with it is argparse's to tell."""
-    url = URL(text)
-    if url.scheme not in ("http", "https") or not url.host or url != url.origin():
+    """Return the option's value; ArgumentTypeError if it is no address of a server."""
+    try:
+        url = URL(text)
+        right = url.scheme in ("http", "https") and url == url.origin()
+    except ValueError:
+        right = False
+    if not right:
         raise argparse.ArgumentTypeError(f'"{text}" is not like http://HOST:PORT')
     return text
 
