@@ -75,7 +75,8 @@ class Collection:
         try:
             collected = await self._client.progress(*self._ref)
         except GatewayError as error:
-            self._log.warning("%s", error)
+            if self._report.error != str(error):
+                self._log.warning("%s", error)
             self._report = replace(self._report, error=str(error))
         else:
             self._report = replace(self._report, collected=collected, asked=asked, error=None)
