@@ -25,15 +25,16 @@ def contradiction(
 
 
 def _fall(slot: Assignment, status: StatusResponse, settled_before: int | None) -> str | None:
-    counters = [("delivered_rejected", slot.rejected - slot.rejected_before, status.delivered_rejected)]
-    if settled_before is None or slot.next > settled_before:
-        counters.append(("next_index", slot.next, status.next_index))
-    if settled_before is None or slot.delivered > settled_before:
-        counters.append(("delivered_index", slot.delivered, status.delivered_index))
-    if settled_before is None:
-        counters.append(("delivered_valid", slot.valid - slot.valid_before, status.delivered_valid))
-    falls = [f"{name} falls from {before} to {now}" for name, before, now in reversed(counters) if now < before]
-    return falls[0] if falls else None
+    from_pods = settled_before is None
+    index = settled_before or 0
+    counters = (
+        (from_pods or slot.next > index, "next_index", slot.next, status.next_index),
+        (from_pods or slot.delivered > index, "delivered_index", slot.delivered, status.delivered_index),
+        (from_pods, "delivered_valid", slot.valid - slot.valid_before, status.delivered_valid),
+        (True, "delivered_rejected", slot.rejected - slot.rejected_before, status.delivered_rejected),
+    )
+    falls = (f"{name} falls from {before} to {now}" for told, name, before, now in counters if told and now < before)
+    return next(falls, None)
 
 
 def doubt(slot: Assignment, why: str) -> tuple[Assignment, RoundEvent | None]:

@@ -19,12 +19,13 @@ class GatewayHistories(Histories):
     def gateway_answers_or_not(self, answers: bool) -> None:
         self.world.gateway_answers = answers
 
-    @rule(data=st.data())
+    @rule(data=st.data(), nonces=st.integers(1, 20))
     @precondition(lambda self: self.world.pods)
-    def answer_to_a_delivery_is_lost(self, data: st.DataObject) -> None:
+    def answer_to_a_delivery_is_lost(self, data: st.DataObject, nonces: int) -> None:
         """The gateway has what the pod will deliver again, or never, since it dies first."""
         pod = self._a_pod(data)
         if pod.slot is not None:
+            pod.next, pod.stalled_seconds = pod.next + nonces, 0.0
             self.world.received[pod.slot] |= set(range(pod.delivered, pod.next))
 
 
