@@ -180,11 +180,12 @@ def _confirm(slot: Assignment, session: str) -> Assignment:
 
 
 def _count(slot: Assignment, status: StatusResponse) -> Assignment:
+    # What is recorded and more than the pod says, the gateway has told; else the pod would not be believed.
     return slot.model_copy(
         update={
-            "next": status.next_index,
-            "delivered": status.delivered_index,
-            "valid": slot.valid_before + status.delivered_valid,
+            "next": max(slot.next, status.next_index),
+            "delivered": max(slot.delivered, status.delivered_index),
+            "valid": max(slot.valid, slot.valid_before + status.delivered_valid),
             "rejected": slot.rejected_before + status.delivered_rejected,
             "error": None,
         }
