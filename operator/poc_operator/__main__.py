@@ -5,8 +5,21 @@ import argparse
 import logging
 
 import kopf
+from yarl import URL
 
 from poc_operator.handlers import pods, process, rounds  # noqa: F401 - importing registers the handlers
+
+
+def gateway_url(text: str) -> str:
+    """Return the option's value; ArgumentTypeError if it is no address of a server."""
+    try:
+        url = URL(text)
+        right = url.scheme in ("http", "https") and url == url.origin()
+    except ValueError:
+        right = False
+    if not right:
+        raise argparse.ArgumentTypeError(f'"{text}" is not like http://HOST:PORT')
+    return text
 
 
 def main() -> None:
@@ -28,6 +41,12 @@ def main() -> None:
         "--identity",
         help="name in the Lease, never of two processes at once: a process takes over from a dead one of its name "
         "without waiting (default: the host's name and a random word)",
+    )
+    parser.add_argument(
+        "--gateway-url",
+        type=gateway_url,
+        help="http://HOST:PORT of the gateway: pods deliver there, and it forwards to the rounds' callback addresses "
+        "(default: none, pods deliver to these themselves)",
     )
     parser.add_argument("--log-format", choices=["json", "plain"], default="json")
     options = parser.parse_args()

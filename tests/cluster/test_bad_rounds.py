@@ -24,9 +24,10 @@ KEY = "must be the key's text (hexadecimal or base64), without spaces or line br
 URL = "must be an http:// or https:// URL without query or fragment"
 ONE_PROTOCOL = "set exactly one of rTarget (distance protocol) and artifact (artifact protocol)"
 ONE_STOP = "set exactly one of afterSeconds, afterNonces and afterValid"
-ONE_SOURCE = "set exactly one of inline and configMap"
+ONE_SOURCE = "set exactly one of inline, configMap and round"
 DISTANCE = {"nonce": 1, "distance": "1.3"}
 VALIDATE: dict[str, Any] = {"mode": "Validate", "nodes": None, "proofs": {"inline": [DISTANCE]}}
+SAMPLE: dict[str, Any] = {**VALIDATE, "proofs": {"round": {"name": "before"}}}
 CALIBRATE: dict[str, Any] = {
     "mode": "Calibrate",
     "nodes": None,
@@ -85,6 +86,15 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**VALIDATE, "proofs": {"inline": [DISTANCE], "configMap": {"name": "claims"}}},
         ("spec.proofs", ONE_SOURCE),
     ),
+    "a source of proofs and a round": (
+        {**VALIDATE, "proofs": {"inline": [DISTANCE], "round": {"name": "before"}}},
+        ("spec.proofs", ONE_SOURCE),
+    ),
+    "a sample of nothing": (
+        {**VALIDATE, "proofs": {"round": {"name": "before", "nonces": 0}}},
+        ("spec.proofs.round.nonces", "greater than or equal to 1"),
+    ),
+    "finish of another mode": ({**VALIDATE, "finish": True}, ("finish is for mode Generate",)),
     "no proofs": ({**VALIDATE, "proofs": {"inline": []}}, ("spec.proofs.inline", "at least 1 items")),
     "too many proofs": (
         {**VALIDATE, "proofs": {"inline": [{**DISTANCE, "nonce": n} for n in range(201)]}},
@@ -162,6 +172,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 KEPT = {"callbackURL": "callbackURL is", "stop": "stop is", "crossCheck": "crossCheck is"}
 CHANGEABLE: dict[str, Any] = {
     "suspend": False,
+    "finish": True,
     "ttlSecondsAfterFinished": 60,
     "activeDeadlineSeconds": 60,
     "startDeadlineSeconds": 60,
@@ -216,7 +227,15 @@ def test_all_mistakes_are_told_at_once(kube: Kube) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"rTarget": None, "artifact": {}}, {"stop": {"afterValid": 1}}, {"crossCheck": {}}, VALIDATE, CALIBRATE],
+    [
+        {},
+        {"rTarget": None, "artifact": {}},
+        {"stop": {"afterValid": 1}},
+        {"crossCheck": {}},
+        VALIDATE,
+        SAMPLE,
+        CALIBRATE,
+    ],
 )
 def test_a_right_round_is_accepted(kube: Kube, changes: dict[str, Any]) -> None:
     dry_apply(kube, manifest("right", **changes))
@@ -247,3 +266,10 @@ def test_the_protocol_is_fixed(kube: Kube, suspended_artifact: str, change: dict
 @pytest.mark.parametrize(("field", "value"), CHANGEABLE.items(), ids=CHANGEABLE)
 def test_a_field_may_change(kube: Kube, suspended: str, field: str, value: object) -> None:
     dry_patch(kube, suspended, **{field: value})
+
+
+def test_finish_cannot_be_taken_back(kube: Kube) -> None:
+    with Rounds(kube, NAMESPACE) as rounds:
+        rounds.apply("finished", suspend=True, finish=True)
+        with pytest.raises(UserError, match="cannot be taken back: create a new round"):
+            dry_patch(kube, "finished", finish=False)

@@ -22,6 +22,7 @@ class CallbackReceiver:
         self.bad: set[int] = set()
         self.delay = 0.0
         self.attempts = 0
+        self.authorizations: set[str | None] = set()
         self.payloads: list[dict[str, Any]] = []
         self.verdicts: list[dict[str, Any]] = []
 
@@ -33,6 +34,7 @@ class CallbackReceiver:
     async def generated(self, request: web.Request) -> web.Response:
         """Take one payload."""
         self.attempts += 1
+        self.authorizations.add(request.headers.get("Authorization"))
         payload = await request.json()
         await asyncio.sleep(self.delay)
         status = self.faults.pop(0) if self.faults else self.answer
@@ -45,6 +47,7 @@ class CallbackReceiver:
     async def validated(self, request: web.Request) -> web.Response:
         """Take one verdict."""
         self.attempts += 1
+        self.authorizations.add(request.headers.get("Authorization"))
         self.verdicts.append(await request.json())
         return web.Response(status=self.answer)
 

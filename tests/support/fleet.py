@@ -13,6 +13,7 @@ from poc_operator.model.round import Round
 from poc_operator.model.status import RoundStatus
 from poc_operator.plan.snapshot import RoundEvent
 from poc_operator.podapi.client import PodClient
+from poc_operator.podapi.collector import CollectorClient
 from poc_operator.runtime.driver import RoundDriver
 from poc_operator.runtime.logs import RoundRef
 from poc_operator.runtime.metrics import Metrics
@@ -63,11 +64,14 @@ class Fleet:
         stack: AsyncExitStack,
         receiver: CallbackReceiver,
         client: PodClient,
+        *,
+        collector: CollectorClient | None = None,
         **spec: Any,  # noqa: ANN401
     ) -> None:
         self.spec = spec
         self._stack = stack
         self._client = client
+        self._collector = collector
         self._servers: dict[str, AsyncExitStack] = {}
         self._pods = PodCache()
         self.port = free_port()
@@ -100,6 +104,7 @@ class Fleet:
             pods=self._pods,
             metrics=self.metrics,
             emit=self.events.append,
+            collector=self._collector,
         )
 
     async def start_pod(self, host: str, face: Callable[[AsgiApp], AsgiApp] = lambda app: app) -> Pod:

@@ -3,6 +3,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ async def test_not_a_nonce_too_many_is_computed(receiver: CallbackReceiver, clie
 
 async def test_valid_nonces_overshoot_by_a_batch_a_pod_at_most(receiver: CallbackReceiver, client: PodClient) -> None:
     async with AsyncExitStack() as stack:
-        spec = {"artifact": None, "rTarget": "1.405", "stop": {"afterValid": 500}}
+        spec: dict[str, Any] = {"artifact": None, "rTarget": "1.405", "stop": {"afterValid": 500}}
         fleet = Fleet(stack, receiver, client, **spec, nodes={"first": 0, "last": 1, "count": 2})
         stack.push_async_callback(fleet.operator.close)
         for host in (FAST, SLOW):

@@ -17,6 +17,7 @@ import aiohttp
 
 from vllm_poc.log import get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.addresses import shown
 from vllm_poc.server.counters import Counters
 from vllm_poc.server.delivery import Delivery, Piece
 from vllm_poc.server.engine import EngineError
@@ -64,7 +65,11 @@ class Round:
             settings=settings,
         )
         metrics.PROGRESS.set_to_current_time()
-        _log.info("%s; starts, callbacks go to %s", self._progress(), request.receiver or "nobody")
+        _log.info(
+            "%s; starts, callbacks go to %s",
+            self._progress(),
+            shown(request.receiver) if request.receiver else "nobody",
+        )
         self._reporting = asyncio.create_task(self._report())
         self._sending = asyncio.create_task(self._send())
         self._computing = asyncio.create_task(self._generate())

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_poc.server.addresses import shown
 from vllm_poc.server.slices import Item
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.base import WireMessage
@@ -73,7 +74,7 @@ def round_config(request: SlotRequest) -> RoundConfig:
     in_effect = {
         "protocol": request.protocol,
         "seq_len": request.effective_seq_len,
-        "url": request.receiver,
+        "url": shown(request.receiver) if request.receiver is not None else None,
         "use_layer_hooks": request.layer_hooks,
         "use_sign_flips": request.sign_flips,
     }

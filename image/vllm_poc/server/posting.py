@@ -11,6 +11,7 @@ import aiohttp
 
 from vllm_poc.log import get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.addresses import shown
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.base import WireMessage
 
@@ -58,6 +59,7 @@ class Poster(Generic[Item]):
         self.error: str | None = None  # of the last attempt
         self.refusal: str | None = None  # the last one that was final
         self._url = url
+        self._shown = shown(url)
         self._payload = payload
         self._session = session
         self._settings = settings
@@ -116,5 +118,5 @@ class Poster(Generic[Item]):
         return Outcome.HOPELESS if hopeless else Outcome.REFUSED
 
     def _failed(self, reason: str) -> None:
-        self.error = f"{self._url}: {reason}"
+        self.error = f"{self._shown}: {reason}"
         _log.warning("callback failed: %s", self.error)

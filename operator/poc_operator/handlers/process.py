@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 import kopf
 
 from poc_operator.model import names
+from poc_operator.podapi.client import PodClient
+from poc_operator.podapi.collector import CollectorClient
 from poc_operator.runtime.operator import Operator
 from poc_operator.runtime.web import serve_metrics
 from poc_operator.store.lease import Lease
@@ -31,8 +33,10 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.watching.chunk_size = 500
     settings.execution.default_backoff = 2
     memo.until_end = stack = AsyncExitStack()
-    token = os.environ.get("POC_POD_TOKEN") or None
-    memo.operator = operator = await Operator.create(token, memo.options.lease_namespace, memo.options.identity)
+    pods = PodClient(os.environ.get("POC_POD_TOKEN") or None)
+    memo.operator = operator = await Operator.create(
+        pods, _collector(memo.options.gateway_url), memo.options.lease_namespace, memo.options.identity
+    )
     stack.push_async_callback(operator.close)
     await operator.lease.acquire()
     stack.push_async_callback(operator.lease.release)
@@ -42,6 +46,10 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         await stack.enter_async_context(serve_metrics(operator.metrics, memo.options.metrics_port))
     except OSError as error:
         raise kopf.PermanentError(f"--metrics-port: {error}") from error
+
+
+def _collector(url: str | None) -> CollectorClient | None:
+    return CollectorClient(url, os.environ.get("POC_GATEWAY_TOKEN") or None) if url is not None else None
 
 
 async def _end_without(lease: Lease) -> None:

@@ -24,11 +24,20 @@ class ConfigMapKey(ApiModel):
     key: str = "proofs.json"
 
 
+class RoundSample(ApiModel):
+    """Results of another round of the namespace, as the gateway picks them by ``seed``."""
+
+    name: str
+    nonces: int = 200
+    seed: str = ""
+
+
 class ProofsSpec(ApiModel):
     """The proofs that a Validate round recomputes; exactly one field is set."""
 
     inline: list[Proof] | None = None
     config_map: ConfigMapKey | None = None
+    round: RoundSample | None = None
 
 
 class FraudSpec(ApiModel):
@@ -61,8 +70,8 @@ class CrossCheckSpec(ApiModel):
 _PROOFS = TypeAdapter(list[Proof])
 
 
-def parse_proofs(where: str, text: str | None, protocol: Protocol) -> Sequence[Proof] | str:
-    """Return the proofs in a ConfigMap's entry, or what is wrong with it; ``where`` names the entry."""
+def parse_proofs(where: str, text: str | bytes | None, protocol: Protocol) -> Sequence[Proof] | str:
+    """Return the proofs in ``text``, or what is wrong with it; ``where`` says where it stands."""
     if text is None:
         return f"{where} does not exist: put a JSON list of proofs there"
     try:

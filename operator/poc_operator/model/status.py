@@ -62,7 +62,7 @@ class Assignment(Share):
     began, the first not computed, the first not delivered; ``end`` is the first that it must not compute
     yet. ``valid_before`` and ``rejected_before`` count what earlier pods contributed below ``start``.
     ``disruptions`` are the attempts that the cluster's infrastructure caused, ``stalls`` how often the
-    current pod stalled.
+    current pod stalled. ``lost`` is since when its work is lost, until it is known what the gateway has of it.
     """
 
     node: int
@@ -78,6 +78,7 @@ class Assignment(Share):
     rejected_before: int = 0
     disruptions: int = 0
     stalls: int = 0
+    lost: datetime | None = None
 
 
 class Sample(Share):

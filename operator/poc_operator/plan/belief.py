@@ -7,8 +7,13 @@ from poc_operator.plan.snapshot import RoundEvent
 from vllm_poc.wire.responses import StatusResponse
 
 
-def contradiction(slot: Assignment, status: StatusResponse, capacity: int) -> str | None:
-    """Return what is wrong with the counters of the slot's pod; None if they can be true."""
+def contradiction(
+    slot: Assignment, status: StatusResponse, capacity: int, settled_before: int | None = None
+) -> str | None:
+    """Return what is wrong with the counters of the slot's pod; None if they can be true.
+
+    Below ``settled_before`` the record is the gateway's, which may know more than the pod does.
+    """
     order = (status.start_index, status.delivered_index, status.next_index, capacity)
     if list(order) != sorted(order):
         return "start_index {}, delivered_index {}, next_index {} of {} nonces are out of order".format(*order)
@@ -16,17 +21,20 @@ def contradiction(slot: Assignment, status: StatusResponse, capacity: int) -> st
     if status.delivered_valid + status.delivered_rejected > delivered:
         counts = f"{status.delivered_valid} valid and {status.delivered_rejected} rejected"
         return f"{counts} nonces of {delivered} delivered ones are too many"
-    falls = [
-        f"{name} falls from {before} to {now}"
-        for name, before, now in (
-            ("next_index", slot.next, status.next_index),
-            ("delivered_index", slot.delivered, status.delivered_index),
-            ("delivered_valid", slot.valid - slot.valid_before, status.delivered_valid),
-            ("delivered_rejected", slot.rejected - slot.rejected_before, status.delivered_rejected),
-        )
-        if now < before
-    ]
-    return falls[0] if falls else None
+    return _fall(slot, status, settled_before)
+
+
+def _fall(slot: Assignment, status: StatusResponse, settled_before: int | None) -> str | None:
+    from_pods = settled_before is None
+    index = settled_before or 0
+    counters = (
+        (from_pods or slot.next > index, "next_index", slot.next, status.next_index),
+        (from_pods or slot.delivered > index, "delivered_index", slot.delivered, status.delivered_index),
+        (from_pods, "delivered_valid", slot.valid - slot.valid_before, status.delivered_valid),
+        (True, "delivered_rejected", slot.rejected - slot.rejected_before, status.delivered_rejected),
+    )
+    falls = (f"{name} falls from {before} to {now}" for told, name, before, now in counters if told and now < before)
+    return next(falls, None)
 
 
 def doubt(slot: Assignment, why: str) -> tuple[Assignment, RoundEvent | None]:

@@ -74,7 +74,7 @@ def set_conditions(snapshot: Snapshot, step: Step) -> Step:
     verdicts = {
         ConditionType.ACCEPTED: _accepted(snapshot, status),
         ConditionType.PROGRESSING: _progressing(snapshot, status),
-        ConditionType.DEGRADED: degraded(status),
+        ConditionType.DEGRADED: degraded(snapshot, status),
         ConditionType.COMPLETE: _ended(status, RoundState.COMPLETE),
         ConditionType.FAILED: _ended(status, RoundState.FAILED),
         ConditionType.SUSPENDED: _suspended(status),

@@ -136,5 +136,8 @@ def end_by(rules: Iterable[Rule], snapshot: Snapshot, step: Step) -> Step:
 
 
 def end(snapshot: Snapshot, step: Step) -> Step:
-    """End a round that generates when it is time."""
+    """End a round that generates when it is time, or at once when the user wants it: suspended rounds too."""
+    if snapshot.round.spec.finish and step.status.outcome is None:
+        stopping_since = step.status.stop_time or snapshot.now
+        return step.extended(outcome=complete("spec.finish is set"), stop_time=stopping_since)
     return end_by(ENDS, snapshot, step)

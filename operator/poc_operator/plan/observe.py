@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.belief import contradiction, doubt
+from poc_operator.plan.collection import counted, settled_before
 from poc_operator.plan.reissue import lose
 from poc_operator.plan.snapshot import Loss, RoundEvent, Snapshot, Step
 from poc_operator.plan.stalls import silent_for_long, stall, stalled_for_long
@@ -48,11 +49,10 @@ class SlotView:
     @property
     def contradiction(self) -> str | None:
         """Why the pod's counters cannot be true, if they cannot."""
-        return (
-            contradiction(self.slot, self.status, self.snapshot.partition_of(self.slot).capacity)
-            if self.status
-            else None
-        )
+        if self.status is None:
+            return None
+        capacity = self.snapshot.partition_of(self.slot).capacity
+        return contradiction(self.slot, self.status, capacity, settled_before(self.snapshot, self.slot, capacity))
 
     @property
     def ending(self) -> bool:
@@ -168,21 +168,24 @@ def observe(snapshot: Snapshot, step: Step) -> Step:
     return step.extended(assignments=[slot for slot, _ in changes], events=events)
 
 
-def _observe_slot(snapshot: Snapshot, slot: Assignment) -> Change:
+def _observe_slot(snapshot: Snapshot, recorded: Assignment) -> Change:
+    slot = counted(snapshot, recorded)  # what is lost goes on from there
     view = SlotView(snapshot=snapshot, slot=slot, pod=snapshot.pod_of(slot), report=snapshot.report_of(slot))
-    return next(change for rule in _RULES if (change := rule(view)))
+    seen, event = next(change for rule in _RULES if (change := rule(view)))
+    return counted(snapshot, seen), event
 
 
 def _confirm(slot: Assignment, session: str) -> Assignment:
-    return slot.model_copy(update={"state": SlotState.RUNNING, "session": session, "error": None})
+    return slot.model_copy(update={"state": SlotState.RUNNING, "session": session, "lost": None, "error": None})
 
 
 def _count(slot: Assignment, status: StatusResponse) -> Assignment:
+    # What is recorded and more than the pod says, the gateway has told; else the pod would not be believed.
     return slot.model_copy(
         update={
-            "next": status.next_index,
-            "delivered": status.delivered_index,
-            "valid": slot.valid_before + status.delivered_valid,
+            "next": max(slot.next, status.next_index),
+            "delivered": max(slot.delivered, status.delivered_index),
+            "valid": max(slot.valid, slot.valid_before + status.delivered_valid),
             "rejected": slot.rejected_before + status.delivered_rejected,
             "error": None,
         }

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from poc_operator.model.spec import Mode
 from poc_operator.plan.busy import replace_other_work
+from poc_operator.plan.collection import catch_up
 from poc_operator.plan.conditions import set_conditions
 from poc_operator.plan.crosscheck import cross_check
 from poc_operator.plan.ends import end
@@ -38,6 +39,7 @@ POLICIES: tuple[Policy, ...] = (
     suspend,  # may it run?
     fix_slots,  # which residue classes, once
     bind_pods,  # which pod for which slot
+    catch_up,  # where it begins after a loss
     rewind,  # where it begins on pods that cannot resume
     grant,  # how far it may go
     replace_other_work,  # what a pod must put down first

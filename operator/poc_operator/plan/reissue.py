@@ -26,9 +26,12 @@ def lose(
         failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
         return failed, RoundEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; {refusal}")
     again = _reset(slot, _start_index(snapshot, slot), why)
+    later = ""
+    if snapshot.gateway is not None:
+        again, later = again.model_copy(update={"lost": snapshot.now}), ", or later if the gateway has more by then"
     if unbind:
         again = again.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None, "stalls": 0})
-    message = f"{why}; starts again at index {again.start}"
+    message = f"{why}; starts again at index {again.start}{later}"
     return again, RoundEvent.warn_of(slot, Reason.WORK_LOST, message, Loss.DISRUPTED if disrupted else loss)
 
 

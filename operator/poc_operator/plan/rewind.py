@@ -2,6 +2,7 @@
 """Pods that cannot resume: a slot that one of them gets begins anew, whatever ``spec.reissue.policy`` says."""
 
 from poc_operator.model.status import Assignment, SlotState
+from poc_operator.plan.collection import counted
 from poc_operator.plan.snapshot import Snapshot, Step
 
 _COUNTERS = ("start", "next", "delivered", "valid", "valid_before", "rejected", "rejected_before")
@@ -16,4 +17,4 @@ def rewind(snapshot: Snapshot, step: Step) -> Step:
 def _rewound(snapshot: Snapshot, slot: Assignment) -> Assignment:
     if slot.state is not SlotState.STARTING or snapshot.report_of(slot).resumes:
         return slot
-    return slot.model_copy(update=_BEGINNING)
+    return counted(snapshot, slot.model_copy(update=_BEGINNING))

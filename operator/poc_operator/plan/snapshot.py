@@ -9,7 +9,9 @@ from functools import cached_property
 from typing import Any, Self
 
 from poc_operator.model.checks import Proof
+from poc_operator.model.collected import CollectedSlot
 from poc_operator.model.conditions import Reason
+from poc_operator.model.gateway import GatewayReport
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, RoundStatus, Share
@@ -22,7 +24,8 @@ from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest
 class Snapshot:
     """One look at the world. ``pods`` are those that match the round's selector.
 
-    ``proofs`` are those of a round that validates, or why they cannot be had.
+    ``proofs`` are those of a round that validates, or why they cannot be had. ``gateway`` is None if pods deliver to
+    the round's own callback address.
     """
 
     round: Round
@@ -30,6 +33,7 @@ class Snapshot:
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
     proofs: Sequence[Proof] | str = ()
+    gateway: GatewayReport | None = None
 
     @cached_property
     def live_pods(self) -> Sequence[PodView]:
@@ -45,6 +49,15 @@ class Snapshot:
     @cached_property
     def _live_by_uid(self) -> Mapping[str | None, PodView]:
         return {pod.uid: pod for pod in self.live_pods}
+
+    @cached_property
+    def _collected(self) -> Mapping[int, CollectedSlot]:
+        collected = self.gateway.collected if self.gateway is not None else None
+        return {found.slot: found for found in collected.slots} if collected is not None else {}
+
+    def collected_of(self, slot: Assignment) -> CollectedSlot | None:
+        """Return what the gateway has of the slot; None if it has not told of it."""
+        return self._collected.get(slot.node + slot.group * self.round.spec.nodes.count)
 
     def pod_of(self, slot: Share) -> PodView | None:
         """Return the live pod that the slot is bound to."""

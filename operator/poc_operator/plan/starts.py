@@ -5,7 +5,6 @@ from collections.abc import Container
 
 from pydantic import AnyHttpUrl
 
-from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.requests import artifact_params
 from poc_operator.plan.snapshot import Snapshot, StartPod, Step
@@ -20,9 +19,10 @@ def start_pods(snapshot: Snapshot, step: Step) -> Step:
         return step
     computed = computed_slots(snapshot)
     starts = [
-        StartPod(pod=pod, request=start_request(snapshot.round, step.status.groups, slot))
+        StartPod(pod=pod, request=start_request(snapshot, step.status.groups, slot))
         for slot in step.status.assignments
         if slot.state is SlotState.STARTING
+        and slot.lost is None
         and (pod := snapshot.pod_of(slot)) is not None
         and pod.ready
         and _may_start(snapshot, slot, computed)
@@ -36,9 +36,10 @@ def _may_start(snapshot: Snapshot, slot: Assignment, computed: Container[tuple[i
     return idle and (slot.node, slot.group) not in computed
 
 
-def start_request(round_: Round, groups: int, slot: Assignment) -> InitGenerateRequest:
+def start_request(snapshot: Snapshot, groups: int, slot: Assignment) -> InitGenerateRequest:
     """Return the pod's order for a slot. The round id makes a repetition harmless."""
-    spec = round_.spec
+    spec = snapshot.round.spec
+    callback = snapshot.gateway.callback if snapshot.gateway is not None else spec.callback_url
     return InitGenerateRequest(
         block_hash=spec.block_hash,
         block_height=spec.block_height,
@@ -50,8 +51,8 @@ def start_request(round_: Round, groups: int, slot: Assignment) -> InitGenerateR
         n_groups=groups,
         start_index=slot.start,
         end_index=slot.end,
-        round_id=round_.id,
-        url=AnyHttpUrl(spec.callback_url) if spec.callback_url else None,
+        round_id=snapshot.round.id,
+        url=AnyHttpUrl(callback) if callback else None,
         poc_stronger_rng=spec.model.strong_rng,
         r_target=float(spec.r_target) if spec.r_target is not None else None,
         seq_len=spec.model.seq_len if spec.artifact is None else None,

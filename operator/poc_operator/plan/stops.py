@@ -6,7 +6,8 @@ from dataclasses import replace
 from datetime import timedelta
 
 from poc_operator.model.pods import PodReport, PodView
-from poc_operator.model.status import Assignment, RoundState, SlotState
+from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState
+from poc_operator.plan.collection import PATIENCE
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step, StopPod
 from vllm_poc.wire.base import PowState
 
@@ -66,6 +67,8 @@ def finish(snapshot: Snapshot, step: Step) -> Step:
     if status.outcome is None or any(share.state.active for share in status.shares):
         return step
     undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
+    if undelivered and _gateway_may_know_more(snapshot, status):
+        return step
     message = status.outcome.message
     if undelivered:
         message += f"; {undelivered} computed nonces were not delivered"
@@ -73,3 +76,8 @@ def finish(snapshot: Snapshot, step: Step) -> Step:
     failed = outcome.type is RoundState.FAILED
     event = RoundEvent(reason=outcome.reason, message=message, warning=failed)
     return step.extended(outcome=outcome, completion_time=snapshot.now, events=[event])
+
+
+def _gateway_may_know_more(snapshot: Snapshot, status: RoundStatus) -> bool:
+    stopped = status.stop_time
+    return snapshot.gateway is not None and stopped is not None and snapshot.now - stopped < PATIENCE

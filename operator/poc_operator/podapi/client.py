@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from yarl import URL
 
 from poc_operator.podapi import reference
+from poc_operator.podapi.bodies import read_bounded
 from poc_operator.podapi.errors import (
     NotAPodOfOurs,
     PodBusy,
@@ -118,10 +119,8 @@ def base_url(host: str, port: int) -> str:
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    body = await response.content.read(limit + 1)
-    while len(body) <= limit and (more := await response.content.read(limit)):
-        body += more
-    if len(body) > limit:
+    body = await read_bounded(response, limit)
+    if body is None:
         raise NotAPodOfOurs(f"the answer exceeds {limit} bytes")
     return body
 

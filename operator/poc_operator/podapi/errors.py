@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong between operator and pod.
+"""What can go wrong between operator and pod, and between operator and gateway.
 
 PodError
  ├── PodUnreachable   no connection: the outcome of a request may be unknown
@@ -7,6 +7,8 @@ PodError
  ├── PodRefused       the pod understood and declined, with a reason
  │    └── PodBusy     it computes another round
  └── NotAPodOfOurs    something answered that does not speak the PoC protocol
+
+GatewayError stands for itself: whatever went wrong, the gateway is asked again later.
 """
 
 
@@ -36,3 +38,7 @@ class PodBusy(PodRefused):
 
 class NotAPodOfOurs(PodError):  # noqa: N818
     """The answer is not one of the PoC protocol."""
+
+
+class GatewayError(Exception):
+    """A question to the gateway was not answered; the text says why."""

@@ -104,7 +104,18 @@ def refusal(status: int, body: bytes) -> PodRefused | None:
         detail = _ReferenceError.model_validate_json(body).detail
     except ValidationError:
         return None
-    text = (detail if isinstance(detail, str) else json.dumps(detail))[:MAX_TEXT]
+    text = (detail if isinstance(detail, str) else json.dumps(_without_input(detail)))[:MAX_TEXT]
     if status == HTTPStatus.CONFLICT:
         return PodBusy("RoundConflict", text) if isinstance(detail, str) else PodRefused("ModelMismatch", text)
     return PodRefused(_REASONS[HTTPStatus(status)], text) if status in _REASONS else None
+
+
+def _without_input(detail: object) -> object:
+    """Return FastAPI's list of mistakes without what was sent: the callback address in it has a password."""
+    if not isinstance(detail, list):
+        return detail
+    return [
+        {key: told for key, told in mistake.items() if key != "input"}
+        for mistake in detail
+        if isinstance(mistake, dict)
+    ]

@@ -10,17 +10,23 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from poc_operator.model.checks import Proof
+from poc_operator.model.gateway import GatewayReport
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
+from poc_operator.model.spec import Mode
 from poc_operator.model.status import SlotState
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import AskPod, DeleteRound, Snapshot
 from poc_operator.plan.stops import running_pods, stop_orders
 from poc_operator.podapi.client import PodClient
+from poc_operator.podapi.collector import CollectorClient
 from poc_operator.runtime.actions import Emit, PodActions
 from poc_operator.runtime.asks import PodAsks
+from poc_operator.runtime.collection import Collection
 from poc_operator.runtime.logs import RoundLogger, RoundRef
 from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
@@ -37,7 +43,15 @@ class RoundDriver:
     """Drives one round as long as it exists."""
 
     def __init__(
-        self, ref: RoundRef, *, store: RoundStore, client: PodClient, pods: PodCache, metrics: Metrics, emit: Emit
+        self,
+        ref: RoundRef,
+        *,
+        store: RoundStore,
+        client: PodClient,
+        pods: PodCache,
+        metrics: Metrics,
+        emit: Emit,
+        collector: CollectorClient | None = None,
     ) -> None:
         self._ref = ref
         self._store = store
@@ -53,6 +67,7 @@ class RoundDriver:
         self.wake = asyncio.Event()
         self._actions = PodActions(store=store, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
+        self._collection = Collection(collector, ref, self.log, time.monotonic) if collector is not None else None
 
     @property
     def generation(self) -> int | None:
@@ -88,6 +103,8 @@ class RoundDriver:
         """Give up what is under way; the next process finds out what became of it."""
         await self._asks.cancel()
         await self._actions.cancel()
+        if self._collection is not None:
+            await self._collection.cancel()
         self._metrics.round_gone(self._ref.uid)
 
     async def stop_all(self) -> int:
@@ -103,8 +120,7 @@ class RoundDriver:
     async def _look(self, round_: Round) -> Snapshot:
         pods = self._pods.matching(round_)
         finished = round_.status.state.finished and round_.metadata.deletion_timestamp is None
-        with self._metrics.poll_seconds.time():
-            reports = {} if finished else await poll(self._client, pods, round_, self._metrics.poll_failed)
+        reports, gateway = ({}, None) if finished else await asyncio.gather(self._poll(pods, round_), self._ask(round_))
         self._watch.forget_others(reports)
         slots = round_.status.assignments
         self._actions.forget_refusals({slot.uid for slot in slots if slot.state is SlotState.STARTING})
@@ -114,8 +130,26 @@ class RoundDriver:
             pods=pods,
             reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
-            proofs=() if finished else await self._store.proofs(round_),
+            proofs=() if finished else await self._proofs(round_),
+            gateway=gateway,
         )
+
+    async def _poll(self, pods: Sequence[PodView], round_: Round) -> dict[str, PodReport]:
+        with self._metrics.poll_seconds.time():
+            return await poll(self._client, pods, round_, self._metrics.poll_failed)
+
+    async def _ask(self, round_: Round) -> GatewayReport | None:
+        if self._collection is None or round_.spec.mode is not Mode.GENERATE:
+            return None
+        return await self._collection.look()
+
+    async def _proofs(self, round_: Round) -> Sequence[Proof] | str:
+        source = round_.spec.proofs.round if round_.spec.proofs is not None else None
+        if source is None:
+            return await self._store.proofs(round_)
+        if self._collection is None:
+            return "spec.proofs.round needs a gateway: start the operator with --gateway-url"
+        return await self._collection.proofs(source, round_.spec.protocol)
 
     def _with_answers(self, uid: str, report: PodReport) -> PodReport:
         return dataclasses.replace(self._actions.with_answer(uid, report), answer=self._asks.answer_of(uid))

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from poc_operator.model.pods import PodView
 from poc_operator.podapi.client import PodClient
+from poc_operator.podapi.collector import CollectorClient
 from poc_operator.runtime.actions import Emit
 from poc_operator.runtime.driver import POLL_SECONDS, RoundDriver
 from poc_operator.runtime.logs import RoundRef
@@ -33,10 +34,13 @@ HUNG_SECONDS = 180.0
 class Operator:
     """One per process."""
 
-    def __init__(self, store: RoundStore, lease: Lease, client: PodClient) -> None:
+    def __init__(
+        self, store: RoundStore, lease: Lease, client: PodClient, collector: CollectorClient | None = None
+    ) -> None:
         self._store = store
         self.lease = lease
         self._client = client
+        self._collector = collector
         self._pods = PodCache()
         self.metrics = Metrics()
         self._drivers: dict[str, RoundDriver] = {}  # by round uid
@@ -44,19 +48,23 @@ class Operator:
         self._watches = WatchCheck(store, self._pods, self._last_tick.keys)
 
     @classmethod
-    async def create(cls, token: str | None, lease_namespace: str | None, identity: str | None) -> Self:
-        """Connect to the API server. ``token`` is sent to the pods, if they ask for one.
+    async def create(
+        cls, client: PodClient, collector: CollectorClient | None, lease_namespace: str | None, identity: str | None
+    ) -> Self:
+        """Connect to the API server. Without ``collector`` pods deliver to the rounds' own callback addresses.
 
         ``identity`` is the name in the Lease, if it is not to be one that no other process ever has.
         """
         api, namespace = await connect()
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         lease = Lease(api, lease_namespace or namespace, identity or unique, time.monotonic)
-        return cls(RoundStore(api), lease, PodClient(token))
+        return cls(RoundStore(api), lease, client, collector)
 
     async def close(self) -> None:
         """Close all connections; running rounds go on in their pods."""
         await self._client.close()
+        if self._collector is not None:
+            await self._collector.close()
         await self._store.close()
 
     def pod_changed(self, pod: PodView) -> None:
@@ -104,7 +112,13 @@ class Operator:
     def driver(self, ref: RoundRef, emit: Emit) -> RoundDriver:
         """Return a driver for the round."""
         return RoundDriver(
-            ref, store=self._store, client=self._client, pods=self._pods, metrics=self.metrics, emit=emit
+            ref,
+            store=self._store,
+            client=self._client,
+            pods=self._pods,
+            metrics=self.metrics,
+            emit=emit,
+            collector=self._collector,
         )
 
     async def drive(self, uid: str, driver: RoundDriver) -> None:

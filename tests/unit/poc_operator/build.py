@@ -4,6 +4,8 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from poc_operator.model.collected import CollectedRound, CollectedSlot
+from poc_operator.model.gateway import GatewayReport
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Metadata, Round
 from poc_operator.model.spec import RoundSpec
@@ -14,6 +16,7 @@ from vllm_poc.wire.responses import ModelLimits, StatusResponse
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 UID = "round-uid"
+CALLBACK = "http://pod:secret@gateway:8080/callbacks/ns/r/round-uid"
 LABELS = {"poc.gonka.ai/worker": "true"}
 
 
@@ -88,11 +91,35 @@ def a_status(*slots: Assignment, **fields: Any) -> RoundStatus:  # noqa: ANN401
     return RoundStatus(**{**defaults, **fields})
 
 
-def look(round_: Round, *pods: tuple[PodView, PodReport | None], after: float = 0) -> Snapshot:
+def has(*slots: tuple[int, int], asked: float = 0, **fields: Any) -> GatewayReport:  # noqa: ANN401
+    """A gateway that has so many results of each slot, up to an index; asked so many seconds after now."""
+    collected = [
+        CollectedSlot(
+            slot=slot,
+            stored=stored,
+            last_nonce=index - 1,
+            delivered_index=index,
+            duplicates=0,
+            conflicts=fields.pop("conflicts", 0),
+            forwarded=0,
+        )
+        for slot, (stored, index) in enumerate(slots)
+    ]
+    answer = CollectedRound(uid=UID, stored=0, duplicates=0, conflicts=0, forwarded=0, slots=collected)
+    return GatewayReport(callback=CALLBACK, collected=answer, asked=NOW + timedelta(seconds=asked), **fields)
+
+
+def look(
+    round_: Round,
+    *pods: tuple[PodView, PodReport | None],
+    after: float = 0,
+    gateway: GatewayReport | None = None,
+) -> Snapshot:
     """What the operator sees ``after`` seconds; a pod without a report was not polled."""
     return Snapshot(
         round=round_,
         pods=[pod for pod, _ in pods],
         reports={pod.uid: report for pod, report in pods if report is not None},
         now=NOW + timedelta(seconds=after),
+        gateway=gateway,
     )

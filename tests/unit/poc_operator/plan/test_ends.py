@@ -150,3 +150,37 @@ def test_a_finished_round_never_restarts() -> None:
     step = plan(look(a_round(over), (a_pod("a"), says())))
     assert step.status == over
     assert not step.actions
+
+
+FINISH = "spec.finish is set"
+
+
+def test_finish_ends_a_running_round_as_its_stop_would() -> None:
+    step = plan(look(a_round(RUNNING, finish=True), (a_pod("a"), says(GENERATING, next_index=10))))
+    assert (step.status.state, [type(action) for action in step.actions]) == (RoundState.STOPPING, [StopPod])
+    report = says(STOPPED, next_index=12, delivered_index=12, delivered_valid=2, **OURS)
+    over = plan(look(a_round(step.status, finish=True), (a_pod("a"), report))).status
+    assert (over.state, over.outcome and over.outcome.message) == (RoundState.COMPLETE, FINISH)
+    assert (over.outcome and over.outcome.reason, over.totals.delivered) == (Reason.COMPLETED, 12)
+
+
+@pytest.mark.parametrize("suspend", [True, False])
+def test_finish_completes_a_suspended_round_at_once(suspend: bool) -> None:
+    slot = a_slot(state=SlotState.DONE, next=12, delivered=12)
+    suspended = a_status(slot, state=RoundState.SUSPENDED, stop_time=NOW - timedelta(hours=1))
+    step = plan(look(a_round(suspended, finish=True, suspend=suspend), (a_pod("a"), says())))
+    assert (step.status.state, list(step.actions)) == (RoundState.COMPLETE, [])
+    assert step.status.totals.delivered == 12
+
+
+def test_finish_completes_a_round_that_never_started() -> None:
+    step = plan(look(a_round(finish=True), (a_pod("a"), says())))
+    assert (step.status.state, list(step.actions)) == (RoundState.COMPLETE, [])
+    assert (step.status.outcome and step.status.outcome.message, step.status.totals.checked) == (FINISH, 0)
+
+
+def test_finish_changes_no_end_that_is_decided() -> None:
+    failing = a_status(a_slot(), stop_time=NOW, outcome={"type": "Failed", "reason": "PodsBusy", "message": "busy"})
+    status = plan(look(a_round(failing, finish=True), (a_pod("a"), says(GENERATING)))).status
+    assert status.outcome is not None
+    assert status.outcome.message == "busy"

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from poc_operator.model.conditions import Reason
 from poc_operator.model.status import RoundStatus, SlotState
 from poc_operator.plan.snapshot import Snapshot, StartPod, Step
 from tests.unit.poc_operator.plan.world import PodAction, SimPod, SlotKey, World, key, slot_of, valid_below
@@ -44,6 +45,7 @@ class Histories(RuleBasedStateMachine):
         waited_for = dict(self.world.in_flight)
         snapshot, step = self.world.tick(dies_before_acting=dies)
         self._check_record(before, step.status)
+        assert Reason.REPORT_CONTRADICTORY not in {event.reason for event in step.events}
         for start in (action for action in step.actions if isinstance(action, StartPod)):
             self._check_start(snapshot, step, start, waited_for)
         self._note_settled_in_silence(step.status)
@@ -145,9 +147,10 @@ class Histories(RuleBasedStateMachine):
     def all_is_heard_again(self) -> None:
         """Everything arrives and answers: the round gets where it should be, and strays are stopped."""
         self.world.abandoned.clear()
+        self.world.gateway_answers = True
         for pod in self.world.pods.values():
             pod.answers, pod.silent_seconds, pod.stalled_seconds = True, 0.0, 0.0
-        for _ in range(8):
+        for _ in range(10):
             self.tick(dies=False, seconds=2)
             for name in list(self.world.in_flight):
                 self.world.land(name)

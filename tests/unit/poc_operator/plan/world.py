@@ -3,14 +3,15 @@
 deliver, and operators that record a plan, act on it, and may die in between."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from poc_operator.model.gateway import GatewayReport
 from poc_operator.model.pods import PodReport
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import DeletePod, Snapshot, StartPod, Step, StopPod
-from tests.unit.poc_operator.build import UID, a_pod, a_round, look
+from tests.unit.poc_operator.build import CALLBACK, UID, a_pod, a_round, has, look
 from vllm_poc.server.payloads import round_config
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.requests import InitGenerateRequest
@@ -30,8 +31,13 @@ def slot_of(start: StartPod) -> SlotKey:
     return start.request.node_id, start.request.group_id
 
 
+def is_valid(index: int) -> bool:
+    """Whether a slot's nonce is valid: every third, from the first on."""
+    return index % 3 == 0
+
+
 def valid_below(index: int) -> int:
-    """How many of a slot's first ``index`` nonces are valid: every third, from the first on."""
+    """How many of a slot's first ``index`` nonces are valid."""
     return (index + 2) // 3
 
 
@@ -115,6 +121,12 @@ class World:
     received: dict[SlotKey, set[int]] = field(default_factory=lambda: defaultdict(set))
     seconds: float = 0.0
     made: int = 0
+    gateway: GatewayReport | None = None
+    gateway_answers: bool = True
+
+    def use_gateway(self) -> None:
+        """Let the operator know a gateway, which stores what pods deliver."""
+        self.gateway = GatewayReport(callback=CALLBACK)
 
     def add_pod(self) -> None:
         """Add a pod that never was there before."""
@@ -124,7 +136,16 @@ class World:
     def look(self) -> Snapshot:
         """What the operator sees now."""
         pods = [(a_pod(name), self._report(name, pod)) for name, pod in self.pods.items()]
-        return look(self.round, *pods, after=self.seconds)
+        self._ask_gateway()
+        return look(self.round, *pods, after=self.seconds, gateway=self.gateway)
+
+    def _ask_gateway(self) -> None:
+        if self.gateway is not None and self.gateway_answers:
+            stored = [sorted(index for index in self.received[0, group] if is_valid(index)) for group in (0, 1)]
+            counts = [(len(valid), valid[-1] + 1 if valid else 0) for valid in stored]
+            self.gateway = has(*counts, asked=self.seconds)
+        elif self.gateway is not None:
+            self.gateway = replace(self.gateway, error="no answer within 5 s")
 
     def _report(self, name: str, pod: SimPod) -> PodReport:
         report = pod.report()
@@ -156,6 +177,7 @@ class World:
         """Kill the operator. What it sent may still arrive; what it knew beside the record is lost."""
         self.abandoned += [action for action in self.in_flight.values() if isinstance(action, StartPod)]
         self.in_flight, self.started, self.refusals = {}, {}, {}
+        self.gateway = GatewayReport(callback=CALLBACK) if self.gateway is not None else None
 
     def land(self, name: str, *, answered: bool = True) -> None:
         """Let the request to this pod arrive; its answer may be lost."""

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole rounds whose pods deliver to a gateway: ours, and those with the reference implementation."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from poc_operator.model.conditions import ConditionType, Reason
+from poc_operator.model.status import RoundState, RoundStatus
+from poc_operator.podapi.client import PodClient
+from poc_operator.podapi.collector import CollectorClient
+from poc_operator.runtime import collection
+from tests.support.callback_receiver import CallbackReceiver
+from tests.support.fleet import Fleet
+from tests.support.gateway import TOKEN, Gateway, gateway
+from tests.wire.test_reference_pods import ReferenceFleet
+from tests.wire.test_round import HOSTS, complete, computes
+
+
+@pytest.fixture
+async def collecting() -> AsyncIterator[Gateway]:
+    async with gateway() as found:
+        yield found
+
+
+@pytest.fixture(params=[Fleet, ReferenceFleet], ids=["ours", "reference"])
+async def fleet(
+    request: pytest.FixtureRequest, collecting: Gateway, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Fleet]:
+    monkeypatch.setattr(collection, "ASK_SECONDS", 0.05)
+    for name in ("CALLBACK_INTERVAL_SECONDS", "RETRY_FIRST_SECONDS"):
+        monkeypatch.setenv(f"VLLM_POC_{name}", "0.01")
+    async with AsyncExitStack() as stack, PodClient() as client, CollectorClient(collecting.url, TOKEN) as collector:
+        fleet: Fleet = request.param(stack, receiver, client, collector=collector)
+        if isinstance(fleet, ReferenceFleet):
+            fleet.servers = {}
+        for host in HOSTS:
+            await fleet.start_pod(host)
+        yield fleet
+        await fleet.operator.close()
+
+
+def indices(collecting: Gateway, offset: int) -> list[int]:
+    return [nonce // 2 for nonce in sorted(collecting.stored) if nonce % 2 == offset]
+
+
+def degraded(status: RoundStatus) -> tuple[str, str]:
+    found = [condition for condition in status.conditions if condition.type == ConditionType.DEGRADED]
+    return (found[0].reason, found[0].message) if found else ("", "")
+
+
+def change(fleet: Fleet, **fields: object) -> None:
+    assert fleet.store.round is not None
+    spec = fleet.store.round.spec.model_copy(update=fields)
+    fleet.store.round = fleet.store.round.model_copy(update={"spec": spec})
+
+
+async def test_results_go_to_the_gateway_and_are_counted_there(fleet: Fleet, collecting: Gateway) -> None:
+    status = await fleet.tick_until(complete)
+    assert fleet.receiver.attempts == 0
+    assert collecting.duplicates == 0
+    assert status.totals.delivered == status.totals.valid == len(collecting.stored)
+    for slot in status.assignments:
+        assert indices(collecting, slot.group) == list(range(slot.delivered))
+
+
+async def test_a_restarted_pod_loses_nothing_and_nothing_counts_twice(fleet: Fleet, collecting: Gateway) -> None:
+    change(fleet, stop=None)
+    await fleet.tick_until(computes)
+    await fleet.start_pod(HOSTS[0])
+    stored = indices(collecting, 0)
+    await fleet.tick_until(lambda status: status.assignments[0].delivered > len(stored))
+    change(fleet, finish=True)
+    status = await fleet.tick_until(complete)
+    slot = status.assignments[0]
+    resumes = type(fleet) is Fleet
+    assert slot.attempts == 2
+    assert slot.start == (len(stored) if resumes else 0)
+    assert (collecting.duplicates == 0) is resumes
+    assert status.totals.delivered == status.totals.valid == len(collecting.stored)
+    assert [event.reason for event in fleet.events] == ["Started", "WorkLost", "Completed"]
+
+
+async def test_a_gateway_that_is_away_is_told_and_the_round_goes_on(fleet: Fleet, collecting: Gateway) -> None:
+    change(fleet, stop=None)
+    collecting.answer = 503
+    status = await fleet.tick_until(computes)
+    assert degraded(status)[0] == Reason.GATEWAY_UNREACHABLE
+    assert "HTTP 503" in degraded(status)[1]
+    collecting.answer = 200
+    status = await fleet.tick_until(lambda status: degraded(status)[0] != Reason.GATEWAY_UNREACHABLE)
+    assert status.state is RoundState.RUNNING
+
+
+async def test_conflicts_are_told(fleet: Fleet, collecting: Gateway) -> None:
+    change(fleet, stop=None)
+    collecting.conflicts = 3
+    status = await fleet.tick_until(lambda status: degraded(status)[0] == Reason.RESULTS_CONFLICT)
+    assert "node 0 group 0 (pod pod-127.0.0.1: 3)" in degraded(status)[1]
+
+
+async def test_no_password_in_the_status(fleet: Fleet) -> None:
+    status = await fleet.tick_until(complete)
+    assert "pod:" not in status.model_dump_json()
+    assert not any("pod:" in event.message for event in fleet.events)
+
+
+async def test_a_reference_pods_refusal_does_not_show_the_password(
+    collecting: Gateway, receiver: CallbackReceiver
+) -> None:
+    async with AsyncExitStack() as stack, PodClient() as client, CollectorClient(collecting.url, TOKEN) as collector:
+        fleet = ReferenceFleet(stack, receiver, client, collector=collector, rTarget="1.4", artifact=None)
+        fleet.servers = {}
+        await fleet.start_pod(HOSTS[0])
+        status = await fleet.tick_until(lambda status: any(slot.error for slot in status.assignments))
+        assert "Field required" in (status.assignments[0].error or "")
+        assert "callbacks" not in status.model_dump_json()
+        await fleet.operator.close()
+
+
+VALIDATE = {"mode": "Validate", "nodes": None, "stop": None, "callbackURL": None}
+
+
+async def test_a_sample_of_another_round_is_recomputed(collecting: Gateway, receiver: CallbackReceiver) -> None:
+    collecting.uid, collecting.stored = "another", set(range(40))
+    proofs = {"round": {"name": "before", "nonces": 30, "seed": "x"}}
+    async with AsyncExitStack() as stack, PodClient() as client, CollectorClient(collecting.url, TOKEN) as collector:
+        fleet = Fleet(stack, receiver, client, collector=collector, **VALIDATE, proofs=proofs)
+        await fleet.start_pod(HOSTS[0])
+        status = await fleet.tick_until(lambda status: status.state.finished)
+        await fleet.operator.close()
+    assert status.verdict is not None
+    assert (status.verdict.total, status.verdict.fraud) == (30, True)
+    asked = {"namespace": "ns", "name": "before", "what": "sample", "nonces": "30", "seed": "x"}
+    assert collecting.questions == [asked]
+
+
+@pytest.mark.parametrize("configured", [False, True])
+async def test_a_sample_that_cannot_be_had(collecting: Gateway, receiver: CallbackReceiver, configured: bool) -> None:
+    proofs = {"round": {"name": "before"}}
+    async with AsyncExitStack() as stack, PodClient() as client, CollectorClient(collecting.url, TOKEN) as collector:
+        fleet = Fleet(stack, receiver, client, collector=collector if configured else None, **VALIDATE, proofs=proofs)
+        await fleet.start_pod(HOSTS[0])
+        status = await fleet.tick_until(lambda status: bool(status.conditions))
+        await fleet.operator.close()
+    says = 'has no results of a round "before"' if configured else "start the operator with --gateway-url"
+    assert says in status.message
+    reasons = {condition.type: condition.reason for condition in status.conditions}
+    assert reasons["Accepted"] == Reason.PROOFS_UNAVAILABLE
