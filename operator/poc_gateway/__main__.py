@@ -7,14 +7,18 @@ import os
 import sys
 
 import uvloop
+from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import ConfigException
 from pydantic import ValidationError
 
 from poc_gateway import logs
+from poc_gateway.network.cluster import LABELS
+from poc_gateway.network.template import RoundTemplate
 from poc_gateway.process import run
 from poc_gateway.settings import Settings
 from poc_gateway.store.errors import DatabaseError
 from poc_operator.store.connection import connect
+from poc_operator.store.requested import RequestedRounds
 from poc_operator.store.rounds import RoundStore
 
 
@@ -22,9 +26,15 @@ async def _run(settings: Settings) -> None:
     client, _ = await connect()
     store = RoundStore(client)
     try:
-        await run(settings, store.get)
+        await run(settings, store.get, _cluster(client, settings))
     finally:
         await store.close()
+
+
+def _cluster(client: ApiClient, settings: Settings) -> RequestedRounds | None:
+    if settings.round_template is None:
+        return None
+    return RequestedRounds(client, RoundTemplate.load(settings.round_template).namespace, LABELS)
 
 
 def _settings() -> Settings:
@@ -40,6 +50,7 @@ def main() -> None:
     logs.configure()
     try:
         settings = _settings()
+        logs.configure(settings.log_format)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except (ValueError, DatabaseError, ConfigException, OSError) as error:

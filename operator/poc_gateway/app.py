@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI app: the routers of all parts behind one set of limits and error answers."""
+"""The two ASGI apps, one for the inside of the cluster and one for the network, and what tells them apart: the port."""
 
 from dataclasses import dataclass
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway import health
+from poc_gateway.access import token_guard
 from poc_gateway.collector import routes as collector
 from poc_gateway.errors import install_handlers
 from poc_gateway.limits import Limits
+from poc_gateway.network import routes as network_routes
+from poc_gateway.network.service import Network
+from poc_gateway.outbox import routes as outbox_routes
+from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.results import routes as results
 from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
@@ -16,18 +23,51 @@ from poc_gateway.store.database import Database
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the routes work on."""
+    """What the routes work on. Without a ``network`` its routes answer that they are not configured."""
 
     settings: Settings
     database: Database
     rounds: Rounds
+    outbox: Outbox
+    network: Network | None
 
 
-def create_app(parts: Parts) -> FastAPI:
-    """Return the app that serves all routes."""
-    app = FastAPI(title="Proof-of-Compute gateway", version="1", docs_url=None, redoc_url=None)
-    app.include_router(health.router(parts.database))
-    app.include_router(collector.router(parts.database, parts.rounds, parts.settings))
+class Ports:
+    """Serves what arrives at ``network_port`` with the network's app, and everything else with the inside's."""
+
+    def __init__(self, inside: ASGIApp, network: ASGIApp, network_port: int) -> None:
+        self._inside = inside
+        self._network = network
+        self._network_port = network_port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        app = self._network if scope["server"][1] == self._network_port else self._inside
+        await app(scope, receive, send)
+
+
+def inside_app(parts: Parts) -> FastAPI:
+    """Return the app for pods, the operator and people."""
+    database, settings = parts.database, parts.settings
+    forwarding = APIRouter(dependencies=[Depends(token_guard(settings.token))])
+    forwarding.include_router(outbox_routes.router(database, parts.outbox))
+    return _app(
+        "Proof-of-Compute gateway",
+        parts,
+        collector.router(database, parts.rounds, settings, stored=parts.outbox.wake),
+        forwarding,
+        results.router(database, settings),
+    )
+
+
+def network_app(parts: Parts) -> FastAPI:
+    """Return the app for the network's node."""
+    return _app("Proof-of-Compute node", parts, network_routes.router(parts.settings, parts.network))
+
+
+def _app(title: str, parts: Parts, *routers: APIRouter) -> FastAPI:
+    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None)
+    for router in (health.router(parts.database), *routers):
+        app.include_router(router)
     install_handlers(app)
     settings = parts.settings
     app.add_middleware(Limits, body_bytes=settings.body_bytes, peer_requests=settings.peer_requests)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON lines on standard error, with the fields of the operator's."""
+"""Lines on standard error: JSON with the fields of the operator's, or plain text."""
 
 import json
 import logging
 import sys
 from datetime import UTC, datetime
+from typing import Literal
+
+LogFormat = Literal["json", "plain"]
+PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
@@ -22,10 +26,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def configure() -> None:
+def configure(log_format: LogFormat = "json") -> None:
     """Send everything from INFO on to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(PLAIN))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     # One line per migration and none about what it is for.
     logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -8,6 +8,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
+from poc_gateway.logs import LogFormat
+
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -31,10 +33,13 @@ class Settings(BaseModel):
     network_port: int = Field(default=8082, ge=1, le=65535)
     #: Guards what pods deliver and what people read. Pods are given one made from it, for their round alone.
     token: SecretStr | None = Field(default=None, min_length=1)
+    #: Sent to the pods, for those that ask for a token.
+    pod_token: SecretStr | None = Field(default=None, min_length=1)
     #: Guards the routes of the network.
     network_token: SecretStr | None = Field(default=None, min_length=1)
     #: YAML or JSON file that the network's rounds are made from; without it the network's routes answer 503.
     round_template: Path | None = None
+    log_format: LogFormat = "json"
     #: Hosts that results may be forwarded to, as patterns with ``*``.
     receiver_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)
     #: Ranges of addresses that are not public, and that results may be forwarded to nevertheless.

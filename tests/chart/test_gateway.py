@@ -32,6 +32,7 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
     environment = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
     assert {name: variable["value"] for name, variable in environment.items() if "value" in variable} == {
         "POC_GATEWAY_ROUND_TEMPLATE": "/etc/poc-gateway/round.json",
+        "POC_GATEWAY_LOG_FORMAT": "plain",
         "POC_GATEWAY_RECEIVER_ALLOW": "*.example.org,example.com",
         "POC_GATEWAY_RECEIVER_PRIVATE": "10.0.0.0/8,fd00::/8",
         "POC_GATEWAY_RETENTION_SECONDS": str(7 * 86_400),
@@ -44,6 +45,7 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
     assert secrets == {
         "POC_GATEWAY_TOKEN": {"name": "gateway-tokens", "key": "token"},
         "POC_GATEWAY_NETWORK_TOKEN": {"name": "gateway-tokens", "key": "network-token"},
+        "POC_GATEWAY_POD_TOKEN": {"name": "pod-token", "key": "token"},
         "POC_GATEWAY_DATABASE": {"name": "gateway-database", "key": "url"},
     }
 

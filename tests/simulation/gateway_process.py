@@ -51,6 +51,7 @@ def gateway(
         "POC_GATEWAY_DATABASE": database,
         "POC_GATEWAY_PORT": str(port),
         "POC_GATEWAY_METRICS_PORT": str(metrics),
+        "POC_GATEWAY_NETWORK_PORT": str(free_port()),
         "POC_GATEWAY_PEER_REQUESTS": "1000000",  # all load comes from one address
         **(settings or {}),
     }

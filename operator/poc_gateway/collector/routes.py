@@ -4,6 +4,7 @@
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
 
 from fastapi import APIRouter, Depends, Request
@@ -47,8 +48,8 @@ class Receipt(BaseModel):
     refused: list[RefusedArtifact]
 
 
-def router(database: Database, rounds: Rounds, settings: Settings) -> APIRouter:
-    """Return the routes."""
+def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Callable[[], None]) -> APIRouter:
+    """Return the routes; ``stored`` is called when there may be something new to forward."""
     callbacks = APIRouter(
         prefix="/callbacks/{namespace}/{name}/{uid}", dependencies=[Depends(callback_guard(settings.token))]
     )
@@ -66,6 +67,8 @@ def router(database: Database, rounds: Rounds, settings: Settings) -> APIRouter:
             detail = f"the round {uid} was deleted a moment ago: deliver again"
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "RoundDeleted", detail, headers={"Retry-After": "1"})
         _account(known.terms, outcome)
+        if outcome.stored:
+            stored()
         return JSONResponse(_receipt(delivery, outcome))
 
     @callbacks.post("/validated")
@@ -76,6 +79,7 @@ def router(database: Database, rounds: Rounds, settings: Settings) -> APIRouter:
         # The rest is for the receiver to judge; older pods leave out what is new.
         require_same_round(known.terms, parse(Callback, body))
         await database.write(lambda connection: _keep(connection, known, body.decode()))
+        stored()
         return {"status": "OK"}
 
     routes = APIRouter()

@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import Row, Table, select
 from yarl import URL
 
-from poc_gateway.app import Parts, create_app
+from poc_gateway.app import Parts, inside_app
+from poc_gateway.outbox.outbox import Outbox
 from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
@@ -72,8 +73,10 @@ def start(database: Database) -> Start:
             gateway = Gateway(session, url, database)
             gateway.add(*rounds)
             known = Rounds(database, gateway.read_round)
-            parts = Parts(settings=Settings.from_environment(names), database=database, rounds=known)
-            async with serve(create_app(parts), "127.0.0.1", port):
+            values = Settings.from_environment(names)
+            outbox = Outbox(database, values)
+            parts = Parts(settings=values, database=database, rounds=known, outbox=outbox, network=None)
+            async with serve(inside_app(parts), "127.0.0.1", port):
                 yield gateway
 
     return started
