@@ -3,6 +3,7 @@
 can be made to fail at an exact moment."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from time import monotonic
@@ -73,7 +74,7 @@ class Fleet:
         self._client = client
         self._collector = collector
         self._servers: dict[str, AsyncExitStack] = {}
-        self._pods = PodCache()
+        self._pods = PodCache(time.monotonic)
         self.port = free_port()
         self.receiver = receiver
         self.events: list[RoundEvent] = []

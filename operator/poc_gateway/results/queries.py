@@ -49,7 +49,7 @@ def round_entry(connection: Connection, known: KnownRound) -> RoundEntry:
 def slot_entries(connection: Connection, known: KnownRound) -> list[SlotEntry]:
     """Return the slots of a round in their order."""
     dead = _dead(letters.c.slot_id).where(slots.c.round_id == known.id)
-    deaths = dict(connection.execute(dead).tuples().all())
+    deaths = _by_key(connection, dead)
     found = connection.execute(select(slots).where(slots.c.round_id == known.id).order_by(slots.c.slot)).mappings()
     return [SlotEntry.model_validate({**row, "dead": deaths.get(row["id"], 0)}) for row in found]
 
@@ -113,7 +113,7 @@ def _entries(connection: Connection, found: Sequence[RowMapping]) -> list[RoundE
     columns = [func.sum(column).label(column.name) for column in _COUNTERS]
     sums = select(slots.c.round_id, func.count().label("slots"), *columns).group_by(slots.c.round_id)
     totals = {row["round_id"]: row for row in connection.execute(sums.where(slots.c.round_id.in_(ids))).mappings()}
-    deaths = dict(connection.execute(_dead(slots.c.round_id).where(slots.c.round_id.in_(ids))).tuples().all())
+    deaths = _by_key(connection, _dead(slots.c.round_id).where(slots.c.round_id.in_(ids)))
     return [
         RoundEntry.model_validate(
             {
@@ -125,6 +125,10 @@ def _entries(connection: Connection, found: Sequence[RowMapping]) -> list[RoundE
         )
         for row in found
     ]
+
+
+def _by_key(connection: Connection, query: Select[int, int]) -> dict[int, int]:
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def _dead(key: Any) -> Select[int, int]:  # noqa: ANN401 - a column

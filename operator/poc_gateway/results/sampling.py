@@ -23,7 +23,7 @@ def draw(connection: Connection, known: KnownRound, count: int, seed: str) -> Se
     random = Random(f"{known.terms.uid}/{seed}")  # noqa: S311 - a sample that can be drawn again, not a secret
     slots = schema.slots.c
     stored = connection.execute(select(slots.slot, slots.stored).where(slots.round_id == known.id))
-    shares = share(dict(stored.tuples().all()), count, random)
+    shares = share({row.slot: row.stored for row in stored}, count, random)
     drawn = list[Drawn]()
     for offset in sorted(shares):
         drawn += _draw_from(connection, known, offset, shares[offset], random)

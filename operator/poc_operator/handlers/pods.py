@@ -11,7 +11,8 @@ from poc_operator.runtime.operator import Operator
 async def pod_event(type: str | None, body: kopf.Body, memo: kopf.Memo, **_: object) -> None:  # noqa: A002 - kopf's name
     """Pass every change of a pod on to the rounds."""
     operator: Operator = memo.operator
+    pod = PodView.parse(body)
     if type == "DELETED":
-        operator.pod_deleted(body["metadata"]["uid"])
+        operator.pod_deleted(pod)
     else:
-        operator.pod_changed(PodView.parse(body))
+        operator.pod_changed(pod)

@@ -41,7 +41,7 @@ class Operator:
         self.lease = lease
         self._client = client
         self._collector = collector
-        self._pods = PodCache()
+        self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
         self._drivers: dict[str, RoundDriver] = {}  # by round uid
         self._last_tick: dict[str, float] = {}
@@ -72,10 +72,9 @@ class Operator:
         if self._pods.put(pod):
             self._wake_rounds_of(pod)
 
-    def pod_deleted(self, uid: str) -> None:
+    def pod_deleted(self, pod: PodView) -> None:
         """Forget a pod and let its rounds react at once."""
-        pod = self._pods.remove(uid)
-        if pod is not None:
+        if self._pods.remove(pod):
             self._wake_rounds_of(pod)
 
     def round_changed(self, uid: str, generation: int) -> None:

@@ -95,7 +95,7 @@ async def test_a_deleted_pod_is_news_for_its_round() -> None:
     async with driving(store) as operator:
         operator.pod_changed(a_pod("a"))
         await asyncio.sleep(0.1)
-        operator.pod_deleted("a")
-        operator.pod_deleted("unknown")
+        operator.pod_deleted(a_pod("a"))
+        operator.pod_deleted(a_pod("unknown"))
         await asyncio.sleep(0.1)
         assert store.reads == 3

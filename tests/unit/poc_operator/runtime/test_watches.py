@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A watch that misses a change is found by the second list that shows it; a slow one is not blamed."""
 
+import time
 from collections.abc import Collection
 from typing import cast
 
@@ -36,7 +37,7 @@ class Watched:
 
     def __init__(self, *listed: PodView, told: Collection[PodView] = (), driven: Collection[str] = (UID,)) -> None:
         self.lists = Lists(a_round(), *listed)
-        self.cache = PodCache()
+        self.cache = PodCache(time.monotonic)
         for pod in told:
             self.cache.put(pod)
         self._check = WatchCheck(cast(RoundStore, self.lists), self.cache, lambda: driven)
