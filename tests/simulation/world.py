@@ -23,6 +23,7 @@ from hack.cluster.layout import admin_kubeconfig
 from hack.cluster.up import kubectl, up
 from hack.images.site import ROOT
 from hack.toolchain.common import UserError, exclusive
+from poc_operator.model import names
 from tests.simulation import manifests
 from tests.simulation.api_server import ApiServer
 from tests.simulation.gateway import Gateway
@@ -35,6 +36,7 @@ from tests.simulation.server import FleetServer
 READY_SECONDS = 120.0
 NODES = ",".join(f"{key}={value}" for key, value in manifests.NODE_LABEL.items())
 CRD = ROOT / "crds" / "pocrounds.yaml"
+CRD_NAME = f"{names.PLURAL}.{names.GROUP}"
 #: Settings of the simulated pods: a slow fake batch is no reason for smaller ones.
 POD_SETTINGS = {"VLLM_POC_SLICE_SECONDS": "60", "VLLM_POC_RETRY_LIMIT_SECONDS": "2"}
 
@@ -130,7 +132,7 @@ def _create(namespace: str, fleets: Mapping[str, int], nodes: int) -> None:
     if "vllm-poc-operator" in kubectl("get", "deployments", "--all-namespaces", "--output", "name"):
         raise UserError("An operator is installed in the local cluster and would act too: run make demo-down first.")
     kubectl("apply", "--server-side", "--filename", str(CRD))
-    kubectl("wait", "--for=condition=Established", "crd/pocrounds.poc.gonka.ai", "--timeout=30s")
+    kubectl("wait", "--for=condition=Established", f"crd/{CRD_NAME}", "--timeout=30s")
     for number in range(nodes):
         kubectl("apply", "--filename", "-", stdin=json.dumps(manifests.node(number)))
     kubectl("create", "namespace", namespace)
@@ -150,3 +152,5 @@ async def _remove(made: World) -> None:
     await made.rounds.delete_all()
     await asyncio.to_thread(kubectl, "delete", "namespace", made.namespace, "--timeout=120s", limit=130)
     await asyncio.to_thread(kubectl, "delete", "node", "--selector", NODES)
+    # Helm takes over no CRD that it has not made.
+    await asyncio.to_thread(kubectl, "delete", "crd", CRD_NAME, "--timeout=60s")
