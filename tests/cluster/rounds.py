@@ -13,6 +13,7 @@ from hack.deploy.local import SERVED_NAME
 from hack.toolchain.common import UserError, wait_until
 from poc_operator.model.names import API_VERSION, KIND
 from poc_operator.model.round import Round
+from tests.cluster.gateway import wait_until_forwarded
 from tests.support.cluster import diagnosis
 
 SECONDS = 60.0
@@ -66,6 +67,11 @@ class Rounds:
     def get(self, name: str) -> Round:
         """Return the round as it is now."""
         return Round.parse(self._kube.get("--namespace", self._namespace, "pocround", name))
+
+    def settled(self, name: str) -> Round:
+        """Return a round that has stopped, once its receiver has everything that the gateway stored."""
+        wait_until_forwarded(self._kube, name)
+        return self.get(name)
 
     def wait(self, name: str, what: str, seconds: float = SECONDS) -> None:
         """``kubectl wait``; ``what`` is the value of ``--for``."""

@@ -66,7 +66,7 @@ def test_a_pod_that_stands_still_is_told_again_and_nothing_is_lost(
     rounds.wait_until("frozen", lambda r: slot_of(r, pod).delivered > before)
     rounds.patch("frozen", suspend=True)
     rounds.wait("frozen", "condition=Suspended")
-    assert_nothing_is_missing(rounds.get("frozen"), receiver)
+    assert_nothing_is_missing(rounds.settled("frozen"), receiver)
 
 
 def test_a_pod_that_stands_still_again_is_deleted_and_its_slot_moves_on(
@@ -80,7 +80,7 @@ def test_a_pod_that_stands_still_again_is_deleted_and_its_slot_moves_on(
     rounds.wait_until("stuck", lambda r: any(s.uid == fresh.uid and s.next > s.start for s in r.status.assignments))
     rounds.patch("stuck", suspend=True)
     rounds.wait("stuck", "condition=Suspended")
-    assert_nothing_is_missing(rounds.get("stuck"), receiver)
+    assert_nothing_is_missing(rounds.settled("stuck"), receiver)
 
 
 def test_an_eviction_is_free_of_charge(kube: Kube, rounds: Rounds) -> None:
@@ -114,5 +114,5 @@ def test_a_newer_round_replaces_an_older_one_which_then_goes_on(kube: Kube, roun
     )
     rounds.patch("older", suspend=True)
     rounds.wait("older", "condition=Suspended")
-    assert_nothing_is_missing(rounds.get("older"), receiver)
+    assert_nothing_is_missing(rounds.settled("older"), receiver)
     ready(kube)

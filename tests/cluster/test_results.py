@@ -49,8 +49,8 @@ class Complete:
 def complete(kube: Kube, name: str, **changes: Any) -> Iterator[Complete]:  # noqa: ANN401
     spec = {field: value for field, value in {**SPEC, **changes}.items() if value is not None}
     with receiving(HOST_ADDRESS) as receiver, Rounds(kube, NAMESPACE) as rounds:
-        stop = {"afterNonces": NONCES}
-        yield Complete(rounds.run_to_the_end(name, **changes, callbackURL=receiver.url, stop=stop), receiver, spec)
+        rounds.run_to_the_end(name, **changes, callbackURL=receiver.url, stop={"afterNonces": NONCES})
+        yield Complete(rounds.settled(name), receiver, spec)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway on the cluster, as people and the network's node use it."""
+
+import base64
+from typing import Any
+
+import httpx
+
+from hack.deploy.kube import Kube
+from hack.deploy.releases import GATEWAY, NAMESPACE, SYSTEM_NAMESPACE
+from hack.toolchain.common import wait_until
+
+REQUEST_SECONDS = 60.0
+FORWARD_SECONDS = 30.0
+
+
+def results_of(kube: Kube) -> httpx.Client:
+    """Return a client of what is stored."""
+    return _client(kube, GATEWAY, 8080, "token")
+
+
+def network_of(kube: Kube) -> httpx.Client:
+    """Return a client of the network's routes."""
+    return _client(kube, f"{GATEWAY}-network", 80, "network-token")
+
+
+def wait_until_forwarded(kube: Kube, name: str) -> None:
+    """Wait until the receiver of the round has everything that is stored; fails after a while."""
+    with results_of(kube) as client:
+        told: dict[str, Any] = {}
+
+        def forwarded() -> bool:
+            told.update(client.get(f"/rounds/{NAMESPACE}/{name}/forwarding").json())
+            return told.get("backlog") == 0
+
+        assert wait_until(forwarded, FORWARD_SECONDS), f"{name} is not forwarded: {told}"
+
+
+def _client(kube: Kube, service: str, port: int, token: str) -> httpx.Client:
+    address = kube.get("--namespace", SYSTEM_NAMESPACE, "service", service)["spec"]["clusterIP"]
+    secret = kube.get("--namespace", SYSTEM_NAMESPACE, "secret", f"{GATEWAY}-tokens")["data"][token]
+    headers = {"Authorization": f"Bearer {base64.b64decode(secret).decode()}"}
+    return httpx.Client(base_url=f"http://{address}:{port}", headers=headers, timeout=REQUEST_SECONDS, trust_env=False)
