@@ -7,7 +7,7 @@ import pytest
 
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
-from hack.toolchain.common import wait_until
+from hack.toolchain.common import UserError, wait_until
 from poc_operator.model.round import Round
 from tests.cluster.gateway import results_of, wait_until_forwarded
 from tests.cluster.pods import ready_pods, replace, statuses, wait_for_replacement
@@ -59,6 +59,19 @@ def test_a_suspended_round_stops_its_pods_and_goes_on_where_it_was(
     rounds.patch("suspended", suspend=True)
     rounds.wait("suspended", "condition=Suspended")
     assert_each_nonce_once(rounds.settled("suspended"), receiver)
+
+
+def test_a_round_is_finished_before_its_time(kube: Kube, rounds: Rounds) -> None:
+    rounds.apply("early", stop={"afterSeconds": 3600})
+    rounds.wait_until("early", is_running)
+    rounds.patch("early", finish=True)
+    rounds.wait("early", "condition=Complete")
+    early = rounds.get("early")
+    assert early.status.message.startswith("spec.finish is set")
+    assert early.status.totals.checked == early.status.totals.delivered > 0
+    assert no_pod_computes(kube)
+    with pytest.raises(UserError, match=r"spec\.finish"):
+        rounds.patch("early", finish=False)
 
 
 def test_a_deleted_round_stops_its_pods_and_the_next_one_gets_them(

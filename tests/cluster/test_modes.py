@@ -29,6 +29,7 @@ def artifacts(kube: Kube) -> Iterator[dict[int, Value]]:
     """What honest pods delivered."""
     with receiving(HOST_ADDRESS) as receiver, Rounds(kube, NAMESPACE) as rounds:
         rounds.run_to_the_end("proven", **ARTIFACT, callbackURL=receiver.url, stop={"afterNonces": COUNT})
+        rounds.settled("proven")
         yield dict(sorted(items(receiver.bodies))[:COUNT])
 
 
@@ -49,6 +50,14 @@ def test_what_honest_pods_delivered_is_no_fraud(kube: Kube, rounds: Rounds, arti
     assert (done.verdict.total, done.verdict.mismatches, done.verdict.fraud) == (COUNT, 0, False)
     assert done.outcome is not None
     assert done.outcome.reason is Reason.NO_FRAUD_DETECTED
+
+
+def test_a_sample_of_what_the_gateway_has_is_no_fraud(rounds: Rounds, artifacts: dict[int, Value]) -> None:
+    # The round itself may be gone by now: what it delivered is the gateway's.
+    proofs = {"round": {"name": "proven", "nonces": 40}}
+    done = rounds.run_to_the_end("sampled", mode="Validate", proofs=proofs, **ARTIFACT, **NAMED).status
+    assert done.verdict is not None
+    assert (done.verdict.total, done.verdict.mismatches, done.verdict.fraud) == (40, 0, False)
 
 
 def test_exchanged_vectors_are_fraud(kube: Kube, rounds: Rounds, artifacts: dict[int, Value]) -> None:

@@ -71,7 +71,7 @@ class SampleQuery(RoundQuery):
     """How many proofs, and the text that decides which."""
 
     nonces: int = Field(default=200, ge=1, le=SAMPLE_LIMIT)
-    seed: str = Field(min_length=1, max_length=256)
+    seed: str = Field(default="", max_length=256)
 
 
 class ArtifactsQuery(RoundQuery):
