@@ -9,7 +9,7 @@ to that slice is the same for all nonces of a block, so that each block hash has
 import torch
 
 from poc_operator.plan.theory import cap_share, cosine
-from vllm_poc.maths.distance import random_head, target
+from vllm_poc.maths.distance import random_head, round_target
 
 
 def block_rate(r_target: float, block_hash: str, hidden: int) -> float:
@@ -17,5 +17,5 @@ def block_rate(r_target: float, block_hash: str, hidden: int) -> float:
     cpu = torch.device("cpu")
     head = random_head(block_hash, hidden, cpu)
     # |head . u| is nearly the same for all unit vectors u, and (head . u) . target is u . (head^T . target).
-    stretch = float(head.norm() / (hidden**0.5 * (target(block_hash, cpu) @ head).norm()))
+    stretch = float(head.norm() / (hidden**0.5 * (round_target(block_hash, cpu) @ head).norm()))
     return cap_share(hidden, cosine(r_target) * stretch)

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from vllm_poc.wire.artifacts import encode_vector
-from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts
+from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts, Rehearsal
 
 FACTS = ModelFacts(
     hidden_size=64,
@@ -15,6 +15,7 @@ FACTS = ModelFacts(
     max_batch_tokens=2048,
     max_batch_nonces=16,
     scratch_bytes=4096,
+    fused=False,
     refusal=None,
 )
 
@@ -47,6 +48,7 @@ class FakeEngineClient:
         self.output_processor = FakeOutputProcessor()
         self.facts = FACTS.copy()
         self.batches: list[BatchRequest] = []
+        self.rehearsed: list[int] = []
         self.seconds_per_batch = 0.001
         self.fault: Exception | None = None
         self.worker_error: str | None = None
@@ -64,11 +66,17 @@ class FakeEngineClient:
         if method == "poc_describe":
             await self._spend(0)
             return [self.facts, self.facts]
+        if method == "poc_rehearse":
+            return [self._rehearse(args[0])] * 2
         assert method == "poc_compute"
         await self._spend(self.seconds_per_batch)
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0])]
+
+    def _rehearse(self, batch: BatchRequest) -> Rehearsal | Failure:
+        self.rehearsed.append(len(batch["nonces"]))
+        return Rehearsal(seconds=0.001) if self.worker_error is None else Failure(error=self.worker_error)
 
     async def _spend(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from vllm_poc.maths.reflections import normalise
 from vllm_poc.maths.sampling import hashes, normal, unit_normal
-from vllm_poc.maths.seeds import nonce_text, seed_tensor
+from vllm_poc.maths.seeds import nonce_seeds, seed_tensor
 
 _CPU = torch.device("cpu")
 
 
 def permutation(block_hash: str, public_key: str, nonce: int, vocabulary: int) -> Tensor:
     """Return the stable order of the vocabulary's hashes."""
-    seeds = seed_tensor([nonce_text(block_hash, public_key, nonce, "permutations")], _CPU)
+    seeds = torch.tensor(nonce_seeds(block_hash, public_key, nonce, ["permutations"]))
     return hashes(seeds, vocabulary)[0].argsort(stable=True)
 
 
 def haar_matrix(block_hash: str, public_key: str, nonce: int, k_dim: int) -> Tensor:
     """Return Q ``[k, k]`` of the QR decomposition of a normal matrix, its signs made unique."""
-    seeds = seed_tensor([nonce_text(block_hash, public_key, nonce, f"haar_qr_{k_dim}")], _CPU)
+    seeds = torch.tensor(nonce_seeds(block_hash, public_key, nonce, [f"haar_qr_{k_dim}"]))
     q, r = torch.linalg.qr(normal(seeds, k_dim * k_dim).view(k_dim, k_dim))
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tests.support.known_answers import BLOCK_HASH, PUBLIC_KEY
+from vllm_poc.maths.seeds import nonce_seeds
+
 CPU = torch.device("cpu")
 
 
@@ -13,6 +16,11 @@ def known_hidden(size: int) -> Tensor:
     """The known answers' hidden state ``[1, size]``: h[j] = (((7jj + 3j + 1) mod 31) - 15) / 16."""
     values = [((7 * j * j + 3 * j + 1) % 31 - 15) / 16 for j in range(size)]
     return torch.tensor([values], dtype=torch.float32)
+
+
+def seed_rows(nonces: Sequence[int], purposes: Sequence[str]) -> Tensor:
+    """The seeds of the known answers' round: int64 ``[nonces, purposes]``."""
+    return torch.tensor([nonce_seeds(BLOCK_HASH, PUBLIC_KEY, nonce, purposes) for nonce in nonces])
 
 
 def assert_close(actual: Tensor, expected: Sequence[object], tolerance: float) -> None:

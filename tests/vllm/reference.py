@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.vllm.client import K_DIM, ROUND
-from vllm_poc.maths.artifact import artifact_vectors
-from vllm_poc.maths.distance import distances
+from vllm_poc.maths.artifact import artifact_purposes, artifact_vectors
+from vllm_poc.maths.distance import distance_purposes, distances, random_head, round_target
 from vllm_poc.maths.inputs import fill_inputs
 from vllm_poc.maths.reflections import layer_vectors
+from vllm_poc.maths.seeds import input_seeds, nonce_seeds
 from vllm_poc.worker.hooks import reflected_layers
 
 BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
@@ -29,7 +30,8 @@ class Reference:
     def inputs(self, nonces: Sequence[int], seq_len: int, *, strong_rng: bool = False) -> Tensor:
         """Return the seeded embeddings ``[nonces, seq_len, hidden]``."""
         out = torch.empty(len(nonces), seq_len, self._hidden, dtype=self._dtype, device=self._device)
-        fill_inputs(out, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, strong_rng=strong_rng)
+        seeds = [input_seeds(BLOCK_HASH, PUBLIC_KEY, nonce, strong_rng=strong_rng) for nonce in nonces]
+        fill_inputs(out, torch.tensor(seeds, device=self._device))
         return out
 
     def artifacts(self, inputs: Tensor, nonces: Sequence[int]) -> Tensor:
@@ -40,14 +42,20 @@ class Reference:
             hidden=self._hidden,
             device=self._device,
         )
-        with reflected_layers(list(self.model.layers), vectors):
+        with reflected_layers(dict(zip(self.model.layers, vectors, strict=True))):
             last = self._last_hidden(inputs)
-        return artifact_vectors(last, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, k_dim=K_DIM)
+        return artifact_vectors(last, self._seeds(nonces, artifact_purposes(K_DIM)))
 
     def distances(self, inputs: Tensor, nonces: Sequence[int]) -> Tensor:
         """Return the distances ``[nonces]``, with sign flips and without layer hooks."""
         last = self._last_hidden(inputs)
-        return distances(last, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, sign_flips=True)
+        head = random_head(BLOCK_HASH, self._hidden, self._device)
+        seeds = self._seeds(nonces, distance_purposes(sign_flips=True))
+        return distances(last, seeds, head, round_target(BLOCK_HASH, self._device))
+
+    def _seeds(self, nonces: Sequence[int], purposes: Sequence[str]) -> Tensor:
+        rows = [nonce_seeds(BLOCK_HASH, PUBLIC_KEY, nonce, purposes) for nonce in nonces]
+        return torch.tensor(rows, device=self._device)
 
     def _last_hidden(self, inputs: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -30,6 +30,8 @@ def test_the_largest_batch_leaves_the_workspace_as_it_is(family: Family, longest
         strong_rng=False,
         layer_hooks=True,
         sign_flips=False,
+        batch=nonces,
+        ahead=[],
     )
     assert client.worker("poc_compute", request)["nonces"] == request["nonces"]
     assert client.worker("poc_test_workspace") == before

@@ -81,6 +81,8 @@ async def test_the_workers_get_what_the_request_says(pod: Pod) -> None:
         "strong_rng": True,
         "layer_hooks": True,
         "sign_flips": False,
+        "batch": 3,
+        "ahead": [],
     }
 
 

@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input embeddings of a nonce: standard normal numbers seeded by block hash, public key and nonce."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from vllm_poc.maths.sampling import fill_normal
-from vllm_poc.maths.seeds import STRONG_SEEDS, input_text, seed_tensor, strong_seed_tensor
+from vllm_poc.maths.seeds import STRONG_SEEDS
 
 
-def fill_inputs(out: Tensor, block_hash: str, public_key: str, nonces: Sequence[int], *, strong_rng: bool) -> None:
-    """Write the embeddings of ``nonces`` into ``out``, row-major, rounded to its type.
+def fill_inputs(out: Tensor, seeds: Tensor) -> None:
+    """Write the embeddings of the nonces with these `vllm_poc.maths.seeds.input_seeds` into ``out``, row-major.
 
-    ``out`` is contiguous ``[len(nonces), seq_len, hidden]`` in the model's dtype. ``strong_rng``
-    takes the 256-bit seed (see `fill_from_strong_seeds`) instead of the 32-bit one. ValueError if
-    the first dimension is not the number of nonces.
+    ``out`` is contiguous ``[batch, seq_len, hidden]`` of any float type; ``seeds`` is int64 ``[batch, 1]``, or
+    ``[batch, 8]`` for the stronger generator.
     """
-    if out.shape[0] != len(nonces):
-        raise ValueError(f"out holds {out.shape[0]} nonces, but nonces names {len(nonces)}: make them equal")
-    texts = [input_text(block_hash, public_key, nonce) for nonce in nonces]
-    rows = out.view(len(nonces), -1)
-    if strong_rng:
-        fill_from_strong_seeds(rows, strong_seed_tensor(texts, out.device))
+    rows = out.view(len(out), -1)
+    if seeds.shape[1] == STRONG_SEEDS:
+        fill_from_strong_seeds(rows, seeds)
     else:
-        fill_normal(rows, seed_tensor(texts, out.device))
+        fill_normal(rows, seeds[:, 0])
 
 
 def fill_from_strong_seeds(rows: Tensor, seeds: Tensor) -> None:

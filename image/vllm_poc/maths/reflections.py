@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Householder reflections ``x <- x - 2 (v . x) v`` along seeded unit vectors."""
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -10,12 +8,10 @@ from vllm_poc.maths.sampling import unit_normal
 from vllm_poc.maths.seeds import seed_tensor
 
 
-@lru_cache(maxsize=1)
 def layer_vectors(*, block_hash: str, num_layers: int, hidden: int, device: torch.device) -> Tensor:
     """Return float32 ``[num_layers, hidden]``: the unit vector that reflects each decoder layer's output.
 
-    Layer i has the seed text ``{block_hash}_layer_{i}_householder``. Cached, since a round has one block hash; do not
-    write into it.
+    Layer i has the seed text ``{block_hash}_layer_{i}_householder``.
     """
     texts = (f"{block_hash}_layer_{layer}_householder" for layer in range(num_layers))
     return unit_normal(seed_tensor(texts, device), hidden)

@@ -72,6 +72,16 @@ def fill_normal(out: Tensor, seeds: Tensor) -> None:
     vector is ``concat(sqrt(-2 ln a) cos(2 pi b), sqrt(-2 ln a) sin(2 pi b))`` cut to n. So vectors
     of different length are not prefixes of each other.
     """
+    if out.is_cuda:
+        from vllm_poc.kernels.normal import fill_normal as fill_in_one_pass  # noqa: PLC0415 - needs a GPU's Triton
+
+        fill_in_one_pass(out, seeds)
+    else:
+        fill_stepwise(out, seeds)
+
+
+def fill_stepwise(out: Tensor, seeds: Tensor) -> None:
+    """Do the same by PyTorch's operations, on any device."""
     half = (out.shape[-1] + 1) // 2
     step = max(1, CHUNK_ELEMENTS // (2 * max(1, seeds.numel())))
     for start in range(0, half, step):

@@ -6,7 +6,7 @@ seed(s) = first four bytes of SHA-256(UTF-8(s)), big-endian
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,16 +30,18 @@ def seed_tensor(texts: Iterable[str], device: torch.device) -> Tensor:
     return torch.tensor([seed(text) for text in texts], dtype=torch.int64, device=device)
 
 
-def strong_seed_tensor(texts: Iterable[str], device: torch.device) -> Tensor:
-    """Return the sub-seeds of ``texts`` as int64 ``[len(texts), 8]`` on ``device``."""
-    return torch.tensor([strong_seeds(text) for text in texts], dtype=torch.int64, device=device)
+def input_seeds(block_hash: str, public_key: str, nonce: int, *, strong_rng: bool) -> tuple[int, ...]:
+    """Return the seed of a nonce's inputs, or its eight sub-seeds for the stronger generator."""
+    text = f"{block_hash}_{public_key}_nonce{nonce}"  # no underscore precedes the number here
+    return strong_seeds(text) if strong_rng else (seed(text),)
 
 
-def input_text(block_hash: str, public_key: str, nonce: int) -> str:
-    """Return the text whose seed gives a nonce's inputs. No underscore precedes the number here."""
-    return f"{block_hash}_{public_key}_nonce{nonce}"
-
-
-def nonce_text(block_hash: str, public_key: str, nonce: int, purpose: str) -> str:
-    """Return the text whose seed gives a nonce's ``purpose``, such as ``signs`` or ``pick_12``."""
-    return f"{block_hash}_{public_key}_nonce_{nonce}_{purpose}"
+def nonce_seeds(block_hash: str, public_key: str, nonce: int, purposes: Sequence[str]) -> list[int]:
+    """Return a nonce's seed for each of ``purposes``, such as ``signs`` or ``pick_12``."""
+    shared = hashlib.sha256(f"{block_hash}_{public_key}_nonce_{nonce}_".encode())
+    seeds = []
+    for purpose in purposes:
+        digest = shared.copy()
+        digest.update(purpose.encode())
+        seeds.append(int.from_bytes(digest.digest()[:4], "big"))
+    return seeds

@@ -4,7 +4,7 @@
 import asyncio
 from typing import Any, Protocol
 
-from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
+from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts, Rehearsal
 
 
 class EngineError(Exception):
@@ -56,6 +56,15 @@ class VllmEngine:
         if len(results) != 1:
             raise EngineError(f"poc_compute was answered by {len(results)} workers instead of one")
         return results[0]
+
+    async def rehearse(self, batch: BatchRequest) -> float | None:
+        """Let the workers prepare such batches; return a batch's seconds on the slowest rank.
+
+        None if one has too little memory. EngineError as `compute`.
+        """
+        ranks: list[Rehearsal] = await self._call("poc_rehearse", batch)
+        seconds = [rank["seconds"] for rank in ranks]
+        return None if None in seconds else max(filter(None, seconds))
 
     def has_unfinished_chat(self) -> bool:
         """Whether inference requests wait or run. PoC's own calls do not count as such."""

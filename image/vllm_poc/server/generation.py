@@ -53,7 +53,8 @@ class Round:
         self.end_index = request.end_index
         self._extended = asyncio.Event()
         self._runner = runner
-        self._size = runner.slice_size(slice_limit)
+        self._limit = slice_limit
+        self._size = runner.slice_size(request, slice_limit)
         self._held_back_before = runner.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings
@@ -112,21 +113,35 @@ class Round:
     async def _compute_slot(self) -> None:
         slot, counters = self.request.slot, self.counters
         try:
+            await self._rehearse()
+            ahead: list[int] = []
             while counters.next_index < slot.capacity:
-                nonces = slot.nonces(counters.next_index, await self._allowance())
-                result = await self._runner.run(self.request, nonces, self._size)
+                nonces = ahead or slot.nonces(counters.next_index, await self._allowance())
+                ahead = slot.nonces(*self._next(counters.next_index + len(nonces)))
+                result = await self._runner.run(self.request, nonces, self._size, ahead)
                 await self.delivery.add(self._record(len(nonces), result))
                 _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
         finally:
             self._on_idle()  # others need not wait for the receiver
+
+    async def _rehearse(self) -> None:
+        await self._runner.rehearse(self.request)
+        self._size = self._runner.slice_size(self.request, self._limit)
 
     async def _allowance(self) -> int:
         """Return how many nonces the next slice may have; waits at ``end_index``."""
         while self.end_index is not None and self.end_index <= self.counters.next_index:
             self._extended.clear()
             await self._extended.wait()
+        return self._most(self.counters.next_index)
+
+    def _next(self, index: int) -> tuple[int, int]:
+        # The slice that may begin before the one in front of it is done, from this index on.
+        return index, self._most(index) if self._size.ahead else 0
+
+    def _most(self, index: int) -> int:
         size = self._size.nonces
-        return size if self.end_index is None else min(size, self.end_index - self.counters.next_index)
+        return size if self.end_index is None else max(0, min(size, self.end_index - index))
 
     def _record(self, count: int, result: SliceResult) -> Piece:
         valid = valid_items(self.request, result.items)

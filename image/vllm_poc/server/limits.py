@@ -47,9 +47,13 @@ def check_validation(request: GenerateRequest) -> None:
 
 
 def slice_limit(request: RoundRequest, facts: ModelFacts) -> int:
+    """Return how many nonces a forward pass holds that is not rehearsed: at least 1."""
+    return min(request.batch_size, most_nonces(request, facts))
+
+
+def most_nonces(request: RoundRequest, facts: ModelFacts) -> int:
     """Return how many nonces one forward pass may hold: at least 1."""
-    by_tokens = facts["max_batch_tokens"] // request.effective_seq_len
-    return max(1, min(request.batch_size, facts["max_batch_nonces"], by_tokens))
+    return max(1, min(facts["max_batch_nonces"], facts["max_batch_tokens"] // request.effective_seq_len))
 
 
 def _check_seq_len(request: RoundRequest, facts: ModelFacts) -> None:

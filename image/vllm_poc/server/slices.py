@@ -3,13 +3,16 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
 from vllm_poc.server import metrics
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.gate import ChatGate
+from vllm_poc.server.limits import most_nonces
 from vllm_poc.server.settings import Settings
+from vllm_poc.server.sizes import HalvedSize, Rehearsed, RehearsedSize, SliceSize, rehearse
 from vllm_poc.wire.requests import RoundRequest
 from vllm_poc.worker.batches import BatchRequest, BatchResult
 
@@ -26,33 +29,6 @@ class SliceResult(NamedTuple):
     rejected: int
 
 
-class SliceSize:
-    """How many nonces a slice holds: the limit, halved as often as the time budget demands.
-
-    Halving keeps the number of shapes small, for each of which the worker may have to prepare.
-    """
-
-    def __init__(self, limit: int, budget_seconds: float) -> None:
-        self._limit = limit
-        self._budget = budget_seconds
-        self._halvings = 0
-        self._slow_in_a_row = 0
-
-    @property
-    def nonces(self) -> int:
-        """Size of the next slice, at least 1."""
-        return max(1, self._limit >> self._halvings)
-
-    def learn(self, seconds: float) -> None:
-        """Adapt to a slice that took ``seconds``. One slow slice may be the first of its shape."""
-        self._slow_in_a_row = self._slow_in_a_row + 1 if seconds > self._budget else 0
-        if self._slow_in_a_row > 1 and self.nonces > 1:
-            self._halvings += 1
-            self._slow_in_a_row = 0
-        elif 2 * seconds <= self._budget and self._halvings:
-            self._halvings -= 1
-
-
 class SliceRunner:
     """Runs slices on the engine for whoever asks, first come first served."""
 
@@ -60,37 +36,72 @@ class SliceRunner:
         self._engine = engine
         self._settings = settings
         self._turn = asyncio.Lock()
+        self._rehearsed: dict[str, Rehearsed] = {}
         self.gate = ChatGate(engine, settings)
 
-    def slice_size(self, limit: int) -> SliceSize:
-        """Return the size of a piece of work whose forward passes may hold ``limit`` nonces."""
-        return SliceSize(limit, self._settings.slice_seconds)
+    def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
+        """Return the size for work whose forward passes hold up to ``limit`` nonces, or what was rehearsed for it."""
+        budget, rehearsed = self._settings.slice_seconds, self._rehearsed.get(_recipe(request))
+        return HalvedSize(limit, budget) if rehearsed is None else RehearsedSize(rehearsed, budget)
 
-    async def run(self, request: RoundRequest, nonces: Sequence[int], size: SliceSize) -> SliceResult:
-        """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine."""
-        first = await self._compute(request, nonces, size)
+    async def rehearse(self, request: RoundRequest) -> None:
+        """Let the workers prepare forward passes for work like this, once, of the size that is best here.
+
+        Takes about a second in pieces, between which chat runs. Does nothing where the workers cannot. EngineError
+        as from the engine.
+        """
+        facts, recipe = await self._engine.facts(), _recipe(request)
+        if not facts["fused"] or recipe in self._rehearsed:
+            return
+        found = await rehearse(
+            partial(self._rehearsal, request),
+            limit=most_nonces(request, facts),
+            seq_len=request.effective_seq_len,
+            budget_seconds=self._settings.slice_seconds,
+        )
+        if found is not None:
+            self._rehearsed[recipe] = found
+
+    async def _rehearsal(self, request: RoundRequest, count: int) -> float | None:
+        async with self._turn:
+            await self.gate.passed()
+            started = monotonic()
+            seconds = await self._engine.rehearse(batch_request(request, range(count), count))
+            self.gate.busy.add(started, monotonic())
+        return seconds
+
+    async def run(
+        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Sequence[int] = ()
+    ) -> SliceResult:
+        """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
+
+        ``ahead`` is the next slice, if it is known: the workers begin it already.
+        """
+        first = await self._compute(request, nonces, size, ahead)
         results = _values(first)
         if first["not_finite"]:
             results |= _values(await self._compute(request, first["not_finite"], size))
         items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
         return SliceResult(items, rejected=len(nonces) - len(items))
 
-    async def _compute(self, request: RoundRequest, nonces: Sequence[int], size: SliceSize) -> BatchResult:
+    async def _compute(
+        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Sequence[int] = ()
+    ) -> BatchResult:
         async with self._turn:
             await self.gate.passed()
             started = monotonic()
-            result = await self._engine.compute(batch_request(request, nonces))
+            result = await self._engine.compute(batch_request(request, nonces, size.batch(len(nonces)), ahead))
             ended = monotonic()
         self.gate.busy.add(started, ended)
-        size.learn(ended - started)
+        size.learn(len(nonces), ended - started)
         metrics.SLICE.observe(ended - started)
         metrics.PROGRESS.set_to_current_time()
         _check_answer(nonces, result)
         return result
 
 
-def batch_request(request: RoundRequest, nonces: Sequence[int]) -> BatchRequest:
-    """Return the workers' message for ``nonces`` of the round."""
+def batch_request(request: RoundRequest, nonces: Sequence[int], batch: int, ahead: Sequence[int] = ()) -> BatchRequest:
+    """Return the workers' message for ``nonces`` of the round, ``batch`` in a forward pass, and those after them."""
     return BatchRequest(
         protocol=request.protocol.value,
         block_hash=request.block_hash,
@@ -101,7 +112,14 @@ def batch_request(request: RoundRequest, nonces: Sequence[int]) -> BatchRequest:
         strong_rng=request.poc_stronger_rng,
         layer_hooks=request.layer_hooks,
         sign_flips=request.sign_flips,
+        batch=batch,
+        ahead=list(ahead),
     )
+
+
+def _recipe(request: RoundRequest) -> str:
+    """Return what forward passes that are prepared alike have in common."""
+    return str({**batch_request(request, [], 0), "block_hash": "", "public_key": ""})
 
 
 def _values(result: BatchResult) -> dict[int, Value]:

@@ -60,7 +60,7 @@ class NamedNonces:
     async def _slices(
         self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready
     ) -> AsyncIterator[list[Item]]:
-        size, done = self._runner.slice_size(limit), 0
+        size, done = self._runner.slice_size(request, limit), 0
         while done < len(nonces):
             await ready()
             part = nonces[done : done + size.nonces]

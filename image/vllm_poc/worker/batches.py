@@ -9,7 +9,11 @@ from typing import NotRequired, TypedDict
 
 
 class BatchRequest(TypedDict):
-    """One forward pass: these nonces of this round."""
+    """These nonces of this round, in forward passes of ``batch`` nonces and a last one of what is left.
+
+    ``ahead`` are the nonces that the next request will probably ask for in the same way: the workers begin them
+    before they answer, so that the device has work meanwhile. If it asks for others, that work is dropped.
+    """
 
     protocol: str
     block_hash: str
@@ -20,6 +24,14 @@ class BatchRequest(TypedDict):
     strong_rng: bool
     layer_hooks: bool
     sign_flips: bool
+    batch: int
+    ahead: list[int]
+
+
+class Rehearsal(TypedDict):
+    """How long a forward pass takes that was prepared for repetition; None if the device's memory is too small."""
+
+    seconds: float | None
 
 
 class BatchResult(TypedDict):
@@ -37,7 +49,10 @@ class BatchResult(TypedDict):
 
 
 class ModelFacts(TypedDict):
-    """What a worker says about its model; ``refusal`` is the reason why PoC cannot run on it."""
+    """What a worker says about its model; ``refusal`` is the reason why PoC cannot run on it.
+
+    ``fused`` says whether its forward pass is PoC's faster one, whose batches are worth a rehearsal.
+    """
 
     hidden_size: int
     num_layers: int
@@ -45,6 +60,7 @@ class ModelFacts(TypedDict):
     max_batch_tokens: int
     max_batch_nonces: int
     scratch_bytes: int
+    fused: bool
     refusal: str | None
 
 

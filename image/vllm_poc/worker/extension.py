@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts
+from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts, Rehearsal
+from vllm_poc.worker.choice import poc_model
 from vllm_poc.worker.forward import PocModel
 from vllm_poc.worker.internals import Runner, UnsupportedModelError
 from vllm_poc.worker.limits import model_facts, refusal
@@ -32,13 +33,19 @@ class PocWorkerExtension:
         return _answer(self._poc_facts)
 
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
-        """Compute one batch together with all other ranks."""
+        """Compute the request together with all other ranks."""
         return _answer(lambda: self._poc_result(request))
+
+    def poc_rehearse(self, request: BatchRequest) -> Rehearsal | Failure:
+        """Prepare batches of as many nonces as the request has, and say how long one takes."""
+        return _answer(lambda: self._poc().rehearse(request))
 
     def _poc_facts(self) -> ModelFacts:
         facts = model_facts(self.model_runner.vllm_config)
         try:
-            facts["scratch_bytes"] = self._poc().scratch.nbytes
+            model = self._poc()
+            facts["scratch_bytes"] = model.scratch_bytes
+            facts["fused"] = model.fused
         except UnsupportedModelError as error:
             facts["refusal"] = str(error)
         return facts
@@ -59,7 +66,7 @@ class PocWorkerExtension:
             reason = refusal(config, self.model_runner.get_model())
             if reason is not None:
                 raise UnsupportedModelError(reason)
-            self._poc_model = PocModel(Runner(self.model_runner), model_facts(config))
+            self._poc_model = poc_model(Runner(self.model_runner), model_facts(config))
         return self._poc_model
 
 

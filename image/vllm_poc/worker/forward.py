@@ -1,72 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One PoC batch: seeded inputs, the served model's forward pass on scratch memory, results."""
+"""PoC batches on the served model: seeded inputs, its forward pass, results."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_poc.maths.inputs import fill_inputs
-from vllm_poc.maths.reflections import layer_vectors
-from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts
-from vllm_poc.worker.hooks import reflected_layers
-from vllm_poc.worker.internals import AttentionPlan, BatchShape, Runner
+from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts, Rehearsal
+from vllm_poc.worker.internals import BatchShape, Runner
 from vllm_poc.worker.limits import check_shape
-from vllm_poc.worker.results import batch_result
+from vllm_poc.worker.passes import Pass, PlainPass
+from vllm_poc.worker.programs import Programs
+from vllm_poc.worker.recipe import Recipe
+from vllm_poc.worker.rehearsal import Memory, seconds_of
+from vllm_poc.worker.results import result_values
+from vllm_poc.worker.round_tensors import RoundTensors
 from vllm_poc.worker.scratch import ScratchCache
+from vllm_poc.worker.work import Work
+
+#: Computes a request together with all other ranks.
+Compute = Callable[[], BatchResult | None]
 
 
 class PocModel:
-    """Computes PoC batches on the served model. Allocates the scratch cache once."""
+    """Computes PoC batches on the served model by the pass that it is given, or by vLLM's own."""
 
-    def __init__(self, runner: Runner, limits: ModelFacts) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, limits: ModelFacts, pass_: Pass | None = None) -> None:
+        self.runner = runner
+        self.pass_ = pass_ or PlainPass(runner)
         self._limits = limits
-        self.scratch = ScratchCache(
-            runner.groups, max_nonces=limits["max_batch_nonces"], max_tokens=limits["max_batch_tokens"]
-        )
+        self.tensors = RoundTensors(layers=len(runner.layers), hidden=limits["hidden_size"], device=runner.device)
+        self._scratch = self._make_scratch() if self.pass_.needs_cache else None
+        on_gpu = runner.device.type == "cuda"
+        self._programs = Programs(runner.device) if on_gpu else None
+        self._memory = Memory(runner.device) if on_gpu else None
+        self._begun: Work | None = None
 
-    def prepare(self, request: BatchRequest) -> Callable[[], BatchResult | None]:
-        """Do what a rank can do alone; what is returned computes the batch, together with all other ranks.
+    @property
+    def fused(self) -> bool:
+        """Whether the forward pass is another than vLLM's own."""
+        return not isinstance(self.pass_, PlainPass)
 
-        ValueError if the batch exceeds the limits that ``poc_describe`` tells. None is the result of
-        every rank but one.
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory of the scratch cache, in bytes; 0 if no layer needs one."""
+        return self._scratch.nbytes if self._scratch is not None else 0
+
+    def prepare(self, request: BatchRequest) -> Compute:
+        """Do what a rank can do alone; what is returned computes the request, together with all other ranks.
+
+        ValueError if a batch exceeds the limits that ``poc_describe`` tells. The result is None on every rank but one.
         """
-        shape = BatchShape(len(request["nonces"]), request["seq_len"])
-        check_shape(shape, self._limits)
-        with torch.inference_mode():
-            inputs = self._inputs(request, shape) if self._runner.ranks.has_first_layer else None
-            plan = self._runner.plan(shape)
-            hooks = self._hooks(request)
-        return partial(self._compute, request, inputs, plan, hooks)
+        recipe = Recipe.of(request)
+        check_shape(BatchShape(min(request["batch"], len(request["nonces"])), recipe.seq_len), self._limits)
+        return partial(self._compute, request, recipe)
 
-    def _compute(
-        self, request: BatchRequest, inputs: Tensor | None, plan: AttentionPlan, hooks: AbstractContextManager[None]
-    ) -> BatchResult | None:
-        with torch.inference_mode():
-            with self._runner.ranks.together(), self.scratch.bound(), hooks:
-                hidden = self._runner.forward(inputs, plan)
-            if hidden is None or not self._runner.ranks.answers:
-                return None
-            last = hidden.view(*plan.shape, -1)[:, -1]
-            return batch_result(last, request)
+    def rehearse(self, request: BatchRequest) -> Rehearsal:
+        """Prepare batches like this one for repetition, together with all other ranks. Needs a GPU."""
+        recipe, memory = Recipe.of(request), self._memory
+        assert memory is not None  # noqa: S101 - the caller's duty
+        tokens = len(request["nonces"]) * recipe.seq_len
+        if not self.runner.ranks.all(memory.has_room_for(tokens)):
+            return Rehearsal(seconds=None)
+        with torch.inference_mode(), self.runner.ranks.together():
+            seeds = self._pinned(recipe.seeds(request, request["nonces"]))
+            self.tensors.load(request["block_hash"], recipe)
+            memory.learn(tokens, lambda: self._values(recipe, seeds))
+            if self._programs is not None and not self.runner.ranks.staged:
+                self._programs.capture(recipe, seeds, partial(self._batch, recipe))
+            return Rehearsal(seconds=seconds_of(lambda: self._values(recipe, seeds), self.runner.device))
 
-    def _inputs(self, request: BatchRequest, shape: BatchShape) -> Tensor:
+    def last_hidden(self, recipe: Recipe, seeds: Tensor) -> Tensor | None:
+        """Return the final norm's output at the last positions: ``[nonces, hidden]``, for ``seeds`` on the device.
+
+        None if another stage has it. Changes nothing of the chat's.
+        """
+        shape = BatchShape(len(seeds), recipe.seq_len)
+        plan = self.pass_.plan(shape)
+        inputs = self._inputs(recipe, seeds, shape) if self.runner.ranks.has_first_layer else None
+        bound = self._scratch.bound() if self._scratch is not None else nullcontext()
+        with bound, self.pass_.applied(self._vectors(recipe), shape):
+            hidden = self.runner.forward(inputs, plan)
+        if hidden is None:
+            return None
+        return hidden if len(hidden) == shape.nonces else hidden.view(*shape, -1)[:, -1]
+
+    def _compute(self, request: BatchRequest, recipe: Recipe) -> BatchResult | None:
+        with torch.inference_mode(), self.runner.ranks.together():
+            mine: BatchRequest = {**request, "ahead": []}
+            work = self._begun if self._begun is not None and self._begun.request == mine else self._begin(mine, recipe)
+            if request["ahead"]:
+                self._begun = self._begin({**mine, "nonces": request["ahead"]}, recipe)
+            return work.result() if self.runner.ranks.answers else None
+
+    def _begin(self, request: BatchRequest, recipe: Recipe) -> Work:
+        self.tensors.load(request["block_hash"], recipe)
+        parts = [
+            # The CPU hashes while the device computes the batch before.
+            self._values(recipe, self._pinned(recipe.seeds(request, nonces)))
+            for nonces in _batched(request["nonces"], request["batch"])
+        ]
+        return Work.of(request, [part for part in parts if part is not None])
+
+    def _values(self, recipe: Recipe, seeds: Tensor) -> Tensor | None:
+        program = self._programs.find(recipe, len(seeds)) if self._programs is not None else None
+        if program is not None:
+            return program.run(seeds)
+        return self._batch(recipe, seeds.to(self.runner.device, non_blocking=True))
+
+    def _batch(self, recipe: Recipe, seeds: Tensor) -> Tensor | None:
+        hidden = self.last_hidden(recipe, seeds)
+        if hidden is None:
+            return None
+        return result_values(hidden, seeds[:, recipe.input_columns :], recipe, self.tensors)
+
+    def _inputs(self, recipe: Recipe, seeds: Tensor, shape: BatchShape) -> Tensor:
         size = (*shape, self._limits["hidden_size"])
-        embeddings = torch.empty(size, dtype=self._runner.dtype, device=self._runner.device)
-        seeded_by = (request["block_hash"], request["public_key"], request["nonces"])
-        fill_inputs(embeddings, *seeded_by, strong_rng=request["strong_rng"])
+        embeddings = torch.empty(size, dtype=self.runner.dtype, device=self.runner.device)
+        fill_inputs(embeddings, seeds[:, : recipe.input_columns])
         return embeddings
 
-    def _hooks(self, request: BatchRequest) -> AbstractContextManager[None]:
-        if not request["layer_hooks"]:
-            return nullcontext()
-        vectors = layer_vectors(
-            block_hash=request["block_hash"],
-            num_layers=len(self._runner.layers),
-            hidden=self._limits["hidden_size"],
-            device=self._runner.device,
+    def _vectors(self, recipe: Recipe) -> Mapping[nn.Module, Tensor]:
+        return dict(zip(self.runner.layers, self.tensors.vectors, strict=True)) if recipe.layer_hooks else {}
+
+    def _pinned(self, seeds: Tensor) -> Tensor:
+        return seeds.pin_memory() if self.runner.device.type == "cuda" else seeds
+
+    def _make_scratch(self) -> ScratchCache:
+        limits = self._limits
+        return ScratchCache(
+            self.runner.groups, max_nonces=limits["max_batch_nonces"], max_tokens=limits["max_batch_tokens"]
         )
-        return reflected_layers(self._runner.layers, vectors)
+
+
+def _batched(nonces: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(nonces), size):
+        yield nonces[start : start + size]

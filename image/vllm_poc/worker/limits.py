@@ -41,6 +41,7 @@ def model_facts(config: VllmConfig) -> ModelFacts:
         max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
         max_batch_nonces=config.scheduler_config.max_num_seqs,
         scratch_bytes=0,
+        fused=False,
         refusal=None,
     )
 

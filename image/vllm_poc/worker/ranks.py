@@ -33,6 +33,11 @@ class Ranks:
         return bool(self._pipeline.is_first_rank)
 
     @property
+    def staged(self) -> bool:
+        """Whether the layers are spread over several stages."""
+        return bool(self._pipeline.world_size > 1)
+
+    @property
     def answers(self) -> bool:
         """Whether this is the one rank that returns a batch's result: the first of the last stage."""
         return bool(self._pipeline.is_last_rank and self._tensor.rank_in_group == 0)
@@ -43,12 +48,16 @@ class Ranks:
         Comes before the first collective of a batch: a rank that failed while it prepared would leave the
         others waiting inside that collective for ever.
         """
-        if self._world.world_size == 1:
-            return
-        votes = torch.tensor([int(ready)])
-        all_reduce(votes, op=ReduceOp.MIN, group=self._world.cpu_group)
-        if ready and not votes.item():
+        if not self.all(ready) and ready:
             raise OtherRankError("another rank could not prepare the batch")
+
+    def all(self, mine: bool) -> bool:
+        """Wait for all ranks; return whether each of them says so."""
+        if self._world.world_size == 1:
+            return mine
+        votes = torch.tensor([int(mine)])
+        all_reduce(votes, op=ReduceOp.MIN, group=self._world.cpu_group)
+        return bool(votes.item())
 
     @contextmanager
     def together(self) -> Iterator[None]:

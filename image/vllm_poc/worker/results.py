@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the last hidden states of a batch to its result: one transfer from the device, then plain values."""
+"""From the last hidden states of a batch to its result."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -9,27 +11,33 @@ from vllm_poc.maths.distance import distances
 from vllm_poc.wire.artifacts import encode_vector
 from vllm_poc.wire.base import Protocol
 from vllm_poc.worker.batches import BatchRequest, BatchResult
+from vllm_poc.worker.recipe import Recipe
+from vllm_poc.worker.round_tensors import RoundTensors
 
 
-def batch_result(last_hidden: Tensor, request: BatchRequest) -> BatchResult:
-    """Return what ``request`` asks for from ``last_hidden`` ``[nonces, hidden]``.
+def result_values(last_hidden: Tensor, seeds: Tensor, recipe: Recipe, tensors: RoundTensors) -> Tensor:
+    """Return the values of nonces from ``last_hidden`` ``[nonces, hidden]`` and ``seeds`` int64 ``[nonces, columns]``.
 
-    A nonce whose hidden state or result holds NaN or infinity is only named as such.
+    They are float16 ``[nonces, k_dim]`` or float32 ``[nonces, 1]``, and NaN for a nonce whose hidden state is not
+    finite. Makes the device wait for nothing.
     """
-    values = _values(last_hidden, request)
-    finite = (last_hidden.isfinite().all(dim=1) & values.isfinite().all(dim=1)).cpu()
-    values, nonces = values.cpu(), torch.tensor(request["nonces"])
+    if recipe.protocol is Protocol.ARTIFACT:
+        # Rounded already: a number too large for fp16 is not finite on the wire.
+        values = artifact_vectors(last_hidden, seeds).to(torch.float16)
+    else:
+        values = distances(last_hidden, seeds, *tensors.head_and_target)[:, None]
+    return values.masked_fill(~last_hidden.isfinite().all(dim=1, keepdim=True), torch.nan)
+
+
+def batch_result(values: Tensor, request: BatchRequest) -> BatchResult:
+    """Return what ``request`` asks for from all values, on the CPU.
+
+    A nonce whose values hold NaN or infinity is only named as such.
+    """
+    finite, nonces = values.isfinite().all(dim=1), torch.tensor(request["nonces"])
     result = BatchResult(nonces=nonces[finite].tolist(), not_finite=nonces[~finite].tolist())
     if values.dtype is torch.float16:
         result["vectors"] = [encode_vector(row) for row in values[finite].tolist()]
     else:
         result["distances"] = values[finite, 0].tolist()
     return result
-
-
-def _values(last_hidden: Tensor, request: BatchRequest) -> Tensor:
-    seeded_by = (request["block_hash"], request["public_key"], request["nonces"])
-    if Protocol(request["protocol"]) is Protocol.ARTIFACT:
-        # Rounded first: a number too large for fp16 is not finite on the wire.
-        return artifact_vectors(last_hidden, *seeded_by, k_dim=request["k_dim"]).to(torch.float16)
-    return distances(last_hidden, *seeded_by, sign_flips=request["sign_flips"])[:, None]

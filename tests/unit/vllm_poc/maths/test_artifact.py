@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.known_answers import ANSWERS, BLOCK_HASH, F16_ULP, PUBLIC_KEY, UNIT_ABS, label
+from tests.support.known_answers import ANSWERS, F16_ULP, UNIT_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.tensors import CPU, assert_close, bits, known_hidden, ulp_distance  # noqa: E402
+from tests.support.tensors import assert_close, bits, known_hidden, seed_rows, ulp_distance  # noqa: E402
 from vllm_poc.maths import artifact  # noqa: E402
 from vllm_poc.maths.reflections import reflect_chain  # noqa: E402
 from vllm_poc.maths.sampling import hashes, unit_normal  # noqa: E402
@@ -20,19 +20,17 @@ from vllm_poc.wire.artifacts import encode_vector  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-def seeds(nonce: int, k_dim: int) -> artifact.ArtifactSeeds:
-    return artifact.artifact_seeds(BLOCK_HASH, PUBLIC_KEY, [nonce], k_dim=k_dim, device=CPU)
+def seeds(nonce: int, k_dim: int) -> Tensor:
+    return seed_rows([nonce], artifact.artifact_purposes(k_dim))
 
 
 def vectors(last_hidden: Tensor, nonces: list[int], k_dim: int = 12) -> Tensor:
-    return artifact.artifact_vectors(
-        last_hidden, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, k_dim=k_dim
-    )
+    return artifact.artifact_vectors(last_hidden, seed_rows(nonces, artifact.artifact_purposes(k_dim)))
 
 
 @pytest.mark.parametrize("entry", ANSWERS["pick_indices"], ids=label)
 def test_pick_in_cuda_order(entry: dict[str, Any]) -> None:
-    pick = seeds(entry["nonce"], entry["k"]).pick
+    pick = seeds(entry["nonce"], entry["k"])[:, 0]
     got = artifact.pick_indices(pick, hidden=entry["dim"], k_dim=entry["k"])
     assert got.tolist() == [entry["cuda_topk_order"]]
     assert sorted(got[0].tolist()) == sorted(entry["cpu_topk_order"])
@@ -40,7 +38,7 @@ def test_pick_in_cuda_order(entry: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("entry", ANSWERS["pick_indices"], ids=label)
 def test_hashes_of_the_pick_ascend_in_hash_order(entry: dict[str, Any]) -> None:
-    scores = hashes(seeds(entry["nonce"], entry["k"]).pick, entry["dim"])[0]
+    scores = hashes(seeds(entry["nonce"], entry["k"])[:, 0], entry["dim"])[0]
     assert scores.argsort()[: entry["k"]].tolist() == entry["ascending_hash_order"]
 
 
@@ -62,14 +60,14 @@ def test_pick_beyond_the_hidden_size_is_refused(k_dim: int) -> None:
 
 @pytest.mark.parametrize("entry", ANSWERS["haar_householder_vectors"], ids=label)
 def test_rotation_vectors(entry: dict[str, Any]) -> None:
-    rotation = unit_normal(seeds(entry["nonce"], entry["k"]).rotation, entry["k"])
+    rotation = unit_normal(seeds(entry["nonce"], entry["k"])[:, 1:], entry["k"])
     assert_close(rotation[0, entry["j"]], entry["values"], UNIT_ABS)
 
 
 @pytest.mark.parametrize("entry", ANSWERS["haar_householder_chain"], ids=label)
 def test_rotation(entry: dict[str, Any]) -> None:
     x = torch.tensor([ANSWERS["haar_input_x"]["values"]])
-    rotation = unit_normal(seeds(entry["nonce"], entry["k"]).rotation, entry["k"])
+    rotation = unit_normal(seeds(entry["nonce"], entry["k"])[:, 1:], entry["k"])
     assert_close(reflect_chain(x, rotation), [entry["y"]], UNIT_ABS)
 
 
@@ -100,7 +98,7 @@ def test_encoded_artifacts_equal_the_known_ones() -> None:
 def test_another_order_of_the_pick_is_another_artifact(entry: dict[str, Any]) -> None:
     other = entry["ascending_hash_order"]
     picked = known_hidden(entry["hidden"])[:, other["indices"]]
-    rotated = reflect_chain(picked, unit_normal(seeds(entry["nonce"], entry["k"]).rotation, entry["k"]))
+    rotated = reflect_chain(picked, unit_normal(seeds(entry["nonce"], entry["k"])[:, 1:], entry["k"]))
     there = rotated / rotated.norm()
     assert_close(there, [other["vector_f32"]], UNIT_ABS)
     here = vectors(known_hidden(entry["hidden"]), [entry["nonce"]], entry["k"])

@@ -3,11 +3,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.known_answers import ANSWERS, BLOCK_HASH, PUBLIC_KEY, UNIT_ABS, label
+from tests.support.known_answers import ANSWERS, BLOCK_HASH, UNIT_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
-from tests.support.tensors import CPU, assert_close, known_hidden  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from tests.support.tensors import CPU, assert_close, known_hidden, seed_rows  # noqa: E402
 from vllm_poc.maths import distance  # noqa: E402
 from vllm_poc.maths.sampling import normal, unit_normal  # noqa: E402
 from vllm_poc.maths.seeds import seed_tensor  # noqa: E402
@@ -17,8 +19,14 @@ pytestmark = pytest.mark.torch
 HEAD = ANSWERS["random_lm_head"]
 
 
-def seeds(nonce: int, *, sign_flips: bool = True) -> distance.DistanceSeeds:
-    return distance.distance_seeds(BLOCK_HASH, PUBLIC_KEY, [nonce], sign_flips=sign_flips, device=CPU)
+def seeds(*nonces: int, sign_flips: bool = True) -> Tensor:
+    return seed_rows(nonces, distance.distance_purposes(sign_flips=sign_flips))
+
+
+def distances(last_hidden: Tensor, *nonces: int, sign_flips: bool = True) -> Tensor:
+    head = distance.random_head(BLOCK_HASH, last_hidden.shape[1], CPU)
+    rows = seeds(*nonces, sign_flips=sign_flips)
+    return distance.distances(last_hidden, rows, head, distance.round_target(BLOCK_HASH, CPU))
 
 
 @pytest.mark.parametrize(
@@ -31,17 +39,17 @@ def test_target_vectors(entry: dict[str, Any]) -> None:
 
 def test_the_round_target_is_seeded_by_the_block_hash_alone() -> None:
     entry = next(e for e in ANSWERS["target_by_block_hash_only"] if e["dim"] == distance.OUTPUT_DIM)
-    assert_close(distance.target(BLOCK_HASH, CPU)[: entry["first"]], entry["values"], UNIT_ABS)
+    assert_close(distance.round_target(BLOCK_HASH, CPU)[: entry["first"]], entry["values"], UNIT_ABS)
 
 
 @pytest.mark.parametrize("entry", ANSWERS["sign_flips"], ids=label)
 def test_signs(entry: dict[str, Any]) -> None:
-    assert distance.signs(seeds(entry["nonce"]).signs, entry["dim"]).tolist() == [entry["values"]]
+    assert distance.signs(seeds(entry["nonce"])[:, 8], entry["dim"]).tolist() == [entry["values"]]
 
 
 @pytest.mark.parametrize("entry", ANSWERS["nonce_householder_vectors"], ids=label)
 def test_nonce_reflections(entry: dict[str, Any]) -> None:
-    got = unit_normal(seeds(entry["nonce"]).reflections, entry["dim"])[0, entry["r"]]
+    got = unit_normal(seeds(entry["nonce"])[:, :8], entry["dim"])[0, entry["r"]]
     assert_close(got, entry["values"], UNIT_ABS)
 
 
@@ -54,30 +62,18 @@ def test_random_head() -> None:
     assert_close(head.flatten(), (raw[0] * HEAD["scale"]).tolist(), UNIT_ABS)
 
 
-def test_random_heads_are_cached_but_few() -> None:
-    distance.random_head.cache_clear()
-    first = distance.random_head("a", 4, CPU)
-    assert distance.random_head("a", 4, CPU) is first
-    for block_hash in "bcde":
-        distance.random_head(block_hash, 4, CPU)
-    assert distance.random_head.cache_info().currsize == 2
-
-
 @pytest.mark.parametrize("entry", ANSWERS["distance_phase34"], ids=label)
 def test_distance(entry: dict[str, Any]) -> None:
     flips = entry["sign_flips"]
     hidden = known_hidden(entry["hidden"])
     reflected = distance.transform_hidden(hidden, seeds(entry["nonce"], sign_flips=flips))
     assert_close(reflected, [entry["reflected"]], UNIT_ABS)
-    got = distance.distances(
-        hidden, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=[entry["nonce"]], sign_flips=flips
-    )
-    assert_close(got, [entry["distance"]], UNIT_ABS)
+    assert_close(distances(hidden, entry["nonce"], sign_flips=flips), [entry["distance"]], UNIT_ABS)
 
 
 def test_a_batch_is_its_nonces_one_by_one_and_bad_rows_give_nan() -> None:
     rows = torch.stack([known_hidden(8)[0], torch.zeros(8), torch.full((8,), torch.inf), known_hidden(8)[0]])
-    got = distance.distances(rows, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=[0, 1, 2, 1], sign_flips=True)
+    got = distances(rows, 0, 1, 2, 1)
     known = {e["nonce"]: e["distance"] for e in ANSWERS["distance_phase34"] if e["sign_flips"]}
     assert_close(got[[0, 3]], [known[0], known[1]], UNIT_ABS)
     assert got.isnan().tolist() == [False, True, True, False]

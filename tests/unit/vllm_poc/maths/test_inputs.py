@@ -11,14 +11,19 @@ from torch import Tensor  # noqa: E402
 
 from tests.support.tensors import assert_close, bits, ulp_distance  # noqa: E402
 from vllm_poc.maths.inputs import fill_inputs  # noqa: E402
+from vllm_poc.maths.seeds import input_seeds  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 def inputs(nonces: list[int], seq_len: int, hidden: int, *, dtype: object = torch.float32, strong: bool) -> Tensor:
     out = torch.full((len(nonces), seq_len, hidden), torch.nan, dtype=dtype)
-    fill_inputs(out, block_hash=BLOCK_HASH, public_key=PUBLIC_KEY, nonces=nonces, strong_rng=strong)
+    fill_inputs(out, seeds(nonces, strong=strong))
     return out
+
+
+def seeds(nonces: list[int], *, strong: bool) -> Tensor:
+    return torch.tensor([input_seeds(BLOCK_HASH, PUBLIC_KEY, nonce, strong_rng=strong) for nonce in nonces])
 
 
 def shape(entry: dict[str, Any]) -> tuple[list[int], int, int]:
@@ -51,15 +56,8 @@ def test_a_batch_is_its_nonces_one_by_one(strong: bool) -> None:
         torch.testing.assert_close(row, inputs([nonce], 5, 13, strong=strong)[0], rtol=0, atol=NORMAL_ABS)
 
 
-@pytest.mark.parametrize("change", [{"block_hash": "x"}, {"public_key": "x"}, {"nonces": [1]}])
-def test_hash_key_and_nonce_each_change_the_inputs(change: dict[str, Any]) -> None:
-    first, second = torch.empty(1, 2, 8), torch.empty(1, 2, 8)
-    same: dict[str, Any] = {"block_hash": BLOCK_HASH, "public_key": PUBLIC_KEY, "nonces": [0], "strong_rng": False}
-    fill_inputs(first, **same)
-    fill_inputs(second, **(same | change))
-    assert not torch.equal(first, second)
-
-
-def test_a_batch_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="out holds 2 nonces, but nonces names 1"):
-        fill_inputs(torch.empty(2, 1, 4), block_hash="a", public_key="b", nonces=[1], strong_rng=False)
+@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("change", [{"block_hash": "x"}, {"public_key": "x"}, {"nonce": 1}])
+def test_hash_key_and_nonce_each_change_the_seeds(change: dict[str, Any], strong: bool) -> None:
+    same: dict[str, Any] = {"block_hash": BLOCK_HASH, "public_key": PUBLIC_KEY, "nonce": 0, "strong_rng": strong}
+    assert input_seeds(**same) != input_seeds(**(same | change))

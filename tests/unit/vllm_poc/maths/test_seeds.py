@@ -20,15 +20,15 @@ def test_seed_of_a_text(entry: dict[str, Any]) -> None:
 
 
 def test_texts_are_spelled_as_the_protocol_says() -> None:
-    assert seeds.input_text(BLOCK_HASH, PUBLIC_KEY, 0) in TEXTS
-    assert seeds.nonce_text(BLOCK_HASH, PUBLIC_KEY, 0, "pick_12") in TEXTS
+    inputs, pick = f"{BLOCK_HASH}_{PUBLIC_KEY}_nonce0", f"{BLOCK_HASH}_{PUBLIC_KEY}_nonce_0_pick_12"
+    assert seeds.input_seeds(BLOCK_HASH, PUBLIC_KEY, 0, strong_rng=False) == (TEXTS[inputs],)
+    assert seeds.nonce_seeds(BLOCK_HASH, PUBLIC_KEY, 0, ["pick_12"]) == [TEXTS[pick]]
 
 
 @pytest.mark.parametrize("entry", ANSWERS["generate_inputs_concat_murmur"], ids=label)
 def test_strong_seeds_are_the_whole_digest(entry: dict[str, Any]) -> None:
-    text = seeds.input_text(BLOCK_HASH, PUBLIC_KEY, entry["nonce"])
-    assert list(seeds.strong_seeds(text)) == entry["sub_seeds"]
-    assert seeds.strong_seeds(text)[0] == seeds.seed(text)
+    words = [seeds.input_seeds(BLOCK_HASH, PUBLIC_KEY, entry["nonce"], strong_rng=strong) for strong in (True, False)]
+    assert words == [tuple(entry["sub_seeds"]), tuple(entry["sub_seeds"][:1])]
 
 
 def test_seed_tensors_hold_words_above_int31() -> None:

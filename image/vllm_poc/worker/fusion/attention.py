@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention straight from queries, keys and values: a prefill whose cache nobody reads later needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_poc.worker.fusion.patches import Patch
+from vllm_poc.worker.internals import AttentionPlan, BatchShape, Runner
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+
+class Prefill(NamedTuple):
+    """What a batch of sequences of one length tells attention: ``starts`` int32 ``[nonces + 1]`` of the sequences."""
+
+    starts: Tensor
+    seq_len: int
+
+
+def attention_layers(runner: Runner) -> list[Attention]:
+    """Return all attention layers of this stage."""
+    return [layer for group in runner.groups for layer in group.layers.values()]
+
+
+def needs_no_cache(layers: Sequence[Attention]) -> bool:
+    """Whether all layers are FlashAttention's and would read from the cache what they wrote, unchanged."""
+    return bool(layers) and all(_is_plain(layer) for layer in layers)
+
+
+def prefill_plan(runner: Runner, shape: BatchShape) -> AttentionPlan:
+    """Describe a batch to layers that are patched. Without slots vLLM writes nothing into the cache."""
+    starts = torch.arange(0, shape.tokens + 1, shape.seq_len, dtype=torch.int32, device=runner.device)
+    names = [name for group in runner.groups for name in group.layers]
+    positions = torch.arange(shape.seq_len, device=runner.device).repeat(shape.nonces)
+    return AttentionPlan(shape, positions, dict.fromkeys(names, Prefill(starts, shape.seq_len)), {})
+
+
+def prefill_patches(layers: Sequence[Attention]) -> Iterator[Patch]:
+    """Replace the forward passes of the layers' backend by ones that take a `Prefill`."""
+    for layer in layers:
+        yield Patch(layer.impl, "forward", _Direct(layer.impl))
+
+
+class _Direct:
+    def __init__(self, impl: FlashAttentionImpl) -> None:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # noqa: PLC0415 - CUDA alone has it
+
+        self._attend = flash_attn_varlen_func
+        self._impl = impl
+
+    def __call__(
+        self,
+        layer: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Prefill,
+        output: Tensor,
+        **_: Any,  # noqa: ANN401 - scales of outputs, which FlashAttention has not
+    ) -> Tensor:
+        impl, (starts, seq_len) = self._impl, attn_metadata
+        self._attend(
+            q=query,
+            k=key,
+            v=value,
+            out=output,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=seq_len,
+            max_seqlen_k=seq_len,
+            softmax_scale=impl.scale,
+            causal=True,
+            alibi_slopes=impl.alibi_slopes,
+            window_size=list(impl.sliding_window),
+            softcap=impl.logits_soft_cap,
+            fa_version=impl.vllm_flash_attn_version,
+            num_splits=1,  # as many as the sequences are short
+            s_aux=impl.sinks,
+        )
+        return output
+
+
+def _is_plain(layer: Attention) -> bool:
+    impl = layer.impl
+    plain = type(impl).__name__ == "FlashAttentionImpl" and impl.attn_type == AttentionType.DECODER
+    return plain and impl.kv_cache_dtype in ("auto", "bfloat16", "float16") and layer.query_quant is None

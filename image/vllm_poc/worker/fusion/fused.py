@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass as PoC runs it on a GPU: vLLM's model with fused operations, and no cache where none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from vllm_poc.kernels import layers as kernels
+from vllm_poc.worker.fusion.attention import attention_layers, needs_no_cache, prefill_patches, prefill_plan
+from vllm_poc.worker.fusion.last_token import last_tokens_only
+from vllm_poc.worker.fusion.operations import is_plain_norm, operation_patches
+from vllm_poc.worker.fusion.patches import patched
+from vllm_poc.worker.hooks import reflected_layers
+
+if TYPE_CHECKING:
+    from vllm_poc.worker.internals import AttentionPlan, BatchShape, Runner
+
+
+class FusedPass:
+    """A `vllm_poc.worker.passes.Pass` for CUDA."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._attention = attention_layers(runner)
+        self.needs_cache = not needs_no_cache(self._attention)
+        self._norm_after = dict(_norms_after(runner))
+
+    def plan(self, shape: BatchShape) -> AttentionPlan:
+        """Describe a batch to the attention layers."""
+        return self._runner.plan(shape) if self.needs_cache else prefill_plan(self._runner, shape)
+
+    @contextmanager
+    def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> Iterator[None]:
+        """Make the model compute this way, and reflect each layer's output along its vector."""
+        norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
+        others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
+        patches = list(operation_patches(self._runner.model, norms))
+        if not self.needs_cache:
+            patches.extend(prefill_patches(self._attention))
+        last = last_tokens_only(self._runner.layers[-1], shape)
+        with patched(patches), reflected_layers(others, _reflected), last:
+            yield
+
+
+def _norms_after(runner: Runner) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each layer of this stage with the norm that reads its output, where it can do the layer's reflection."""
+    last_norm = getattr(getattr(runner.model, "model", None), "norm", None)
+    following = [getattr(layer, "input_layernorm", None) for layer in runner.layers[1:]]
+    for layer, norm in zip(runner.layers, [*following, last_norm], strict=True):
+        if is_plain_norm(norm):
+            yield layer, norm
+
+
+def _reflected(x: Tensor, vector: Tensor) -> Tensor:
+    kernels.reflect(x, vector)
+    return x

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused kernels round as the unfused operations do, which are written out here."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the worker environment")
+pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
+
+from torch import Tensor  # noqa: E402
+from torch import dtype as DType  # noqa: E402, N812
+from torch.nn.functional import silu  # noqa: E402
+
+from vllm_poc.kernels import layers, normal  # noqa: E402
+from vllm_poc.maths import reflections, sampling  # noqa: E402
+
+DTYPES = [torch.bfloat16, torch.float16]
+#: Share of elements that may be rounded the other way, since sums have another order.
+OTHERWISE = 0.002
+EPSILON = 1e-6
+
+
+def random(*shape: int, dtype: DType, seed: int = 1) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def unit(n: int) -> Tensor:
+    vector = random(n, dtype=torch.float32, seed=2)
+    return vector / vector.norm()
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """All but a few elements are equal, and those are neighbours."""
+    differing = (found != expected).float().mean().item()
+    assert differing <= OTHERWISE, f"{differing:.2%} of the elements differ"
+    one_step = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, expected, rtol=one_step, atol=one_step)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    exact = x.float()
+    scaled = exact * torch.rsqrt(exact.pow(2).mean(dim=-1, keepdim=True) + EPSILON)
+    return scaled.to(weight.dtype) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+@pytest.mark.parametrize("seeds", [(5,), (3, 8)])
+@pytest.mark.parametrize("n", [7, 1000, 65_537])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+def test_normal_numbers(seeds: tuple[int, ...], n: int, dtype: DType) -> None:
+    words = torch.randint(2**32, seeds, device="cuda")
+    found, expected = (torch.full((*seeds, n), torch.nan, device="cuda", dtype=dtype) for _ in range(2))
+    normal.fill_normal(found, words)
+    sampling.fill_stepwise(expected, words)
+    if dtype is torch.float32:  # not every last digit of a logarithm or cosine is the same
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    else:
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [100, 1024, 5120])
+def test_reflection(n: int, dtype: DType) -> None:
+    x = random(300, n, dtype=dtype)
+    expected = reflections.reflect(x, unit(n))
+    layers.reflect(x, unit(n))
+    assert_same(x, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [100, 1024, 5120])
+def test_norm(n: int, dtype: DType) -> None:
+    x, weight = random(300, n, dtype=dtype), random(n, dtype=dtype, seed=3)
+    assert_same(layers.norm(x, weight, EPSILON), norm(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [100, 1024, 5120])
+@pytest.mark.parametrize("reflected", [False, True])
+def test_sum_and_norm(n: int, dtype: DType, reflected: bool) -> None:
+    x, residual, weight = (random(300, n, dtype=dtype, seed=seed) for seed in (4, 5, 6))
+    weight, vector = weight[0].contiguous(), unit(n) if reflected else None
+    left, right = (part if vector is None else reflections.reflect(part, vector) for part in (x, residual))
+    total = left.float() + right.float()
+    layers.add_norm(x, residual, weight, EPSILON, vector)
+    assert_same(residual, total.to(dtype))
+    assert_same(x, norm(total, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(dtype: DType) -> None:
+    x = random(300, 2 * 3000, dtype=dtype)
+    assert_same(layers.gated(x), silu(x[:, :3000]) * x[:, 3000:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(16, 8, 128), (5, 1, 64)])
+def test_norm_and_rotation(q_heads: int, kv_heads: int, head_dim: int, dtype: DType) -> None:
+    tokens, width = 200, (q_heads + 2 * kv_heads) * head_dim
+    qkv, positions = random(tokens, width, dtype=dtype), torch.arange(tokens, device="cuda") % 64
+    q_weight, k_weight = random(head_dim, dtype=dtype, seed=7), random(head_dim, dtype=dtype, seed=8)
+    cos_sin = random(64, head_dim, dtype=dtype, seed=9)
+    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+    heads = qkv.clone().view(tokens, -1, head_dim)
+    queries, keys, values = heads.split((q_heads, kv_heads, kv_heads), dim=1)
+    layers.norm_and_rotate(qkv, positions, cos_sin, q_weight, k_weight, q_heads=q_heads, epsilon=EPSILON)
+    found = qkv.view(tokens, -1, head_dim).split((q_heads, kv_heads, kv_heads), dim=1)
+    assert_same(found[0], rotate(norm(queries, q_weight), cos, sin))
+    assert_same(found[1], rotate(norm(keys, k_weight), cos, sin))
+    assert torch.equal(found[2], values)

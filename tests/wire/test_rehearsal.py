@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds on workers that prepare forward passes for repetition, as they do on a GPU."""
+
+from itertools import pairwise
+
+import pytest
+
+from tests.support.pod import ARTIFACT, SLOT, Pod
+from vllm_poc.wire.base import PowState
+
+
+@pytest.fixture
+def fused(pod: Pod) -> Pod:
+    pod.engine.facts["fused"] = True
+    return pod
+
+
+async def test_each_slice_names_the_one_after_it(fused: Pod) -> None:
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 2000)
+    await fused.post("stop")
+    batches = fused.engine.batches
+    assert fused.engine.rehearsed == [8, 16]  # 512 tokens, then the most nonces that the engine takes
+    assert {batch["batch"] for batch in batches} == {16}
+    assert all(batch["ahead"] == after["nonces"] for batch, after in pairwise(batches))
+    assert len(set(fused.engine.computed)) == len(fused.engine.computed)
+
+
+async def test_nothing_is_begun_beyond_the_end(fused: Pod) -> None:
+    await fused.start(ARTIFACT | SLOT | {"round_id": "r1", "end_index": 700})
+    await fused.reach(lambda s: s.total_checked == 700)
+    assert fused.engine.batches[-1]["ahead"] == []
+    await fused.post("extend", {"round_id": "r1", "end_index": 701})
+    await fused.reach(lambda s: s.total_checked == 701)
+    assert len(fused.engine.computed) == 701
+
+
+async def test_other_work_of_the_same_kind_finds_everything_prepared(fused: Pod) -> None:
+    for block_hash in ("a", "b"):
+        await fused.start(ARTIFACT | SLOT | {"block_hash": block_hash})
+        await fused.reach(lambda s: s.total_checked > 0)
+        await fused.post("stop")
+    assert fused.engine.rehearsed == [8, 16]
+    await fused.start(ARTIFACT | SLOT | {"params": ARTIFACT["params"] | {"seq_len": 32}})
+    await fused.reach(lambda s: s.total_checked > 0)
+    assert fused.engine.rehearsed == [8, 16, 16]
+
+
+async def test_a_rehearsal_that_fails_fails_the_round(fused: Pod) -> None:
+    fused.engine.worker_error = "CUDA error"
+    await fused.start(ARTIFACT | SLOT)
+    status = await fused.reach(lambda s: s.state is PowState.FAILED)
+    assert status.error == "poc_rehearse failed: CUDA error"
