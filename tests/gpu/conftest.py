@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.vllm.client import Client
 
 TEST_SECONDS = 600
-FLAGS = ["--worker-extension-cls", "tests.gpu.memory.MemoryExtension"]
+FLAGS = ["--worker-extension-cls", "tests.gpu.unfused.UnfusedExtension"]
 FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware", "--max-num-seqs", "256"]
 
 

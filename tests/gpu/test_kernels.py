@@ -14,7 +14,7 @@ from vllm_poc.kernels import layers, normal  # noqa: E402
 from vllm_poc.maths import reflections, sampling  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16]
-#: Share of elements that may be rounded the other way, since sums have another order.
+#: Share of elements that may be rounded the other way where a sum has another order, or a logarithm another last digit.
 OTHERWISE = 0.002
 EPSILON = 1e-6
 
@@ -29,10 +29,10 @@ def unit(n: int) -> Tensor:
     return vector / vector.norm()
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    """All but a few elements are equal, and those are neighbours."""
+def assert_same(found: Tensor, expected: Tensor, *, otherwise: float = 0.0) -> None:
+    """All are equal, but for a share of neighbours."""
     differing = (found != expected).float().mean().item()
-    assert differing <= OTHERWISE, f"{differing:.2%} of the elements differ"
+    assert differing <= otherwise, f"{differing:.2%} of the elements differ"
     one_step = torch.finfo(found.dtype).eps
     torch.testing.assert_close(found, expected, rtol=one_step, atol=one_step)
 
@@ -59,36 +59,37 @@ def test_normal_numbers(seeds: tuple[int, ...], n: int, dtype: DType) -> None:
     if dtype is torch.float32:  # not every last digit of a logarithm or cosine is the same
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
     else:
-        assert_same(found, expected)
+        assert_same(found, expected, otherwise=OTHERWISE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [100, 1024, 5120])
 def test_reflection(n: int, dtype: DType) -> None:
-    x = random(300, n, dtype=dtype)
+    x = random(3000, n, dtype=dtype)
     expected = reflections.reflect(x, unit(n))
     layers.reflect(x, unit(n))
-    assert_same(x, expected)
+    assert_same(x, expected, otherwise=OTHERWISE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [100, 1024, 5120])
 def test_norm(n: int, dtype: DType) -> None:
     x, weight = random(300, n, dtype=dtype), random(n, dtype=dtype, seed=3)
-    assert_same(layers.norm(x, weight, EPSILON), norm(x, weight))
+    assert_same(layers.norm(x, weight, EPSILON), norm(x, weight), otherwise=0.0 if n % 128 == 0 else OTHERWISE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [100, 1024, 5120])
 @pytest.mark.parametrize("reflected", [False, True])
 def test_sum_and_norm(n: int, dtype: DType, reflected: bool) -> None:
-    x, residual, weight = (random(300, n, dtype=dtype, seed=seed) for seed in (4, 5, 6))
+    x, residual, weight = (random(3000, n, dtype=dtype, seed=seed) for seed in (4, 5, 6))
     weight, vector = weight[0].contiguous(), unit(n) if reflected else None
     left, right = (part if vector is None else reflections.reflect(part, vector) for part in (x, residual))
     total = left.float() + right.float()
     layers.add_norm(x, residual, weight, EPSILON, vector)
-    assert_same(residual, total.to(dtype))
-    assert_same(x, norm(total, weight))
+    otherwise = 0.0 if n % 128 == 0 and not reflected else OTHERWISE
+    assert_same(residual, total.to(dtype), otherwise=otherwise)
+    assert_same(x, norm(total, weight), otherwise=otherwise)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,6 +110,7 @@ def test_norm_and_rotation(q_heads: int, kv_heads: int, head_dim: int, dtype: DT
     queries, keys, values = heads.split((q_heads, kv_heads, kv_heads), dim=1)
     layers.norm_and_rotate(qkv, positions, cos_sin, q_weight, k_weight, q_heads=q_heads, epsilon=EPSILON)
     found = qkv.view(tokens, -1, head_dim).split((q_heads, kv_heads, kv_heads), dim=1)
-    assert_same(found[0], rotate(norm(queries, q_weight), cos, sin))
-    assert_same(found[1], rotate(norm(keys, k_weight), cos, sin))
+    otherwise = 0.0 if head_dim == 128 else OTHERWISE
+    assert_same(found[0], rotate(norm(queries, q_weight), cos, sin), otherwise=otherwise)
+    assert_same(found[1], rotate(norm(keys, k_weight), cos, sin), otherwise=otherwise)
     assert torch.equal(found[2], values)

@@ -83,16 +83,21 @@ def test_memory_stays_flat_over_ten_thousand_batches(small_client: Client) -> No
 
 
 def hold_memory_flat(client: Client, batches: int) -> None:
-    """What PoC adds is the scratch and what a batch needs: the first batches of a shape take it, later ones no more."""
+    """What PoC adds is what a prepared batch needs: the first round of a shape takes it, later ones no more."""
     idle = client.workers("poc_test_memory")
-    client.artifacts(range(20 * BATCH), seq_len=16, batch_size=BATCH)
+    generate(client, 20 * BATCH)
     before = client.workers("poc_test_memory")
-    client.start(batch_size=BATCH, params={"model": MODEL_NAME, "seq_len": 16, "k_dim": K_DIM})
-    while client.status()["total_checked"] < batches * BATCH:
-        assert client.status()["state"] == "GENERATING"
-        time.sleep(0.2)
-    client.stop()
+    generate(client, batches * BATCH)
     after = client.workers("poc_test_memory")
     _log.info("scratch %s", [facts["scratch_bytes"] for facts in client.workers("poc_describe")])
     _log.info("idle %s, after the first batches %s, at the end %s", idle, before, after)
     assert after == before
+
+
+def generate(client: Client, nonces: int) -> None:
+    """Run a round until it has computed so many nonces."""
+    client.start(batch_size=BATCH, params={"model": MODEL_NAME, "seq_len": 16, "k_dim": K_DIM})
+    while client.status()["total_checked"] < nonces:
+        assert client.status()["state"] == "GENERATING"
+        time.sleep(0.2)
+    client.stop()

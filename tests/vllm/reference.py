@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.vllm.client import K_DIM, ROUND
-from vllm_poc.maths.artifact import artifact_purposes, artifact_vectors
-from vllm_poc.maths.distance import distance_purposes, distances, random_head, round_target
+from vllm_poc.maths.artifact import Selection, artifact_purposes, artifact_vectors
+from vllm_poc.maths.distance import Transform, distance_purposes, distances, random_head, round_target
 from vllm_poc.maths.inputs import fill_inputs
 from vllm_poc.maths.reflections import layer_vectors
 from vllm_poc.maths.seeds import input_seeds, nonce_seeds
@@ -44,14 +44,16 @@ class Reference:
         )
         with reflected_layers(dict(zip(self.model.layers, vectors, strict=True))):
             last = self._last_hidden(inputs)
-        return artifact_vectors(last, self._seeds(nonces, artifact_purposes(K_DIM)))
+        seeds = self._seeds(nonces, artifact_purposes(K_DIM))
+        return artifact_vectors(last, Selection.of(seeds, hidden=self._hidden))
 
     def distances(self, inputs: Tensor, nonces: Sequence[int]) -> Tensor:
         """Return the distances ``[nonces]``, with sign flips and without layer hooks."""
         last = self._last_hidden(inputs)
         head = random_head(BLOCK_HASH, self._hidden, self._device)
         seeds = self._seeds(nonces, distance_purposes(sign_flips=True))
-        return distances(last, seeds, head, round_target(BLOCK_HASH, self._device))
+        transform = Transform.of(seeds, hidden=self._hidden)
+        return distances(last, transform, head, round_target(BLOCK_HASH, self._device))
 
     def _seeds(self, nonces: Sequence[int], purposes: Sequence[str]) -> Tensor:
         rows = [nonce_seeds(BLOCK_HASH, PUBLIC_KEY, nonce, purposes) for nonce in nonces]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elementwise work between the matrix products of a decoder layer. All but `norm` and `gated` work in place.
 
-The unfused operations, whose every result is rounded, are named by each function.
+Sums run through a row in the order of PyTorch's reductions, so that not even their last bit differs: a warp takes 128
+elements at a time, four in each lane.
 """
 
 from __future__ import annotations
@@ -18,24 +19,23 @@ if TYPE_CHECKING:
 
 #: A product and a sum stay two operations, each of which rounds.
 _EXACT = {"enable_fp_fusion": False}
-#: Elements of a row that a warp holds.
-_PER_WARP = 512
+_ONE_WARP = {**_EXACT, "num_warps": 1}
 _GATED_BLOCK = 1024
 #: Heads that a program rotates.
-_HEADS = 8
+_HEADS = 4
 
 
 def reflect(x: Tensor, vector: Tensor) -> None:
     """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.reflections.reflect`."""
     rows, n = x.shape
-    _reflect_rows[(rows,)](x, vector, n, x.stride(0), **_block(n))
+    _reflect_rows[(rows,)](x, vector, x.stride(0), N=n, **_ONE_WARP)
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return the root mean square norm of the rows of ``x`` ``[rows, n]``, by ``weight`` ``[n]``."""
     rows, n = x.shape
     out = torch.empty_like(x)
-    _norm_rows[(rows,)](x, out, weight, n, x.stride(0), out.stride(0), epsilon, **_block(n))
+    _norm_rows[(rows,)](x, out, weight, x.stride(0), out.stride(0), epsilon, N=n, **_ONE_WARP)
     return out
 
 
@@ -47,7 +47,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, vector
     rows, n = x.shape
     along = weight if vector is None else vector
     strides = (x.stride(0), residual.stride(0))
-    _add_norm_rows[(rows,)](x, residual, weight, along, n, *strides, epsilon, REFLECT=vector is not None, **_block(n))
+    _add_norm_rows[(rows,)](x, residual, weight, along, *strides, epsilon, N=n, REFLECT=vector is not None, **_ONE_WARP)
 
 
 def gated(x: Tensor) -> Tensor:
@@ -64,7 +64,8 @@ def norm_and_rotate(
     """Norm the queries and keys in ``qkv`` by head and rotate them by position (Neox style, whole heads).
 
     ``qkv`` is ``[tokens, (q_heads + 2 * kv_heads) * head_dim]``, ``positions`` int64 ``[tokens]``, ``cos_sin``
-    ``[max_position, head_dim]`` with the cosines in its first half, the weights ``[head_dim]``.
+    ``[max_position, head_dim]`` with the cosines in its first half, the weights ``[head_dim]``; head_dim is a power
+    of two, at least 8.
     """
     tokens, width = qkv.shape
     head_dim = q_weight.numel()
@@ -72,12 +73,7 @@ def norm_and_rotate(
     grid = (tokens, triton.cdiv(heads, _HEADS))
     tensors = (qkv, positions, cos_sin, q_weight, k_weight)
     sizes = (qkv.stride(0), q_heads, heads, epsilon)
-    _norm_rotate[grid](*tensors, *sizes, HEADS=_HEADS, HALF=head_dim // 2, num_warps=2, **_EXACT)
-
-
-def _block(n: int) -> dict[str, int]:
-    block = triton.next_power_of_2(n)
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // _PER_WARP)), **_EXACT}
+    _norm_rotate[grid](*tensors, *sizes, HEADS=_HEADS, HALF=head_dim // 2, **_ONE_WARP)
 
 
 @triton.jit
@@ -86,59 +82,94 @@ def _rounded(x, kind: tl.constexpr):
 
 
 @triton.jit
-def _reflected(x, along, kind: tl.constexpr):
-    length = _rounded(tl.sum(_rounded(x * along, kind)), kind)
-    return _rounded(x - _rounded(2.0 * length * along, kind), kind)
+def _columns(start):
+    return start + tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
-def _normed(x, weight, n, epsilon, kind: tl.constexpr):
-    scale = libdevice.rsqrt(tl.sum(x * x) / n + epsilon)
-    return _rounded(x * scale, kind) * weight
+def _load(row, start, N: tl.constexpr):
+    if N % 128 == 0:
+        return tl.load(row + _columns(start)).to(tl.float32)
+    return tl.load(row + _columns(start), mask=_columns(start) < N, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _reflect_rows(x, vector, n, stride, BLOCK: tl.constexpr):
+def _store(row, start, values, N: tl.constexpr):
+    if N % 128 == 0:
+        tl.store(row + _columns(start), values.to(row.dtype.element_ty))
+    else:
+        tl.store(row + _columns(start), values.to(row.dtype.element_ty), mask=_columns(start) < N)
+
+
+@triton.jit
+def _row(row, N: tl.constexpr):
+    parts = ()
+    for start in tl.static_range(0, N, 128):
+        parts = parts + (_load(row, start, N),)  # noqa: RUF005 - Triton has no starred tuples
+    return parts
+
+
+@triton.jit
+def _sum(parts):
+    return tl.sum(tl.sum(parts, 1), 0)
+
+
+@triton.jit
+def _reflected(row, vector, kind: tl.constexpr, N: tl.constexpr):
+    products = tl.zeros([32, 4], tl.float32)
+    for start in tl.static_range(0, N, 128):
+        products += _rounded(row[start // 128] * _rounded(_load(vector, start, N), kind), kind)
+    twice = 2.0 * _rounded(_sum(products), kind)
+    parts = ()
+    for start in tl.static_range(0, N, 128):
+        part = _rounded(twice * _rounded(_load(vector, start, N), kind), kind)
+        parts = parts + (_rounded(row[start // 128] - part, kind),)  # noqa: RUF005
+    return parts
+
+
+@triton.jit
+def _store_normed(out, row, weight, epsilon, kind: tl.constexpr, N: tl.constexpr):
+    squares = tl.zeros([32, 4], tl.float32)
+    for start in tl.static_range(0, N, 128):
+        squares += row[start // 128] * row[start // 128]
+    scale = libdevice.rsqrt(_sum(squares) / N + epsilon)
+    for start in tl.static_range(0, N, 128):
+        _store(out, start, _rounded(row[start // 128] * scale, kind) * _load(weight, start, N), N)
+
+
+@triton.jit
+def _reflect_rows(x, vector, stride, N: tl.constexpr):
     kind = x.dtype.element_ty
-    columns = tl.arange(0, BLOCK)
-    inside = columns < n
-    x += tl.program_id(0).to(tl.int64) * stride + columns
-    along = _rounded(tl.load(vector + columns, mask=inside, other=0.0), kind)
-    values = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x, _reflected(values, along, kind).to(kind), mask=inside)
+    x += tl.program_id(0).to(tl.int64) * stride
+    parts = _reflected(_row(x, N), vector, kind, N)
+    for start in tl.static_range(0, N, 128):
+        _store(x, start, parts[start // 128], N)
 
 
 @triton.jit
-def _norm_rows(x, out, weight, n, stride, out_stride, epsilon, BLOCK: tl.constexpr):
-    kind = x.dtype.element_ty
+def _norm_rows(x, out, weight, stride, out_stride, epsilon, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < n
-    values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + columns, _normed(values, by, n, epsilon, kind).to(kind), mask=inside)
+    _store_normed(out + row * out_stride, _row(x + row * stride, N), weight, epsilon, x.dtype.element_ty, N)
 
 
 @triton.jit
 def _add_norm_rows(
-    x, residual, weight, vector, n, stride, residual_stride, epsilon, REFLECT: tl.constexpr, BLOCK: tl.constexpr
+    x, residual, weight, vector, stride, residual_stride, epsilon, N: tl.constexpr, REFLECT: tl.constexpr
 ):
     kind = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < n
-    x += row * stride + columns
-    residual += row * residual_stride + columns
-    values = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    others = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+    x += row * stride
+    residual += row * residual_stride
+    left = _row(x, N)
+    right = _row(residual, N)
     if REFLECT:
-        along = _rounded(tl.load(vector + columns, mask=inside, other=0.0), kind)
-        values = _reflected(values, along, kind)
-        others = _reflected(others, along, kind)
-    total = values + others  # not rounded for the norm
-    tl.store(residual, total.to(kind), mask=inside)
-    by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x, _normed(total, by, n, epsilon, kind).to(kind), mask=inside)
+        left = _reflected(left, vector, kind, N)
+        right = _reflected(right, vector, kind, N)
+    total = ()
+    for start in tl.static_range(0, N, 128):
+        total = total + (left[start // 128] + right[start // 128],)  # noqa: RUF005
+        _store(residual, start, total[start // 128], N)
+    _store_normed(x, total, weight, epsilon, kind, N)  # of the sum before it is rounded
 
 
 @triton.jit
@@ -170,13 +201,14 @@ def _norm_rotate(
 ):
     kind = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, HALF)[None, :]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None, None]
+    column = tl.arange(0, HALF // 4)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     inside = (head < heads) & (column < HALF)
     place = qkv + token * stride + head * (2 * HALF) + column
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    scale = libdevice.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + epsilon)[:, None]
+    squares = tl.sum(low * low, 2) + tl.sum(high * high, 2)
+    scale = libdevice.rsqrt(tl.sum(squares, 1) / (2 * HALF) + epsilon)[:, None, None]
     low = _weighted(low * scale, q_weight + column, k_weight + column, head < q_heads, kind)
     high = _weighted(high * scale, q_weight + HALF + column, k_weight + HALF + column, head < q_heads, kind)
     turn = cos_sin + tl.load(positions + token) * (2 * HALF) + column

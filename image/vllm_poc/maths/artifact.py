@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Artifact protocol: ``k_dim`` picked and rotated coordinates of the last hidden state."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,21 +13,31 @@ from vllm_poc.maths.sampling import hashes, unit_normal
 
 
 def artifact_purposes(k_dim: int) -> list[str]:
-    """Return the purposes of the seeds that `artifact_vectors` takes: the pick, then k_dim - 1 rotations."""
+    """Return the purposes of the seeds that a `Selection` takes: the pick, then k_dim - 1 rotations."""
     return [f"pick_{k_dim}", *(f"haar_hh_{k_dim}_{step}" for step in range(k_dim - 1))]
 
 
-def artifact_vectors(last_hidden: Tensor, seeds: Tensor) -> Tensor:
+class Selection(NamedTuple):
+    """What seeds decide of artifacts: ``indices`` int64 ``[batch, k]``, ``rotations`` float32 ``[batch, k - 1, k]``."""
+
+    indices: Tensor
+    rotations: Tensor
+
+    @classmethod
+    def of(cls, seeds: Tensor, *, hidden: int) -> Selection:
+        """Return it for the seeds int64 ``[batch, k]`` of `artifact_purposes`. ValueError unless 1 <= k <= hidden."""
+        k_dim = seeds.shape[1]
+        return cls(pick_indices(seeds[:, 0], hidden=hidden, k_dim=k_dim), unit_normal(seeds[:, 1:], k_dim))
+
+
+def artifact_vectors(last_hidden: Tensor, selection: Selection) -> Tensor:
     """Return normalise -> pick -> rotate -> normalise of ``last_hidden``: the artifacts float32 ``[batch, k_dim]``.
 
-    ``last_hidden`` ``[batch, hidden]`` is the output of the final norm at the last position, ``seeds`` int64
-    ``[batch, k_dim]`` are those of `artifact_purposes`. A row that is not finite stays not finite. ValueError unless
-    1 <= k_dim <= hidden.
+    ``last_hidden`` ``[batch, hidden]`` is the output of the final norm at the last position. A row that is not finite
+    stays not finite.
     """
-    k_dim = seeds.shape[1]
-    indices = pick_indices(seeds[:, 0], hidden=last_hidden.shape[1], k_dim=k_dim)
-    picked = normalise(last_hidden).gather(1, indices)
-    return normalise(reflect_chain(picked, unit_normal(seeds[:, 1:], k_dim)))
+    picked = normalise(last_hidden).gather(1, selection.indices)
+    return normalise(reflect_chain(picked, selection.rotations))
 
 
 def pick_indices(seeds: Tensor, *, hidden: int, k_dim: int) -> Tensor:

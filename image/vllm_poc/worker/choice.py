@@ -42,7 +42,8 @@ def _trial(model: PocModel) -> Tensor | None:
     model.tensors.load("trial", _TRIAL)
     seeds = torch.arange(_TRIAL_NONCES * (_TRIAL.input_columns + 1), device=model.runner.device)
     with torch.inference_mode():
-        return model.last_hidden(_TRIAL, seeds.view(_TRIAL_NONCES, -1))
+        inputs = model.inputs(_TRIAL, seeds.view(_TRIAL_NONCES, -1)) if model.runner.ranks.has_first_layer else None
+        return model.last_hidden(_TRIAL, inputs, _TRIAL_NONCES)
 
 
 def _distance(found: Tensor | None, expected: Tensor | None) -> float:

@@ -18,9 +18,10 @@ from vllm_poc.worker.passes import Pass, PlainPass
 from vllm_poc.worker.programs import Programs
 from vllm_poc.worker.recipe import Recipe
 from vllm_poc.worker.rehearsal import Memory, seconds_of
-from vllm_poc.worker.results import result_values
+from vllm_poc.worker.results import draw, result_values
 from vllm_poc.worker.round_tensors import RoundTensors
 from vllm_poc.worker.scratch import ScratchCache
+from vllm_poc.worker.streams import beside, joined
 from vllm_poc.worker.work import Work
 
 #: Computes a request together with all other ranks.
@@ -39,6 +40,7 @@ class PocModel:
         on_gpu = runner.device.type == "cuda"
         self._programs = Programs(runner.device) if on_gpu else None
         self._memory = Memory(runner.device) if on_gpu else None
+        self._side = torch.cuda.Stream(runner.device) if on_gpu else None
         self._begun: Work | None = None
 
     @property
@@ -75,14 +77,20 @@ class PocModel:
                 self._programs.capture(recipe, seeds, partial(self._batch, recipe))
             return Rehearsal(seconds=seconds_of(lambda: self._values(recipe, seeds), self.runner.device))
 
-    def last_hidden(self, recipe: Recipe, seeds: Tensor) -> Tensor | None:
-        """Return the final norm's output at the last positions: ``[nonces, hidden]``, for ``seeds`` on the device.
+    def inputs(self, recipe: Recipe, seeds: Tensor) -> Tensor:
+        """Return the embeddings ``[nonces, seq_len, hidden]`` for seeds on the device, as `Recipe.seeds` has them."""
+        size = (len(seeds), recipe.seq_len, self._limits["hidden_size"])
+        embeddings = torch.empty(size, dtype=self.runner.dtype, device=self.runner.device)
+        fill_inputs(embeddings, seeds[:, : recipe.input_columns])
+        return embeddings
 
-        None if another stage has it. Changes nothing of the chat's.
+    def last_hidden(self, recipe: Recipe, inputs: Tensor | None, nonces: int) -> Tensor | None:
+        """Return the final norm's output at the last positions, ``[nonces, hidden]``. Overwrites ``inputs``.
+
+        Only the first stage has inputs; None if another stage has the output. Changes nothing of the chat's.
         """
-        shape = BatchShape(len(seeds), recipe.seq_len)
+        shape = BatchShape(nonces, recipe.seq_len)
         plan = self.pass_.plan(shape)
-        inputs = self._inputs(recipe, seeds, shape) if self.runner.ranks.has_first_layer else None
         bound = self._scratch.bound() if self._scratch is not None else nullcontext()
         with bound, self.pass_.applied(self._vectors(recipe), shape):
             hidden = self.runner.forward(inputs, plan)
@@ -114,16 +122,12 @@ class PocModel:
         return self._batch(recipe, seeds.to(self.runner.device, non_blocking=True))
 
     def _batch(self, recipe: Recipe, seeds: Tensor) -> Tensor | None:
-        hidden = self.last_hidden(recipe, seeds)
-        if hidden is None:
-            return None
-        return result_values(hidden, seeds[:, recipe.input_columns :], recipe, self.tensors)
-
-    def _inputs(self, recipe: Recipe, seeds: Tensor, shape: BatchShape) -> Tensor:
-        size = (*shape, self._limits["hidden_size"])
-        embeddings = torch.empty(size, dtype=self.runner.dtype, device=self.runner.device)
-        fill_inputs(embeddings, seeds[:, : recipe.input_columns])
-        return embeddings
+        with beside(self._side):
+            drawn = draw(seeds, recipe, hidden=self._limits["hidden_size"])
+        inputs = self.inputs(recipe, seeds) if self.runner.ranks.has_first_layer else None
+        hidden = self.last_hidden(recipe, inputs, len(seeds))
+        joined(self._side)
+        return result_values(hidden, drawn, self.tensors) if hidden is not None else None
 
     def _vectors(self, recipe: Recipe) -> Mapping[nn.Module, Tensor]:
         return dict(zip(self.runner.layers, self.tensors.vectors, strict=True)) if recipe.layer_hooks else {}

@@ -3,29 +3,40 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
-from vllm_poc.maths.artifact import artifact_vectors
-from vllm_poc.maths.distance import distances
+from vllm_poc.maths.artifact import Selection, artifact_vectors
+from vllm_poc.maths.distance import Transform, distances
 from vllm_poc.wire.artifacts import encode_vector
 from vllm_poc.wire.base import Protocol
 from vllm_poc.worker.batches import BatchRequest, BatchResult
 from vllm_poc.worker.recipe import Recipe
 from vllm_poc.worker.round_tensors import RoundTensors
 
+#: What the seeds alone decide of a batch's results.
+Drawn: TypeAlias = Selection | Transform
 
-def result_values(last_hidden: Tensor, seeds: Tensor, recipe: Recipe, tensors: RoundTensors) -> Tensor:
-    """Return the values of nonces from ``last_hidden`` ``[nonces, hidden]`` and ``seeds`` int64 ``[nonces, columns]``.
+
+def draw(seeds: Tensor, recipe: Recipe, *, hidden: int) -> Drawn:
+    """Return what seeds int64 ``[nonces, columns]`` decide, for a model of ``hidden`` size."""
+    columns = seeds[:, recipe.input_columns :]
+    return (Selection if recipe.protocol is Protocol.ARTIFACT else Transform).of(columns, hidden=hidden)
+
+
+def result_values(last_hidden: Tensor, drawn: Drawn, tensors: RoundTensors) -> Tensor:
+    """Return the values of nonces from ``last_hidden`` ``[nonces, hidden]``.
 
     They are float16 ``[nonces, k_dim]`` or float32 ``[nonces, 1]``, and NaN for a nonce whose hidden state is not
     finite. Makes the device wait for nothing.
     """
-    if recipe.protocol is Protocol.ARTIFACT:
+    if isinstance(drawn, Selection):
         # Rounded already: a number too large for fp16 is not finite on the wire.
-        values = artifact_vectors(last_hidden, seeds).to(torch.float16)
+        values = artifact_vectors(last_hidden, drawn).to(torch.float16)
     else:
-        values = distances(last_hidden, seeds, *tensors.head_and_target)[:, None]
+        values = distances(last_hidden, drawn, *tensors.head_and_target)[:, None]
     return values.masked_fill(~last_hidden.isfinite().all(dim=1, keepdim=True), torch.nan)
 
 

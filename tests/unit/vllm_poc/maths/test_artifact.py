@@ -25,7 +25,8 @@ def seeds(nonce: int, k_dim: int) -> Tensor:
 
 
 def vectors(last_hidden: Tensor, nonces: list[int], k_dim: int = 12) -> Tensor:
-    return artifact.artifact_vectors(last_hidden, seed_rows(nonces, artifact.artifact_purposes(k_dim)))
+    rows = seed_rows(nonces, artifact.artifact_purposes(k_dim))
+    return artifact.artifact_vectors(last_hidden, artifact.Selection.of(rows, hidden=last_hidden.shape[1]))
 
 
 @pytest.mark.parametrize("entry", ANSWERS["pick_indices"], ids=label)

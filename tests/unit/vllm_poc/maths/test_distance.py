@@ -25,8 +25,8 @@ def seeds(*nonces: int, sign_flips: bool = True) -> Tensor:
 
 def distances(last_hidden: Tensor, *nonces: int, sign_flips: bool = True) -> Tensor:
     head = distance.random_head(BLOCK_HASH, last_hidden.shape[1], CPU)
-    rows = seeds(*nonces, sign_flips=sign_flips)
-    return distance.distances(last_hidden, rows, head, distance.round_target(BLOCK_HASH, CPU))
+    transform = distance.Transform.of(seeds(*nonces, sign_flips=sign_flips), hidden=last_hidden.shape[1])
+    return distance.distances(last_hidden, transform, head, distance.round_target(BLOCK_HASH, CPU))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,8 @@ def test_random_head() -> None:
 def test_distance(entry: dict[str, Any]) -> None:
     flips = entry["sign_flips"]
     hidden = known_hidden(entry["hidden"])
-    reflected = distance.transform_hidden(hidden, seeds(entry["nonce"], sign_flips=flips))
+    transform = distance.Transform.of(seeds(entry["nonce"], sign_flips=flips), hidden=entry["hidden"])
+    reflected = distance.transform_hidden(hidden, transform)
     assert_close(reflected, [entry["reflected"]], UNIT_ABS)
     assert_close(distances(hidden, entry["nonce"], sign_flips=flips), [entry["distance"]], UNIT_ABS)
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused forward pass computes what vLLM's own computes, on a model of real size."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.vllm.client import Client
+
+torch = pytest.importorskip("torch", reason="needs the worker environment")
+
+_log = logging.getLogger(__name__)
+
+NONCES = list(range(1000))
+TOKENS = 8192
+#: L2 distance of two artifacts, which have length 1; the smallest threshold in production is 0.2.
+MEAN_DISTANCE, LARGEST_DISTANCE = 0.02, 0.1
+#: The same for two distances.
+DISTANCE = 1e-3
+
+
+def request(seq_len: int, protocol: str, nonces: list[int] = NONCES) -> dict[str, Any]:
+    artifact = protocol == "artifact"
+    return {
+        "protocol": protocol,
+        "block_hash": "ab" * 32,
+        "public_key": "key",
+        "nonces": nonces,
+        "seq_len": seq_len,
+        "k_dim": 12 if artifact else 0,
+        "strong_rng": False,
+        "layer_hooks": artifact,
+        "sign_flips": not artifact,
+        "batch": TOKENS // seq_len,
+        "ahead": [],
+    }
+
+
+def answer(client: Client, method: str, *args: object) -> Any:  # noqa: ANN401
+    """Call all workers; with several ranks, some have no answer."""
+    found = next(found for found in client.workers(method, *args) if found is not None)
+    assert "error" not in found, found
+    return found
+
+
+def vectors(result: dict[str, Any]) -> Any:  # noqa: ANN401 - torch need not be there
+    assert result["not_finite"] == []
+    raw = b"".join(base64.b64decode(vector) for vector in result["vectors"])
+    return torch.frombuffer(bytearray(raw), dtype=torch.float16).view(len(NONCES), -1).float()
+
+
+@pytest.mark.parametrize("seq_len", [64, 256, 1024])
+def test_artifacts_are_those_of_the_unfused_pass(real_client: Client, seq_len: int) -> None:
+    assert answer(real_client, "poc_describe")["fused"]
+    asked = request(seq_len, "artifact")
+    answer(real_client, "poc_rehearse", asked | {"nonces": NONCES[: asked["batch"]]})
+    found = vectors(answer(real_client, "poc_compute", asked))
+    expected = vectors(answer(real_client, "poc_test_unfused", asked))
+    distances = torch.linalg.vector_norm(found - expected, dim=1)
+    _log.info("seq_len %d: mean %.4f, largest %.4f", seq_len, distances.mean(), distances.max())
+    assert distances.mean() <= MEAN_DISTANCE
+    assert distances.max() <= LARGEST_DISTANCE
+
+
+@pytest.mark.parametrize("seq_len", [64, 256, 1024])
+def test_distances_are_those_of_the_unfused_pass(real_client: Client, seq_len: int) -> None:
+    asked = request(seq_len, "distance")
+    found = torch.tensor(answer(real_client, "poc_compute", asked)["distances"])
+    expected = torch.tensor(answer(real_client, "poc_test_unfused", asked)["distances"])
+    differences = (found - expected).abs()
+    _log.info("seq_len %d: mean %.6f, largest %.6f", seq_len, differences.mean(), differences.max())
+    assert differences.max() <= DISTANCE
+
+
+@pytest.mark.parametrize("protocol", ["artifact", "distance"])
+def test_the_same_batch_gives_the_same_bits_captured_or_not(real_client: Client, protocol: str) -> None:
+    asked = request(64, protocol, NONCES[:128])
+    eager = answer(real_client, "poc_compute", asked)
+    assert answer(real_client, "poc_compute", asked) == eager
+    assert answer(real_client, "poc_rehearse", asked)["seconds"] > 0
+    assert answer(real_client, "poc_compute", asked) == eager
+    later = asked | {"nonces": NONCES[128:256]}
+    begun = answer(real_client, "poc_compute", asked | {"ahead": later["nonces"]})
+    assert begun == eager
+    assert answer(real_client, "poc_compute", later)["nonces"] == later["nonces"]

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker extension that also computes by vLLM's own forward pass, every operation by itself."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from vllm.model_executor.custom_op import CustomOp
+
+from tests.gpu.memory import MemoryExtension
+from vllm import ir
+from vllm_poc.worker.batches import BatchRequest, BatchResult
+from vllm_poc.worker.forward import PocModel
+from vllm_poc.worker.fusion.patches import Patch, patched
+from vllm_poc.worker.limits import model_facts
+
+
+class UnfusedExtension(MemoryExtension):
+    """PoC's extension with one method more."""
+
+    def poc_test_unfused(self, request: BatchRequest) -> BatchResult | None:
+        """Answer as ``poc_compute``, but slowly."""
+        model = PocModel(self._poc().runner, model_facts(self.model_runner.vllm_config))
+        compute = model.prepare(request)
+        with unfused(model.runner.model):
+            result = compute()
+        torch.cuda.empty_cache()
+        return result
+
+
+@contextmanager
+def unfused(model: nn.Module) -> Iterator[None]:
+    """Let the model run the operations that vLLM's kernels and compiler would fuse."""
+    operations = [module for module in model.modules() if isinstance(module, CustomOp)]
+    with ExitStack() as stack:
+        stack.enter_context(patched(Patch(module, "_forward_method", module.forward_native) for module in operations))
+        for operation in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+            stack.enter_context(operation.set_priority(["native"]))
+        stack.enter_context(ir.enable_torch_wrap(False))
+        yield
