@@ -28,14 +28,14 @@ _HEADS = 4
 def reflect(x: Tensor, vector: Tensor) -> None:
     """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.reflections.reflect`."""
     rows, n = x.shape
-    _reflect_rows[(rows,)](x, vector, x.stride(0), N=n, **_ONE_WARP)
+    _reflect_rows[(rows,)](x, vector, n, x.stride(0), **_ONE_WARP)
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return the root mean square norm of the rows of ``x`` ``[rows, n]``, by ``weight`` ``[n]``."""
     rows, n = x.shape
     out = torch.empty_like(x)
-    _norm_rows[(rows,)](x, out, weight, x.stride(0), out.stride(0), epsilon, N=n, **_ONE_WARP)
+    _norm_rows[(rows,)](x, out, weight, n, x.stride(0), out.stride(0), epsilon, **_ONE_WARP)
     return out
 
 
@@ -46,8 +46,8 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, vector
     """
     rows, n = x.shape
     along = weight if vector is None else vector
-    strides = (x.stride(0), residual.stride(0))
-    _add_norm_rows[(rows,)](x, residual, weight, along, *strides, epsilon, N=n, REFLECT=vector is not None, **_ONE_WARP)
+    sizes = (n, x.stride(0), residual.stride(0), epsilon)
+    _add_norm_rows[(rows,)](x, residual, weight, along, *sizes, REFLECT=vector is not None, **_ONE_WARP)
 
 
 def gated(x: Tensor) -> Tensor:
@@ -82,31 +82,13 @@ def _rounded(x, kind: tl.constexpr):
 
 
 @triton.jit
-def _columns(start):
+def _step(start):
     return start + tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
-def _load(row, start, N: tl.constexpr):
-    if N % 128 == 0:
-        return tl.load(row + _columns(start)).to(tl.float32)
-    return tl.load(row + _columns(start), mask=_columns(start) < N, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(row, start, values, N: tl.constexpr):
-    if N % 128 == 0:
-        tl.store(row + _columns(start), values.to(row.dtype.element_ty))
-    else:
-        tl.store(row + _columns(start), values.to(row.dtype.element_ty), mask=_columns(start) < N)
-
-
-@triton.jit
-def _row(row, N: tl.constexpr):
-    parts = ()
-    for start in tl.static_range(0, N, 128):
-        parts = parts + (_load(row, start, N),)  # noqa: RUF005 - Triton has no starred tuples
-    return parts
+def _load(row, columns, n):
+    return tl.load(row + columns, mask=columns < n, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -115,61 +97,79 @@ def _sum(parts):
 
 
 @triton.jit
-def _reflected(row, vector, kind: tl.constexpr, N: tl.constexpr):
+def _twice_along(row, vector, n, kind: tl.constexpr):
     products = tl.zeros([32, 4], tl.float32)
-    for start in tl.static_range(0, N, 128):
-        products += _rounded(row[start // 128] * _rounded(_load(vector, start, N), kind), kind)
-    twice = 2.0 * _rounded(_sum(products), kind)
-    parts = ()
-    for start in tl.static_range(0, N, 128):
-        part = _rounded(twice * _rounded(_load(vector, start, N), kind), kind)
-        parts = parts + (_rounded(row[start // 128] - part, kind),)  # noqa: RUF005
-    return parts
+    for start in range(0, n, 128):
+        along = _rounded(_load(vector, _step(start), n), kind)
+        products += _rounded(_load(row, _step(start), n) * along, kind)
+    return 2.0 * _rounded(_sum(products), kind)
 
 
 @triton.jit
-def _store_normed(out, row, weight, epsilon, kind: tl.constexpr, N: tl.constexpr):
-    squares = tl.zeros([32, 4], tl.float32)
-    for start in tl.static_range(0, N, 128):
-        squares += row[start // 128] * row[start // 128]
-    scale = libdevice.rsqrt(_sum(squares) / N + epsilon)
-    for start in tl.static_range(0, N, 128):
-        _store(out, start, _rounded(row[start // 128] * scale, kind) * _load(weight, start, N), N)
+def _reflected(values, twice, vector, columns, n, kind: tl.constexpr):
+    along = _rounded(_load(vector, columns, n), kind)
+    return _rounded(values - _rounded(twice * along, kind), kind)
 
 
 @triton.jit
-def _reflect_rows(x, vector, stride, N: tl.constexpr):
+def _reflect_rows(x, vector, n, stride):
     kind = x.dtype.element_ty
     x += tl.program_id(0).to(tl.int64) * stride
-    parts = _reflected(_row(x, N), vector, kind, N)
-    for start in tl.static_range(0, N, 128):
-        _store(x, start, parts[start // 128], N)
+    twice = _twice_along(x, vector, n, kind)
+    for start in range(0, n, 128):
+        columns = _step(start)
+        values = _reflected(_load(x, columns, n), twice, vector, columns, n, kind)
+        tl.store(x + columns, values.to(kind), mask=columns < n)
 
 
 @triton.jit
-def _norm_rows(x, out, weight, stride, out_stride, epsilon, N: tl.constexpr):
+def _norm_rows(x, out, weight, n, stride, out_stride, epsilon):
+    kind = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    _store_normed(out + row * out_stride, _row(x + row * stride, N), weight, epsilon, x.dtype.element_ty, N)
+    x += row * stride
+    squares = tl.zeros([32, 4], tl.float32)
+    for start in range(0, n, 128):
+        values = _load(x, _step(start), n)
+        squares += values * values
+    scale = libdevice.rsqrt(_sum(squares) / n + epsilon)
+    for start in range(0, n, 128):
+        columns = _step(start)
+        normed = _rounded(_load(x, columns, n) * scale, kind) * _load(weight, columns, n)
+        tl.store(out + row * out_stride + columns, normed.to(kind), mask=columns < n)
 
 
 @triton.jit
-def _add_norm_rows(
-    x, residual, weight, vector, stride, residual_stride, epsilon, N: tl.constexpr, REFLECT: tl.constexpr
-):
+def _total(x, residual, vector, columns, n, twice_x, twice_residual, kind: tl.constexpr, REFLECT: tl.constexpr):
+    values = _load(x, columns, n)
+    others = _load(residual, columns, n)
+    if REFLECT:
+        values = _reflected(values, twice_x, vector, columns, n, kind)
+        others = _reflected(others, twice_residual, vector, columns, n, kind)
+    return values + others
+
+
+@triton.jit
+def _add_norm_rows(x, residual, weight, vector, n, stride, residual_stride, epsilon, REFLECT: tl.constexpr):
     kind = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     residual += row * residual_stride
-    left = _row(x, N)
-    right = _row(residual, N)
+    twice_x = 0.0
+    twice_residual = 0.0
     if REFLECT:
-        left = _reflected(left, vector, kind, N)
-        right = _reflected(right, vector, kind, N)
-    total = ()
-    for start in tl.static_range(0, N, 128):
-        total = total + (left[start // 128] + right[start // 128],)  # noqa: RUF005
-        _store(residual, start, total[start // 128], N)
-    _store_normed(x, total, weight, epsilon, kind, N)  # of the sum before it is rounded
+        twice_x = _twice_along(x, vector, n, kind)
+        twice_residual = _twice_along(residual, vector, n, kind)
+    squares = tl.zeros([32, 4], tl.float32)
+    for start in range(0, n, 128):
+        total = _total(x, residual, vector, _step(start), n, twice_x, twice_residual, kind, REFLECT)
+        squares += total * total
+    scale = libdevice.rsqrt(_sum(squares) / n + epsilon)
+    for start in range(0, n, 128):
+        columns = _step(start)
+        total = _total(x, residual, vector, columns, n, twice_x, twice_residual, kind, REFLECT)
+        normed = _rounded(total * scale, kind) * _load(weight, columns, n)  # of the sum before it is rounded
+        tl.store(residual + columns, total.to(kind), mask=columns < n)
+        tl.store(x + columns, normed.to(kind), mask=columns < n)
 
 
 @triton.jit

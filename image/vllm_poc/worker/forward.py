@@ -28,6 +28,15 @@ from vllm_poc.worker.work import Work
 Compute = Callable[[], BatchResult | None]
 
 
+class Gpu:
+    """What a GPU has beside the model."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.programs = Programs(device)
+        self.memory = Memory(device)
+        self.side = torch.cuda.Stream(device)
+
+
 class PocModel:
     """Computes PoC batches on the served model by the pass that it is given, or by vLLM's own."""
 
@@ -37,10 +46,7 @@ class PocModel:
         self._limits = limits
         self.tensors = RoundTensors(layers=len(runner.layers), hidden=limits["hidden_size"], device=runner.device)
         self._scratch = self._make_scratch() if self.pass_.needs_cache else None
-        on_gpu = runner.device.type == "cuda"
-        self._programs = Programs(runner.device) if on_gpu else None
-        self._memory = Memory(runner.device) if on_gpu else None
-        self._side = torch.cuda.Stream(runner.device) if on_gpu else None
+        self._gpu = Gpu(runner.device) if runner.device.type == "cuda" else None
         self._begun: Work | None = None
 
     @property
@@ -63,18 +69,17 @@ class PocModel:
         return partial(self._compute, request, recipe)
 
     def rehearse(self, request: BatchRequest) -> Rehearsal:
-        """Prepare batches like this one for repetition, together with all other ranks. Needs a GPU."""
-        recipe, memory = Recipe.of(request), self._memory
-        assert memory is not None  # noqa: S101 - the caller's duty
+        """Prepare batches like this one for repetition. For one rank on a GPU, which has all layers."""
+        recipe, gpu = Recipe.of(request), self._gpu
+        assert gpu is not None  # noqa: S101 - the caller's duty
         tokens = len(request["nonces"]) * recipe.seq_len
-        if not self.runner.ranks.all(memory.has_room_for(tokens)):
+        if not gpu.memory.has_room_for(tokens):
             return Rehearsal(seconds=None)
-        with torch.inference_mode(), self.runner.ranks.together():
-            seeds = self._pinned(recipe.seeds(request, request["nonces"]))
+        with torch.inference_mode():
+            seeds = recipe.seeds(request, request["nonces"])
             self.tensors.load(request["block_hash"], recipe)
-            memory.learn(tokens, lambda: self._values(recipe, seeds))
-            if self._programs is not None and not self.runner.ranks.staged:
-                self._programs.capture(recipe, seeds, partial(self._batch, recipe))
+            gpu.memory.learn(tokens, lambda: self._values(recipe, seeds))
+            gpu.programs.capture(recipe, seeds, partial(self._batch, recipe))
             return Rehearsal(seconds=seconds_of(lambda: self._values(recipe, seeds), self.runner.device))
 
     def inputs(self, recipe: Recipe, seeds: Tensor) -> Tensor:
@@ -110,30 +115,30 @@ class PocModel:
         self.tensors.load(request["block_hash"], recipe)
         parts = [
             # The CPU hashes while the device computes the batch before.
-            self._values(recipe, self._pinned(recipe.seeds(request, nonces)))
+            self._values(recipe, recipe.seeds(request, nonces))
             for nonces in _batched(request["nonces"], request["batch"])
         ]
         return Work.of(request, [part for part in parts if part is not None])
 
     def _values(self, recipe: Recipe, seeds: Tensor) -> Tensor | None:
-        program = self._programs.find(recipe, len(seeds)) if self._programs is not None else None
+        if self._gpu is None:
+            return self._batch(recipe, seeds)
+        pinned, program = seeds.pin_memory(), self._gpu.programs.find(recipe, len(seeds))
         if program is not None:
-            return program.run(seeds)
-        return self._batch(recipe, seeds.to(self.runner.device, non_blocking=True))
+            return program.run(pinned)
+        return self._batch(recipe, pinned.to(self.runner.device, non_blocking=True))
 
     def _batch(self, recipe: Recipe, seeds: Tensor) -> Tensor | None:
-        with beside(self._side):
+        side = self._gpu.side if self._gpu is not None else None
+        with beside(side):
             drawn = draw(seeds, recipe, hidden=self._limits["hidden_size"])
         inputs = self.inputs(recipe, seeds) if self.runner.ranks.has_first_layer else None
         hidden = self.last_hidden(recipe, inputs, len(seeds))
-        joined(self._side)
+        joined(side)
         return result_values(hidden, drawn, self.tensors) if hidden is not None else None
 
     def _vectors(self, recipe: Recipe) -> Mapping[nn.Module, Tensor]:
         return dict(zip(self.runner.layers, self.tensors.vectors, strict=True)) if recipe.layer_hooks else {}
-
-    def _pinned(self, seeds: Tensor) -> Tensor:
-        return seeds.pin_memory() if self.runner.device.type == "cuda" else seeds
 
     def _make_scratch(self) -> ScratchCache:
         limits = self._limits

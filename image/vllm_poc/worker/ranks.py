@@ -28,14 +28,14 @@ class Ranks:
         self._pipeline = get_pp_group()
 
     @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return bool(self._world.world_size == 1)
+
+    @property
     def has_first_layer(self) -> bool:
         """Whether this is the stage that takes the inputs."""
         return bool(self._pipeline.is_first_rank)
-
-    @property
-    def staged(self) -> bool:
-        """Whether the layers are spread over several stages."""
-        return bool(self._pipeline.world_size > 1)
 
     @property
     def answers(self) -> bool:
@@ -48,16 +48,12 @@ class Ranks:
         Comes before the first collective of a batch: a rank that failed while it prepared would leave the
         others waiting inside that collective for ever.
         """
-        if not self.all(ready) and ready:
-            raise OtherRankError("another rank could not prepare the batch")
-
-    def all(self, mine: bool) -> bool:
-        """Wait for all ranks; return whether each of them says so."""
-        if self._world.world_size == 1:
-            return mine
-        votes = torch.tensor([int(mine)])
+        if self.alone:
+            return
+        votes = torch.tensor([int(ready)])
         all_reduce(votes, op=ReduceOp.MIN, group=self._world.cpu_group)
-        return bool(votes.item())
+        if ready and not votes.item():
+            raise OtherRankError("another rank could not prepare the batch")
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -69,7 +65,7 @@ class Ranks:
         try:
             yield
         except Exception:
-            if self._world.world_size == 1:
+            if self.alone:
                 raise
             _log.exception("PoC failed between collectives, which the other ranks cannot know: ending this worker")
             os._exit(1)
