@@ -20,6 +20,19 @@ _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validat
 #: Seconds after which a client may try again what failed for want of a database or an API server.
 RETRY_SECONDS = 5
 _RETRY = {"Retry-After": str(RETRY_SECONDS)}
+_MEANINGS = {
+    400: "The body cannot be read, or is of something else",
+    401: "The token is missing or wrong",
+    404: "There is nothing of that name",
+    406: "None of our formats is accepted",
+    409: "Something else runs",
+    413: "The body is too large",
+    422: "A parameter or a field is wrong; `errors` names it",
+    429: "Too much is asked for at once",
+    501: "A cluster does not have this",
+    503: "What this needs does not answer; try again",
+    507: "The database is full, and nothing was stored",
+}
 
 
 class Refusal(HTTPException):
@@ -47,6 +60,16 @@ def invalid(status: HTTPStatus, entries: Sequence[Mapping[str, Any]], *, skip: i
     fields = [_field_error(entry, skip) for entry in entries]
     detail = "; ".join(f"{error.field}: {error.message}" if error.field else error.message for error in fields[:3])
     return Refusal(status, "InvalidRequest", detail, errors=fields)
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI responses of a route that may answer with these errors, besides what any route may.
+
+    A route with parameters must name 422: else FastAPI describes a body that is not ours.
+    """
+    return {
+        status: {"model": ErrorResponse, "description": _MEANINGS[status]} for status in sorted({413, 429, *statuses})
+    }
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -14,18 +14,19 @@ from sqlalchemy import Connection, insert
 
 from poc_gateway import metrics
 from poc_gateway.access import callback_guard, token_guard
+from poc_gateway.collector.bodies import body_of
 from poc_gateway.collector.intake import Intake
 from poc_gateway.collector.messages import Delivery, Fault, parse, read_generated, require_same_round
 from poc_gateway.collector.progress import progress
 from poc_gateway.collector.storing import Outcome
-from poc_gateway.errors import Refusal
+from poc_gateway.errors import Refusal, documented
 from poc_gateway.rounds.registry import KnownRound, Rounds
 from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_operator.model.collected import CollectedRound
-from vllm_poc.wire.callbacks import Callback
+from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 
 _log = logging.getLogger(__name__)
 #: Nonces that a line of the log names.
@@ -51,11 +52,13 @@ class Receipt(BaseModel):
 def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Callable[[], None]) -> APIRouter:
     """Return the routes; ``stored`` is called when there may be something new to forward."""
     callbacks = APIRouter(
-        prefix="/callbacks/{namespace}/{name}/{uid}", dependencies=[Depends(callback_guard(settings.token))]
+        prefix="/callbacks/{namespace}/{name}/{uid}",
+        dependencies=[Depends(callback_guard(settings.token))],
+        responses=documented(400, 401, 404, 422, 503, 507),
     )
     intake = Intake(database)
 
-    @callbacks.post("/generated", response_model=Receipt)
+    @callbacks.post("/generated", response_model=Receipt, openapi_extra=body_of(GeneratedArtifacts, GeneratedDistances))
     async def generated(namespace: str, name: str, uid: str, request: Request) -> JSONResponse:
         """Store artifacts, each nonce once. The answer is given when they are durable; one bad one costs no other."""
         known = await _find(rounds, namespace, name, uid)
@@ -71,7 +74,7 @@ def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Ca
             stored()
         return JSONResponse(_receipt(delivery, outcome))
 
-    @callbacks.post("/validated")
+    @callbacks.post("/validated", openapi_extra=body_of(Callback))
     async def validated(namespace: str, name: str, uid: str, request: Request) -> dict[str, str]:
         """Store a verdict, to be passed on to the round's receiver if it has one."""
         known = await _find(rounds, namespace, name, uid)
@@ -85,7 +88,11 @@ def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Ca
     routes = APIRouter()
     routes.include_router(callbacks)
 
-    @routes.get("/rounds/{namespace}/{name}/progress", dependencies=[Depends(token_guard(settings.token))])
+    @routes.get(
+        "/rounds/{namespace}/{name}/progress",
+        dependencies=[Depends(token_guard(settings.token))],
+        responses=documented(401, 404, 422, 503),
+    )
     async def round_progress(namespace: str, name: str, uid: str | None = None) -> CollectedRound:
         """Tell how much of a round is stored and forwarded; 404 if nothing was delivered yet."""
         found = await database.read(lambda connection: progress(connection, namespace, name, uid))
