@@ -93,3 +93,20 @@ async def test_what_is_no_message_is_refused(start: Start, body: bytes) -> None:
         verdict_status, verdict = await gateway.deliver(body, end="validated")
     assert (status, answer["reason"]) == (400, "InvalidRequest")
     assert (verdict_status, verdict["reason"]) == (400, "InvalidRequest")
+
+
+@pytest.mark.parametrize(
+    ("end", "body"),
+    [
+        ("generated", b"{"),
+        ("generated", artifacts([0], public_key="other")),
+        ("generated", artifacts([], artifacts=[{"nonce": -1, "vector_b64": ""}])),
+        ("validated", b"{"),
+        ("validated", artifacts([], public_key="other")),
+    ],
+)
+async def test_what_is_refused_makes_no_round_known(start: Start, end: str, body: bytes) -> None:
+    async with start(a_round()) as gateway:
+        status, _ = await gateway.deliver(body, end=end)
+        assert (status, list(await gateway.rows(schema.rounds))) == (400, [])
+        assert await gateway.deliver(artifacts([0])) == (200, receipt(stored=1))
