@@ -81,7 +81,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
     async def dead_letters(
         namespace: str,
         name: str,
-        after: Annotated[int, Query(ge=-1)] = -1,
+        after: Annotated[int, Query(ge=-1, lt=2**31)] = -1,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> DeadLetters:
         """List the artifacts that the receiver refused for good, in the order of their nonces."""
@@ -93,7 +93,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
         page = await database.read(read)
         return DeadLetters(dead_letters=page, next=page[-1].nonce if len(page) == limit else None)
 
-    @routes.post(f"{_ROUND}/dead-letters/replay", responses=documented(400, 507))
+    @routes.post(f"{_ROUND}/dead-letters/replay", responses=documented(507))
     async def replay(namespace: str, name: str, request: Annotated[Replay | None, Body()] = None) -> Replayed:
         """Send refused artifacts again, those of `nonces` or all."""
 
