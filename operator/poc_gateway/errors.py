@@ -21,7 +21,7 @@ _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validat
 RETRY_SECONDS = 5
 _RETRY = {"Retry-After": str(RETRY_SECONDS)}
 _MEANINGS = {
-    400: "The body cannot be read, or is of something else",
+    400: "The address or the body cannot be read, or is of something else",
     401: "The token is missing or wrong",
     404: "There is nothing of that name",
     406: "None of our formats is accepted",
@@ -68,7 +68,8 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     A route with parameters must name 422: else FastAPI describes a body that is not ours.
     """
     return {
-        status: {"model": ErrorResponse, "description": _MEANINGS[status]} for status in sorted({413, 429, *statuses})
+        status: {"model": ErrorResponse, "description": _MEANINGS[status]}
+        for status in sorted({400, 413, 429, *statuses})
     }
 
 
@@ -81,11 +82,23 @@ def install_handlers(app: FastAPI) -> None:
     app.exception_handler(Exception)(_crashed)
 
 
-async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
+async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
     if isinstance(error, Refusal):
         return error.response()
-    status = HTTPStatus(error.status_code)
-    return Refusal(status, status.phrase.title().replace(" ", ""), error.detail, headers=error.headers).response()
+    # What the frameworks raise: their details are a word or two.
+    match HTTPStatus(error.status_code):
+        case HTTPStatus.BAD_REQUEST:
+            message = "cannot be read as JSON: send UTF-8, less deeply nested and without huge numbers"
+            fields = [FieldError(field="body", message=message)]
+            return Refusal(HTTPStatus.BAD_REQUEST, "InvalidRequest", f"body: {message}", errors=fields).response()
+        case HTTPStatus.NOT_FOUND as status:
+            detail = "there is no route of this path: GET /openapi.json lists those that there are"
+        case HTTPStatus.METHOD_NOT_ALLOWED as status:
+            allowed = (error.headers or {}).get("Allow")
+            detail = f"{request.method} is no method of this route: send {allowed}"
+        case status:
+            detail = error.detail
+    return Refusal(status, status.phrase.title().replace(" ", ""), detail, headers=error.headers).response()
 
 
 async def _not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -112,6 +125,8 @@ async def _crashed(request: Request, error: Exception) -> JSONResponse:
 
 
 def _field_error(entry: Mapping[str, Any], skip: int) -> FieldError:
-    # An empty name stands for rules between fields, whose message names them.
-    field = "body" if entry["type"] == "json_invalid" else ".".join(str(part) for part in entry["loc"][skip:])
+    where = ".".join(str(part) for part in entry["loc"][skip:])
+    # A place in the text is no field. Without a place it is the body, but for rules between fields, which name them.
+    is_body = entry["type"] == "json_invalid" or not (where or entry["type"] == "value_error")
+    field = "body" if is_body else where
     return FieldError(field=field, message=entry["msg"].removeprefix(_VALUE_ERROR))

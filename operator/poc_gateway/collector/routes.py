@@ -54,7 +54,7 @@ def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Ca
     callbacks = APIRouter(
         prefix="/callbacks/{namespace}/{name}/{uid}",
         dependencies=[Depends(callback_guard(settings.token))],
-        responses=documented(400, 401, 404, 422, 503, 507),
+        responses=documented(401, 404, 422, 503, 507),
     )
     intake = Intake(database)
 

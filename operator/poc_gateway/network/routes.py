@@ -40,7 +40,7 @@ async def _given(request: Request) -> Network:
 Service = Annotated[Network, Depends(_given)]
 
 #: What keeps a body from being taken on.
-_CHANGES = documented(400, 409, 422)
+_CHANGES = documented(409, 422)
 _Work = GeneratedResponse | ValidatedResponse | JobResponse
 
 _node, _pod, _common, _beside = APIRouter(), APIRouter(), APIRouter(), APIRouter()
@@ -85,7 +85,7 @@ async def pod_status(network: Service) -> PodStatus:
     return views.pod_status(*await network.look())
 
 
-@_common.post("/generate", response_model=_Work, responses=documented(400, 409, 422, 507))
+@_common.post("/generate", response_model=_Work, responses=documented(409, 422, 507))
 async def generate(body: NetworkGenerate, request: Request, network: Service) -> Response:
     """Compute named nonces, or compare received artifacts with them, on whichever pods are free.
 

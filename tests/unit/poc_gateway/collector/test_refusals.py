@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from poc_gateway.store import schema
-from tests.support.deliveries import R_TARGET, a_round, artifacts, distances, encoded, vector
-from tests.unit.poc_gateway.collector.conftest import Start, receipt
+from tests.support.deliveries import R_TARGET, a_round, artifacts, distances, encoded, path, vector
+from tests.unit.poc_gateway.collector.conftest import Answer, Gateway, Start, receipt
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,29 @@ async def test_what_is_refused_makes_no_round_known(start: Start, end: str, body
         status, _ = await gateway.deliver(body, end=end)
         assert (status, list(await gateway.rows(schema.rounds))) == (400, [])
         assert await gateway.deliver(artifacts([0])) == (200, receipt(stored=1))
+
+
+@pytest.mark.parametrize("url", [path(), "/rounds/ns/round-uid-1/dead-letters/replay"])
+@pytest.mark.parametrize("body", [b"[" * 5000, b"\xff\xfe", b"1" * 5000, b"[]", b"3"])
+async def test_a_wrong_body_is_named(start: Start, url: str, body: bytes) -> None:
+    async with start(a_round()) as gateway:
+        status, answer = await _send(gateway, "POST", url, body)
+    assert (status, answer["reason"]) in [(400, "InvalidRequest"), (422, "InvalidRequest")]
+    assert answer["detail"].startswith("body: ")
+    assert [error["field"] for error in answer["errors"]] == ["body"]
+
+
+async def _send(gateway: Gateway, method: str, url: str, body: bytes = b"") -> Answer:
+    headers = {"Content-Type": "application/json"}
+    async with gateway.session.request(method, url, data=body, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_a_wrong_address_is_told_apart_from_a_wrong_method(start: Start) -> None:
+    async with start() as gateway:
+        status, answer = await gateway.get("/nowhere")
+        assert (status, answer["reason"]) == (404, "NotFound")
+        assert "GET /openapi.json" in answer["detail"]
+        status, answer = await _send(gateway, "PUT", path())
+        assert (status, answer["reason"]) == (405, "MethodNotAllowed")
+        assert "send POST" in answer["detail"]
