@@ -136,3 +136,11 @@ async def test_a_wrong_address_is_told_apart_from_a_wrong_method(start: Start) -
         status, answer = await _send(gateway, "PUT", path())
         assert (status, answer["reason"]) == (405, "MethodNotAllowed")
         assert "send POST" in answer["detail"]
+
+
+@pytest.mark.parametrize("url", ["/rounds/ns/%00", "/rounds?name=a%00", "/rounds/ns/x/summary?uid=%00"])
+async def test_a_nul_in_the_address_is_refused(start: Start, url: str) -> None:
+    async with start() as gateway:
+        status, answer = await gateway.get(url)
+    assert (status, answer["reason"]) == (400, "InvalidRequest")
+    assert "NUL" in answer["detail"]
