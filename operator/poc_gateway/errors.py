@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from poc_gateway.store.errors import DatabaseError, DatabaseFull
 from poc_operator.store.errors import StoreUnavailable
+from vllm_poc.wire.base import MAX_TEXT
 from vllm_poc.wire.responses import ErrorResponse, FieldError
 
 _log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Refusal(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, detail, headers)
-        self.body = ErrorResponse(reason=reason, detail=detail, errors=list(errors))
+        self.body = ErrorResponse(reason=reason, detail=_shortened(detail), errors=list(errors))
 
     def response(self) -> JSONResponse:
         """Return the HTTP answer."""
@@ -122,6 +123,12 @@ async def _crashed(request: Request, error: Exception) -> JSONResponse:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     detail = f"the gateway failed ({type(error).__name__}): its log has more"
     return Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalError", detail).response()
+
+
+def _shortened(text: str) -> str:
+    # What was sent stands in the middle, and may be long; how the sentence ends is what to do.
+    half = (MAX_TEXT - 3) // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]} … {text[-half:]}"
 
 
 def _field_error(entry: Mapping[str, Any], skip: int) -> FieldError:

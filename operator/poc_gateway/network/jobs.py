@@ -80,7 +80,7 @@ class Jobs:
         """Return the JSON of a job's state or result; refused with 404 if there is none."""
         row = await self._database.read(lambda connection: job_rows.find(connection, job_id))
         if row is None:
-            detail = f"there is no such request, and results are kept for {job_rows.KEEP_SECONDS} s: {job_id}"
+            detail = f"no request {job_id}: results are kept for {job_rows.KEEP_SECONDS} s"
             raise Refusal(HTTPStatus.NOT_FOUND, "JobNotFound", detail)
         if row.result is not None:
             return row.result

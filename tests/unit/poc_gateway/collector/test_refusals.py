@@ -21,6 +21,13 @@ async def test_another_rounds_message_is_refused(start: Start, fields: dict[str,
     assert next(iter(fields)) in body["detail"]
 
 
+async def test_a_long_value_leaves_room_for_the_remedy(start: Start) -> None:
+    async with start(a_round()) as gateway:
+        _, body = await gateway.deliver(artifacts([0], public_key="x" * 5000))
+    assert body["detail"].startswith("public_key is xxx")
+    assert body["detail"].endswith("has key: deliver to its own")
+
+
 async def test_another_protocols_message_is_refused(start: Start) -> None:
     async with start(a_round()) as gateway:
         status, body = await gateway.deliver(distances([(0, 0.5)]))
