@@ -38,8 +38,9 @@ postgresql:
 	@compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || $(PYTHON) -m hack.toolchain packages postgresql
 
 .PHONY: fuzz
-fuzz: .venv/.lock ## Ten thousand mutated requests to the pod's routes
+fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's routes, and as many to the gateway's
 	FUZZ_EXAMPLES=10000 .venv/bin/pytest tests/wire/test_fuzz.py
+	FUZZ_EXAMPLES=10000 .venv/bin/pytest --log-cli-level=INFO tests/unit/poc_gateway/test_fuzz.py
 
 .PHONY: test-worker
 test-worker: toolchain ## The maths, and real vLLM on CPU (VLLM=0.23: on that release)

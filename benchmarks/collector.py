@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import uvloop
@@ -30,6 +31,8 @@ TARGETS = {"sqlite": 20_000, "postgresql": 10_000}
 _UID = "benchmark"
 _HEAD = json.dumps({"node_id": 0, "encoding": {"k_dim": K_DIM}, **ROUND})[:-1]
 _VECTOR = encoded(1)
+_LOOK_SECONDS = 5.0
+_SETTINGS = {"POC_GATEWAY_RECEIVER_PRIVATE": "127.0.0.0/8"}
 _SHARES = {"p50": 0.5, "p99": 0.99}
 
 
@@ -93,6 +96,25 @@ async def measure(url: str, target: int, seconds: float) -> Figures:
     return figures
 
 
+async def pile_up(url: str, artifacts: int, pid: int) -> Figures:
+    """Store so many artifacts, none of which can be forwarded, and watch the gateway's memory."""
+    connector, sizes = aiohttp.TCPConnector(limit=CONNECTIONS), list[float]()
+    async with aiohttp.ClientSession(connector=connector) as session:
+        load, stored = Load(session, url + path(_UID)), 0
+        while stored < artifacts:
+            await load.run(_LOOK_SECONDS)
+            stored += len(load.seconds) * BATCH
+            sizes.append(resident_mib(pid))
+    quarters = {f"rss_mib_at_{share}": sizes[len(sizes) * share // 100 - 1] for share in (25, 50, 75, 100)}
+    return {"backlog": stored, **quarters, "rss_mib_largest": max(sizes)}
+
+
+def resident_mib(pid: int) -> int:
+    """Return how much of a process is in memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+
 @contextlib.contextmanager
 def _database(kind: str, folder: Path) -> Iterator[str]:
     if kind == "sqlite":
@@ -107,17 +129,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--database", choices=sorted(TARGETS), default="sqlite")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two loads (default: 20)")
+    parser.add_argument("--backlog", type=int, help="store so many artifacts instead, for a receiver that is away")
     options = parser.parse_args()
     # On the repository's disk, since the usual folder may be in memory, where syncing costs nothing.
     with tempfile.TemporaryDirectory(dir=ROOT) as name, _database(options.database, Path(name)) as url:
         rounds = Path(name) / "rounds.json"
-        rounds.write_text(json.dumps([round_body(_UID, groups=CONNECTIONS)]))
-        with gateway(url, rounds, Path(name) / "log") as running:
-            target = TARGETS[options.database]
+        receiver: dict[str, Any] = {} if options.backlog is None else {"callbackURL": "http://127.0.0.1:9/away"}
+        rounds.write_text(json.dumps([round_body(_UID, groups=CONNECTIONS, **receiver)]))
+        with gateway(url, rounds, Path(name) / "log", _SETTINGS) as running:
+            pid, target = running.process.pid, TARGETS[options.database]
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                figures = runner.run(measure(running.url, target, options.seconds))
-            pages = int(Path(f"/proc/{running.process.pid}/statm").read_text().split()[1])
-    figures = {**figures, "rss_mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)}
+                if options.backlog is not None:
+                    figures = runner.run(pile_up(running.url, options.backlog, pid))
+                else:
+                    figures = runner.run(measure(running.url, target, options.seconds))
+                    figures = {**figures, "rss_mib": resident_mib(pid)}
     report(f"Collector on {options.database}", figures)
 
 

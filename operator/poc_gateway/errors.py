@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from poc_gateway.store.errors import DatabaseError, DatabaseFull
 from poc_operator.store.errors import StoreUnavailable
+from vllm_poc.wire.base import MAX_TEXT
 from vllm_poc.wire.responses import ErrorResponse, FieldError
 
 _log = logging.getLogger(__name__)
@@ -20,6 +21,19 @@ _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validat
 #: Seconds after which a client may try again what failed for want of a database or an API server.
 RETRY_SECONDS = 5
 _RETRY = {"Retry-After": str(RETRY_SECONDS)}
+_MEANINGS = {
+    400: "The address or the body cannot be read, or is of something else",
+    401: "The token is missing or wrong",
+    404: "There is nothing of that name",
+    406: "None of our formats is accepted",
+    409: "Something else runs",
+    413: "The body is too large",
+    422: "A parameter or a field is wrong; `errors` names it",
+    429: "Too much is asked for at once",
+    501: "A cluster does not have this",
+    503: "What this needs does not answer; try again",
+    507: "The database is full, and nothing was stored",
+}
 
 
 class Refusal(HTTPException):
@@ -35,7 +49,7 @@ class Refusal(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, detail, headers)
-        self.body = ErrorResponse(reason=reason, detail=detail, errors=list(errors))
+        self.body = ErrorResponse(reason=reason, detail=_shortened(detail), errors=list(errors))
 
     def response(self) -> JSONResponse:
         """Return the HTTP answer."""
@@ -49,6 +63,17 @@ def invalid(status: HTTPStatus, entries: Sequence[Mapping[str, Any]], *, skip: i
     return Refusal(status, "InvalidRequest", detail, errors=fields)
 
 
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI responses of a route that may answer with these errors, besides what any route may.
+
+    A route with parameters must name 422: else FastAPI describes a body that is not ours.
+    """
+    return {
+        status: {"model": ErrorResponse, "description": _MEANINGS[status]}
+        for status in sorted({400, 413, 429, *statuses})
+    }
+
+
 def install_handlers(app: FastAPI) -> None:
     """Make every error of ``app`` an ErrorResponse."""
     app.exception_handler(HTTPException)(_http_error)
@@ -58,11 +83,23 @@ def install_handlers(app: FastAPI) -> None:
     app.exception_handler(Exception)(_crashed)
 
 
-async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
+async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
     if isinstance(error, Refusal):
         return error.response()
-    status = HTTPStatus(error.status_code)
-    return Refusal(status, status.phrase.title().replace(" ", ""), error.detail, headers=error.headers).response()
+    # What the frameworks raise: their details are a word or two.
+    match HTTPStatus(error.status_code):
+        case HTTPStatus.BAD_REQUEST:
+            message = "cannot be read as JSON: send UTF-8, less deeply nested and without huge numbers"
+            fields = [FieldError(field="body", message=message)]
+            return Refusal(HTTPStatus.BAD_REQUEST, "InvalidRequest", f"body: {message}", errors=fields).response()
+        case HTTPStatus.NOT_FOUND as status:
+            detail = "there is no route of this path: GET /openapi.json lists those that there are"
+        case HTTPStatus.METHOD_NOT_ALLOWED as status:
+            allowed = (error.headers or {}).get("Allow")
+            detail = f"{request.method} is no method of this route: send {allowed}"
+        case status:
+            detail = error.detail
+    return Refusal(status, status.phrase.title().replace(" ", ""), detail, headers=error.headers).response()
 
 
 async def _not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -88,7 +125,15 @@ async def _crashed(request: Request, error: Exception) -> JSONResponse:
     return Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalError", detail).response()
 
 
+def _shortened(text: str) -> str:
+    # What was sent stands in the middle, and may be long; how the sentence ends is what to do.
+    half = (MAX_TEXT - 3) // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]} … {text[-half:]}"
+
+
 def _field_error(entry: Mapping[str, Any], skip: int) -> FieldError:
-    # An empty name stands for rules between fields, whose message names them.
-    field = "body" if entry["type"] == "json_invalid" else ".".join(str(part) for part in entry["loc"][skip:])
+    where = ".".join(str(part) for part in entry["loc"][skip:])
+    # A place in the text is no field. Without a place it is the body, but for rules between fields, which name them.
+    is_body = entry["type"] == "json_invalid" or not (where or entry["type"] == "value_error")
+    field = "body" if is_body else where
     return FieldError(field=field, message=entry["msg"].removeprefix(_VALUE_ERROR))

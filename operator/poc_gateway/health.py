@@ -8,7 +8,7 @@ from http import HTTPStatus
 from fastapi import APIRouter
 from sqlalchemy import text
 
-from poc_gateway.errors import Refusal
+from poc_gateway.errors import Refusal, documented
 from poc_gateway.store.database import Database
 from poc_gateway.store.errors import DatabaseError
 
@@ -48,7 +48,7 @@ class Health:
 
 def router(database: Database) -> APIRouter:
     """Return the routes, which need no token."""
-    routes, health = APIRouter(), Health(database)
+    routes, health = APIRouter(responses=documented(503)), Health(database)
 
     @routes.get("/health")
     @routes.get("/readyz")

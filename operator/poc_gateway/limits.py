@@ -38,7 +38,10 @@ class Peers:
 
 
 class Limits:
-    """Answers 413 to bodies above ``body_bytes`` and 429 to peers that ask more often than ``peer_requests``."""
+    """Answers 413 to bodies above ``body_bytes`` and 429 to peers that ask more often than ``peer_requests``.
+
+    And 400 to addresses with a NUL, a character that PostgreSQL fails to look for.
+    """
 
     def __init__(self, app: ASGIApp, *, body_bytes: int, peer_requests: float) -> None:
         self._app = app
@@ -62,6 +65,9 @@ class Limits:
             detail = "this address sends too many requests: send fewer, larger ones or raise POC_GATEWAY_PEER_REQUESTS"
             headers = {"Retry-After": str(math.ceil(wait))}
             return Refusal(HTTPStatus.TOO_MANY_REQUESTS, "TooManyRequests", detail, headers=headers)
+        if b"%00" in scope["query_string"] or "\0" in scope["path"]:
+            detail = "the address has a NUL (%00), which no name has: leave it out"
+            return Refusal(HTTPStatus.BAD_REQUEST, "InvalidRequest", detail)
         length = Headers(scope=scope).get("content-length", "")
         return self._too_large() if length.isdecimal() and int(length) > self._body_bytes else None
 

@@ -14,18 +14,19 @@ from sqlalchemy import Connection, insert
 
 from poc_gateway import metrics
 from poc_gateway.access import callback_guard, token_guard
+from poc_gateway.collector.bodies import body_of
 from poc_gateway.collector.intake import Intake
 from poc_gateway.collector.messages import Delivery, Fault, parse, read_generated, require_same_round
 from poc_gateway.collector.progress import progress
 from poc_gateway.collector.storing import Outcome
-from poc_gateway.errors import Refusal
-from poc_gateway.rounds.registry import KnownRound, Rounds
+from poc_gateway.errors import Refusal, documented
+from poc_gateway.rounds.registry import Fits, KnownRound, Rounds
 from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_operator.model.collected import CollectedRound
-from vllm_poc.wire.callbacks import Callback
+from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 
 _log = logging.getLogger(__name__)
 #: Nonces that a line of the log names.
@@ -51,33 +52,41 @@ class Receipt(BaseModel):
 def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Callable[[], None]) -> APIRouter:
     """Return the routes; ``stored`` is called when there may be something new to forward."""
     callbacks = APIRouter(
-        prefix="/callbacks/{namespace}/{name}/{uid}", dependencies=[Depends(callback_guard(settings.token))]
+        prefix="/callbacks/{namespace}/{name}/{uid}",
+        dependencies=[Depends(callback_guard(settings.token))],
+        responses=documented(401, 404, 422, 503, 507),
     )
     intake = Intake(database)
 
-    @callbacks.post("/generated", response_model=Receipt)
+    @callbacks.post("/generated", response_model=Receipt, openapi_extra=body_of(GeneratedArtifacts, GeneratedDistances))
     async def generated(namespace: str, name: str, uid: str, request: Request) -> JSONResponse:
         """Store artifacts, each nonce once. The answer is given when they are durable; one bad one costs no other."""
-        known = await _find(rounds, namespace, name, uid)
-        delivery = _read(known, await request.body())
+        body = await request.body()
+        known = await _find(rounds, namespace, name, uid, lambda candidate: _read(candidate, body))
+        delivery = _read(known, body)
+        _account_received(delivery)
         outcome = await intake.store(delivery)
         if outcome is None:
             # Deleted since it was found, for its age: a pod that still computes begins it anew.
             rounds.forget(uid)
             detail = f"the round {uid} was deleted a moment ago: deliver again"
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "RoundDeleted", detail, headers={"Retry-After": "1"})
-        _account(known.terms, outcome)
+        _account_stored(known.terms, outcome)
         if outcome.stored:
             stored()
         return JSONResponse(_receipt(delivery, outcome))
 
-    @callbacks.post("/validated")
+    @callbacks.post("/validated", openapi_extra=body_of(Callback))
     async def validated(namespace: str, name: str, uid: str, request: Request) -> dict[str, str]:
         """Store a verdict, to be passed on to the round's receiver if it has one."""
-        known = await _find(rounds, namespace, name, uid)
         body = await request.body()
-        # The rest is for the receiver to judge; older pods leave out what is new.
-        require_same_round(known.terms, parse(Callback, body))
+
+        def check(candidate: KnownRound) -> None:
+            # The rest is for the receiver to judge; older pods leave out what is new.
+            require_same_round(candidate.terms, parse(Callback, body))
+
+        known = await _find(rounds, namespace, name, uid, check)
+        check(known)
         await database.write(lambda connection: _keep(connection, known, body.decode()))
         stored()
         return {"status": "OK"}
@@ -85,7 +94,11 @@ def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Ca
     routes = APIRouter()
     routes.include_router(callbacks)
 
-    @routes.get("/rounds/{namespace}/{name}/progress", dependencies=[Depends(token_guard(settings.token))])
+    @routes.get(
+        "/rounds/{namespace}/{name}/progress",
+        dependencies=[Depends(token_guard(settings.token))],
+        responses=documented(401, 404, 422, 503),
+    )
     async def round_progress(namespace: str, name: str, uid: str | None = None) -> CollectedRound:
         """Tell how much of a round is stored and forwarded; 404 if nothing was delivered yet."""
         found = await database.read(lambda connection: progress(connection, namespace, name, uid))
@@ -96,8 +109,8 @@ def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Ca
     return routes
 
 
-async def _find(rounds: Rounds, namespace: str, name: str, uid: str) -> KnownRound:
-    known = await rounds.find(namespace, name, uid)
+async def _find(rounds: Rounds, namespace: str, name: str, uid: str, fits: Fits) -> KnownRound:
+    known = await rounds.find(namespace, name, uid, fits)
     if known is None:
         raise _unknown(namespace, name, uid)
     return known
@@ -117,20 +130,25 @@ def _read(known: KnownRound, body: bytes) -> Delivery:
         metrics.REFUSED.labels(error.body.reason).inc()
         _log.warning("round %s: a delivery is refused: %s", uid, error.detail)
         raise
-    metrics.RECEIVED.inc(len(delivery.found) + len(delivery.refused))
-    if delivery.refused:
-        faults = Counter(refused.reason for refused in delivery.refused)
-        for fault, count in faults.items():
-            metrics.REFUSED.labels(fault).inc(count)
-        summary = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
-        _log.warning("round %s: artifacts are refused: %s", uid, summary)
-        if not delivery.found:
-            detail = f"none of the artifacts can be one of the round {uid} ({summary}): correct the sender"
-            raise Refusal(HTTPStatus.BAD_REQUEST, "ArtifactsRefused", detail)
+    if delivery.refused and not delivery.found:
+        summary = _account_received(delivery)
+        detail = f"none of the artifacts can be one of the round {uid} ({summary}): correct the sender"
+        raise Refusal(HTTPStatus.BAD_REQUEST, "ArtifactsRefused", detail)
     return delivery
 
 
-def _account(terms: RoundTerms, outcome: Outcome) -> None:
+def _account_received(delivery: Delivery) -> str:
+    metrics.RECEIVED.inc(len(delivery.found) + len(delivery.refused))
+    faults = Counter(refused.reason for refused in delivery.refused)
+    for fault, count in faults.items():
+        metrics.REFUSED.labels(fault).inc(count)
+    summary = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
+    if summary:
+        _log.warning("round %s: artifacts are refused: %s", delivery.known.terms.uid, summary)
+    return summary
+
+
+def _account_stored(terms: RoundTerms, outcome: Outcome) -> None:
     metrics.STORED.inc(outcome.stored)
     metrics.DUPLICATES.inc(outcome.duplicates)
     if outcome.conflicts:

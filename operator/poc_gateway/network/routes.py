@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from poc_gateway.errors import Refusal
+from poc_gateway.errors import Refusal, documented
 from poc_gateway.network import views
 from poc_gateway.network.access import RETRY_AFTER, guard
 from poc_gateway.network.disconnect import while_connected
@@ -27,11 +27,9 @@ from poc_gateway.network.messages import (
 from poc_gateway.network.service import Network, fan_out, pod_command, stopped
 from poc_gateway.settings import Settings
 from vllm_poc.wire.base import API_PREFIX, PowState
-from vllm_poc.wire.responses import ErrorResponse
+from vllm_poc.wire.results import GeneratedResponse, JobResponse, ValidatedResponse
 
 NODE_PREFIX = "/api/v1/inference/pow"
-
-_ERRORS = (400, 401, 404, 409, 422, 429, 501, 503)
 
 
 async def _given(request: Request) -> Network:
@@ -41,10 +39,14 @@ async def _given(request: Request) -> Network:
 
 Service = Annotated[Network, Depends(_given)]
 
+#: What keeps a body from being taken on.
+_CHANGES = documented(409, 422)
+_Work = GeneratedResponse | ValidatedResponse | JobResponse
+
 _node, _pod, _common, _beside = APIRouter(), APIRouter(), APIRouter(), APIRouter()
 
 
-@_node.post("/init/generate", response_model_exclude_none=True)
+@_node.post("/init/generate", responses=_CHANGES, response_model_exclude_none=True)
 async def node_init_generate(body: NetworkInit, network: Service) -> FanOut:
     """Let the cluster generate; a repeat with the same content changes nothing."""
     round_, pods = await network.init_generate(body)
@@ -64,7 +66,7 @@ async def node_status(network: Service) -> NodeStatus:
     return views.node_status(*await network.look())
 
 
-@_pod.post("/init/generate", response_model_exclude_none=True)
+@_pod.post("/init/generate", responses=_CHANGES, response_model_exclude_none=True)
 async def pod_init_generate(body: NetworkInit, network: Service) -> PodCommand:
     """Let the cluster generate; a repeat with the same content changes nothing."""
     return pod_command(PowState.GENERATING, views.note(*await network.init_generate(body)))
@@ -83,7 +85,7 @@ async def pod_status(network: Service) -> PodStatus:
     return views.pod_status(*await network.look())
 
 
-@_common.post("/generate")
+@_common.post("/generate", response_model=_Work, responses=documented(409, 422, 507))
 async def generate(body: NetworkGenerate, request: Request, network: Service) -> Response:
     """Compute named nonces, or compare received artifacts with them, on whichever pods are free.
 
@@ -98,7 +100,7 @@ async def generate(body: NetworkGenerate, request: Request, network: Service) ->
     return _json((await network.jobs.submit(checked)).model_dump_json(exclude_none=True))
 
 
-@_common.get("/generate/{request_id}")
+@_common.get("/generate/{request_id}", response_model=_Work, responses=documented(404, 422))
 async def generate_result(request_id: str, network: Service) -> Response:
     """Tell the state or the result of queued work."""
     return _json(await network.jobs.find(request_id))
@@ -116,7 +118,7 @@ async def beside_stop(network: Service) -> FanOut:
     return stopped(*await network.stop())
 
 
-@_beside.post("/inference/up")
+@_beside.post("/inference/up", responses=_CHANGES)
 async def up(body: UpRequest, network: Service) -> dict[str, str]:
     """Confirm that the model is served; how it is served is set by the cluster's chart."""
     await network.up(body)
@@ -137,7 +139,9 @@ def _json(text: str) -> Response:
 
 
 for path in ("/init", "/init/validate", "/phase/generate", "/phase/validate", "/validate"):
-    _common.add_api_route(path, _not_here, methods=["POST"], response_model=None)
+    _common.add_api_route(
+        path, _not_here, methods=["POST"], status_code=501, response_model=None, responses=documented(501)
+    )
 
 
 def router(settings: Settings, network: Network | None) -> APIRouter:
@@ -151,7 +155,7 @@ def router(settings: Settings, network: Network | None) -> APIRouter:
 
     routes = APIRouter(
         dependencies=[Depends(guard(settings.network_token)), Depends(provide)],
-        responses={status: {"model": ErrorResponse} for status in _ERRORS},
+        responses=documented(401, 503),
     )
     parts = ((_node, NODE_PREFIX), (_common, NODE_PREFIX), (_pod, API_PREFIX), (_common, API_PREFIX))
     for part, prefix in (*parts, (_beside, "/api/v1")):

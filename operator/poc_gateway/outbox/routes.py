@@ -4,11 +4,12 @@
 from http import HTTPStatus
 from typing import Annotated
 
-from fastapi import APIRouter, Body, HTTPException, Query
+from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 from yarl import URL
 
+from poc_gateway.errors import Refusal, documented
 from poc_gateway.outbox import deadletters
 from poc_gateway.outbox.deadletters import Counts, DeadLetter
 from poc_gateway.outbox.outbox import Outbox
@@ -56,8 +57,8 @@ class Replayed(BaseModel):
 
 
 def router(database: Database, outbox: Outbox) -> APIRouter:
-    """Return the routes. Errors are HTTPException and what FastAPI raises itself."""
-    routes = APIRouter()
+    """Return the routes, to be included where the token was asked for."""
+    routes = APIRouter(responses=documented(401, 404, 422, 503))
 
     @routes.get(f"{_ROUND}/forwarding")
     async def forwarding(namespace: str, name: str) -> Forwarding:
@@ -80,7 +81,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
     async def dead_letters(
         namespace: str,
         name: str,
-        after: Annotated[int, Query(ge=-1)] = -1,
+        after: Annotated[int, Query(ge=-1, lt=2**31)] = -1,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> DeadLetters:
         """List the artifacts that the receiver refused for good, in the order of their nonces."""
@@ -92,7 +93,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
         page = await database.read(read)
         return DeadLetters(dead_letters=page, next=page[-1].nonce if len(page) == limit else None)
 
-    @routes.post(f"{_ROUND}/dead-letters/replay")
+    @routes.post(f"{_ROUND}/dead-letters/replay", responses=documented(507))
     async def replay(namespace: str, name: str, request: Annotated[Replay | None, Body()] = None) -> Replayed:
         """Send refused artifacts again, those of `nonces` or all."""
 
@@ -111,7 +112,7 @@ def _found(connection: Connection, namespace: str, name: str) -> KnownRound:
     known = newest(connection, namespace, name)
     if known is None:
         detail = f"no round {namespace}/{name} is known: one is from its first delivery on, until it is deleted"
-        raise HTTPException(HTTPStatus.NOT_FOUND, detail)
+        raise Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
     return known
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the routes are asked with. A parameter that does not exist is refused: a filter misspelt must not be ignored."""
 
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Self
 
@@ -32,7 +32,7 @@ def _milliseconds(value: object) -> object:
         moment = None
     if moment is None or moment.tzinfo is None:
         raise ValueError("must be milliseconds since 1970, or RFC 3339 with a time zone as in 2026-01-31T08:00:00Z")
-    return int(moment.astimezone(UTC).timestamp() * 1000)
+    return int(moment.timestamp() * 1000)
 
 
 #: A moment in milliseconds since 1970, as the database has it.

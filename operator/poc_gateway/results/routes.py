@@ -5,14 +5,14 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
 from poc_gateway.access import token_guard
-from poc_gateway.errors import Refusal
+from poc_gateway.errors import Refusal, documented
 from poc_gateway.results import queries
 from poc_gateway.results.answers import ConflictPage, RoundDetail, RoundPage, Summary
 from poc_gateway.results.chunks import chunks
@@ -26,14 +26,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.model.checks import Proof
 from vllm_poc.wire.base import Protocol
-from vllm_poc.wire.responses import ErrorResponse, FieldError
-
-_MEANINGS = {
-    401: "The token is missing or wrong",
-    404: "There is no such round",
-    422: "A parameter is wrong; `errors` names it",
-    503: "The database fails",
-}
+from vllm_poc.wire.responses import FieldError
 
 
 class Results:
@@ -116,18 +109,17 @@ class Results:
 
 def router(database: Database, settings: Settings) -> APIRouter:
     """Return the routes, for those who have the gateway's token."""
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse, "description": meaning} for status, meaning in _MEANINGS.items()
-    }
     guard = Depends(token_guard(settings.token))
-    routes = APIRouter(prefix="/rounds", responses=errors, dependencies=[guard])
+    routes = APIRouter(prefix="/rounds", responses=documented(401, 422, 503), dependencies=[guard])
     results, one = Results(database), "/{namespace}/{name}"
     routes.get("")(results.rounds)
-    routes.get(one)(results.round)
-    routes.get(f"{one}/summary")(results.summary)
-    routes.get(f"{one}/conflicts", response_model_exclude_none=True)(results.conflicts)
-    routes.get(f"{one}/sample", response_model_exclude_none=True)(results.sample)
-    routes.get(f"{one}/artifacts", response_class=StreamingResponse)(results.artifacts)
+    of_round = documented(404)
+    exports = documented(404, 406) | {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}
+    routes.get(one, responses=of_round)(results.round)
+    routes.get(f"{one}/summary", responses=of_round)(results.summary)
+    routes.get(f"{one}/conflicts", responses=of_round, response_model_exclude_none=True)(results.conflicts)
+    routes.get(f"{one}/sample", responses=of_round, response_model_exclude_none=True)(results.sample)
+    routes.get(f"{one}/artifacts", responses=exports, response_class=StreamingResponse)(results.artifacts)
     return routes
 
 

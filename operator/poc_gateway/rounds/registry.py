@@ -24,11 +24,15 @@ ReadRound = Callable[[str, str], Awaitable[Round | None]]
 
 @dataclass(frozen=True)
 class KnownRound:
-    """A round that is written down, and the rows of its slots by offset."""
+    """A round, and the rows of its slots by offset."""
 
     id: int
     terms: RoundTerms
     slots: Mapping[int, int]
+
+
+#: Raises if a delivery cannot be one of the round, whose rows may not be there yet.
+Fits = Callable[[KnownRound], object]
 
 
 class Rounds:
@@ -40,22 +44,23 @@ class Rounds:
         self._known: dict[str, KnownRound] = {}
         self._lock = asyncio.Lock()
 
-    async def find(self, namespace: str, name: str, uid: str) -> KnownRound | None:
+    async def find(self, namespace: str, name: str, uid: str, fits: Fits) -> KnownRound | None:
         """Return the round; None if it is not written down and there is no such PoCRound.
 
-        A PoCRound whose slots are not fixed yet is none: no pod has been told of it. StoreUnavailable if the API
-        server is needed and cannot be asked, DatabaseError if the database fails.
+        A PoCRound whose slots are not fixed yet is none: no pod has been told of it. A new round is written down if
+        ``fits`` does not raise. StoreUnavailable if the API server is needed and cannot be asked, DatabaseError if the
+        database fails.
         """
         if uid not in self._known:
             async with self._lock:  # a thousand pods ask for a new round at once
-                await self._learn(namespace, name, uid)
+                await self._learn(namespace, name, uid, fits)
         return self._known.get(uid)
 
     def forget(self, uid: str) -> None:
         """Forget a round whose rows were deleted."""
         self._known.pop(uid, None)
 
-    async def _learn(self, namespace: str, name: str, uid: str) -> None:
+    async def _learn(self, namespace: str, name: str, uid: str, fits: Fits) -> None:
         if uid in self._known:
             return
         known = await self._database.read(lambda connection: load(connection, uid))
@@ -63,6 +68,7 @@ class Rounds:
             round_ = await self._read_round(namespace, name)
             if round_ is None or round_.metadata.uid != uid or not round_.status.groups:
                 return
+            fits(_unwritten(round_))
             known = await self._database.write(lambda connection: write_down(connection, round_))
         self._known[uid] = known
 
@@ -83,7 +89,6 @@ def write_down(connection: Connection, round_: Round) -> KnownRound:
     values = {field.name: getattr(terms, field.name) for field in fields(terms)}
     insert = schema.rounds.insert().values(**values, created_at=time.time_ns() // 1_000_000)
     round_id = connection.execute(insert.returning(schema.rounds.c.id)).scalar_one()
-    offsets = [node + group * terms.node_count for group in range(terms.n_groups) for node in round_.spec.nodes.ids]
     rows = [
         {
             "round_id": round_id,
@@ -91,12 +96,21 @@ def write_down(connection: Connection, round_: Round) -> KnownRound:
             "node_id": offset % terms.node_count,
             "group_id": offset // terms.node_count,
         }
-        for offset in offsets
+        for offset in _offsets(round_, terms)
     ]
     connection.execute(schema.slots.insert(), rows)
     known = load(connection, terms.uid)
     assert known is not None  # noqa: S101 - written above
     return known
+
+
+def _unwritten(round_: Round) -> KnownRound:
+    terms = RoundTerms.of(round_)
+    return KnownRound(-1, terms, dict.fromkeys(_offsets(round_, terms), -1))
+
+
+def _offsets(round_: Round, terms: RoundTerms) -> list[int]:
+    return [node + group * terms.node_count for group in range(terms.n_groups) for node in round_.spec.nodes.ids]
 
 
 def terms_of(row: RowMapping) -> RoundTerms:

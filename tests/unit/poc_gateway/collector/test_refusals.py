@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from poc_gateway.store import schema
-from tests.support.deliveries import R_TARGET, a_round, artifacts, distances, encoded, vector
-from tests.unit.poc_gateway.collector.conftest import Start, receipt
+from tests.support.deliveries import R_TARGET, a_round, artifacts, distances, encoded, path, vector
+from tests.unit.poc_gateway.collector.conftest import Answer, Gateway, Start, receipt
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,13 @@ async def test_another_rounds_message_is_refused(start: Start, fields: dict[str,
         rows = await gateway.rows(schema.artifacts)
     assert (status, body["reason"], list(rows)) == (400, "WrongRound", [])
     assert next(iter(fields)) in body["detail"]
+
+
+async def test_a_long_value_leaves_room_for_the_remedy(start: Start) -> None:
+    async with start(a_round()) as gateway:
+        _, body = await gateway.deliver(artifacts([0], public_key="x" * 5000))
+    assert body["detail"].startswith("public_key is xxx")
+    assert body["detail"].endswith("has key: deliver to its own")
 
 
 async def test_another_protocols_message_is_refused(start: Start) -> None:
@@ -93,3 +100,54 @@ async def test_what_is_no_message_is_refused(start: Start, body: bytes) -> None:
         verdict_status, verdict = await gateway.deliver(body, end="validated")
     assert (status, answer["reason"]) == (400, "InvalidRequest")
     assert (verdict_status, verdict["reason"]) == (400, "InvalidRequest")
+
+
+@pytest.mark.parametrize(
+    ("end", "body"),
+    [
+        ("generated", b"{"),
+        ("generated", artifacts([0], public_key="other")),
+        ("generated", artifacts([], artifacts=[{"nonce": -1, "vector_b64": ""}])),
+        ("validated", b"{"),
+        ("validated", artifacts([], public_key="other")),
+    ],
+)
+async def test_what_is_refused_makes_no_round_known(start: Start, end: str, body: bytes) -> None:
+    async with start(a_round()) as gateway:
+        status, _ = await gateway.deliver(body, end=end)
+        assert (status, list(await gateway.rows(schema.rounds))) == (400, [])
+        assert await gateway.deliver(artifacts([0])) == (200, receipt(stored=1))
+
+
+@pytest.mark.parametrize("url", [path(), "/rounds/ns/round-uid-1/dead-letters/replay"])
+@pytest.mark.parametrize("body", [b"[" * 5000, b"\xff\xfe", b"1" * 5000, b"[]", b"3"])
+async def test_a_wrong_body_is_named(start: Start, url: str, body: bytes) -> None:
+    async with start(a_round()) as gateway:
+        status, answer = await _send(gateway, "POST", url, body)
+    assert (status, answer["reason"]) in [(400, "InvalidRequest"), (422, "InvalidRequest")]
+    assert answer["detail"].startswith("body: ")
+    assert [error["field"] for error in answer["errors"]] == ["body"]
+
+
+async def _send(gateway: Gateway, method: str, url: str, body: bytes = b"") -> Answer:
+    headers = {"Content-Type": "application/json"}
+    async with gateway.session.request(method, url, data=body, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_a_wrong_address_is_told_apart_from_a_wrong_method(start: Start) -> None:
+    async with start() as gateway:
+        status, answer = await gateway.get("/nowhere")
+        assert (status, answer["reason"]) == (404, "NotFound")
+        assert "GET /openapi.json" in answer["detail"]
+        status, answer = await _send(gateway, "PUT", path())
+        assert (status, answer["reason"]) == (405, "MethodNotAllowed")
+        assert "send POST" in answer["detail"]
+
+
+@pytest.mark.parametrize("url", ["/rounds/ns/%00", "/rounds?name=a%00", "/rounds/ns/x/summary?uid=%00"])
+async def test_a_nul_in_the_address_is_refused(start: Start, url: str) -> None:
+    async with start() as gateway:
+        status, answer = await gateway.get(url)
+    assert (status, answer["reason"]) == (400, "InvalidRequest")
+    assert "NUL" in answer["detail"]

@@ -141,6 +141,8 @@ async def test_results_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(job_rows, "KEEP_SECONDS", 0)
     await asyncio.sleep(0.01)
     error_of(await world.get(f"{PATH}/{first}"), 404, "JobNotFound")
+    # A long id must not push what it means out of the sentence.
+    assert "results are kept" in error_of(await world.get(f"{PATH}/{'x' * 600}"), 404, "JobNotFound").detail
     await world.post(PATH, validation())
     # Its callback has yet to go out.
     assert first in [row["id"] for row in world.rows(select(schema.jobs))]

@@ -87,6 +87,6 @@ async def test_dead_letters_in_pages_and_their_replay(
         await until(lambda: sorted(receiver.nonces) == list(range(12)))
 
 
-@pytest.mark.parametrize("params", [{"limit": 0}, {"limit": 1001}, {"after": -2}, {"after": "x"}])
+@pytest.mark.parametrize("params", [{"limit": 0}, {"limit": 1001}, {"after": -2}, {"after": 2**31}, {"after": "x"}])
 async def test_limits_of_a_page(client: httpx.AsyncClient, params: dict[str, str | int]) -> None:
     assert (await client.get(f"{ROUND}/dead-letters", params=params)).status_code == 422

@@ -24,6 +24,7 @@ EXPORT = "/rounds/ns/round-uid-1/artifacts"
         ({"below": "nan"}, "below"),
         ({"from": "2026-01-01T00:00:00"}, "from"),
         ({"to": "soon"}, "to"),
+        ({"from": "0001-01-01T00:00:00+14:00"}, "from"),
         ({"nonce_from": -1}, "nonce_from"),
         ({"nonce_to": 2**31}, "nonce_to"),
         ({"limit": 0}, "limit"),

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is sent to the gateway's routes is answered in time and as documented, and what is refused changes nothing.
+
+FUZZ_EXAMPLES=10000 pytest --log-cli-level=INFO tests/unit/poc_gateway/test_fuzz.py
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from poc_gateway.app import Parts, inside_app, network_app
+from poc_gateway.network import dispatch, rounds
+from poc_gateway.network.messages import NetworkGenerate
+from poc_gateway.network.service import Network
+from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.rounds.registry import Rounds
+from poc_gateway.settings import Settings
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from tests.support.gateway_answers import Fuzzing
+from tests.support.gateway_requests import TOKEN, Request, Target, cases, requests
+from tests.support.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets
+from tests.unit.poc_gateway.network.cluster import World, running_world
+from tests.unit.poc_gateway.network.requests import BLOCK, INIT, PARAMS, URL, validation
+
+#: Requests of the three runs together: to the inside's app on both databases, and to the network's.
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "400"))
+SHARE = -(-EXAMPLES // 3)
+#: So many requests reach every operation.
+MANY = 1_000
+#: After the tenth Hypothesis begins to vary what it had, which here repeats most requests.
+BATCH = 10
+#: Bodies are limited so that some exceed it.
+SETTINGS = {
+    "POC_GATEWAY_TOKEN": TOKEN,
+    "POC_GATEWAY_NETWORK_TOKEN": TOKEN,
+    "POC_GATEWAY_BODY_BYTES": "5200",
+}
+QUEUED: dict[str, Any] = BLOCK | {"params": PARAMS, "nonces": [7], "url": URL}
+NETWORK_BODIES: dict[str, Sequence[Any]] = {
+    "init/generate": [INIT, BLOCK | {"r_target": 1.4, "seq_len": 64}],
+    "pow/generate": [
+        QUEUED,
+        validation(nonces=[1, 2], validation={"artifacts": validation()["validation"]["artifacts"][:1]}),
+        BLOCK | {"params": PARAMS, "nonces": [1, 2, 3], "wait": True},
+        BLOCK | {"r_target": 1.4, "nonces": [4, 5], "wait": True, "beside_round": True},
+        validation(
+            url=None, nonces=[1], validation={"artifacts": validation()["validation"]["artifacts"][:1]}, wait=True
+        ),
+    ],
+    "inference/up": [{"model": "tiny"}],
+}
+
+pytestmark = pytest.mark.timeout(120 + EXAMPLES // 5)
+
+_log = logging.getLogger(__name__)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    # A line for each request would drown the one that counts them.
+    for name in ("alembic", "httpx", "poc_gateway", "vllm_poc"):
+        caplog.set_level(logging.ERROR, name)
+
+
+def _parts(database: Database, network: Network | None) -> Parts:
+    values = Settings.from_environment(SETTINGS)
+    known, outbox = Rounds(database, read_round), Outbox(database, values)
+    return Parts(settings=values, database=database, rounds=known, outbox=outbox, network=network)
+
+
+def _fuzz(
+    runner: asyncio.Runner, app: FastAPI, state: Callable[[], object], about: Sequence[Target], name: str
+) -> None:
+    names, some = cases(app)
+    fuzzing = Fuzzing(app, state)
+
+    @settings(
+        max_examples=BATCH,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+    @given(request=requests(some, about))
+    def ask(request: Request) -> None:
+        runner.run(fuzzing.ask(request))
+
+    batches = itertools.count()
+    while fuzzing.statuses.total() < SHARE:
+        seed(f"{name} {next(batches)}")(ask)()
+    runner.run(fuzzing.close())
+    asked = fuzzing.statuses.total()
+    _log.info("%d different requests to %s, answered %s", asked, name, dict(sorted(fuzzing.statuses.items())))
+    assert asked >= SHARE
+    if asked >= MANY:
+        assert fuzzing.done == set(names)
+
+
+def test_the_inside(database: Database) -> None:
+    # Its outbox does not run, so that nothing changes but by requests.
+    with asyncio.Runner() as runner:
+        runner.run(store_seeds(database))
+        before = rows(database)
+        app = inside_app(_parts(database, None))
+        _fuzz(runner, app, lambda: rows(database), targets(), f"the inside on {database.engine.dialect.name}")
+        check_seeds(before, rows(database))
+
+
+def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(dispatch, "REST_SECONDS", 0.05)
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        world = runner.run(stack.enter_async_context(running_world(tmp_path, pods=1, **SETTINGS)))
+        try:
+            _fuzz_network(runner, world)
+        finally:
+            runner.run(stack.aclose())
+
+
+def _fuzz_network(runner: asyncio.Runner, world: World) -> None:
+    async def prepare() -> str:
+        await store_seeds(world.database)
+        return (await world.network.jobs.submit(NetworkGenerate.model_validate(QUEUED))).request_id
+
+    def state() -> object:
+        # Jobs end on their own, and then write callbacks: of them only which there are.
+        still = [table for table in schema.metadata.sorted_tables if table not in (schema.jobs, schema.callbacks)]
+        jobs = [job.id for job in rows(world.database, [schema.jobs])["jobs"]]
+        return (
+            rows(world.database, still),
+            jobs,
+            [(name, one.spec.finish) for name, one in world.cluster.rounds.items()],
+        )
+
+    target = Target({"request_id": runner.run(prepare())}, NETWORK_BODIES)
+    before = rows(world.database)
+    app = network_app(_parts(world.database, world.network))
+    _fuzz(runner, app, state, [target], "the network")
+    check_seeds(before, rows(world.database))
