@@ -136,6 +136,7 @@ class PocService:
                 max_seq_len=facts["max_model_len"],
                 hidden_size=facts["hidden_size"],
                 scratch_bytes=facts["scratch_bytes"],
+                fused=facts["fused"],
             )
         return ModelLimits(names=names)
 

@@ -42,13 +42,15 @@ class RoundStats(WireMessage):
 class ModelLimits(WireMessage):
     """What the served model allows; lets a client say what is wrong before it asks.
 
-    ``scratch_bytes`` is the device memory of PoC's own KV cache on the rank that has most.
+    ``scratch_bytes`` is the device memory of PoC's own KV cache on the rank that has most, ``fused`` whether PoC's
+    forward pass is faster than vLLM's own.
     """
 
     names: list[ShortText] = Field(default_factory=list)
     max_seq_len: int = Field(default=0, ge=0)
     hidden_size: int = Field(default=0, ge=0)
     scratch_bytes: int = Field(default=0, ge=0)
+    fused: bool = False
 
 
 class StatusResponse(WireMessage):
