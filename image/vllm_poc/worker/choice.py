@@ -27,23 +27,23 @@ def poc_model(runner: Runner, limits: ModelFacts) -> PocModel:
     # With VLLM_BATCH_INVARIANT, vLLM's own operations are the only ones that do not depend on the batch.
     if runner.device.type != "cuda" or envs.VLLM_BATCH_INVARIANT or not runner.ranks.alone:
         return PocModel(runner, limits)
+    plain = PocModel(runner, limits)
+    try:
+        return _fused(runner, limits, plain)
+    except Exception:
+        _log.exception("PoC computes without fused operations, and slower, since they fail here")
+        return plain
+
+
+def _fused(runner: Runner, limits: ModelFacts, plain: PocModel) -> PocModel:
     from vllm_poc.worker.fusion.fused import FusedPass  # noqa: PLC0415 - needs Triton
 
-    plain, fused = PocModel(runner, limits), PocModel(runner, limits, FusedPass(runner))
-    why_not = _why_not(fused, plain)
-    if why_not is None:
+    fused = PocModel(runner, limits, FusedPass(runner))
+    distance = _distance(_trial(fused), _trial(plain))
+    if distance <= _TOLERANCE:
         return fused
-    _log.warning("PoC computes without fused operations, and slower: %s", why_not)
+    _log.warning("PoC computes without fused operations, and slower: with them results are %.2g away", distance)
     return plain
-
-
-def _why_not(fused: PocModel, plain: PocModel) -> str | None:
-    try:
-        distance = _distance(_trial(fused), _trial(plain))
-    except Exception as error:
-        _log.exception("the fused operations failed")
-        return f"{type(error).__name__}: {error}"
-    return None if distance <= _TOLERANCE else f"with them the model computes something else, {distance:.2g} away"
 
 
 def _trial(model: PocModel) -> Tensor:
