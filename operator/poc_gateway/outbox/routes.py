@@ -69,6 +69,8 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
             return known, deadletters.counts(connection, known.id)
 
         known, counts = await database.read(read)
+        if known.terms.receiver is None:
+            counts = counts._replace(backlog=0)  # nothing is to be forwarded
         forwarder = outbox.forwarder(known.id)
         return Forwarding(
             receiver=_public(known.terms.receiver),

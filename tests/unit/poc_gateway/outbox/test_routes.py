@@ -50,6 +50,8 @@ async def test_forwarding_while_the_receiver_fails(
 
 async def test_the_name_means_the_newest_round(database: Database, client: httpx.AsyncClient) -> None:
     await store(database, await add_round(database, None), range(5))
+    unsent = (await client.get(f"{ROUND}/forwarding")).json()
+    assert (unsent["receiver"], unsent["backlog"]) == (None, 0)
     await add_round(database, "http://user:secret@host/path?token=secret")
     answer = (await client.get(f"{ROUND}/forwarding")).json()
     assert (answer["receiver"], answer["backlog"]) == ("http://host/path", 0)
