@@ -11,6 +11,7 @@ from vllm_poc.log import get_logger
 from vllm_poc.wire.base import Protocol
 from vllm_poc.worker.batches import ModelFacts
 from vllm_poc.worker.forward import PocModel
+from vllm_poc.worker.fusion.attention import attention_layers, needs_no_cache
 from vllm_poc.worker.internals import Runner
 from vllm_poc.worker.recipe import Recipe
 
@@ -24,12 +25,12 @@ _TOLERANCE = 0.2
 
 def poc_model(runner: Runner, limits: ModelFacts) -> PocModel:
     """Return the model for PoC. On a GPU, runs it once in each way."""
+    plain = PocModel(runner, limits)
     # With VLLM_BATCH_INVARIANT, vLLM's own operations are the only ones that do not depend on the batch.
     if runner.device.type != "cuda" or envs.VLLM_BATCH_INVARIANT or not runner.ranks.alone:
-        return PocModel(runner, limits)
-    plain = PocModel(runner, limits)
+        return plain
     try:
-        return _fused(runner, limits, plain)
+        return _fused(runner, limits, plain) if needs_no_cache(attention_layers(runner)) else plain
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since they fail here")
         return plain

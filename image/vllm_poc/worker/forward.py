@@ -75,12 +75,16 @@ class PocModel:
         tokens = len(request["nonces"]) * recipe.seq_len
         if not gpu.memory.has_room_for(tokens):
             return Rehearsal(seconds=None)
-        with torch.inference_mode():
-            seeds = recipe.seeds(request, request["nonces"])
-            self.tensors.load(request["block_hash"], recipe)
-            gpu.memory.learn(tokens, lambda: self._values(recipe, seeds))
-            gpu.programs.capture(recipe, seeds, partial(self._batch, recipe))
-            return Rehearsal(seconds=seconds_of(lambda: self._values(recipe, seeds), self.runner.device))
+        seeds = recipe.seeds(request, request["nonces"])
+        try:
+            with torch.inference_mode():
+                self.tensors.load(request["block_hash"], recipe)
+                gpu.memory.learn(tokens, lambda: self._values(recipe, seeds))
+                gpu.programs.capture(recipe, seeds, partial(self._batch, recipe))
+                return Rehearsal(seconds=seconds_of(lambda: self._values(recipe, seeds), self.runner.device))
+        except torch.OutOfMemoryError:
+            gpu.programs.forget(recipe)
+            return Rehearsal(seconds=None)
 
     def inputs(self, recipe: Recipe, seeds: Tensor) -> Tensor:
         """Return the embeddings ``[nonces, seq_len, hidden]`` for seeds on the device, as `Recipe.seeds` has them."""

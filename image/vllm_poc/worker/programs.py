@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import graph_capture
 
+from vllm_poc.log import get_logger
 from vllm_poc.worker.recipe import Recipe
+
+_log = get_logger(__name__)
 
 #: Recipes and sizes that are kept; each holds the memory of one batch.
 MOST_PROGRAMS = 4
@@ -47,10 +50,20 @@ class Programs:
             self._programs.move_to_end((recipe, nonces))
         return program
 
-    def capture(self, recipe: Recipe, seeds: Tensor, batch: Callable[[Tensor], Tensor]) -> Program:
-        """Make ``batch``, which takes the seeds and enqueues all work, a program. Runs it a few times."""
+    def capture(self, recipe: Recipe, seeds: Tensor, batch: Callable[[Tensor], Tensor]) -> None:
+        """Make ``batch``, which takes the seeds and enqueues all work, a program. Runs it a few times.
+
+        What a graph cannot hold is left to run as it is. OutOfMemoryError if the device's memory is too small.
+        """
         self.forget(recipe)
-        static = seeds.to(self._device)
+        try:
+            self._programs[recipe, len(seeds)] = self._captured(seeds.to(self._device), batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            _log.exception("this model's forward pass cannot be made a CUDA graph: PoC runs it step by step")
+
+    def _captured(self, static: Tensor, batch: Callable[[Tensor], Tensor]) -> Program:
         for _ in range(_REHEARSALS):
             batch(static)
         torch.cuda.synchronize(self._device)
@@ -60,9 +73,7 @@ class Programs:
             arguments = {"stream": context.stream, "capture_error_mode": "thread_local"}
             with torch.cuda.graph(graph, pool=self._pool(), **arguments):
                 values = batch(static)
-        program = Program(graph, static, values)
-        self._programs[recipe, len(seeds)] = program
-        return program
+        return Program(graph, static, values)
 
     def forget(self, recipe: Recipe) -> None:
         """Drop the recipe's program, and the oldest beyond the limit."""

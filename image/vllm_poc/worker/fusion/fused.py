@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from vllm_poc.kernels import layers as kernels
-from vllm_poc.worker.fusion.attention import attention_layers, needs_no_cache, prefill_patches, prefill_plan
+from vllm_poc.worker.fusion.attention import attention_layers, prefill_patches, prefill_plan
 from vllm_poc.worker.fusion.last_token import last_tokens_only
 from vllm_poc.worker.fusion.operations import is_plain_norm, operation_patches
 from vllm_poc.worker.fusion.patches import patched
@@ -21,26 +21,25 @@ if TYPE_CHECKING:
 
 
 class FusedPass:
-    """A `vllm_poc.worker.passes.Pass` for CUDA."""
+    """A `vllm_poc.worker.passes.Pass` for CUDA and models whose attention needs no cache."""
+
+    needs_cache = False
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._attention = attention_layers(runner)
-        self.needs_cache = not needs_no_cache(self._attention)
         self._norm_after = dict(_norms_after(runner))
 
     def plan(self, shape: BatchShape) -> AttentionPlan:
         """Describe a batch to the attention layers."""
-        return self._runner.plan(shape) if self.needs_cache else prefill_plan(self._runner, shape)
+        return prefill_plan(self._runner, shape)
 
     @contextmanager
     def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> Iterator[None]:
         """Make the model compute this way, and reflect each layer's output along its vector."""
         norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
         others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
-        patches = list(operation_patches(self._runner.model, norms))
-        if not self.needs_cache:
-            patches.extend(prefill_patches(self._attention))
+        patches = [*operation_patches(self._runner.model, norms), *prefill_patches(self._attention)]
         last = last_tokens_only(self._runner.layers[-1], shape)
         with patched(patches), reflected_layers(others, _reflected), last:
             yield
