@@ -100,5 +100,7 @@ async def _serve(parts: Parts) -> None:
 
 
 def _listen(port: int) -> socket.socket:
-    # Pods reach it from other nodes.
+    # Pods reach it from other nodes, by whichever protocol the cluster has.
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("0.0.0.0", port), backlog=BACKLOG)  # noqa: S104

@@ -64,13 +64,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "gateway.rules" -}}
 - apiGroups: [poc.gonka.ai]
   resources: [pocrounds]
-  verbs: [get, list{{ if .Values.gateway.roundTemplate }}, create, patch{{ end }}]
-{{- if .Values.gateway.roundTemplate }}
-# Nonces that the network names are computed by pods that are free.
-- apiGroups: [""]
-  resources: [pods]
-  verbs: [list]
-{{- end }}
+  verbs: [get, list]
 {{- end -}}
 
 {{/* What the operator may do in a namespace that it watches. */}}

@@ -8,10 +8,12 @@ from collections import deque
 from poc_gateway.collector.messages import Delivery
 from poc_gateway.collector.storing import Outcome, store
 from poc_gateway.store.database import Database
-from poc_gateway.store.errors import DatabaseError
+from poc_gateway.store.errors import DatabaseError, DatabaseUnavailable
 
 #: Artifacts of one commit, unless a single delivery has more: so few that the first need not wait long.
 COMMIT_ARTIFACTS = 4_096
+#: Most artifacts that wait: some seconds' worth, in memory as much as a hundred megabytes.
+MOST_WAITING = 250_000
 
 _Waiting = tuple[Delivery, "asyncio.Future[Outcome | None]"]
 
@@ -22,15 +24,19 @@ class Intake:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._waiting = deque[_Waiting]()
+        self._artifacts = 0
         self._task: asyncio.Task[None] | None = None
 
     async def store(self, delivery: Delivery) -> Outcome | None:
         """Store a delivery and return what became of it once it is durable; None if its round was deleted meanwhile.
 
-        DatabaseError if the database fails; then nothing is stored.
+        DatabaseError if the database fails or is far behind; then nothing is stored.
         """
+        if self._artifacts > MOST_WAITING:
+            raise DatabaseUnavailable(f"the database is behind: {self._artifacts} artifacts wait")
         done: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((delivery, done))
+        self._artifacts += len(delivery.found)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         return await done
@@ -48,6 +54,7 @@ class Intake:
         while self._waiting and artifacts + len(self._waiting[0][0].found) <= COMMIT_ARTIFACTS:
             batch.append(self._waiting.popleft())
             artifacts += len(batch[-1][0].found)
+        self._artifacts -= artifacts
         return batch
 
     async def _commit(self, batch: list[_Waiting]) -> None:

@@ -24,6 +24,10 @@ Work = Callable[[Connection], Result]
 
 #: Most writes of one commit: enough that syncing costs little, few enough that the first does not wait long.
 COMMIT_WRITES = 256
+#: Seconds that a write waits for its turn.
+TURN_SECONDS = 30.0
+#: Most writes that wait for theirs.
+MOST_WAITING = 1_024
 _READERS = 4
 
 
@@ -75,13 +79,24 @@ class Database:
         """Run ``work`` in a transaction and return its result once it is durable.
 
         ``work`` may run twice, the first time in a transaction that is rolled back: it must do nothing but use its
-        connection. Its own exceptions are raised; DatabaseError if the database fails.
+        connection. Its own exceptions are raised; DatabaseError if the database fails, or is so slow that the write has
+        not begun after `TURN_SECONDS`. Once it has begun its outcome is waited for, since it may well succeed.
         """
         if self._closed:
             raise DatabaseUnavailable("the gateway is ending")
+        if self._waiting.qsize() >= MOST_WAITING:
+            raise DatabaseUnavailable(f"the database is behind: {MOST_WAITING} writes wait")
         done: Future[Result] = Future()
         self._waiting.put(_Write(work, done))
-        return await asyncio.wrap_future(done)
+        answer = asyncio.wrap_future(done)
+        try:
+            await asyncio.wait({answer}, timeout=TURN_SECONDS)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        if not answer.done() and done.cancel():
+            raise DatabaseUnavailable(f"the database took no write for {TURN_SECONDS:.0f} s")
+        return await answer
 
     async def read(self, work: Work[Result]) -> Result:
         """Run ``work`` beside the writes and return its result; DatabaseError if the database fails."""

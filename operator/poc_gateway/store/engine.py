@@ -13,6 +13,15 @@ from sqlalchemy.exc import ArgumentError
 WAIT_SECONDS = 5.0
 #: Pages of 4 KiB that each connection keeps: 16 MiB.
 _CACHE_KIB = 16 * 1024
+#: So that a PostgreSQL that is gone, or busy for ever, is noticed: a write that waits for it holds up all others.
+_POSTGRESQL = {
+    "connect_timeout": int(WAIT_SECONDS),
+    "keepalives_idle": 5,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+    "options": "-c statement_timeout=30000",
+}
 _PRAGMAS = (
     "journal_mode=WAL",
     "synchronous=FULL",
@@ -26,15 +35,13 @@ def create_engine(url: str) -> Engine:
     """Return an engine for ``sqlite:///PATH`` or ``postgresql://USER:PASSWORD@HOST/NAME``; ValueError for others."""
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # whose texts have parts of the URL, which may be of its password
         raise ValueError("database is not a URL: use sqlite:////PATH or postgresql://USER:PASSWORD@HOST/NAME") from None
     if parsed.get_backend_name() == "sqlite":
         return _sqlite(parsed)
     if parsed.get_backend_name() == "postgresql":
-        arguments = {"connect_timeout": int(WAIT_SECONDS)}
-        return sqlalchemy.create_engine(
-            parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, pool_size=8, connect_args=arguments
-        )
+        psycopg_url = parsed.set(drivername="postgresql+psycopg")
+        return sqlalchemy.create_engine(psycopg_url, pool_pre_ping=True, pool_size=8, connect_args=_POSTGRESQL)
     raise ValueError(f"database is of {parsed.get_backend_name()}: only sqlite and postgresql are supported")
 
 

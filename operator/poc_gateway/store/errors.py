@@ -29,12 +29,14 @@ def translated(error: Exception) -> Exception:
     """Return our error for the driver's where a caller can do something about it, else ``error`` itself."""
     if isinstance(error, PoolTimeout):
         return DatabaseUnavailable("every connection to the database is in use")
-    if not isinstance(error, DBAPIError):
+    # COPY is the driver's own, whose errors SQLAlchemy does not see.
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if not isinstance(cause, sqlite3.Error | psycopg.Error):
         return error
-    cause, text = error.orig, str(error.orig).strip()
+    text = str(cause).strip()
     if isinstance(cause, psycopg.errors.DiskFull) or _is_full_sqlite(cause):
         return DatabaseFull(f"the database's disk is full ({text}): free space or lower the retention")
-    if isinstance(cause, sqlite3.OperationalError | psycopg.OperationalError):
+    if isinstance(cause, sqlite3.OperationalError | psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction):
         return DatabaseUnavailable(f"the database cannot be used ({text})")
     return error
 

@@ -4,12 +4,14 @@
 import asyncio
 import json
 import sqlite3
+import threading
 from pathlib import Path
 
 import aiohttp
 import pytest
-from sqlalchemy import event, select
+from sqlalchemy import Connection, event, select
 
+from poc_gateway.collector import intake
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.simulation.gateway_process import gateway as gateway_process
@@ -105,6 +107,28 @@ async def test_a_database_that_is_closed_is_unavailable(start: Start) -> None:
         assert (status, body["reason"]) == (503, "DatabaseUnavailable")
         status, body = await gateway.get("/readyz")
         assert (status, body["reason"]) == (503, "NotReady")
+
+
+async def test_a_database_that_is_far_behind_is_unavailable(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MOST_WAITING", 1)
+    begun, release = threading.Event(), threading.Event()
+
+    def slow(_: Connection) -> None:
+        begun.set()
+        release.wait(5)
+
+    async with start(a_round()) as gateway:
+        await gateway.deliver(artifacts([0]))
+        writing = asyncio.create_task(gateway.database.write(slow))
+        await asyncio.to_thread(begun.wait, 5)
+        waiting = []
+        for nonce in (1, 2, 4):  # the first is on its way to the database
+            waiting.append(asyncio.create_task(gateway.deliver(artifacts([nonce, nonce + 4]))))
+            await asyncio.sleep(0.2)
+        release.set()
+        answers = [status for status, _ in await asyncio.gather(*waiting)]
+        await writing
+    assert answers == [200, 200, 503]
 
 
 async def test_a_round_that_was_deleted_begins_anew(start: Start) -> None:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a database that is slow, full or read-only makes of a write, and what its errors say."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy import Connection, event, text
+
+from poc_gateway.health import Health
+from poc_gateway.store import database as database_module
+from poc_gateway.store.database import Database
+from poc_gateway.store.engine import create_engine
+from poc_gateway.store.errors import DatabaseFull, DatabaseUnavailable, translated
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> Database:
+    return Database.open(f"sqlite:///{tmp_path / 'gateway.db'}")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (psycopg.errors.DiskFull("no space"), DatabaseFull),
+        (psycopg.errors.ReadOnlySqlTransaction("read-only"), DatabaseUnavailable),
+        (psycopg.OperationalError("gone"), DatabaseUnavailable),
+    ],
+)
+def test_errors_of_the_driver_itself_are_ours_too(error: psycopg.Error, expected: type[Exception]) -> None:
+    assert type(translated(error)) is expected
+
+
+@pytest.mark.parametrize("url", ["postgresql://gw:s3cret", "postgresql://gw:s3cret@host:s3cret/x", "s3cret"])
+def test_a_url_that_is_none_is_not_repeated(url: str) -> None:
+    with pytest.raises(ValueError, match="database is not a URL") as raised:
+        create_engine(url)
+    assert "s3cret" not in str(raised.value)
+
+
+async def test_a_write_gives_up_before_its_turn_and_never_in_it(
+    sqlite: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "TURN_SECONDS", 0.1)
+    begun, release, done = threading.Event(), threading.Event(), list[str]()
+
+    def slow(_: Connection) -> None:
+        begun.set()
+        release.wait(5)
+        done.append("slow")
+
+    running = asyncio.create_task(sqlite.write(slow))
+    await asyncio.to_thread(begun.wait, 5)
+    with pytest.raises(DatabaseUnavailable, match="took no write"):
+        await sqlite.write(lambda _: done.append("late"))
+    release.set()
+    await running
+    await sqlite.write(lambda _: None)
+    assert done == ["slow"]
+    sqlite.close()
+
+
+async def test_no_more_writes_wait_than_fit(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module, "MOST_WAITING", 3)
+    begun, release = threading.Event(), threading.Event()
+
+    def slow(_: Connection) -> None:
+        begun.set()
+        release.wait(5)
+
+    writes = [asyncio.create_task(sqlite.write(slow))]
+    await asyncio.to_thread(begun.wait, 5)
+    writes += [asyncio.create_task(sqlite.write(lambda _: None)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(DatabaseUnavailable, match="3 writes wait"):
+        await sqlite.write(lambda _: None)
+    release.set()
+    await asyncio.gather(*writes)
+    sqlite.close()
+
+
+async def test_a_database_that_may_only_be_read_is_not_ready(sqlite: Database) -> None:
+    assert await Health(sqlite).problem() is None
+    event.listen(sqlite.engine, "connect", lambda connection, _: connection.execute("PRAGMA query_only=1"))
+    sqlite.engine.dispose()
+    assert "readonly" in str(await Health(sqlite).problem())
+    assert await sqlite.read(lambda one: one.execute(text("SELECT 1")).scalar()) == 1
+    sqlite.close()
