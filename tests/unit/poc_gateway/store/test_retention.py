@@ -86,6 +86,7 @@ async def test_what_is_not_forwarded_is_kept(database: Database, limits: dict[st
     await add(database, "backlog", days=30, receiver=RECEIVER, forwarded=2, forwarded_nonce=1)
     slot = await add(database, "late", days=30, receiver=RECEIVER, forwarded=2, forwarded_nonce=2)
     await letter(database, slot, 1, state="waiting", days=30)
+    await add(database, "counted-twice", days=30, receiver=RECEIVER, forwarded=3, forwarded_nonce=1)
     known = await add(database, "verdict", days=30, receiver=RECEIVER, forwarded=3, forwarded_nonce=2)
     values = {"round_id": known, "url": RECEIVER, "body": "{}", "state": "waiting", "created_at": 0}
     await database.write(lambda one: one.execute(schema.callbacks.insert().values(values)))
