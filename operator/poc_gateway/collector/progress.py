@@ -14,7 +14,7 @@ from poc_operator.model.collected import CollectedRound, CollectedSlot
 def progress(connection: Connection, namespace: str, name: str, uid: str | None) -> CollectedRound | None:
     """Return what is stored of the round, without a ``uid`` of the newest of its name; None if nothing ever was."""
     rounds = schema.rounds.c
-    named = select(schema.rounds).where(rounds.namespace == namespace, rounds.name == name)
+    named = select(schema.rounds).where(rounds.namespace == namespace, rounds.name == name, schema.ROUND_IS_KEPT)
     if uid is not None:
         named = named.where(rounds.uid == uid)
     row = connection.execute(named.order_by(rounds.id.desc()).limit(1)).mappings().first()

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, insert, select
 
 from poc_gateway import metrics
 from poc_gateway.access import callback_guard, token_guard
@@ -20,7 +20,7 @@ from poc_gateway.collector.messages import Delivery, Fault, parse, read_generate
 from poc_gateway.collector.progress import progress
 from poc_gateway.collector.storing import Outcome
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.rounds.registry import Fits, KnownRound, Rounds
+from poc_gateway.rounds.registry import Fits, KnownRound, RoundDeleted, Rounds
 from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
@@ -67,10 +67,7 @@ def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Ca
         _account_received(delivery)
         outcome = await intake.store(delivery)
         if outcome is None:
-            # Deleted since it was found, for its age: a pod that still computes begins it anew.
-            rounds.forget(uid)
-            detail = f"the round {uid} was deleted a moment ago: deliver again"
-            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "RoundDeleted", detail, headers={"Retry-After": "1"})
+            raise _deleted(rounds, uid)
         _account_stored(known.terms, outcome)
         if outcome.stored:
             stored()
@@ -87,7 +84,7 @@ def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Ca
 
         known = await _find(rounds, namespace, name, uid, check)
         check(known)
-        await database.write(lambda connection: _keep(connection, known, body.decode()))
+        await _store_verdict(database, rounds, known, body.decode())
         stored()
         return {"status": "OK"}
 
@@ -110,7 +107,10 @@ def router(database: Database, rounds: Rounds, settings: Settings, *, stored: Ca
 
 
 async def _find(rounds: Rounds, namespace: str, name: str, uid: str, fits: Fits) -> KnownRound:
-    known = await rounds.find(namespace, name, uid, fits)
+    try:
+        known = await rounds.find(namespace, name, uid, fits)
+    except RoundDeleted as error:
+        raise _deleted(rounds, uid) from error
     if known is None:
         raise _unknown(namespace, name, uid)
     return known
@@ -120,6 +120,13 @@ def _unknown(namespace: str, name: str, uid: str | None) -> Refusal:
     with_uid = f" with uid {uid}" if uid else ""
     detail = f"nothing is known of a PoCRound {namespace}/{name}{with_uid}: deliver to a round that exists"
     return Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
+
+
+def _deleted(rounds: Rounds, uid: str) -> Refusal:
+    # For its age, since it was found or a moment before: a pod that still computes begins it anew.
+    rounds.forget(uid)
+    detail = f"the round {uid} was deleted a moment ago, or is being deleted: deliver again"
+    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "RoundDeleted", detail, headers={"Retry-After": "1"})
 
 
 def _read(known: KnownRound, body: bytes) -> Delivery:
@@ -166,7 +173,16 @@ def _receipt(delivery: Delivery, outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _keep(connection: Connection, known: KnownRound, body: str) -> None:
+async def _store_verdict(database: Database, rounds: Rounds, known: KnownRound, body: str) -> None:
+    if not await database.write(lambda connection: _keep(connection, known, body)):
+        raise _deleted(rounds, known.terms.uid)
+
+
+def _keep(connection: Connection, known: KnownRound, body: str) -> bool:
+    """Write a verdict down; return whether its round is there."""
+    kept = select(schema.rounds.c.id).where(schema.rounds.c.id == known.id, schema.ROUND_IS_KEPT)
+    if connection.scalar(kept) is None:
+        return False
     receiver = known.terms.receiver
     values = {
         "round_id": known.id,
@@ -176,3 +192,4 @@ def _keep(connection: Connection, known: KnownRound, body: str) -> None:
         "created_at": time.time_ns() // 1_000_000,
     }
     connection.execute(insert(schema.callbacks).values(values))
+    return True

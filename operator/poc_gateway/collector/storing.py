@@ -38,7 +38,7 @@ class _Slot:
 
 
 def store(connection: Connection, deliveries: Sequence[Delivery], now: int) -> list[Outcome | None]:
-    """Store the deliveries in their order; None for one whose round was deleted meanwhile."""
+    """Store the deliveries in their order; None for one whose round was deleted meanwhile, or is being deleted."""
     slots = _slots(connection, {found.slot_id for delivery in deliveries for found in delivery.found})
     alive = [all(found.slot_id in slots for found in delivery.found) for delivery in deliveries]
     late = {
@@ -116,9 +116,10 @@ class _Transaction:
 
 def _slots(connection: Connection, ids: Collection[int]) -> dict[int, _Slot]:
     columns = schema.slots.c
+    kept = select(columns.id, columns.last_nonce).join(schema.rounds).where(schema.ROUND_IS_KEPT)
     slots = {}
     for some in _parts(sorted(ids)):
-        rows = connection.execute(select(columns.id, columns.last_nonce).where(columns.id.in_(some)))
+        rows = connection.execute(kept.where(columns.id.in_(some)))
         slots.update({id_: _Slot(last, last) for id_, last in rows})
     return slots
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-from sqlalchemy import Connection, Select, bindparam, delete, exists, insert, select, union, update
+from sqlalchemy import Connection, ScalarSelect, Select, bindparam, delete, exists, insert, select, union, update
 
 from poc_gateway.rounds.registry import terms_of
 from poc_gateway.rounds.terms import RoundTerms
@@ -73,16 +73,18 @@ def slots_with_work(connection: Connection, round_id: int) -> Sequence[SlotWork]
 
 def next_in_order(connection: Connection, slot: SlotWork, limit: int) -> Part:
     """Return the slot's first artifacts after its ``forwarded_nonce``, without those that are letters."""
-    done = select(slots.c.forwarded_nonce).where(slots.c.id == slot.slot_id).scalar_subquery()
     is_letter = exists().where(letters.c.slot_id == artifacts.c.slot_id, letters.c.nonce == artifacts.c.nonce)
-    query = _items(slot).where(artifacts.c.nonce > done, ~is_letter).limit(limit)
+    query = _items(slot).where(artifacts.c.nonce > _done(slot), ~is_letter).limit(limit)
     return Part(slot.slot_id, slot.node_id, letters=False, items=_read(connection, query))
 
 
 def next_letters(connection: Connection, slot: SlotWork, limit: int) -> Part:
-    """Return the slot's first waiting letters."""
+    """Return the slot's first waiting letters up to its ``forwarded_nonce``.
+
+    One above it waits until the slot has passed it: with its letter gone before, it would be sent in order again.
+    """
     of_artifact = (letters.c.slot_id == artifacts.c.slot_id) & (letters.c.nonce == artifacts.c.nonce)
-    query = _items(slot).join(letters, of_artifact).where(_IS_WAITING).limit(limit)
+    query = _items(slot).join(letters, of_artifact).where(_IS_WAITING, artifacts.c.nonce <= _done(slot)).limit(limit)
     return Part(slot.slot_id, slot.node_id, letters=True, items=_read(connection, query))
 
 
@@ -110,6 +112,10 @@ def refused(connection: Connection, part: Part, reason: str) -> None:
     else:
         connection.execute(insert(letters).values(key | values))
         connection.execute(update(slots).where(slots.c.id == part.slot_id).values(forwarded_nonce=item.nonce))
+
+
+def _done(slot: SlotWork) -> ScalarSelect[int]:
+    return select(slots.c.forwarded_nonce).where(slots.c.id == slot.slot_id).scalar_subquery()
 
 
 def _items(slot: SlotWork) -> Select[int, bytes | None, float | None]:

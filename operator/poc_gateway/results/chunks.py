@@ -52,9 +52,6 @@ class Scan:
 
     def read(self, connection: Connection) -> Sequence[tuple[int, Columns]]:
         """Return the next rows of the next slots; DatabaseUnavailable if the round was deleted meanwhile."""
-        exists = select(schema.rounds.c.id).where(schema.rounds.c.id == self._round.id)
-        if connection.execute(exists).first() is None:
-            raise DatabaseUnavailable("the round was deleted while it was read: there is nothing left to export")
         parts, room = list[tuple[int, Columns]](), CHUNK_ROWS
         while self._left and room:
             offset, slot_id = self._left[0]
@@ -68,6 +65,10 @@ class Scan:
             if count:
                 parts.append((offset, columns))
             room -= count
+        # Afterwards: what was read before a deletion began is whole.
+        kept = select(schema.rounds.c.id).where(schema.rounds.c.id == self._round.id, schema.ROUND_IS_KEPT)
+        if connection.execute(kept).first() is None:
+            raise DatabaseUnavailable("the round was deleted while it was read: there is nothing left to export")
         return parts
 
     def _fetch(self, connection: Connection, slot_id: int, room: int) -> Columns:

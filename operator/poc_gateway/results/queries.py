@@ -11,7 +11,7 @@ from sqlalchemy import Connection, RowMapping, Select, and_, func, select
 from poc_gateway.results.answers import Conflict, ConflictPage, RoundEntry, RoundPage, SlotArrivals, SlotEntry
 from poc_gateway.results.parameters import ConflictsQuery, RoundsQuery
 from poc_gateway.rounds.registry import KnownRound
-from poc_gateway.store.schema import artifacts, conflicts, letters, rounds, slots
+from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, conflicts, letters, rounds, slots
 
 _COUNTERS = (slots.c.stored, slots.c.duplicates, slots.c.conflicts, slots.c.forwarded)
 
@@ -28,7 +28,7 @@ def base64_of(vector: bytes | None) -> str | None:
 
 def round_page(connection: Connection, query: RoundsQuery) -> RoundPage:
     """Return the newest rounds before ``query.after``."""
-    select_ = select(rounds).order_by(rounds.c.id.desc()).limit(query.limit + 1)
+    select_ = select(rounds).where(ROUND_IS_KEPT).order_by(rounds.c.id.desc()).limit(query.limit + 1)
     if query.after is not None:
         select_ = select_.where(rounds.c.id < query.after)
     for column in (rounds.c.namespace, rounds.c.name, rounds.c.block_hash):

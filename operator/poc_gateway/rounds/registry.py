@@ -35,6 +35,10 @@ class KnownRound:
 Fits = Callable[[KnownRound], object]
 
 
+class RoundDeleted(Exception):  # noqa: N818 - reads as a state
+    """The round is being deleted for its age, and can begin anew when that is done."""
+
+
 class Rounds:
     """The rounds of the database, found by uid."""
 
@@ -48,8 +52,8 @@ class Rounds:
         """Return the round; None if it is not written down and there is no such PoCRound.
 
         A PoCRound whose slots are not fixed yet is none: no pod has been told of it. A new round is written down if
-        ``fits`` does not raise. StoreUnavailable if the API server is needed and cannot be asked, DatabaseError if the
-        database fails.
+        ``fits`` does not raise. RoundDeleted while its rows are being deleted, StoreUnavailable if the API server is
+        needed and cannot be asked, DatabaseError if the database fails.
         """
         if uid not in self._known:
             async with self._lock:  # a thousand pods ask for a new round at once
@@ -63,7 +67,7 @@ class Rounds:
     async def _learn(self, namespace: str, name: str, uid: str, fits: Fits) -> None:
         if uid in self._known:
             return
-        known = await self._database.read(lambda connection: load(connection, uid))
+        known = await self._database.read(lambda connection: _load_or_raise(connection, uid))
         if known is None:
             round_ = await self._read_round(namespace, name)
             if round_ is None or round_.metadata.uid != uid or not round_.status.groups:
@@ -74,8 +78,9 @@ class Rounds:
 
 
 def load(connection: Connection, uid: str) -> KnownRound | None:
-    """Return the round with this uid, if it is written down."""
-    row = connection.execute(select(schema.rounds).where(schema.rounds.c.uid == uid)).mappings().first()
+    """Return the round with this uid, if it is written down and not being deleted."""
+    of_uid = select(schema.rounds).where(schema.rounds.c.uid == uid, schema.ROUND_IS_KEPT)
+    row = connection.execute(of_uid).mappings().first()
     if row is None:
         return None
     where = schema.slots.c.round_id == row["id"]
@@ -101,6 +106,15 @@ def write_down(connection: Connection, round_: Round) -> KnownRound:
     connection.execute(schema.slots.insert(), rows)
     known = load(connection, terms.uid)
     assert known is not None  # noqa: S101 - written above
+    return known
+
+
+def _load_or_raise(connection: Connection, uid: str) -> KnownRound | None:
+    known = load(connection, uid)
+    begun = select(schema.rounds.c.id).where(schema.rounds.c.uid == uid, ~schema.ROUND_IS_KEPT)
+    if known is None and connection.scalar(begun) is not None:
+        # The row still has the uid: to write the round down again would fail.
+        raise RoundDeleted(uid)
     return known
 
 

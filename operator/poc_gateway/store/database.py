@@ -6,6 +6,7 @@ One process owns the database, so a write may read first and rely on what it rea
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from sqlalchemy import Connection, Engine
 from poc_gateway.store.engine import create_engine
 from poc_gateway.store.errors import DatabaseUnavailable, translated
 from poc_gateway.store.migrate import migrate
+from poc_gateway.store.room import keeps_room
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Work = Callable[[Connection], Result]
@@ -29,6 +33,10 @@ TURN_SECONDS = 30.0
 #: Most writes that wait for theirs.
 MOST_WAITING = 1_024
 _READERS = 4
+_KEEPS_ROOM = (
+    "the database file does not shrink when rounds are deleted, though their room is used again: to change that, "
+    "stop the gateway and run PRAGMA auto_vacuum=INCREMENTAL; VACUUM on the file"
+)
 
 
 @dataclass
@@ -68,6 +76,9 @@ class Database:
         engine = create_engine(url)
         try:
             migrate(engine)
+            with engine.connect() as connection:
+                if keeps_room(connection):
+                    _log.warning(_KEEPS_ROOM)
         except Exception as error:
             engine.dispose()
             raise translated(error) from error

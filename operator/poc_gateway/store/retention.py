@@ -3,14 +3,18 @@
 
 A round is never deleted while something of it waits to be forwarded, or while the receiver's refusals of it are
 younger than the retention: somebody may want to replay them.
+
+A deletion takes many transactions. The first marks the round, and from then on nothing is stored for it: what is
+acknowledged while its rows go would go with them.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exists, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exists, or_, select, update
 
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
@@ -25,6 +29,7 @@ CHUNK_ROWS = 2_000
 #: A round that something arrived for within this time runs; even a full database does not delete it.
 RUNNING_SECONDS = 3_600
 _MS = 1_000
+_BEGUN = select(schema.rounds.c.id, schema.rounds.c.uid).where(~schema.ROUND_IS_KEPT)
 
 
 class Retention:
@@ -45,7 +50,9 @@ class Retention:
             await asyncio.sleep(PERIOD_SECONDS)
 
     async def look(self) -> None:
-        """Delete what is due now."""
+        """Go on with deletions that a process before this one has begun, then delete what is due now."""
+        for begun in await self._database.read(lambda one: one.execute(_BEGUN).all()):
+            await self._delete(begun)
         now = time.time_ns() // 1_000_000
         kept, limit = self._settings.retention_seconds, self._settings.retention_bytes
         since = now - kept * _MS if kept else 0
@@ -60,7 +67,9 @@ class Retention:
     async def _delete_while(self, due: Callable[[Connection], bool], *, quiet_since: int, letters_since: int) -> None:
         query = deletable(quiet_since, letters_since)
         while oldest := await self._database.read(lambda one: one.execute(query).first() if due(one) else None):
-            await self._delete(oldest)
+            # Something may have arrived since: the next look finds another round, or none.
+            if await self._database.write(partial(begin, may_be=query, round_id=oldest.id)):
+                await self._delete(oldest)
 
     async def _delete(self, round_: Row[int, str]) -> None:
         id_, uid = round_
@@ -77,6 +86,7 @@ def deletable(quiet_since: int, letters_since: int) -> Select[int, str]:
     """
     rounds = schema.rounds.c
     may_be = and_(
+        schema.ROUND_IS_KEPT,
         rounds.created_at < quiet_since,
         ~_of_slots(_heard_of(quiet_since)),
         or_(rounds.receiver.is_(None), ~_of_slots(_waits())),
@@ -84,6 +94,16 @@ def deletable(quiet_since: int, letters_since: int) -> Select[int, str]:
         ~_callback(letters_since),
     )
     return select(rounds.id, rounds.uid).where(may_be).order_by(rounds.created_at).limit(1)
+
+
+def begin(connection: Connection, may_be: Select[int, str], round_id: int) -> bool:
+    """Mark a round as being deleted, if ``may_be`` still finds it; return whether it does."""
+    of_round = schema.rounds.c.id == round_id
+    if connection.execute(may_be.where(of_round)).first() is None:
+        return False
+    now = time.time_ns() // 1_000_000
+    connection.execute(update(schema.rounds).where(of_round).values(deleted_at=now))
+    return True
 
 
 def delete_some(connection: Connection, round_id: int) -> bool:
@@ -116,9 +136,10 @@ def _heard_of(since: int) -> ColumnElement[bool]:
 
 
 def _waits() -> ColumnElement[bool]:
+    # What the outbox itself goes by. Never counts: a commit that was repeated may have counted twice.
     slots, letters = schema.slots.c, schema.letters.c
-    dead = select(func.count()).where(letters.slot_id == slots.id, letters.state == "dead").correlate(schema.slots)
-    return slots.stored > slots.forwarded + dead.scalar_subquery()
+    letter = exists().where(letters.slot_id == slots.id, letters.state == "waiting").correlate(schema.slots)
+    return or_(slots.last_nonce > slots.forwarded_nonce, letter)
 
 
 def _refused(since: int) -> ColumnElement[bool]:

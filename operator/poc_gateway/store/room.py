@@ -33,11 +33,17 @@ def used_bytes(connection: Connection) -> int:
 
 def give_back(connection: Connection) -> bool:
     """Give some of the room that is free back to the disk; return whether there is more. PostgreSQL does so itself."""
-    if connection.dialect.name != "sqlite" or not _pragma(connection, "freelist_count"):
+    if connection.dialect.name != "sqlite" or not (before := _pragma(connection, "freelist_count")):
         return False
     # It frees a page whenever it is asked for a row, and has no columns: SQLAlchemy would not ask.
     connection.connection.cursor().execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
-    return _pragma(connection, "freelist_count") > 0
+    # A file that keeps its room has as much as before, and would for ever.
+    return 0 < _pragma(connection, "freelist_count") < before
+
+
+def keeps_room(connection: Connection) -> bool:
+    """Whether the file cannot give room back: it had a table before the gateway's first, or comes from a dump."""
+    return connection.dialect.name == "sqlite" and not _pragma(connection, "auto_vacuum")
 
 
 def _pragma(connection: Connection, name: str) -> int:

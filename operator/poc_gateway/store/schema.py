@@ -40,7 +40,10 @@ rounds = Table(
     Column("n_groups", Integer, nullable=False),
     Column("receiver", Text),  # where results are forwarded to; null to keep them here
     Column("created_at", BigInteger, nullable=False),
+    Column("deleted_at", BigInteger),  # when its deletion began; the row goes last
 )
+#: Which rounds there are: one whose deletion has begun is gone for everybody but the retention.
+ROUND_IS_KEPT = rounds.c.deleted_at.is_(None)
 
 #: The slots of a round that this cluster serves. ``slot`` is the offset, the slot's first nonce.
 #:

@@ -52,6 +52,20 @@ async def test_rounds_are_listed_newest_first_page_by_page(database: Database, c
     assert last["next"] is None
 
 
+async def test_a_round_that_is_being_deleted_is_gone(database: Database, client: AsyncClient) -> None:
+    older = await store(database, renamed("uid-0", "round-uid-1"), range(2))
+    known = await store(database, a_round(), range(3))
+    begun = schema.rounds.update().where(schema.rounds.c.id == known.id).values(deleted_at=1)
+    await database.write(lambda connection: connection.execute(begun))
+    assert [entry["uid"] for entry in (await client.get("/rounds")).json()["rounds"]] == [older.terms.uid]
+    assert (await client.get(ROUND)).json()["round"]["uid"] == older.terms.uid
+    sample = {"nonces": "9", "seed": "a"}
+    assert len((await client.get(f"{ROUND}/sample", params=sample)).json()) == 2
+    for end, needed in (("", {}), ("/summary", {}), ("/conflicts", {}), ("/sample", sample), ("/artifacts", {})):
+        answer = await client.get(f"{ROUND}{end}", params={"uid": "uid-1", **needed})
+        assert (answer.status_code, answer.json()["reason"]) == (404, "RoundUnknown")
+
+
 @pytest.mark.parametrize(
     ("parameters", "uids"),
     [

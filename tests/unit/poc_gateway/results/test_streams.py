@@ -8,7 +8,7 @@ from typing import cast
 import aiohttp
 import pytest
 from fastapi import FastAPI
-from sqlalchemy import Connection, QueuePool
+from sqlalchemy import Connection, Delete, QueuePool, Update
 
 from poc_gateway.results import chunks
 from poc_gateway.store import schema
@@ -83,11 +83,14 @@ async def test_a_client_that_stops_reading_holds_neither_connection_nor_memory(
         assert (await answer.text()).count("\n") == COUNT
 
 
+@pytest.mark.parametrize(
+    "deletion", [schema.rounds.delete(), schema.rounds.update().values(deleted_at=1)], ids=["done", "begun"]
+)
 async def test_an_export_of_a_round_deleted_meanwhile_is_broken_off(
-    database: Database, url: str, reads: list[int]
+    database: Database, url: str, reads: list[int], deletion: Delete | Update
 ) -> None:
     async with aiohttp.ClientSession(read_bufsize=1024) as session, session.get(url) as answer:
         await settled(reads)
-        await database.write(lambda connection: connection.execute(schema.rounds.delete()))
+        await database.write(lambda connection: connection.execute(deletion))
         with pytest.raises(aiohttp.ClientPayloadError):
             await answer.read()

@@ -12,7 +12,7 @@ from poc_gateway.rounds.registry import write_down
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.retention import CHUNK_ROWS, Retention
+from poc_gateway.store.retention import CHUNK_ROWS, Retention, begin, deletable
 from poc_gateway.store.room import size_bytes, used_bytes
 from tests.support.deliveries import a_round, vector
 
@@ -70,6 +70,27 @@ async def test_old_rounds_are_deleted_whole(database: Database) -> None:
     assert list(left) == [0, 1, 2]
 
 
+async def test_a_deletion_that_was_begun_goes_on_after_a_restart(database: Database) -> None:
+    await add(database, "begun", days=0, receiver=RECEIVER)
+    await database.write(lambda one: one.execute(update(schema.rounds).values(deleted_at=1)))
+    await add(database, "kept", days=0)
+    assert await look(database) == ["begun"]
+    assert await uids(database) == {"kept"}
+
+
+@pytest.mark.parametrize(("heard", "begins"), [(1, True), (now_ms(), False)])
+async def test_a_round_that_something_arrived_for_meanwhile_is_kept(
+    database: Database, heard: int, *, begins: bool
+) -> None:
+    await add(database, "old", days=3)
+    query = deletable(now_ms() - DAY, 0)
+    found = await database.read(lambda one: one.execute(query).one())
+    await database.write(lambda one: one.execute(update(schema.artifacts).values(received_at=heard)))
+    assert await database.write(lambda one: begin(one, query, found.id)) is begins
+    deleted_at = await database.read(lambda one: one.scalar(select(schema.rounds.c.deleted_at)))
+    assert (deleted_at is not None) is begins
+
+
 async def test_without_retention_everything_is_kept(database: Database) -> None:
     await add(database, "old", days=3000)
     assert await look(database) == []
@@ -86,6 +107,7 @@ async def test_what_is_not_forwarded_is_kept(database: Database, limits: dict[st
     await add(database, "backlog", days=30, receiver=RECEIVER, forwarded=2, forwarded_nonce=1)
     slot = await add(database, "late", days=30, receiver=RECEIVER, forwarded=2, forwarded_nonce=2)
     await letter(database, slot, 1, state="waiting", days=30)
+    await add(database, "counted-twice", days=30, receiver=RECEIVER, forwarded=3, forwarded_nonce=1)
     known = await add(database, "verdict", days=30, receiver=RECEIVER, forwarded=3, forwarded_nonce=2)
     values = {"round_id": known, "url": RECEIVER, "body": "{}", "state": "waiting", "created_at": 0}
     await database.write(lambda one: one.execute(schema.callbacks.insert().values(values)))
