@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
+from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection, RowMapping, select
 
@@ -46,7 +47,8 @@ class Rounds:
         self._database = database
         self._read_round = read_round
         self._known: dict[str, KnownRound] = {}
-        self._lock = asyncio.Lock()
+        # Each as long as somebody holds it: a thousand pods ask for a new round at once.
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     async def find(self, namespace: str, name: str, uid: str, fits: Fits) -> KnownRound | None:
         """Return the round; None if it is not written down and there is no such PoCRound.
@@ -56,7 +58,8 @@ class Rounds:
         needed and cannot be asked, DatabaseError if the database fails.
         """
         if uid not in self._known:
-            async with self._lock:  # a thousand pods ask for a new round at once
+            lock = self._locks.setdefault(uid, asyncio.Lock())
+            async with lock:
                 await self._learn(namespace, name, uid, fits)
         return self._known.get(uid)
 

@@ -41,6 +41,7 @@ rounds = Table(
     Column("receiver", Text),  # where results are forwarded to; null to keep them here
     Column("created_at", BigInteger, nullable=False),
     Column("deleted_at", BigInteger),  # when its deletion began; the row goes last
+    sqlite_autoincrement=True,  # an id is never given again, not even to what is on its way
 )
 #: Which rounds there are: one whose deletion has begun is gone for everybody but the retention.
 ROUND_IS_KEPT = rounds.c.deleted_at.is_(None)
@@ -64,6 +65,7 @@ slots = Table(
     Column("forwarded", BigInteger, nullable=False, server_default="0"),
     Column("forwarded_nonce", BigInteger, nullable=False, server_default="-1"),
     Unique("round_id", "slot"),
+    sqlite_autoincrement=True,  # an id is never given again, not even to what is on its way
 )
 
 #: What was computed for one nonce: a vector or a distance, as the round's protocol has it.

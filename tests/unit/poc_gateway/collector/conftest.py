@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gateway on a real port, whose PoCRounds are in memory."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -32,8 +33,12 @@ class Gateway:
         self.database = database
         self.found: dict[str, Round] = {}
         self.api_server_away = False
+        self.looking = asyncio.Event()  # while it is not set, the API server does not answer
+        self.looking.set()
+        self.forget: Callable[[str], None] = lambda _: None
 
     async def read_round(self, namespace: str, name: str) -> Round | None:
+        await self.looking.wait()
         if self.api_server_away:
             raise StoreUnavailable("no answer")
         return self.found.get(f"{namespace}/{name}")
@@ -73,6 +78,7 @@ def start(database: Database) -> Start:
             gateway = Gateway(session, url, database)
             gateway.add(*rounds)
             known = Rounds(database, gateway.read_round)
+            gateway.forget = known.forget
             values = Settings.from_environment(names)
             outbox = Outbox(database, values)
             parts = Parts(settings=values, database=database, rounds=known, outbox=outbox, network=None)

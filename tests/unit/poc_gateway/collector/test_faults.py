@@ -109,6 +109,19 @@ async def test_a_database_that_is_closed_is_unavailable(start: Start) -> None:
         assert (status, body["reason"]) == (503, "NotReady")
 
 
+async def test_a_round_that_is_looked_for_holds_no_other_up(start: Start) -> None:
+    async with start(a_round("uid-1"), a_round("uid-2")) as gateway:
+        await gateway.deliver(artifacts([0]), "uid-1")
+        gateway.forget("uid-1")  # as after a restart
+        gateway.looking.clear()
+        waiting = asyncio.create_task(gateway.deliver(artifacts([0]), "uid-2"))
+        await asyncio.sleep(0.2)
+        assert (await gateway.deliver(artifacts([1]), "uid-1"))[0] == 200
+        assert not waiting.done()
+        gateway.looking.set()
+        assert (await waiting)[0] == 200
+
+
 async def test_a_database_that_is_far_behind_is_unavailable(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "MOST_WAITING", 1)
     begun, release = threading.Event(), threading.Event()

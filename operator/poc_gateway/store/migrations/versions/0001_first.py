@@ -44,6 +44,7 @@ def upgrade() -> None:
         sa.Column("deleted_at", sa.BigInteger(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("uid"),
+        sqlite_autoincrement=True,
     )
     op.create_table(
         "callbacks",
@@ -76,6 +77,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["round_id"], ["rounds.id"], ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("round_id", "slot"),
+        sqlite_autoincrement=True,
     )
     op.create_table(
         "artifacts",
