@@ -146,6 +146,6 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     value = headers.get("Retry-After", "")
     try:
         seconds = float(value) if value.isdecimal() else parsedate_to_datetime(value).timestamp() - time()
-    except ValueError:
+    except (ValueError, OverflowError):  # of which the second is a year beyond what a date can have
         return 0.0
     return min(max(seconds, 0.0), RETRY_AFTER_LIMIT_SECONDS)
