@@ -37,10 +37,12 @@ def guard(token: SecretStr | None) -> Callable[[_Credentials], Awaitable[None]]:
 
 
 def check_receiver(request: CallbackRequest, settings: Settings) -> None:
-    """Refuse with 422 a callback to a host that is not allowed."""
-    host = urlsplit(request.receiver or "").hostname
+    """Refuse with 422 a callback that would never be sent: to a host that is not allowed, or with a password."""
+    receiver = urlsplit(request.receiver or "")
+    field, host = "url" if request.url is not None else "callback_url", receiver.hostname
+    if "@" in receiver.netloc:
+        raise field_refusal(field, "holds a user or a password, and results are sent without either: take them out")
     if host is not None and not any(fnmatchcase(host, pattern) for pattern in settings.receiver_allow):
-        field = "url" if request.url is not None else "callback_url"
         allowed = ", ".join(settings.receiver_allow)
         raise field_refusal(field, f"callbacks to {host} are not allowed; POC_GATEWAY_RECEIVER_ALLOW allows {allowed}")
 
