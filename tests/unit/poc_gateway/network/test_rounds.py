@@ -139,7 +139,9 @@ async def test_receivers_outside_the_allow_list_are_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("field", ["url", "callback_url"])
-@pytest.mark.parametrize("url", ["http://user:password@chain.example/cb", "http://user@chain.example", "http://:p@chain"])
+@pytest.mark.parametrize(
+    "url", ["http://user:password@chain.example/cb", "http://user@chain.example", "http://:p@chain"]
+)
 async def test_receivers_with_a_password_are_refused(podless: World, field: str, url: str) -> None:
     start = {name: value for name, value in INIT.items() if name != "url"} | {field: url}
     queued = BLOCK | {"params": PARAMS, "nonces": [1], field: url}
