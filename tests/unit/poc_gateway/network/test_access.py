@@ -30,6 +30,12 @@ async def test_without_the_token_nothing_is_told(tmp_path: Path, sent: str | Non
         assert known.status_code == 200
 
 
+async def test_large_bodies_are_refused(tmp_path: Path) -> None:
+    async with running_world(tmp_path, pods=0) as world:
+        answer = await world.http.post("/api/v1/pow/init/generate", content=b" " * (4 * 2**20 + 1))
+        assert "raise POC_GATEWAY_NETWORK_BODY_BYTES" in error_of(answer, 413, "BodyTooLarge").detail
+
+
 async def test_without_a_template_the_routes_say_so() -> None:
     app = FastAPI()
     app.include_router(router(None))
