@@ -15,7 +15,8 @@ from sqlalchemy import Connection, insert
 from poc_gateway import metrics
 from poc_gateway.collector.bodies import body_of
 from poc_gateway.collector.intake import Intake
-from poc_gateway.collector.messages import Delivery, Fault, parse, read_generated, require_same_round
+from poc_gateway.collector.messages import Delivery, read_generated, require_same_round
+from poc_gateway.collector.parsing import Fault, parse
 from poc_gateway.collector.progress import progress
 from poc_gateway.collector.storing import Outcome
 from poc_gateway.errors import Refusal, documented
