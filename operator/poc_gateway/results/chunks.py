@@ -24,6 +24,8 @@ from vllm_poc.wire.base import Protocol
 
 #: Artifacts that are read, held in memory and written at once.
 CHUNK_ROWS = 65_536
+#: And fewer of long vectors: so many bytes of them, of which writing makes several copies.
+CHUNK_BYTES = 8 * 2**20
 _BYTES_PER_NUMBER = 2
 
 #: Rows that the driver hands over at once: fewer than make Python's collector of garbage run, which would take more
@@ -55,7 +57,7 @@ class Scan:
         exists = select(schema.rounds.c.id).where(schema.rounds.c.id == self._round.id)
         if connection.execute(exists).first() is None:
             raise DatabaseUnavailable("the round was deleted while it was read: there is nothing left to export")
-        parts, room = list[tuple[int, Columns]](), CHUNK_ROWS
+        parts, room = list[tuple[int, Columns]](), chunk_rows(self._round.terms)
         while self._left and room:
             offset, slot_id = self._left[0]
             columns = self._fetch(connection, slot_id, room)
@@ -107,6 +109,16 @@ async def chunks(database: Database, known: KnownRound, query: ArtifactsQuery) -
             left -= table.num_rows
         if table.num_rows:
             yield table
+
+
+def chunk_rows(terms: RoundTerms) -> int:
+    """Return how many artifacts of the round are read, held in memory and written at once."""
+    return CHUNK_ROWS if terms.k_dim is None else min(CHUNK_ROWS, rows_within(CHUNK_BYTES, terms.k_dim))
+
+
+def rows_within(size: int, k_dim: int) -> int:
+    """Return how many vectors have ``size`` bytes together, but at least one."""
+    return max(1, size // (_BYTES_PER_NUMBER * k_dim))
 
 
 def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Columns]]) -> pa.Table:
