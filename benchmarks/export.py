@@ -24,7 +24,6 @@ from benchmarks.figures import Figures, report
 from poc_gateway.errors import install_handlers
 from poc_gateway.results.routes import router
 from poc_gateway.rounds.registry import KnownRound, write_down
-from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import create_engine
@@ -71,7 +70,7 @@ def _insert(connection: Connection, known: KnownRound, slot: int, indexes: range
 def serve(url: str, port: int) -> None:
     """Serve the database at ``url``."""
     app = FastAPI()
-    app.include_router(router(Database.open(url), Settings()))
+    app.include_router(router(Database.open(url)))
     install_handlers(app)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 

@@ -3,14 +3,14 @@
 
 from dataclasses import dataclass
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway import health
-from poc_gateway.access import token_guard
+from poc_gateway.access import Access, Guard, inside_guard, network_guard
 from poc_gateway.collector import routes as collector
 from poc_gateway.errors import install_handlers
-from poc_gateway.limits import Limits
+from poc_gateway.limits import BodyLimit, Limits
 from poc_gateway.network import routes as network_routes
 from poc_gateway.network.service import Network
 from poc_gateway.outbox import routes as outbox_routes
@@ -48,27 +48,35 @@ class Ports:
 def inside_app(parts: Parts) -> FastAPI:
     """Return the app for pods, the operator and people."""
     database, settings = parts.database, parts.settings
-    forwarding = APIRouter(dependencies=[Depends(token_guard(settings.token))])
-    forwarding.include_router(outbox_routes.router(database, parts.outbox))
     return _app(
         "Proof-of-Compute gateway",
         parts,
-        collector.router(database, parts.rounds, settings, stored=parts.outbox.wake),
-        forwarding,
-        results.router(database, settings),
+        inside_guard(settings.token),
+        BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes),
+        collector.router(database, parts.rounds, stored=parts.outbox.wake),
+        outbox_routes.router(database, parts.outbox),
+        results.router(database),
     )
 
 
 def network_app(parts: Parts) -> FastAPI:
     """Return the app for the network's node."""
-    return _app("Proof-of-Compute node", parts, network_routes.router(parts.settings, parts.network))
+    settings = parts.settings
+    return _app(
+        "Proof-of-Compute node",
+        parts,
+        network_guard(settings.network_token),
+        BodyLimit("POC_GATEWAY_NETWORK_BODY_BYTES", settings.network_body_bytes),
+        network_routes.router(parts.network),
+    )
 
 
-def _app(title: str, parts: Parts, *routers: APIRouter) -> FastAPI:
+def _app(title: str, parts: Parts, guard: Guard, body: BodyLimit, *routers: APIRouter) -> FastAPI:
     app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None)
     for router in (health.router(parts.database), *routers):
         app.include_router(router)
     install_handlers(app)
-    settings = parts.settings
-    app.add_middleware(Limits, body_bytes=settings.body_bytes, peer_requests=settings.peer_requests)
+    # What is added last is asked first.
+    app.add_middleware(Access, guard=guard)
+    app.add_middleware(Limits, body=body, peer_requests=parts.settings.peer_requests)
     return app

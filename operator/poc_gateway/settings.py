@@ -51,8 +51,10 @@ class Settings(BaseModel):
     #: Pause after a receiver failed; doubles up to the limit below, and varies by half.
     retry_first_seconds: Seconds = 1.0
     retry_limit_seconds: Seconds = 60.0
-    #: Largest request body.
+    #: Largest request body of the inside's port: pods choose how much they deliver at once.
     body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    #: And of the network's: its largest is a validation, of which an artifact takes about 80 bytes.
+    network_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     #: Requests of one peer in a second, on average; four seconds' worth may come at once.
     peer_requests: float = Field(default=1_000.0, gt=0, allow_inf_nan=False)
     #: Rounds that are older and wholly forwarded are deleted; 0 to keep them.

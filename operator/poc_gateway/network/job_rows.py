@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, exists, select
 
 from poc_gateway.store import schema
+from poc_gateway.texts import one_line
 from vllm_poc.wire.results import JobState
 
 #: Seconds that a result is kept.
@@ -65,7 +66,8 @@ def finish(connection: Connection, outcome: Outcome) -> None:
     ended = {
         "state": JobState.COMPLETED if outcome.error is None else JobState.FAILED,
         "result": outcome.result,
-        "error": outcome.error,
+        # A pod's words are in it.
+        "error": one_line(outcome.error) if outcome.error is not None else None,
         "request": "{}",
         "finished_at": now(),
     }

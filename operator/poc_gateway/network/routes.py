@@ -9,10 +9,11 @@ from http import HTTPStatus
 from typing import Annotated, NoReturn
 
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.security import HTTPBearer
 
 from poc_gateway.errors import Refusal, documented
 from poc_gateway.network import views
-from poc_gateway.network.access import RETRY_AFTER, guard
+from poc_gateway.network.access import RETRY_AFTER
 from poc_gateway.network.disconnect import while_connected
 from poc_gateway.network.messages import (
     FanOut,
@@ -25,7 +26,6 @@ from poc_gateway.network.messages import (
     UpRequest,
 )
 from poc_gateway.network.service import Network, fan_out, pod_command, stopped
-from poc_gateway.settings import Settings
 from vllm_poc.wire.base import API_PREFIX, PowState
 from vllm_poc.wire.results import GeneratedResponse, JobResponse, ValidatedResponse
 
@@ -144,7 +144,7 @@ for path in ("/init", "/init/validate", "/phase/generate", "/phase/validate", "/
     )
 
 
-def router(settings: Settings, network: Network | None) -> APIRouter:
+def router(network: Network | None) -> APIRouter:
     """Return the routes; without a ``network``, for lack of a round template, all of them answer 503."""
 
     async def provide(request: Request) -> None:
@@ -154,7 +154,8 @@ def router(settings: Settings, network: Network | None) -> APIRouter:
         request.state.network = network
 
     routes = APIRouter(
-        dependencies=[Depends(guard(settings.network_token)), Depends(provide)],
+        # The token is for the document alone: by now `poc_gateway.access` has asked for it.
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(provide)],
         responses=documented(401, 503),
     )
     parts = ((_node, NODE_PREFIX), (_common, NODE_PREFIX), (_pod, API_PREFIX), (_common, API_PREFIX))

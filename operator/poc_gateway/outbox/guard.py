@@ -44,6 +44,8 @@ class Guard:
         try:
             url = URL(text, encoded=True)
             host, _ = url.raw_host, url.port
+            # As the resolver will: a label that is empty or too long fails there with what is no error of a connection.
+            (host or "").encode("idna")
         except ValueError as error:
             raise AddressRefused(f"the receiver's URL cannot be read ({error}): correct the address") from None
         if url.scheme not in {"http", "https"} or not host:

@@ -16,6 +16,7 @@ from poc_gateway.outbox import metrics
 from poc_gateway.outbox.guard import AddressRefused, Guard
 from poc_gateway.outbox.metrics import FailureKind
 from poc_gateway.settings import Settings
+from poc_gateway.texts import one_line
 
 #: Most bytes of an answer that are read, and most characters of it that are kept.
 ANSWER_BYTES = 4096
@@ -114,10 +115,7 @@ async def _text(response: aiohttp.ClientResponse) -> str:
             body += more
     except (aiohttp.ClientError, TimeoutError):
         response.close()
-    text = body.decode(errors="replace")
-    # PostgreSQL refuses NUL in a text, and the log is one line per event.
-    printable = "".join(character if character.isprintable() else " " for character in text)
-    return " ".join(printable.split())[:REASON_CHARACTERS]
+    return one_line(body.decode(errors="replace"))[:REASON_CHARACTERS]
 
 
 def _judged(status: int, headers: Mapping[str, str], text: str) -> Answer:
@@ -148,6 +146,6 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     value = headers.get("Retry-After", "")
     try:
         seconds = float(value) if value.isdecimal() else parsedate_to_datetime(value).timestamp() - time()
-    except ValueError:
+    except (ValueError, OverflowError):  # of which the second is a year beyond what a date can have
         return 0.0
     return min(max(seconds, 0.0), RETRY_AFTER_LIMIT_SECONDS)

@@ -57,7 +57,7 @@ class Replayed(BaseModel):
 
 
 def router(database: Database, outbox: Outbox) -> APIRouter:
-    """Return the routes, to be included where the token was asked for."""
+    """Return the routes."""
     routes = APIRouter(responses=documented(401, 404, 422, 503))
 
     @routes.get(f"{_ROUND}/forwarding")

@@ -24,6 +24,8 @@ from vllm_poc.wire.base import Protocol
 
 #: Artifacts that are read, held in memory and written at once.
 CHUNK_ROWS = 65_536
+#: And fewer of long vectors: so many bytes of them, of which writing makes several copies.
+CHUNK_BYTES = 8 * 2**20
 _BYTES_PER_NUMBER = 2
 
 #: Rows that the driver hands over at once: fewer than make Python's collector of garbage run, which would take more
@@ -52,7 +54,7 @@ class Scan:
 
     def read(self, connection: Connection) -> Sequence[tuple[int, Columns]]:
         """Return the next rows of the next slots; DatabaseUnavailable if the round was deleted meanwhile."""
-        parts, room = list[tuple[int, Columns]](), CHUNK_ROWS
+        parts, room = list[tuple[int, Columns]](), chunk_rows(self._round.terms)
         while self._left and room:
             offset, slot_id = self._left[0]
             columns = self._fetch(connection, slot_id, room)
@@ -108,6 +110,16 @@ async def chunks(database: Database, known: KnownRound, query: ArtifactsQuery) -
             left -= table.num_rows
         if table.num_rows:
             yield table
+
+
+def chunk_rows(terms: RoundTerms) -> int:
+    """Return how many artifacts of the round are read, held in memory and written at once."""
+    return CHUNK_ROWS if terms.k_dim is None else min(CHUNK_ROWS, rows_within(CHUNK_BYTES, terms.k_dim))
+
+
+def rows_within(size: int, k_dim: int) -> int:
+    """Return how many vectors have ``size`` bytes together, but at least one."""
+    return max(1, size // (_BYTES_PER_NUMBER * k_dim))
 
 
 def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Columns]]) -> pa.Table:

@@ -6,8 +6,12 @@ from random import Random
 
 from sqlalchemy import Connection, Row, func, select
 
+from poc_gateway.results.chunks import rows_within
 from poc_gateway.rounds.registry import KnownRound
 from poc_gateway.store import schema
+
+#: Vectors of one sample: all of them are held in memory at once, and then as text.
+SAMPLE_BYTES = 8 * 2**20
 
 #: nonce, vector, distance.
 Drawn = Row[int, bytes | None, float | None]
@@ -16,10 +20,12 @@ _COLUMNS = select(_TABLE.nonce, _TABLE.vector, _TABLE.distance).order_by(_TABLE.
 
 
 def draw(connection: Connection, known: KnownRound, count: int, seed: str) -> Sequence[Drawn]:
-    """Return ``count`` artifacts in the order of (slot, nonce); all, if there are fewer.
+    """Return ``count`` artifacts in the order of (slot, nonce); all, if there are fewer, and fewer of long vectors.
 
     The same seed draws the same from the same artifacts. Every slot gives as many as every other, or all it has.
     """
+    if known.terms.k_dim is not None:
+        count = min(count, rows_within(SAMPLE_BYTES, known.terms.k_dim))
     random = Random(f"{known.terms.uid}/{seed}")  # noqa: S311 - a sample that can be drawn again, not a secret
     slots = schema.slots.c
     stored = connection.execute(select(slots.slot, slots.stored).where(slots.round_id == known.id))

@@ -44,6 +44,7 @@ SETTINGS = {
     "POC_GATEWAY_TOKEN": TOKEN,
     "POC_GATEWAY_NETWORK_TOKEN": TOKEN,
     "POC_GATEWAY_BODY_BYTES": "5200",
+    "POC_GATEWAY_NETWORK_BODY_BYTES": "5200",
 }
 QUEUED: dict[str, Any] = BLOCK | {"params": PARAMS, "nonces": [7], "url": URL}
 NETWORK_BODIES: dict[str, Sequence[Any]] = {

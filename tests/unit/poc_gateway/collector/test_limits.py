@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
 from collections.abc import AsyncIterator
 
-from poc_gateway.limits import BURST_SECONDS, MOST_PEERS, Peers
+from poc_gateway.limits import BURST_SECONDS, LARGEST_AT_ONCE, MOST_PEERS, Peers
 from tests.support.deliveries import a_round, artifacts, path
+from tests.support.forwarding import until
 from tests.unit.poc_gateway.collector.conftest import Start
 
 
@@ -28,6 +30,39 @@ async def test_a_peer_that_asks_too_often_is_refused(start: Start) -> None:
         async with gateway.session.post(path(), data=artifacts([0])) as answer:
             assert (answer.status, (await answer.json())["reason"]) == (429, "TooManyRequests")
             assert answer.headers["Retry-After"] in ("1", "2")
+
+
+async def test_bodies_under_way_are_bounded_together(start: Start) -> None:
+    async with start(a_round(), body_bytes=2048) as gateway:
+        arrived, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield artifacts([0])
+            yield b" " * (2048 - len(artifacts([0])))
+            arrived.set()
+            await go_on.wait()
+
+        async def deliver_slowly() -> int:
+            async with gateway.session.post(path(), data=slow()) as answer:
+                return answer.status
+
+        async with asyncio.TaskGroup() as group:
+            slowly = []
+            for _ in range(LARGEST_AT_ONCE):
+                slowly.append(group.create_task(deliver_slowly()))
+                await arrived.wait()
+                arrived.clear()
+
+            async def is_busy() -> bool:
+                status, body = await gateway.deliver(artifacts([1]))
+                return (status, body.get("reason")) == (503, "Busy")
+
+            await until(is_busy)
+            # What has no body is answered all the same.
+            assert (await gateway.get("/readyz"))[0] == 200
+            go_on.set()
+        assert [task.result() for task in slowly] == [200] * LARGEST_AT_ONCE
+        assert (await gateway.deliver(artifacts([1])))[0] == 200
 
 
 def test_requests_come_back_with_time() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 
-from poc_gateway.errors import install_handlers
-from poc_gateway.network.routes import router
+from poc_gateway.app import Parts, network_app
 from poc_gateway.network.service import Network
 from poc_gateway.network.template import RoundTemplate
+from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.model.pods import PodView
@@ -136,10 +136,17 @@ class World:
             settings=self.settings,
         )
         await self.network.start()
-        self.app = app = FastAPI()
-        app.include_router(router(self.settings, self.network))
-        install_handlers(app)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=30)
+        self.app = network_app(
+            Parts(
+                settings=self.settings,
+                database=self.database,
+                rounds=Rounds(self.database, _no_round),
+                outbox=Outbox(self.database, self.settings),
+                network=self.network,
+            )
+        )
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30)
 
     async def close(self) -> None:
         """End the gateway process."""
@@ -171,6 +178,10 @@ class World:
         """Read from the database."""
         with self.database.engine.connect() as connection:
             return [dict(row) for row in connection.execute(statement).mappings()]
+
+
+async def _no_round(_: str, __: str) -> None:
+    return None
 
 
 @asynccontextmanager

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from poc_gateway.errors import install_handlers
 from poc_gateway.network.routes import router
 from poc_gateway.network.template import RoundTemplate
-from poc_gateway.settings import Settings
 from tests.unit.poc_gateway.network.cluster import running_world
 from tests.unit.poc_gateway.network.requests import INIT, error_of
 
@@ -31,9 +30,15 @@ async def test_without_the_token_nothing_is_told(tmp_path: Path, sent: str | Non
         assert known.status_code == 200
 
 
+async def test_large_bodies_are_refused(tmp_path: Path) -> None:
+    async with running_world(tmp_path, pods=0) as world:
+        answer = await world.http.post("/api/v1/pow/init/generate", content=b" " * (4 * 2**20 + 1))
+        assert "raise POC_GATEWAY_NETWORK_BODY_BYTES" in error_of(answer, 413, "BodyTooLarge").detail
+
+
 async def test_without_a_template_the_routes_say_so() -> None:
     app = FastAPI()
-    app.include_router(router(Settings(), None))
+    app.include_router(router(None))
     install_handlers(app)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
         answer = await http.get("/api/v1/inference/pow/status")

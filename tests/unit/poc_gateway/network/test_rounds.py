@@ -136,3 +136,17 @@ async def test_receivers_outside_the_allow_list_are_refused(tmp_path: Path) -> N
     async with running_world(tmp_path, pods=1, POC_GATEWAY_RECEIVER_ALLOW="*.example.org") as world:
         error = error_of(await world.post("pow/init/generate", INIT), 422, "InvalidRequest")
         assert error.errors[0].field == "url"
+
+
+@pytest.mark.parametrize("field", ["url", "callback_url"])
+@pytest.mark.parametrize(
+    "url", ["http://user:password@chain.example/cb", "http://user@chain.example", "http://:p@chain"]
+)
+async def test_receivers_with_a_password_are_refused(podless: World, field: str, url: str) -> None:
+    start = {name: value for name, value in INIT.items() if name != "url"} | {field: url}
+    queued = BLOCK | {"params": PARAMS, "nonces": [1], field: url}
+    for path, body in (("init/generate", start), ("generate", queued)):
+        error = error_of(await podless.post(f"pow/{path}", body), 422, "InvalidRequest")
+        assert error.errors[0].field == field
+        assert "take them out" in error.detail
+    assert podless.cluster.rounds == {}

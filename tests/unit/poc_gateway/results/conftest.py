@@ -9,14 +9,13 @@ from httpx import ASGITransport, AsyncClient
 
 from poc_gateway.errors import install_handlers
 from poc_gateway.results.routes import router
-from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 
 
 @pytest.fixture
 def app(database: Database) -> FastAPI:
     app = FastAPI()
-    app.include_router(router(database, Settings()))
+    app.include_router(router(database))
     install_handlers(app)
     return app
 

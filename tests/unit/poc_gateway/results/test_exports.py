@@ -55,6 +55,17 @@ async def parquet(client: AsyncClient) -> pq.ParquetFile:
     return pq.ParquetFile(io.BytesIO(answer.content))
 
 
+@pytest.mark.parametrize(("k_dim", "groups"), [(12, [7, 7, 6]), (64, [5, 5, 5, 5]), (4096, [1] * 20)])
+async def test_chunks_are_bounded_in_rows_and_bytes(
+    database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, k_dim: int, groups: list[int]
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 5 * 2 * 64)
+    await store(database, a_round(artifact={"kDim": k_dim}), range(20))
+    metadata = (await parquet(client)).metadata
+    assert [metadata.row_group(place).num_rows for place in range(metadata.num_row_groups)] == groups
+    assert await nonces(client) == list(range(20))
+
+
 async def test_json_lines_have_vectors_as_on_the_wire(database: Database, client: AsyncClient) -> None:
     await store(database, a_round(nodes=2, groups=2), range(50))
     expected = [

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of proofs for a validating round."""
 
+import pytest
 from httpx import AsyncClient
 from pydantic import TypeAdapter
 
+from poc_gateway.results import sampling
 from poc_gateway.store.database import Database
 from poc_operator.model.checks import Proof, parse_proofs
 from tests.support.deliveries import a_round, encoded
@@ -30,6 +32,14 @@ async def test_a_sample_is_even_distinct_and_drawn_again_by_its_seed(database: D
     assert all(proof.vector == encoded(proof.nonce) for proof in proofs)
     assert await sample(client, 43) == proofs
     assert await sample(client, 43, "b") != proofs
+
+
+async def test_a_sample_of_long_vectors_is_smaller(
+    database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "SAMPLE_BYTES", 10 * 2 * 64 + 1)
+    await store(database, a_round(artifact={"kDim": 64}), range(50))
+    assert len(await sample(client, 43)) == 10
 
 
 async def test_gaps_cost_no_proof(database: Database, client: AsyncClient) -> None:
