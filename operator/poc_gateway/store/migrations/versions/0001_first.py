@@ -41,7 +41,6 @@ def upgrade() -> None:
         sa.Column("n_groups", sa.Integer(), nullable=False),
         sa.Column("receiver", sa.Text(), nullable=True),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
-        sa.Column("deleted_at", sa.BigInteger(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("uid"),
         sqlite_autoincrement=True,
