@@ -35,13 +35,11 @@ def check_callback(request: CallbackRequest, settings: Settings) -> None:
 
 def check_validation(request: GenerateRequest) -> None:
     """Refuse with 400 artifacts that are not of exactly the request's nonces."""
-    if request.validation is None:
-        return
-    wanted, received = set(request.nonces), {artifact.nonce for artifact in request.validation.artifacts}
-    if wanted != received:
+    missing, foreign = request.unmatched()
+    if missing or foreign:
         message = (
             "must have one artifact for each of nonces and no other: "
-            f"{_some(wanted - received)} missing, {_some(received - wanted)} not in nonces"
+            f"{_some(missing)} missing, {_some(foreign)} not in nonces"
         )
         raise field_refusal("validation.artifacts", message, status=HTTPStatus.BAD_REQUEST)
 

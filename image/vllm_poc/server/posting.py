@@ -14,6 +14,7 @@ from vllm_poc.server import metrics
 from vllm_poc.server.addresses import shown
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.base import WireMessage
+from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
 
 _log = get_logger(__name__)
 
@@ -21,14 +22,6 @@ _SUCCESS = range(200, 300)
 _CLIENT_ERRORS = range(400, 500)
 #: Client errors that may pass, so that the payload is sent again.
 _PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
-#: Client errors about the address or the sender: no part of the payload would fare better.
-_NOT_ABOUT_CONTENT = {
-    HTTPStatus.UNAUTHORIZED,
-    HTTPStatus.FORBIDDEN,
-    HTTPStatus.NOT_FOUND,
-    HTTPStatus.METHOD_NOT_ALLOWED,
-    HTTPStatus.GONE,
-}
 #: After so many single items refused in a row the receiver is taken to refuse everything.
 SEARCH_LIMIT = 64
 
@@ -114,7 +107,7 @@ class Poster(Generic[Item]):
         metrics.CALLBACKS.labels("refused").inc()
         self.refusal = self.error
         self._refused_in_a_row += count == 1
-        hopeless = status in _NOT_ABOUT_CONTENT or self._refused_in_a_row >= SEARCH_LIMIT
+        hopeless = status in NOT_ABOUT_CONTENT or self._refused_in_a_row >= SEARCH_LIMIT
         return Outcome.HOPELESS if hopeless else Outcome.REFUSED
 
     def _failed(self, reason: str) -> None:

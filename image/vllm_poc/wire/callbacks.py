@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pod posts to ``{callback}/generated`` and ``{callback}/validated``. Success is HTTP 2xx."""
 
+from http import HTTPStatus
+
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.base import Nonce, WireMessage
 from vllm_poc.wire.results import Verdict
+
+#: A receiver's client errors about the address or the sender: no part of the payload would fare better.
+NOT_ABOUT_CONTENT = frozenset(
+    {
+        HTTPStatus.UNAUTHORIZED,
+        HTTPStatus.FORBIDDEN,
+        HTTPStatus.NOT_FOUND,
+        HTTPStatus.METHOD_NOT_ALLOWED,
+        HTTPStatus.GONE,
+    }
+)
 
 
 class Callback(WireMessage):

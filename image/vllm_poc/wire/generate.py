@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The body of ``POST generate``: compute named nonces, and compare them with received artifacts if asked to."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Annotated, Self
 
 from pydantic import AliasChoices, Field, model_validator
@@ -66,6 +66,13 @@ class GenerateRequest(CallbackRequest):
         if self.beside_round and not self.wait:
             raise ValueError("beside_round needs wait: queued work waits for the end of a round")
         return self
+
+    def unmatched(self) -> tuple[Set[int], Set[int]]:
+        """Return the nonces without an artifact to compare, and those of artifacts that are not among the nonces."""
+        if self.validation is None:
+            return set(), set()
+        wanted, received = set(self.nonces), {artifact.nonce for artifact in self.validation.artifacts}
+        return wanted - received, received - wanted
 
 
 def refuse_duplicates(field: str, nonces: Iterable[int]) -> None:

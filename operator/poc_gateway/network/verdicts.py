@@ -23,13 +23,11 @@ Result = GeneratedResponse | ValidatedResponse
 
 def check_validation(request: GenerateRequest) -> None:
     """Refuse with 400 artifacts that are not of exactly the request's nonces."""
-    if request.validation is None:
-        return
-    wanted, received = set(request.nonces), {artifact.nonce for artifact in request.validation.artifacts}
-    if wanted != received:
+    missing, foreign = request.unmatched()
+    if missing or foreign:
         message = (
             "must have one artifact for each of nonces and no other: "
-            f"{len(wanted - received)} are missing, {len(received - wanted)} are not in nonces"
+            f"{len(missing)} are missing, {len(foreign)} are not in nonces"
         )
         raise field_refusal("validation.artifacts", message, status=HTTPStatus.BAD_REQUEST)
 

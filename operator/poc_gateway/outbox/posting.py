@@ -17,6 +17,7 @@ from poc_gateway.outbox.guard import AddressRefused, Guard
 from poc_gateway.outbox.metrics import FailureKind
 from poc_gateway.settings import Settings
 from poc_gateway.texts import one_line
+from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
 
 #: Most bytes of an answer that are read, and most characters of it that are kept.
 ANSWER_BYTES = 4096
@@ -30,14 +31,6 @@ _HOST_IN_TROUBLE = {
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.BAD_GATEWAY,
     HTTPStatus.GATEWAY_TIMEOUT,
-}
-#: Client errors about the address or the sender: no part of the payload would fare better.
-_NOT_ABOUT_CONTENT = {
-    HTTPStatus.UNAUTHORIZED,
-    HTTPStatus.FORBIDDEN,
-    HTTPStatus.NOT_FOUND,
-    HTTPStatus.METHOD_NOT_ALLOWED,
-    HTTPStatus.GONE,
 }
 _CLIENT_ERRORS = range(400, 500)
 
@@ -131,7 +124,7 @@ def _judged(status: int, headers: Mapping[str, str], text: str) -> Answer:
 def _outcome(status: int) -> Outcome:
     if status in _HOST_IN_TROUBLE:
         return Outcome.UNREACHABLE
-    if status in _CLIENT_ERRORS and status not in _NOT_ABOUT_CONTENT:
+    if status in _CLIENT_ERRORS and status not in NOT_ABOUT_CONTENT:
         return Outcome.REFUSED
     return Outcome.FAILED
 
