@@ -50,6 +50,8 @@ def _deploy_to_current(operator: Path | None, worker: Path | None) -> Kube:
             raise UserError(f"{option}: {path} does not exist.")
     kube = current_kube()
     with step("charts"):
+        # Before the operator's chart, whose Roles may belong there.
+        kube.ensure_namespace(NAMESPACE, {})
         kube.helm_install(OPERATOR, OPERATOR_CHART, SYSTEM_NAMESPACE, *filter(None, [operator]))
         kube.helm_install(WORKER, WORKER_CHART, NAMESPACE, *filter(None, [worker]))
     return kube

@@ -33,6 +33,8 @@ def deploy_locally() -> Kube:
     kube = local_kube()
     with step("images and charts"):
         kube.ensure_namespace(SYSTEM_NAMESPACE, RESTRICTED)
+        # Before the operator's chart, which gives the gateway a Role there.
+        kube.ensure_namespace(NAMESPACE, {})
         kube.apply(gateway_volume())
         kube.helm_install(OPERATOR, OPERATOR_CHART, SYSTEM_NAMESPACE, operator_values(NAMESPACE))
         kube.helm_install(WORKER, WORKER_CHART, NAMESPACE, worker_values(replicas=PODS))
