@@ -21,14 +21,19 @@ class BusyShare:
 
     def add(self, start: float, end: float) -> None:
         """Count the time from ``start`` to ``end``; spans come in order and do not overlap."""
+        self._forget()
         self._spans.append((start, end))
 
     def value(self) -> float:
         """Return the share, 0..1: the spans' seconds inside the window, over its length."""
+        first = self._forget()
+        return sum(end - max(start, first) for start, end in self._spans) / self._window
+
+    def _forget(self) -> float:
         first = self._now() - self._window
         while self._spans and self._spans[0][1] <= first:
             self._spans.popleft()
-        return sum(end - max(start, first) for start, end in self._spans) / self._window
+        return first
 
 
 class ChatGate:

@@ -32,3 +32,11 @@ def test_spans_leave_the_window_as_time_goes_by() -> None:
     for time[0] in (2.5, 3.0):
         seen.append(busy.value())
     assert seen == [0.5, 0.25, 0.0]
+
+
+def test_nothing_piles_up_while_nobody_asks_for_the_share() -> None:
+    time = [0.0]
+    busy = BusyShare(2, lambda: time[0])
+    for time[0] in map(float, range(1000)):
+        busy.add(time[0] - 1, time[0])
+    assert len(busy._spans) <= 3
