@@ -10,6 +10,11 @@ from vllm_poc.server import metrics
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.settings import Priority, Settings
 
+#: Looks in a row that find chat idle, after which PoC goes on. A client that chats without pause sends its next request
+#: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not
+#: time, since requests that have come are seen only when the event loop gets to them.
+IDLE_LOOKS = 2
+
 
 class BusyShare:
     """Share of the last ``window`` seconds that PoC used. ``now`` is in seconds of any clock."""
@@ -52,12 +57,19 @@ class ChatGate:
 
     async def passed(self) -> None:
         """Wait until PoC may run its next slice."""
-        while not self._is_open():
-            started = monotonic()
-            await asyncio.sleep(self._backoff)
-            waited = monotonic() - started
-            self.held_back_seconds += waited
-            metrics.HELD_BACK.inc(waited)
+        idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
+        while True:
+            idle = 0 if self._engine.has_unfinished_chat() else idle + 1
+            if idle >= IDLE_LOOKS or self._ignores_chat():
+                return
+            await self._pause()
 
-    def _is_open(self) -> bool:
-        return self._poc_first or not self._engine.has_unfinished_chat() or self.busy.value() < self._min_share
+    async def _pause(self) -> None:
+        started = monotonic()
+        await asyncio.sleep(self._backoff)
+        waited = monotonic() - started
+        self.held_back_seconds += waited
+        metrics.HELD_BACK.inc(waited)
+
+    def _ignores_chat(self) -> bool:
+        return self._poc_first or self.busy.value() < self._min_share

@@ -43,8 +43,8 @@ class Settings(BaseModel):
     share_window_seconds: Seconds = 2.0
     #: A slice of PoC work aims to be no longer than this, so that chat waits little.
     slice_seconds: Seconds = 0.05
-    #: Pause before PoC looks again whether chat has finished.
-    chat_backoff_seconds: Seconds = 0.05
+    #: Pause before PoC looks again whether chat has finished; it goes on after two looks in a row that found it idle.
+    chat_backoff_seconds: Seconds = 0.005
     #: An engine call that takes longer ends the round in FAILED.
     engine_seconds: Seconds = 120.0
     #: A round ends in FAILED after this many NaN or infinite results without one clean slice in between.

@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
+from collections.abc import Iterator
+from itertools import chain, repeat
+from time import monotonic
+from typing import Any
+
 import pytest
 
-from vllm_poc.server.gate import BusyShare
+from tests.support.fake_engine import FakeOutputProcessor
+from vllm_poc.server.engine import OutputProcessor, VllmEngine
+from vllm_poc.server.gate import BusyShare, ChatGate
+from vllm_poc.server.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -40,3 +49,73 @@ def test_nothing_piles_up_while_nobody_asks_for_the_share() -> None:
     for time[0] in map(float, range(1000)):
         busy.add(time[0] - 1, time[0])
     assert len(busy._spans) <= 3
+
+
+class Looks:
+    """An output processor that finds chat as it is told, look by look, and counts the looks."""
+
+    def __init__(self, found: Iterator[bool]) -> None:
+        self.count = 0
+        self._found = found
+
+    def has_unfinished_requests(self) -> bool:
+        self.count += 1
+        return next(self._found)
+
+
+class Client:
+    """An engine client that only knows whether chat runs."""
+
+    def __init__(self, processor: OutputProcessor) -> None:
+        self.output_processor = processor
+
+    async def collective_rpc(self, method: str, timeout: float, args: tuple[object, ...]) -> list[Any]:  # noqa: ASYNC109
+        raise NotImplementedError
+
+
+def gate(processor: OutputProcessor, **variables: str) -> ChatGate:
+    settings = Settings.from_environment({f"VLLM_POC_{name}": value for name, value in variables.items()})
+    return ChatGate(VllmEngine(Client(processor), frozenset(), call_seconds=1), settings)
+
+
+async def pause_after_chat() -> float:
+    """Return how long after the end of a chat PoC goes on, with the settings that users have."""
+    chat = FakeOutputProcessor()
+    chat.busy = True
+    waiting = asyncio.create_task(gate(chat).passed())
+    await asyncio.sleep(0.002)  # behind a look
+    chat.busy = False
+    ended = monotonic()
+    await waiting
+    return monotonic() - ended
+
+
+async def test_poc_goes_on_soon_after_the_last_chat() -> None:
+    # The shortest of several, since the machine may be busy.
+    assert min([await pause_after_chat() for _ in range(5)]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("found", "looks"),
+    [
+        ([], 1),
+        ([True], 3),
+        ([True, False, True, False, True], 7),
+    ],
+    ids=["an idle server", "a single chat", "one chat after the other"],
+)
+async def test_poc_does_not_go_between_the_chats_of_a_client(found: list[bool], looks: int) -> None:
+    chat = Looks(chain(found, repeat(False)))
+    closed = gate(chat, CHAT_BACKOFF_SECONDS="0.001")
+    await closed.passed()
+    assert chat.count == looks
+    assert (closed.held_back_seconds > 0) == (looks > 1)
+
+
+@pytest.mark.parametrize("setting", [{"PRIORITY": "poc-first"}, {"MIN_SHARE": "0.5"}], ids=str)
+async def test_chat_does_not_hold_back_what_goes_beside_it(setting: dict[str, str]) -> None:
+    chat = FakeOutputProcessor()
+    chat.busy = True
+    opened = gate(chat, **setting)
+    await opened.passed()
+    assert opened.held_back_seconds == 0
