@@ -6,16 +6,14 @@ PYTHONPATH=operator:image:. python -m benchmarks.forwarding --artifacts 1000000
 
 import argparse
 import asyncio
-import multiprocessing
 import struct
 import tempfile
 import time
-from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
-from aiohttp import web
 from sqlalchemy import Connection, func, insert, select
 
+from benchmarks.receiver import accepting
 from poc_gateway.outbox.outbox import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
@@ -24,23 +22,6 @@ from poc_gateway.store.schema import artifacts, rounds, slots
 K_DIM = 12
 SLOTS = 8
 _INSERT = 20_000
-
-
-def _receive(pipe: Pipe) -> None:
-    async def accept(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response()
-
-    async def serve() -> None:
-        app = web.Application(client_max_size=2**26)
-        app.router.add_post("/generated", accept)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        pipe.send(runner.addresses[0][1])
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
 
 
 def _fill(connection: Connection, receiver: str, count: int) -> None:
@@ -97,19 +78,15 @@ def main() -> None:
     parser.add_argument("--folder", help="where the database is made; the system's temporary folder without")
     arguments = parser.parse_args()
     count = arguments.artifacts // SLOTS * SLOTS
-    ours, theirs = multiprocessing.Pipe()
-    receiver = multiprocessing.get_context("spawn").Process(target=_receive, args=(theirs,), daemon=True)
-    receiver.start()
     values = {"RECEIVER_PRIVATE": "127.0.0.1/32", "PAYLOAD_ARTIFACTS": str(arguments.payload)}
     settings = Settings.from_environment({f"POC_GATEWAY_{name}": value for name, value in values.items()})
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, accepting() as receiver:
         database = Database.open(f"sqlite:///{folder}/gateway.db")
         with database.engine.begin() as connection:
-            _fill(connection, f"http://127.0.0.1:{ours.recv()}", count)
+            _fill(connection, receiver, count)
         print(f"{count} artifacts in {SLOTS} slots, payloads of {arguments.payload}", flush=True)
         asyncio.run(_measure(database, settings, count))
         database.close()
-    receiver.terminate()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PYTHONPATH=image:. python3 -m benchmarks.chat [--shape NAME | --model FOLDER]: what chat and PoC do to each other.
+
+Starts a server as users do and measures in turns on the idle server and beside a round, so that drift does not count:
+the time to the first token of a chat that comes each 250 ms, PoC's rate between these chats against its rate without
+chat, and the tokens per second of many clients. The shape gets random weights of real size, which needs a GPU; a folder
+is served as it is. Settings of the server are taken from the environment (VLLM_POC_…).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+
+import aiohttp
+
+from benchmarks.chat_figures import Measured, Side, table
+from benchmarks.chat_load import Lengths, Load, seconds_without
+from benchmarks.chat_model import write_model
+from benchmarks.gpu_shapes import SHAPES
+from benchmarks.receiver import accepting
+from tests.vllm.client import K_DIM, Client
+from tests.vllm.device import ON_GPU
+from tests.vllm.server import MODEL_NAME, serving
+
+#: Each half measures everything once.
+HALVES = 2
+WARM_UP_CHATS = 8
+WARM_UP_SECONDS = 1.0
+#: The first round also prepares forward passes.
+FIRST_SLICES_SECONDS = 120.0
+#: Without any chat, before and after the chats of each half.
+ALONE_SECONDS = 1.0
+#: For many clients at once.
+KV_BLOCKS = 4096
+SHAPE_FLAGS = ["--load-format", "dummy", "--worker-extension-cls", "benchmarks.gpu_worker.MeasuringExtension"]
+SHAPE_FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
+
+
+def main() -> None:
+    """Measure as the command line says, and print a table and the same as JSON."""
+    options, begin = _options(), time.monotonic()
+    folder = Path(mkdtemp())
+    model = options.model or write_model(options.shape, folder / "model", layers=options.layers)
+    print(f"the server's log: {folder / 'server.log'}", flush=True)
+    with accepting() as receiver, serving(model, folder / "server.log", _flags(options)) as server:
+        _say(begin, "the server is ready")
+        if options.model is None:
+            server.workers("poc_bench_weights")
+        found = asyncio.run(Bench(server, receiver, options, begin).run())
+        facts = server.status()["model"]
+    figures = found.figures()
+    _say(begin, "all is measured")
+    print(table(figures))
+    print(json.dumps({"options": vars(options), "model": facts, **figures}, default=str))
+
+
+class Bench:
+    """The measurements on one server."""
+
+    def __init__(self, server: Client, receiver: str, options: argparse.Namespace, begin: float) -> None:
+        self._server = server
+        self._receiver = receiver
+        self._options = options
+        self._begin = begin
+
+    async def run(self) -> Measured:
+        """Warm up, then measure everything in each half."""
+        options, found = self._options, Measured()
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(self._server.base, connector=connector) as session:
+            load = Load(session, MODEL_NAME, Lengths(options.prompt, *options.output))
+            await load.fit_prompt()
+            await self._measure(load, Measured(), "warm-up", chats=WARM_UP_CHATS, seconds=WARM_UP_SECONDS)
+            _say(self._begin, f"warm; a prompt has {load.prompt_tokens} tokens")
+            gc.collect()
+            gc.freeze()  # or later collections would hold up a chat
+            for half in range(HALVES):
+                await self._measure(load, found, f"half {half}", chats=options.chats // HALVES, seconds=options.seconds)
+                _say(self._begin, f"half {half + 1} of {HALVES} is measured")
+        return found
+
+    async def _measure(self, load: Load, found: Measured, seed: str, *, chats: int, seconds: float) -> None:
+        found.idle.chats.append(await load.regularly(chats, self._options.interval, seed))
+        await self._saturate(load, found.idle, seed, seconds)
+        with self._round(seed):
+            await self._compute_alone(found)
+            before, begin = self._progress()
+            streamed = await load.regularly(chats, self._options.interval, seed)
+            after, end = self._progress()
+            found.beside.chats.append(streamed)
+            found.between.add(after - before, seconds_without(streamed, begin, end))
+            await self._compute_alone(found)
+            before, begin = self._progress()
+            await self._saturate(load, found.beside, seed, seconds)
+            after, end = self._progress()
+            found.meanwhile.add(after - before, end - begin)
+
+    async def _saturate(self, load: Load, side: Side, seed: str, seconds: float) -> None:
+        for clients in self._options.clients:
+            side.rates[clients].append(await load.without_pause(clients, seconds, seed))
+            side.client_share = max(side.client_share, load.share_of_a_core)
+
+    async def _compute_alone(self, found: Measured) -> None:
+        before, begin = self._progress()
+        await asyncio.sleep(ALONE_SECONDS)
+        after, end = self._progress()
+        found.alone.add(after - before, end - begin)
+
+    @contextmanager
+    def _round(self, name: str) -> Iterator[None]:
+        """Run a round while the context lasts, from its second slice on."""
+        params = {"model": MODEL_NAME, "seq_len": self._options.seq_len, "k_dim": K_DIM}
+        name = hashlib.sha256(name.encode()).hexdigest()
+        self._server.start(block_hash=name, url=self._receiver, batch_size=self._options.batch, params=params)
+        limit = time.monotonic() + FIRST_SLICES_SECONDS
+        while self._progress()[0] <= self._options.batch and time.monotonic() < limit:
+            time.sleep(0.1)
+        yield
+        self._server.stop()
+
+    def _progress(self) -> tuple[int, float]:
+        """Return how many nonces the round has computed, and when."""
+        status = self._server.status()
+        if status["state"] != "GENERATING":
+            raise SystemExit(f"the round does not run: {status}")
+        return status["total_checked"], time.monotonic()
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    flags = ["--num-gpu-blocks-override", str(KV_BLOCKS)]
+    if ON_GPU:
+        flags += ["--gpu-memory-utilization", str(options.memory)]
+    if options.enforce_eager:
+        flags.append("--enforce-eager")
+    return flags + (["--enable-poc"] if options.model else SHAPE_FLAGS)
+
+
+def _say(begin: float, what: str) -> None:
+    print(f"{time.monotonic() - begin:6.1f} s  {what}", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    served = parser.add_mutually_exclusive_group()
+    served.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    served.add_argument("--model", type=Path, help="a folder with weights and a tokenizer that knows chats")
+    parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
+    parser.add_argument("--enforce-eager", action="store_true", help="neither compile nor capture CUDA graphs")
+    parser.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for vLLM")
+    parser.add_argument("--chats", type=int, default=200, help="regular ones, on the idle server and beside PoC each")
+    parser.add_argument("--interval", type=float, default=0.25, help="seconds from one chat to the next")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, nargs=2, default=[16, 64], help="least and most tokens of an answer")
+    parser.add_argument("--clients", type=int, nargs="*", default=[32], help="that chat without pause")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for which they do, in each half")
+    parser.add_argument("--seq-len", type=int, default=64, help="of the round")
+    parser.add_argument("--batch", type=int, default=32, help="the round's batch size")
+    options = parser.parse_args()
+    if options.model is not None:
+        options.shape = None
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A callback receiver in a process of its own, which takes everything and reads nothing of it."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+ADDRESS = "127.0.0.1"
+MAX_BODY_BYTES = 2**26
+
+
+@contextmanager
+def accepting() -> Iterator[str]:
+    """Run the receiver while the context lasts; its address."""
+    argv = [sys.executable, "-m", "benchmarks.receiver"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None  # noqa: S101 - it is a pipe
+            yield f"http://{ADDRESS}:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
+
+
+async def _accept(request: web.Request) -> web.Response:
+    await request.read()
+    return web.Response()
+
+
+async def _serve() -> None:
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_post("/generated", _accept)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, ADDRESS, 0).start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())
