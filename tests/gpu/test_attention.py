@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel for short sequences computes causal attention, which is written out here."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -117,3 +118,22 @@ def test_neighbours_stay_apart() -> None:
 )
 def test_what_is_short(seq_len: int, head_dim: int, expected: bool) -> None:
     assert is_short(seq_len, head_dim) is expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, True),
+        ({"sliding_window": (31, 0)}, False),
+        ({"logits_soft_cap": 50.0}, False),
+        ({"alibi_slopes": [0.5]}, False),
+        ({"sinks": [1.0]}, False),
+        ({"head_size": 80}, False),
+    ],
+)
+def test_which_layers_attend_so(changed: dict[str, object], expected: bool) -> None:
+    from vllm_poc.worker.fusion.attention import attends_short  # noqa: PLC0415 - needs vLLM
+
+    plain = {"sliding_window": (-1, -1), "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None, "head_size": 128}
+    assert attends_short(SimpleNamespace(**(plain | changed)), 64) is expected
+    assert not attends_short(SimpleNamespace(**(plain | changed)), LONGEST + 1)

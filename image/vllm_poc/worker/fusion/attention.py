@@ -43,10 +43,42 @@ def prefill_plan(runner: Runner, shape: BatchShape) -> AttentionPlan:
     return AttentionPlan(shape, positions, dict.fromkeys(names, Prefill(starts, shape.seq_len)), {})
 
 
-def prefill_patches(layers: Sequence[Attention]) -> Iterator[Patch]:
-    """Replace the forward passes of the layers' backend by ones that take a `Prefill`."""
+def prefill_patches(layers: Sequence[Attention], seq_len: int) -> Iterator[Patch]:
+    """Replace the forward passes of the layers' backend by ones that take a `Prefill` of such sequences."""
     for layer in layers:
-        yield Patch(layer.impl, "forward", _Direct(layer.impl))
+        attend = _Short if attends_short(layer.impl, seq_len) else _Direct
+        yield Patch(layer.impl, "forward", attend(layer.impl))
+
+
+def attends_short(impl: FlashAttentionImpl, seq_len: int) -> bool:
+    """Whether all that a layer does to such sequences is the causal attention of `vllm_poc.kernels.attention`."""
+    from vllm_poc.kernels.attention import is_short  # noqa: PLC0415 - needs Triton
+
+    whole = tuple(impl.sliding_window) == (-1, -1) and impl.sinks is None
+    linear = not impl.logits_soft_cap and impl.alibi_slopes is None
+    return whole and linear and is_short(seq_len, impl.head_size)
+
+
+class _Short:
+    def __init__(self, impl: FlashAttentionImpl) -> None:
+        from vllm_poc.kernels.attention import attend_short  # noqa: PLC0415 - needs Triton
+
+        self._attend = attend_short
+        self._scale = impl.scale
+
+    def __call__(
+        self,
+        layer: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Prefill,
+        output: Tensor,
+        **_: Any,  # noqa: ANN401 - as below
+    ) -> Tensor:
+        self._attend(query, key, value, output, seq_len=attn_metadata.seq_len, scale=self._scale)
+        return output
 
 
 class _Direct:

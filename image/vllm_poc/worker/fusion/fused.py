@@ -39,7 +39,7 @@ class FusedPass:
         """Make the model compute this way, and reflect each layer's output along its vector."""
         norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
         others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
-        patches = [*operation_patches(self._runner.model, norms), *prefill_patches(self._attention)]
+        patches = [*operation_patches(self._runner.model, norms), *prefill_patches(self._attention, shape.seq_len)]
         last = last_tokens_only(self._runner.layers[-1], shape)
         with patched(patches), reflected_layers(others, _reflected), last:
             yield
