@@ -9,7 +9,8 @@ from torch import Tensor
 from tests.support.known_answers import BLOCK_HASH, PUBLIC_KEY
 from vllm_poc.maths.seeds import nonce_seeds
 
-CPU = torch.device("cpu")
+#: Where the formulas are tested: on a GPU if there is one.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def known_hidden(size: int) -> Tensor:

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: run in the 
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.tensors import CPU, assert_close, known_hidden, seed_rows  # noqa: E402
+from tests.support.tensors import DEVICE, assert_close, known_hidden, seed_rows  # noqa: E402
 from vllm_poc.maths import distance  # noqa: E402
 from vllm_poc.maths.sampling import normal, unit_normal  # noqa: E402
 from vllm_poc.maths.seeds import seed_tensor  # noqa: E402
@@ -24,22 +24,22 @@ def seeds(*nonces: int, sign_flips: bool = True) -> Tensor:
 
 
 def distances(last_hidden: Tensor, *nonces: int, sign_flips: bool = True) -> Tensor:
-    head = distance.random_head(BLOCK_HASH, last_hidden.shape[1], CPU)
+    head = distance.random_head(BLOCK_HASH, last_hidden.shape[1], DEVICE)
     transform = distance.Transform.of(seeds(*nonces, sign_flips=sign_flips), hidden=last_hidden.shape[1])
-    return distance.distances(last_hidden, transform, head, distance.round_target(BLOCK_HASH, CPU))
+    return distance.distances(last_hidden, transform, head, distance.round_target(BLOCK_HASH, DEVICE))
 
 
 @pytest.mark.parametrize(
     "entry", ANSWERS["target_by_block_hash_only"] + ANSWERS["target_by_block_hash_and_key"], ids=label
 )
 def test_target_vectors(entry: dict[str, Any]) -> None:
-    got = unit_normal(seed_tensor([entry["string"]], CPU), entry["dim"])[0, : entry["first"]]
+    got = unit_normal(seed_tensor([entry["string"]], DEVICE), entry["dim"])[0, : entry["first"]]
     assert_close(got, entry["values"], UNIT_ABS)
 
 
 def test_the_round_target_is_seeded_by_the_block_hash_alone() -> None:
     entry = next(e for e in ANSWERS["target_by_block_hash_only"] if e["dim"] == distance.OUTPUT_DIM)
-    assert_close(distance.round_target(BLOCK_HASH, CPU)[: entry["first"]], entry["values"], UNIT_ABS)
+    assert_close(distance.round_target(BLOCK_HASH, DEVICE)[: entry["first"]], entry["values"], UNIT_ABS)
 
 
 @pytest.mark.parametrize("entry", ANSWERS["sign_flips"], ids=label)
@@ -54,11 +54,11 @@ def test_nonce_reflections(entry: dict[str, Any]) -> None:
 
 
 def test_random_head() -> None:
-    head = distance.random_head(BLOCK_HASH, HEAD["hidden"], CPU)
+    head = distance.random_head(BLOCK_HASH, HEAD["hidden"], DEVICE)
     assert head.shape == (HEAD["out_dim"], HEAD["hidden"])
     assert_close(head[0], HEAD["row0"], UNIT_ABS)
     assert_close(head[8191], HEAD["row8191"], UNIT_ABS)
-    raw = normal(seed_tensor([HEAD["string"]], CPU), HEAD["out_dim"] * HEAD["hidden"])
+    raw = normal(seed_tensor([HEAD["string"]], DEVICE), HEAD["out_dim"] * HEAD["hidden"])
     assert_close(head.flatten(), (raw[0] * HEAD["scale"]).tolist(), UNIT_ABS)
 
 

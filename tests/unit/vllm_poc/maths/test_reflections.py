@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: run in the 
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.tensors import CPU, assert_close, bits, ulp_distance  # noqa: E402
+from tests.support.tensors import DEVICE, assert_close, bits, ulp_distance  # noqa: E402
 from vllm_poc.maths.reflections import layer_vectors, normalise, reflect, reflect_chain  # noqa: E402
 from vllm_poc.maths.sampling import normal, unit_normal  # noqa: E402
 
@@ -22,7 +22,7 @@ WORD = st.integers(min_value=0, max_value=2**32 - 1)
 
 
 def layer_vector(layer: int, hidden: int) -> Tensor:
-    return layer_vectors(block_hash=BLOCK_HASH, num_layers=layer + 1, hidden=hidden, device=CPU)[layer]
+    return layer_vectors(block_hash=BLOCK_HASH, num_layers=layer + 1, hidden=hidden, device=DEVICE)[layer]
 
 
 @pytest.mark.parametrize("entry", ANSWERS["layer_householder_vectors"], ids=label)

@@ -9,7 +9,7 @@ from tests.support.known_answers import ANSWERS, NORMAL_ABS, UNIFORM_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
-from tests.support.tensors import CPU, assert_close  # noqa: E402
+from tests.support.tensors import DEVICE, assert_close  # noqa: E402
 from vllm_poc.maths import sampling  # noqa: E402
 from vllm_poc.maths.seeds import seed_tensor  # noqa: E402
 
@@ -51,26 +51,26 @@ def test_hashes_of_one_seed_never_tie(seed: int) -> None:
 
 @pytest.mark.parametrize("entry", ANSWERS["uniform"], ids=label)
 def test_uniform(entry: dict[str, Any]) -> None:
-    got = sampling.uniform(seed_tensor([entry["string"]], CPU), entry["n"])
+    got = sampling.uniform(seed_tensor([entry["string"]], DEVICE), entry["n"])
     assert_close(got, [entry["values"]], UNIFORM_ABS)
 
 
 @pytest.mark.parametrize("entry", ANSWERS["normal"], ids=label)
 def test_normal(entry: dict[str, Any]) -> None:
-    got = sampling.normal(seed_tensor([entry["string"]], CPU), entry["n"])
+    got = sampling.normal(seed_tensor([entry["string"]], DEVICE), entry["n"])
     assert_close(got, [entry["values"]], NORMAL_ABS)
 
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 1001])
 def test_normal_does_not_depend_on_the_chunk(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = seed_tensor(["a", "b", "c"], CPU)
+    seeds = seed_tensor(["a", "b", "c"], DEVICE)
     whole = sampling.normal(seeds, n)
     monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 42)
     torch.testing.assert_close(sampling.normal(seeds, n), whole, rtol=0, atol=NORMAL_ABS)
 
 
 def test_normal_is_standard() -> None:
-    sample = sampling.normal(seed_tensor(["moments"], CPU), 1_000_000)
+    sample = sampling.normal(seed_tensor(["moments"], DEVICE), 1_000_000)
     assert abs(sample.mean().item()) < 0.005
     assert abs(sample.std().item() - 1) < 0.005
     assert sample.isfinite().all()
