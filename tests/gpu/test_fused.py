@@ -22,6 +22,8 @@ TOKENS = 8192
 MEAN_DISTANCE, LARGEST_DISTANCE = 0.02, 0.1
 #: The same for two distances.
 DISTANCE = 1e-3
+#: Parts of so many seconds leave a pass in one.
+WHOLE = 10.0
 
 
 def request(seq_len: int, protocol: str, nonces: list[int] = NONCES) -> dict[str, Any]:
@@ -37,6 +39,7 @@ def request(seq_len: int, protocol: str, nonces: list[int] = NONCES) -> dict[str
         "layer_hooks": artifact,
         "sign_flips": not artifact,
         "batch": TOKENS // seq_len,
+        "part": 0,
         "ahead": [],
     }
 
@@ -58,7 +61,7 @@ def vectors(result: dict[str, Any]) -> Any:  # noqa: ANN401 - torch need not be 
 def test_artifacts_are_those_of_the_unfused_pass(real_client: Client, seq_len: int) -> None:
     assert answer(real_client, "poc_describe")["fused"]
     asked = request(seq_len, "artifact")
-    answer(real_client, "poc_rehearse", asked | {"nonces": NONCES[: asked["batch"]]})
+    answer(real_client, "poc_rehearse", asked | {"nonces": NONCES[: asked["batch"]]}, WHOLE)
     found = vectors(answer(real_client, "poc_compute", asked))
     expected = vectors(answer(real_client, "poc_test_unfused", asked))
     distances = torch.linalg.vector_norm(found - expected, dim=1)
@@ -82,9 +85,44 @@ def test_the_same_batch_gives_the_same_bits_captured_or_not(real_client: Client,
     asked = request(64, protocol, NONCES[:128])
     eager = answer(real_client, "poc_compute", asked)
     assert answer(real_client, "poc_compute", asked) == eager
-    assert answer(real_client, "poc_rehearse", asked)["seconds"] > 0
+    assert answer(real_client, "poc_rehearse", asked, WHOLE)["seconds"] > 0
     assert answer(real_client, "poc_compute", asked) == eager
     later = asked | {"nonces": NONCES[128:256]}
     begun = answer(real_client, "poc_compute", asked | {"ahead": later["nonces"]})
     assert begun == eager
     assert answer(real_client, "poc_compute", later)["nonces"] == later["nonces"]
+
+
+def test_a_pass_in_parts_gives_the_same_bits(real_client: Client) -> None:
+    facts = answer(real_client, "poc_describe")
+    if facts["stages"] > 1:
+        pytest.skip("the passes of a pipeline are not cut")
+    asked = request(256, "artifact", NONCES[:8])
+    assert answer(real_client, "poc_rehearse", asked, WHOLE)["parts"] == 1
+    whole = answer(real_client, "poc_compute", asked)
+    parts = answer(real_client, "poc_rehearse", asked, 1e-4)["parts"]
+    assert parts == facts["num_layers"], "no part is less than a layer"
+    # What else is computed between two passes, and what is begun ahead and then not wanted, changes nothing.
+    for ahead, between in (([], None), (NONCES[8:16], None), ([], request(64, "distance", NONCES[:4]))):
+        for part in range(parts):
+            found = answer(real_client, "poc_compute", asked | {"part": part, "ahead": ahead})
+            assert found["parts"] == parts
+            assert found["nonces"] == (asked["nonces"] if part == parts - 1 else [])
+        assert found["vectors"] == whole["vectors"]
+        if between is not None:
+            answer(real_client, "poc_compute", between)
+    assert "not the one before it" in failure(real_client, asked | {"part": 3})
+    fewer = answer(real_client, "poc_rehearse", asked, WHOLE)
+    assert fewer["parts"] == 1
+
+
+def test_fewer_nonces_than_were_rehearsed_give_the_same(real_client: Client) -> None:
+    asked = request(64, "artifact", NONCES[:128])
+    answer(real_client, "poc_rehearse", asked, WHOLE)
+    all_of_them = answer(real_client, "poc_compute", asked)
+    some = answer(real_client, "poc_compute", asked | {"nonces": NONCES[:33]})
+    assert some["vectors"] == all_of_them["vectors"][:33]
+
+
+def failure(client: Client, asked: dict[str, Any]) -> str:
+    return str(next(found for found in client.workers("poc_compute", asked) if found is not None)["error"])

@@ -21,9 +21,9 @@ class UnfusedExtension(MemoryExtension):
 
     def poc_test_unfused(self, request: BatchRequest) -> BatchResult | None:
         """Answer as ``poc_compute``, but slowly."""
-        model = PocModel(self._poc().runner, model_facts(self.model_runner.vllm_config))
-        compute = model.prepare(request)
-        with unfused(model.runner.model):
+        runner = self._poc().stage.runner
+        compute = PocModel(runner, model_facts(self.model_runner.vllm_config)).prepare(request)
+        with unfused(runner.model):
             result = compute()
         torch.cuda.empty_cache()
         return result

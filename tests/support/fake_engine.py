@@ -14,8 +14,12 @@ FACTS = ModelFacts(
     max_model_len=1024,
     max_batch_tokens=2048,
     max_batch_nonces=16,
+    max_prepared_tokens=1024,
     scratch_bytes=4096,
     fused=False,
+    stages=1,
+    attention="FakeAttention",
+    experts="",
     refusal=None,
 )
 
@@ -49,6 +53,7 @@ class FakeEngineClient:
         self.facts = FACTS.copy()
         self.batches: list[BatchRequest] = []
         self.rehearsed: list[int] = []
+        self.parts = 1  # of a forward pass that was rehearsed
         self.seconds_per_batch = 0.001
         self.fault: Exception | None = None
         self.worker_error: str | None = None
@@ -58,7 +63,7 @@ class FakeEngineClient:
     @property
     def computed(self) -> list[int]:
         """Every nonce asked for so far."""
-        return [nonce for batch in self.batches for nonce in batch["nonces"]]
+        return [nonce for batch in self.batches if batch["part"] == 0 for nonce in batch["nonces"]]
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:  # noqa: ASYNC109
         """Answer one call; the engine's own limit never strikes."""
@@ -76,7 +81,11 @@ class FakeEngineClient:
 
     def _rehearse(self, batch: BatchRequest) -> Rehearsal | Failure:
         self.rehearsed.append(len(batch["nonces"]))
-        return Rehearsal(seconds=0.001) if self.worker_error is None else Failure(error=self.worker_error)
+        return (
+            Rehearsal(seconds=0.001, parts=self.parts)
+            if self.worker_error is None
+            else Failure(error=self.worker_error)
+        )
 
     async def _spend(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -84,11 +93,13 @@ class FakeEngineClient:
             raise self.fault
 
     def _compute(self, batch: BatchRequest) -> BatchResult:
-        self.batches.append(batch)
+        self.batches.append(batch.copy())
+        if batch["part"] + 1 < self.parts:
+            return BatchResult(parts=self.parts, nonces=[], not_finite=[])
         not_finite = [nonce for nonce in batch["nonces"] if self.sick[nonce] > 0]
         self.sick.subtract(not_finite)
         nonces = [nonce for nonce in batch["nonces"] if nonce not in not_finite]
-        result = BatchResult(nonces=nonces, not_finite=not_finite)
+        result = BatchResult(parts=self.parts, nonces=nonces, not_finite=not_finite)
         if batch["protocol"] == "distance":
             result["distances"] = [distance(nonce + self.drift) for nonce in nonces]
         else:

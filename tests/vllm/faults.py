@@ -6,6 +6,8 @@ import os
 from torch import Tensor, nn
 
 from tests.vllm.worker_checks import CheckingExtension
+from vllm_poc.worker.stage import Stage
+from vllm_poc.worker.trial import trial
 
 
 class FaultExtension(CheckingExtension):
@@ -25,11 +27,21 @@ class FaultExtension(CheckingExtension):
 
     def poc_test_break_layer(self, rank: int) -> None:
         """Let the model of this rank fail in the middle of a forward pass."""
+        self._poc_model = None  # on all ranks: what was recorded before would not meet the hook
         if self.rank == rank:
             self.model_runner.get_model().model.layers[-1].register_forward_hook(_fail)
 
+    def poc_test_trial(self, failing: int | None) -> list[list[int]] | None:
+        """Run the trial of a way of computing, in which one rank fails; return the shapes of what comes out."""
+        stage = self._poc().stage
+        if self.rank == failing:
+            stage = Stage(stage.runner, stage.limits, stage.pass_)
+            stage.forward = _out_of_memory  # type: ignore[assignment,method-assign]
+        found = trial(stage)
+        return [list(hidden.shape) for hidden in found] if found is not None else None
 
-def _out_of_memory() -> None:
+
+def _out_of_memory(*_: object) -> None:
     raise MemoryError("no memory on this rank")
 
 

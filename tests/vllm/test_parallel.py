@@ -38,7 +38,20 @@ NONCES = [0, 1, 5, 2**31 - 1]
 FLAGS = ["--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
 FLAGS += [] if ON_GPU else ["--enforce-eager"]
 FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
-ENGINE_SECONDS = 5
+#: The first call compiles kernels on a GPU.
+ENGINE_SECONDS = 30 if ON_GPU else 5
+#: Four forward passes of a round that is nobody's.
+SLICE = {
+    "block_hash": "b10c",
+    "public_key": "key",
+    "seq_len": 17,
+    "k_dim": 12,
+    "strong_rng": True,
+    "layer_hooks": True,
+    "sign_flips": False,
+    "batch": 2,
+    "part": 0,
+}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -94,6 +107,28 @@ def test_two_ranks_compute_what_one_does(parallel: Client, reference: Reference,
     torch.testing.assert_close(distances, expected, atol=DISTANCE_TOLERANCE, rtol=0)
 
 
+def answer(client: Client, method: str, *args: object) -> Any:  # noqa: ANN401
+    """Return the answer of the rank that has one; those that have must agree."""
+    found = [found for found in client.workers(method, *args) if found is not None]
+    assert "error" not in found[0], found
+    assert all(other == found[0] for other in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("protocol", ["artifact", "distance"])
+def test_slices_that_are_begun_ahead_give_the_same_bits(parallel: Client, protocol: str) -> None:
+    def asked(first: int, ahead: range = range(0)) -> dict[str, Any]:
+        return {**SLICE, "protocol": protocol, "nonces": list(range(first, first + 8)), "ahead": list(ahead)}
+
+    rehearsal = answer(parallel, "poc_rehearse", asked(0) | {"nonces": [0, 1]}, 1.0)
+    assert rehearsal["seconds"] > 0
+    alone = [answer(parallel, "poc_compute", asked(first)) for first in (0, 8, 16)]
+    assert [found["nonces"] for found in alone] == [list(range(first, first + 8)) for first in (0, 8, 16)]
+    begun = [answer(parallel, "poc_compute", asked(first, range(first + 8, first + 16))) for first in (0, 8, 16)]
+    assert begun == alone
+    assert answer(parallel, "poc_compute", asked(8)) == alone[1], "24 to 31 were begun, and nobody asks for them"
+
+
 @pytest.mark.skipif(not ON_GPU, reason="on CPU vLLM's own chat does not work with two ranks")
 def test_chat_beside_poc_keeps_its_tokens_and_its_cache(parallel: Client) -> None:
     before = answers(parallel)
@@ -107,8 +142,8 @@ def test_chat_beside_poc_keeps_its_tokens_and_its_cache(parallel: Client) -> Non
     assert all(new != old for new, old in zip(now, filled, strict=True)), "the checksum must see chat's writes"
 
 
-def test_one_rank_answers_and_all_hold_a_scratch(parallel: Client) -> None:
-    assert all(facts["scratch_bytes"] > 0 for facts in parallel.workers("poc_describe"))
+def test_all_ranks_hold_a_scratch_if_they_need_one(parallel: Client) -> None:
+    assert all(facts["fused"] or facts["scratch_bytes"] > 0 for facts in parallel.workers("poc_describe"))
 
 
 def test_a_round_delivers_every_nonce_once(parallel: Client, receiver: Receiver) -> None:
@@ -117,6 +152,20 @@ def test_a_round_delivers_every_nonce_once(parallel: Client, receiver: Receiver)
     parallel.stop()
     nonces = [artifact["nonce"] for body in receiver.bodies for artifact in body["artifacts"]]
     assert nonces == list(range(len(nonces)))
+
+
+def test_a_trial_runs_through_all_ranks(parallel: Client) -> None:
+    shapes = [[4, 128], [4, 128]]  # of the last hidden states
+    stages = parallel.workers("poc_describe")[0]["stages"]
+    assert parallel.workers("poc_test_trial", None) == [shapes if stages == 1 else [], shapes]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_stage_that_fails_in_a_trial_ends_it_for_all(parallel: Client, failing: int) -> None:
+    if parallel.workers("poc_describe")[0]["stages"] == 1:
+        pytest.skip("with tensor parallelism, a rank that fails alone ends the server")
+    assert parallel.workers("poc_test_trial", failing) == [None, None]
+    assert len(parallel.artifacts(NONCES)) == len(NONCES)
 
 
 def test_a_rank_that_cannot_prepare_fails_the_round_and_harms_no_other(parallel: Client) -> None:
@@ -143,5 +192,5 @@ def test_a_rank_that_hangs_fails_the_round_in_time(parallel: Client) -> None:
 def test_a_rank_that_fails_between_collectives_ends_the_server(parallel: Client) -> None:
     parallel.workers("poc_test_break_layer", 1)
     parallel.start()
-    assert failed(parallel, 30)["error"].startswith("poc_compute")
+    assert failed(parallel, 30)["error"].startswith(("poc_compute", "poc_rehearse"))
     assert ended(parallel, 30), "vLLM must notice that a worker died"

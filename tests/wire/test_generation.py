@@ -20,6 +20,7 @@ async def test_before_the_first_round_the_status_is_idle(pod: Pod) -> None:
     assert (status.status, status.state, status.config) == (PowState.IDLE, PowState.IDLE, None)
     assert status.model.names == ["/models/tiny", "tiny"]
     assert (status.model.max_seq_len, status.model.hidden_size, status.model.scratch_bytes) == (1024, 64, 4096)
+    assert (status.model.attention, status.model.experts) == ("FakeAttention", "")
 
 
 @pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
@@ -82,6 +83,7 @@ async def test_the_workers_get_what_the_request_says(pod: Pod) -> None:
         "layer_hooks": True,
         "sign_flips": False,
         "batch": 3,
+        "part": 0,
         "ahead": [],
     }
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds on workers that prepare forward passes for repetition, as they do on a GPU."""
 
+import asyncio
 from itertools import pairwise
 
 import pytest
@@ -20,7 +21,7 @@ async def test_each_slice_names_the_one_after_it(fused: Pod) -> None:
     await fused.reach(lambda s: s.total_checked > 2000)
     await fused.post("stop")
     batches = fused.engine.batches
-    assert fused.engine.rehearsed == [8, 16]  # 512 tokens, then the most nonces that the engine takes
+    assert fused.engine.rehearsed == [8, 16]  # 512 tokens, then the most that can be prepared
     assert {batch["batch"] for batch in batches} == {16}
     assert all(batch["ahead"] == after["nonces"] for batch, after in pairwise(batches))
     assert len(set(fused.engine.computed)) == len(fused.engine.computed)
@@ -43,7 +44,7 @@ async def test_other_work_of_the_same_kind_finds_everything_prepared(fused: Pod)
     assert fused.engine.rehearsed == [8, 16]
     await fused.start(ARTIFACT | SLOT | {"params": ARTIFACT["params"] | {"seq_len": 32}})
     await fused.reach(lambda s: s.total_checked > 0)
-    assert fused.engine.rehearsed == [8, 16, 16]
+    assert fused.engine.rehearsed == [8, 16, 16, 32]
 
 
 async def test_a_rehearsal_that_fails_fails_the_round(fused: Pod) -> None:
@@ -51,3 +52,32 @@ async def test_a_rehearsal_that_fails_fails_the_round(fused: Pod) -> None:
     await fused.start(ARTIFACT | SLOT)
     status = await fused.reach(lambda s: s.state is PowState.FAILED)
     assert status.error == "poc_rehearse failed: CUDA error"
+
+
+async def test_a_pass_that_is_cut_is_asked_for_part_by_part(fused: Pod) -> None:
+    fused.engine.parts = 3
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 100)
+    await fused.post("stop")
+    batches = fused.engine.batches
+    assert [batch["part"] for batch in batches[:6]] == [0, 1, 2, 0, 1, 2]
+    assert all(batch["nonces"] == after["nonces"] for batch, after in pairwise(batches) if after["part"] > 0)
+    assert len(set(fused.engine.computed)) == len(fused.engine.computed)
+
+
+async def test_chat_passes_between_the_parts_and_other_work_does_not(fused: Pod) -> None:
+    fused.engine.parts, fused.engine.seconds_per_batch = 4, 0.02
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda _: len(fused.engine.batches) % 4 == 2)
+    fused.engine.output_processor.busy = True
+    before = len(fused.engine.batches)
+    beside = ARTIFACT | {"nonces": [10**6], "wait": True, "beside_round": True}
+    named = asyncio.create_task(fused.post("generate", beside))
+    await asyncio.sleep(0.2)
+    assert len(fused.engine.batches) <= before + 1, "PoC must wait for chat"
+    fused.engine.output_processor.busy = False
+    await named
+    assert 10**6 in fused.engine.computed
+    for batch, after in pairwise(fused.engine.batches):
+        assert after["part"] == (batch["part"] + 1) % 4
+        assert after["part"] == 0 or after["nonces"] == batch["nonces"]

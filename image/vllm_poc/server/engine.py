@@ -2,6 +2,7 @@
 """vLLM's engine as PoC sees it."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts, Rehearsal
@@ -47,24 +48,28 @@ class VllmEngine:
         if self._facts is None:
             ranks: list[ModelFacts] = await self._call("poc_describe")
             facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
-            self._facts = {**facts, "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks)}
+            self._facts = {
+                **facts,
+                "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks),
+                "attention": _named(rank["attention"] for rank in ranks),
+                "experts": _named(rank["experts"] for rank in ranks),
+            }
         return self._facts
 
     async def compute(self, batch: BatchRequest) -> BatchResult:
-        """Run one forward pass. EngineError if it fails or takes too long."""
+        """Run the batch's forward passes, or a part of one. EngineError if it fails or takes too long."""
         results: list[BatchResult] = await self._call("poc_compute", batch)
         if len(results) != 1:
             raise EngineError(f"poc_compute was answered by {len(results)} workers instead of one")
         return results[0]
 
-    async def rehearse(self, batch: BatchRequest) -> float | None:
-        """Let the workers prepare such batches; return a batch's seconds on the slowest rank.
+    async def rehearse(self, batch: BatchRequest, part_seconds: float) -> Rehearsal:
+        """Let the workers prepare such batches; they answer alike. EngineError as `compute`.
 
-        None if one has too little memory. EngineError as `compute`.
+        Batches that take longer than ``part_seconds`` are cut into parts where the workers can.
         """
-        ranks: list[Rehearsal] = await self._call("poc_rehearse", batch)
-        seconds = [rank["seconds"] for rank in ranks]
-        return None if None in seconds else max(filter(None, seconds))
+        ranks: list[Rehearsal] = await self._call("poc_rehearse", batch, part_seconds)
+        return ranks[0]
 
     def has_unfinished_chat(self) -> bool:
         """Whether inference requests wait or run. PoC's own calls do not count as such."""
@@ -87,3 +92,7 @@ class VllmEngine:
         if not answers:
             raise EngineError(f"{method} was answered by no worker")
         return answers
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(filter(None, names))))

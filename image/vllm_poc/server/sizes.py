@@ -6,12 +6,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
+from vllm_poc.worker.batches import Rehearsal
+
 #: Tokens of the first batch that is rehearsed; it takes a few milliseconds, or is a single nonce.
 _FIRST_TOKENS = 512
 #: How much larger than its measured predecessor a batch may be: small ones say little about large ones.
 _MOST_GROWTH = 8
 #: Weight of the newest slice in the mean time of a batch.
 _NEWEST = 0.2
+#: Share of the time budget that is planned: a card that is hot is slower, and calls take time.
+_FILLED = 0.7
+#: How many times faster a pass in parts must be than a smaller one in one go.
+_WORTH_CUTTING = 1.03
 
 
 class SliceSize(Protocol):
@@ -67,25 +73,39 @@ class HalvedSize:
 
 
 class Rehearsed(NamedTuple):
-    """A forward pass of ``nonces`` that the workers have prepared, and how long it took."""
+    """A forward pass of ``nonces`` that the workers have prepared, how long it took, and in how many parts it runs."""
 
     nonces: int
     seconds: float
+    parts: int
+
+    @property
+    def rate(self) -> float:
+        """Nonces per second."""
+        return self.nonces / self.seconds
 
 
 class RehearsedSize:
-    """As many prepared forward passes as half of the time budget holds, at least one: two slices are on their way."""
+    """As many prepared forward passes as the time budget holds twice, since two slices are on their way; or one.
+
+    A pass that is cut into parts is a slice for each. A pipeline of several ``stages`` gets as many passes at least,
+    so that none idles between two slices.
+    """
 
     ahead = True
 
-    def __init__(self, rehearsed: Rehearsed, budget_seconds: float) -> None:
-        self._batch, self._seconds = rehearsed
-        self._budget = budget_seconds
+    def __init__(self, rehearsed: Rehearsed, stages: int, budget_seconds: float) -> None:
+        self._batch, self._seconds, self._parts = rehearsed
+        self._stages = stages
+        self._budget = _FILLED * budget_seconds
 
     @property
     def nonces(self) -> int:
         """Size of the next slice."""
-        return self._batch * max(1, int(self._budget / 2 / self._seconds))
+        if self._parts > 1:
+            return self._batch
+        under_way = int(self._budget / self._seconds) - (self._stages - 1)
+        return self._batch * max(self._stages, under_way // 2)
 
     def batch(self, nonces: int) -> int:
         """Return the prepared size."""
@@ -94,27 +114,52 @@ class RehearsedSize:
     def learn(self, nonces: int, seconds: float) -> None:
         """Adapt to a slice of whole passes; a part of one takes longer than its share."""
         passes, rest = divmod(nonces, self._batch)
-        if not rest:
+        if not rest and self._parts == 1:
             self._seconds += _NEWEST * (seconds / passes - self._seconds)
 
 
 async def rehearse(
-    seconds_of: Callable[[int], Awaitable[float | None]], *, limit: int, seq_len: int, budget_seconds: float
+    prepare: Callable[[int, float], Awaitable[Rehearsal]],
+    *,
+    limit: int,
+    seq_len: int,
+    stages: int,
+    budget_seconds: float,
 ) -> Rehearsed | None:
-    """Find the largest forward pass, up to ``limit`` nonces, of which two fit into the time budget.
+    """Find the forward pass that computes fastest within the time budget, of up to ``limit`` nonces.
 
-    ``seconds_of`` prepares one of so many nonces and returns its time, or None if the memory is too small. None if
-    not even the smallest fits.
+    ``prepare`` makes the workers ready for so many nonces, in parts of so many seconds where a pass takes longer.
+    None if not even the smallest fits into their memory.
     """
-    best, nonces = None, min(limit, max(1, _FIRST_TOKENS // seq_len))
-    while True:
-        seconds = await seconds_of(nonces)
-        if seconds is None or (best is not None and 2 * seconds > budget_seconds):
-            if best is not None:
-                await seconds_of(best.nonces)  # the workers keep what they prepared last
-            return best
-        best = Rehearsed(nonces, seconds)
-        growth = min(_MOST_GROWTH, int(budget_seconds / 2 / seconds))
-        if nonces == limit or growth <= 1:
-            return best
-        nonces = min(limit, nonces * growth)
+    part_seconds = _FILLED * budget_seconds / (3 * stages - 1)  # of two slices, and of what fills the pipeline
+    best, last, nonces = None, 0, min(limit, max(1, _FIRST_TOKENS // seq_len))
+    while nonces > (0 if best is None else best.nonces):
+        last, candidate = nonces, _prepared(nonces, await prepare(nonces, part_seconds))
+        if candidate is None:
+            nonces = limit = nonces // 2
+            continue
+        if best is not None and not _is_better(candidate, best, part_seconds):
+            break
+        best, nonces = candidate, _next_size(candidate, limit, part_seconds, stages)
+    if best is not None and last != best.nonces:  # the workers keep what they prepared last
+        best = _prepared(best.nonces, await prepare(best.nonces, part_seconds))
+    return best
+
+
+def _prepared(nonces: int, found: Rehearsal) -> Rehearsed | None:
+    return None if found["seconds"] is None else Rehearsed(nonces, found["seconds"], found["parts"])
+
+
+def _is_better(larger: Rehearsed, best: Rehearsed, part_seconds: float) -> bool:
+    if larger.parts == 1:
+        return larger.seconds <= part_seconds
+    return larger.rate >= _WORTH_CUTTING * best.rate
+
+
+def _next_size(best: Rehearsed, limit: int, part_seconds: float, stages: int) -> int:
+    """Return a larger size that is worth a try, or 0."""
+    times = int(part_seconds / best.seconds)
+    if times > 1:
+        return min(limit, best.nonces * min(_MOST_GROWTH, times))
+    # A pass through one stage can be cut; where it is nearly as large as it may be, that gains nothing.
+    return limit if stages == 1 and limit >= 2 * best.nonces else 0

@@ -2,6 +2,7 @@
 """PoC work in slices: short ones, one at a time, and only when the chat gate is open."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from time import monotonic
@@ -10,11 +11,10 @@ from typing import NamedTuple
 from vllm_poc.server import metrics
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.gate import ChatGate
-from vllm_poc.server.limits import most_nonces
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.sizes import HalvedSize, Rehearsed, RehearsedSize, SliceSize, rehearse
 from vllm_poc.wire.requests import RoundRequest
-from vllm_poc.worker.batches import BatchRequest, BatchResult
+from vllm_poc.worker.batches import MOST_PREPARED, BatchRequest, BatchResult, Rehearsal
 
 #: What one nonce gives: a distance, or a vector in base64.
 Value = float | str
@@ -36,39 +36,45 @@ class SliceRunner:
         self._engine = engine
         self._settings = settings
         self._turn = asyncio.Lock()
-        self._rehearsed: dict[str, Rehearsed] = {}
+        self._rehearsed = OrderedDict[str, tuple[Rehearsed, int]]()
         self.gate = ChatGate(engine, settings)
 
     def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
         """Return the size for work whose forward passes hold up to ``limit`` nonces, or what was rehearsed for it."""
-        budget, rehearsed = self._settings.slice_seconds, self._rehearsed.get(_recipe(request))
-        return HalvedSize(limit, budget) if rehearsed is None else RehearsedSize(rehearsed, budget)
+        budget, recipe = self._settings.slice_seconds, _recipe(request)
+        if recipe not in self._rehearsed:
+            return HalvedSize(limit, budget)
+        self._rehearsed.move_to_end(recipe)
+        return RehearsedSize(*self._rehearsed[recipe], budget)
 
     async def rehearse(self, request: RoundRequest) -> None:
         """Let the workers prepare forward passes for work like this, once, of the size that is best here.
 
-        Takes about a second in pieces, between which chat runs. Does nothing where the workers cannot. EngineError
-        as from the engine.
+        Takes seconds in pieces, between which chat runs. Does nothing where the workers cannot. EngineError as from
+        the engine.
         """
         facts, recipe = await self._engine.facts(), _recipe(request)
         if not facts["fused"] or recipe in self._rehearsed:
             return
         found = await rehearse(
             partial(self._rehearsal, request),
-            limit=most_nonces(request, facts),
+            limit=max(1, facts["max_prepared_tokens"] // request.effective_seq_len),
             seq_len=request.effective_seq_len,
+            stages=facts["stages"],
             budget_seconds=self._settings.slice_seconds,
         )
         if found is not None:
-            self._rehearsed[recipe] = found
+            self._rehearsed[recipe] = found, facts["stages"]
+            while len(self._rehearsed) > MOST_PREPARED:  # as the workers do
+                self._rehearsed.popitem(last=False)
 
-    async def _rehearsal(self, request: RoundRequest, count: int) -> float | None:
+    async def _rehearsal(self, request: RoundRequest, count: int, part_seconds: float) -> Rehearsal:
         async with self._turn:
             await self.gate.passed()
             started = monotonic()
-            seconds = await self._engine.rehearse(batch_request(request, range(count), count))
+            rehearsal = await self._engine.rehearse(batch_request(request, range(count), count), part_seconds)
             self.gate.busy.add(started, monotonic())
-        return seconds
+        return rehearsal
 
     async def run(
         self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Sequence[int] = ()
@@ -87,16 +93,24 @@ class SliceRunner:
     async def _compute(
         self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Sequence[int] = ()
     ) -> BatchResult:
-        async with self._turn:
-            await self.gate.passed()
-            started = monotonic()
-            result = await self._engine.compute(batch_request(request, nonces, size.batch(len(nonces)), ahead))
-            ended = monotonic()
+        message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
+        async with self._turn:  # other work would overwrite a forward pass that is cut into parts
+            result = await self._slice(message, size)
+            while message["part"] + 1 < result["parts"]:
+                message["part"] += 1
+                result = await self._slice(message, size)
+        _check_answer(nonces, result)
+        return result
+
+    async def _slice(self, message: BatchRequest, size: SliceSize) -> BatchResult:
+        await self.gate.passed()
+        started = monotonic()
+        result = await self._engine.compute(message)
+        ended = monotonic()
         self.gate.busy.add(started, ended)
-        size.learn(len(nonces), ended - started)
+        size.learn(len(message["nonces"]), ended - started)
         metrics.SLICE.observe(ended - started)
         metrics.PROGRESS.set_to_current_time()
-        _check_answer(nonces, result)
         return result
 
 
@@ -113,6 +127,7 @@ def batch_request(request: RoundRequest, nonces: Sequence[int], batch: int, ahea
         layer_hooks=request.layer_hooks,
         sign_flips=request.sign_flips,
         batch=batch,
+        part=0,
         ahead=list(ahead),
     )
 

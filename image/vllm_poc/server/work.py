@@ -60,6 +60,8 @@ class NamedNonces:
     async def _slices(
         self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready
     ) -> AsyncIterator[list[Item]]:
+        if len(nonces) > limit:
+            await self._runner.rehearse(request)
         size, done = self._runner.slice_size(request, limit), 0
         while done < len(nonces):
             await ready()

@@ -43,7 +43,8 @@ class ModelLimits(WireMessage):
     """What the served model allows; lets a client say what is wrong before it asks.
 
     ``scratch_bytes`` is the device memory of PoC's own KV cache on the rank that has most, ``fused`` whether PoC's
-    forward pass is faster than vLLM's own.
+    forward pass is faster than vLLM's own. ``attention`` and ``experts`` are vLLM's names of the kernels that compute
+    these; with others, results differ as those of another GPU do.
     """
 
     names: list[ShortText] = Field(default_factory=list)
@@ -51,6 +52,8 @@ class ModelLimits(WireMessage):
     hidden_size: int = Field(default=0, ge=0)
     scratch_bytes: int = Field(default=0, ge=0)
     fused: bool = False
+    attention: ShortText = ""
+    experts: ShortText = ""
 
 
 class StatusResponse(WireMessage):

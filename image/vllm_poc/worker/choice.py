@@ -3,59 +3,62 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from vllm import envs
 from vllm_poc.log import get_logger
-from vllm_poc.wire.base import Protocol
-from vllm_poc.worker.batches import ModelFacts
 from vllm_poc.worker.forward import PocModel
 from vllm_poc.worker.fusion.attention import attention_layers, needs_no_cache
 from vllm_poc.worker.internals import Runner
-from vllm_poc.worker.recipe import Recipe
+from vllm_poc.worker.limits import fused_facts
+from vllm_poc.worker.trial import TRIAL_TOKENS, trial
 
 _log = get_logger(__name__)
 
-_TRIAL = Recipe(Protocol.ARTIFACT, seq_len=16, k_dim=1, strong_rng=False, layer_hooks=True, sign_flips=False)
-_TRIAL_NONCES = 4
 #: Relative distance of two ways' hidden states. Rounding makes 0.02; a part that is left out or done twice, 1.
 _TOLERANCE = 0.2
+#: Settings of vLLM that need its own operations: they alone do not depend on the batch; graphs would share memory.
+_SETTINGS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
 
 
-def poc_model(runner: Runner, limits: ModelFacts) -> PocModel:
-    """Return the model for PoC. On a GPU, runs it once in each way."""
-    plain = PocModel(runner, limits)
-    # With VLLM_BATCH_INVARIANT, vLLM's own operations are the only ones that do not depend on the batch.
-    if runner.device.type != "cuda" or envs.VLLM_BATCH_INVARIANT or not runner.ranks.alone:
+def chosen(plain: PocModel) -> PocModel:
+    """Return the model for PoC, the same on all ranks: a fused one or ``plain``. On a GPU, runs it in each way."""
+    runner = plain.stage.runner
+    possible = runner.device.type == "cuda" and not any(getattr(envs, name, False) for name in _SETTINGS)
+    if not runner.ranks.agreed(possible and needs_no_cache(attention_layers(runner))):
         return plain
-    try:
-        return _fused(runner, limits, plain) if needs_no_cache(attention_layers(runner)) else plain
-    except Exception:
-        _log.exception("PoC computes without fused operations, and slower, since they fail here")
-        return plain
+    return _fused(runner, plain) or plain
 
 
-def _fused(runner: Runner, limits: ModelFacts, plain: PocModel) -> PocModel:
-    from vllm_poc.worker.fusion.fused import FusedPass  # noqa: PLC0415 - needs Triton
-
-    fused = PocModel(runner, limits, FusedPass(runner))
-    distance = _distance(_trial(fused), _trial(plain))
-    if distance <= _TOLERANCE:
+def _fused(runner: Runner, plain: PocModel) -> PocModel | None:
+    fused = _prepared(runner, plain)
+    if not runner.ranks.agreed(fused is not None) or fused is None:
+        return None
+    with fused.memory.learning(TRIAL_TOKENS):
+        found = trial(fused.stage)
+    expected = trial(plain.stage)
+    if found is None or expected is None:
+        return None
+    distance = _distance(found, expected)
+    if runner.ranks.agreed(distance <= _TOLERANCE):
         return fused
     _log.warning("PoC computes without fused operations, and slower: with them results are %.2g away", distance)
-    return plain
+    return None
 
 
-def _trial(model: PocModel) -> Tensor:
-    model.tensors.load("trial", _TRIAL)
-    seeds = torch.arange(_TRIAL_NONCES * (_TRIAL.input_columns + 1), device=model.runner.device)
-    with torch.inference_mode():
-        inputs = model.inputs(_TRIAL, seeds.view(_TRIAL_NONCES, -1))
-        hidden = model.last_hidden(_TRIAL, inputs, _TRIAL_NONCES)
-    assert hidden is not None  # noqa: S101 - the only rank has all layers
-    return hidden.float()
+def _prepared(runner: Runner, plain: PocModel) -> PocModel | None:
+    try:
+        from vllm_poc.worker.fusion.fused import FusedPass  # noqa: PLC0415 - needs Triton
+
+        limits = fused_facts(plain.stage.limits, experts=runner.has_experts)
+        return PocModel(runner, limits, FusedPass(runner))
+    except Exception:
+        _log.exception("PoC computes without fused operations, and slower, since it cannot prepare them")
+        return None
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max((float((one - other).norm() / other.norm()) for one, other in pairs), default=0.0)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts, Rehearsal
-from vllm_poc.worker.choice import poc_model
+from vllm_poc.worker.choice import chosen
 from vllm_poc.worker.forward import PocModel
 from vllm_poc.worker.internals import Runner, UnsupportedModelError
 from vllm_poc.worker.limits import model_facts, refusal
-from vllm_poc.worker.ranks import Ranks
+from vllm_poc.worker.ranks import OtherRankError, Ranks
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -34,40 +34,49 @@ class PocWorkerExtension:
 
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
         """Compute the request together with all other ranks."""
-        return _answer(lambda: self._poc_result(request))
+        return _answer(lambda: self._poc_together(lambda model: model.prepare(request)))
 
-    def poc_rehearse(self, request: BatchRequest) -> Rehearsal | Failure:
-        """Prepare batches of as many nonces as the request has, and say how long one takes."""
-        return _answer(lambda: self._poc().rehearse(request))
+    def poc_rehearse(self, request: BatchRequest, part_seconds: float) -> Rehearsal | Failure:
+        """Prepare forward passes of as many nonces as the request has together with all other ranks.
+
+        On a GPU in parts of up to ``part_seconds``, if one takes longer.
+        """
+        return _answer(lambda: self._poc_together(lambda model: model.prepare_rehearsal(request, part_seconds)))
 
     def _poc_facts(self) -> ModelFacts:
-        facts = model_facts(self.model_runner.vllm_config)
         try:
-            model = self._poc()
-            facts["scratch_bytes"] = model.scratch_bytes
-            facts["fused"] = model.fused
+            return self._poc().facts
         except UnsupportedModelError as error:
-            facts["refusal"] = str(error)
-        return facts
+            return {**model_facts(self.model_runner.vllm_config), "refusal": str(error)}
+        except OtherRankError:  # which says why
+            return model_facts(self.model_runner.vllm_config)
 
-    def _poc_result(self, request: BatchRequest) -> BatchResult | None:
+    def _poc_together(self, prepare: Callable[[PocModel], Callable[[], T]]) -> T:
+        return self._poc_prepared(lambda: prepare(self._poc()))()
+
+    def _poc(self) -> PocModel:
+        if self._poc_model is None:
+            self._poc_model = chosen(self._poc_prepared(self._poc_plain)())
+        return self._poc_model
+
+    def _poc_plain(self) -> Callable[[], PocModel]:
+        config = self.model_runner.vllm_config
+        reason = refusal(config, self.model_runner.get_model())
+        if reason is not None:
+            raise UnsupportedModelError(reason)
+        model = PocModel(Runner(self.model_runner), model_facts(config))
+        return lambda: model
+
+    def _poc_prepared(self, prepare: Callable[[], Callable[[], T]]) -> Callable[[], T]:
+        """Do what a rank can do alone; OtherRankError if another one fails in that."""
         ranks = Ranks()
         try:
-            forward = self._poc().prepare(request)
+            prepared = prepare()
         except Exception:
             ranks.agree(ready=False)
             raise
         ranks.agree(ready=True)
-        return forward()
-
-    def _poc(self) -> PocModel:
-        if self._poc_model is None:
-            config = self.model_runner.vllm_config
-            reason = refusal(config, self.model_runner.get_model())
-            if reason is not None:
-                raise UnsupportedModelError(reason)
-            self._poc_model = poc_model(Runner(self.model_runner), model_facts(config))
-        return self._poc_model
+        return prepared
 
 
 def _answer(call: Callable[[], T]) -> T | Failure:

@@ -8,12 +8,13 @@ Each is looked up by feature, not by version number. One that is not found becom
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadataBuilder
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.utils import AttentionGroup
+
+#: Hidden states of the last stage, or what another stage hands on, by name.
+StageOutput: TypeAlias = Tensor | dict[str, Tensor]
 
 # Where the models keep their decoder layers, first match wins.
 _LAYER_PATHS = ("model.layers", "transformer.h", "layers")
@@ -86,10 +90,25 @@ class Runner:
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = runner.vllm_config.model_config.dtype
-        self.layers = _decoder_layers(self.model)
+        self.stack = _layer_stack(self.model)
         self.groups = [_cache_group(runner, group) for groups in runner.attn_groups for group in groups]
         self.ranks = Ranks()
         self._config = runner.vllm_config
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """All decoder layers, with placeholders for those of other stages."""
+        return list(self.stack)
+
+    @property
+    def own_layers(self) -> list[nn.Module]:
+        """The decoder layers of this stage."""
+        return [layer for layer in self.stack if not isinstance(layer, PPMissingLayer)]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts, to which it sends each token."""
+        return bool(self._config.model_config.get_num_experts())
 
     def plan(self, shape: BatchShape) -> AttentionPlan:
         """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own."""
@@ -101,13 +120,12 @@ class Runner:
             plan.slots.update(dict.fromkeys(group.layers, slots))
         return plan
 
-    def forward(self, inputs: Tensor | None, plan: AttentionPlan) -> Tensor | None:
-        """Run this stage of the model, the first one on ``inputs`` ``[nonces, seq_len, hidden]``.
+    def forward(self, inputs: Tensor | None, received: dict[str, Tensor], plan: AttentionPlan) -> StageOutput:
+        """Run this stage of the model, on ``inputs`` ``[nonces, seq_len, hidden]`` or what the stage before made.
 
-        Overwrites ``inputs``. Returns the output of the final norm ``[tokens, hidden]``; None if another
-        stage goes on with this one's output.
+        Overwrites either. The last stage returns the output of the final norm ``[tokens, hidden]``, the others what
+        the next one goes on with.
         """
-        received = None if self.ranks.has_first_layer else IntermediateTensors(self.ranks.receive())
         # Compiled code expects token ids and knows nothing of the layer hooks.
         context = set_forward_context(
             plan.metadata,
@@ -119,12 +137,10 @@ class Runner:
         )
         embeddings = inputs.flatten(0, 1) if inputs is not None else None
         with context, model_inputs(self.model, embeddings) as arguments:
-            output = self.model(positions=plan.positions, intermediate_tensors=received, **arguments)
-        if isinstance(output, IntermediateTensors):
-            self.ranks.send(output.tensors)
-            return None
-        hidden: Tensor = output
-        return hidden
+            before = IntermediateTensors(received) if received else None
+            output = self.model(positions=plan.positions, intermediate_tensors=before, **arguments)
+        made: StageOutput = output.tensors if isinstance(output, IntermediateTensors) else output
+        return made
 
 
 def _common_metadata(shape: BatchShape, *, positions: Tensor, table: Tensor, slots: Tensor) -> CommonAttentionMetadata:
@@ -148,13 +164,13 @@ def _common_metadata(shape: BatchShape, *, positions: Tensor, table: Tensor, slo
     return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in known})
 
 
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+def _layer_stack(model: nn.Module) -> nn.ModuleList:
     roots = [getattr(model, "model", None), model]
     for root in filter(None, roots):
         for path in _LAYER_PATHS:
             found = _submodule(root, path)
             if isinstance(found, nn.ModuleList):
-                return list(found)
+                return found
     places = ", ".join(_LAYER_PATHS)
     raise UnsupportedModelError(
         f"PoC finds no decoder layers in {type(model).__name__} at {places}: serve another model."

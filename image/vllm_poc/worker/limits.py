@@ -28,11 +28,15 @@ _PARALLEL_SIZES = {
 }
 
 
+#: Tokens of a batch beyond which no GPU computes faster; each of many experts gets only a few of them.
+_MOST_TOKENS, _MOST_TOKENS_OF_EXPERTS = 8192, 32_768
+
+
 def model_facts(config: VllmConfig) -> ModelFacts:
     """Return the sizes of the served model and of the largest PoC batch, without scratch cache and refusal.
 
     vLLM has sized the workspaces of experts and attention for the same largest batch and then locked them, so
-    PoC needs none of its own.
+    its own forward pass needs no others.
     """
     return ModelFacts(
         hidden_size=config.model_config.get_hidden_size(),
@@ -40,15 +44,27 @@ def model_facts(config: VllmConfig) -> ModelFacts:
         max_model_len=config.model_config.max_model_len,
         max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
         max_batch_nonces=config.scheduler_config.max_num_seqs,
+        max_prepared_tokens=0,
         scratch_bytes=0,
         fused=False,
+        stages=config.parallel_config.pipeline_parallel_size,
+        attention="",
+        experts="",
         refusal=None,
     )
 
 
+def fused_facts(facts: ModelFacts, *, experts: bool) -> ModelFacts:
+    """Return the same for the fused pass, of which larger ones than vLLM's can be prepared."""
+    tokens = _MOST_TOKENS_OF_EXPERTS if experts else _MOST_TOKENS
+    return {**facts, "max_prepared_tokens": max(facts["max_batch_tokens"], tokens)}
+
+
 def check_shape(shape: BatchShape, facts: ModelFacts) -> None:
     """Raise ValueError if a batch is empty or too large."""
-    nonces, seq_len, tokens = facts["max_batch_nonces"], facts["max_model_len"], facts["max_batch_tokens"]
+    prepared, seq_len = facts["max_prepared_tokens"], facts["max_model_len"]
+    # The fused pass needs nothing that vLLM has sized by these two.
+    nonces, tokens = (prepared, prepared) if prepared else (facts["max_batch_nonces"], facts["max_batch_tokens"])
     if not 1 <= shape.nonces <= nonces:
         raise ValueError(f"a batch holds 1..{nonces} nonces (--max-num-seqs), not {shape.nonces}")
     if not 1 <= shape.seq_len <= seq_len:

@@ -24,6 +24,10 @@ class Pass(Protocol):
         """Describe a batch to the attention layers."""
         ...
 
+    def workspace(self) -> object:
+        """Return the memory that operations have worked in: whoever records them must keep it."""
+        ...
+
     def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> AbstractContextManager[None]:
         """Make the model compute this way while the context lasts, and reflect each layer's output along its vector.
 
@@ -43,6 +47,10 @@ class PlainPass:
     def plan(self, shape: BatchShape) -> AttentionPlan:
         """Describe a batch to the attention layers."""
         return self._runner.plan(shape)
+
+    def workspace(self) -> object:
+        """Return nothing: vLLM keeps its own."""
+        return None
 
     @contextmanager
     def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> Iterator[None]:

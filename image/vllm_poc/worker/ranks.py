@@ -2,17 +2,21 @@
 """This worker among the ranks that share the model: tensor parallel within a pipeline stage, stages in a row."""
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+from vllm.distributed.parallel_state import Handle, get_pp_group, get_tp_group, get_world_group
 
 from vllm_poc.log import get_logger
 
 _log = get_logger(__name__)
+
+#: Batches that may be on their way to the next stage, so that a device need not wait until the next one is free.
+_MOST_SENT = 2
 
 
 class OtherRankError(Exception):
@@ -26,6 +30,7 @@ class Ranks:
         self._world = get_world_group()
         self._tensor = get_tp_group()
         self._pipeline = get_pp_group()
+        self._sent: deque[list[Handle]] = deque()
 
     @property
     def alone(self) -> bool:
@@ -33,9 +38,24 @@ class Ranks:
         return bool(self._world.world_size == 1)
 
     @property
+    def stages(self) -> int:
+        """Length of the pipeline."""
+        return int(self._pipeline.world_size)
+
+    @property
+    def stage(self) -> int:
+        """Which stage this is, counted from 0."""
+        return int(self._pipeline.rank_in_group)
+
+    @property
     def has_first_layer(self) -> bool:
         """Whether this is the stage that takes the inputs."""
         return bool(self._pipeline.is_first_rank)
+
+    @property
+    def has_last_layer(self) -> bool:
+        """Whether this is the stage that makes the results."""
+        return bool(self._pipeline.is_last_rank)
 
     @property
     def answers(self) -> bool:
@@ -48,12 +68,31 @@ class Ranks:
         Comes before the first collective of a batch: a rank that failed while it prepared would leave the
         others waiting inside that collective for ever.
         """
-        if self.alone:
-            return
-        votes = torch.tensor([int(ready)])
-        all_reduce(votes, op=ReduceOp.MIN, group=self._world.cpu_group)
-        if ready and not votes.item():
+        if not self.agreed(ready) and ready:
             raise OtherRankError("another rank could not prepare the batch")
+
+    def agreed(self, ready: bool) -> bool:
+        """Wait for all ranks, and say whether all are ready."""
+        return self.largest(-float(ready)) < 0
+
+    def in_step(self, succeeded: bool | None) -> bool:
+        """Wait for all ranks, and say whether none has failed; None from those that had nothing to do.
+
+        Ends this process if some failed where others did not: those are left within a collective for ever.
+        """
+        failed, done = self.largest(float(succeeded is False)), self.largest(float(succeeded is True))
+        if failed and done:
+            _log.error("a rank failed in the middle of PoC's trial, and others did not: ending this worker")
+            os._exit(1)
+        return not failed
+
+    def largest(self, value: float) -> float:
+        """Wait for all ranks, and return the largest of their values."""
+        if self.alone:
+            return value
+        values = torch.tensor([value])
+        all_reduce(values, op=ReduceOp.MAX, group=self._world.cpu_group)
+        return float(values)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -71,10 +110,15 @@ class Ranks:
             os._exit(1)
 
     def receive(self) -> dict[str, Tensor]:
-        """Return what the stage before sent, by name."""
+        """Return what the stage before sent, by name; nothing on the first."""
+        if self.has_first_layer:
+            return {}
         received = self._pipeline.recv_tensor_dict(all_gather_group=self._tensor)
         return dict(received or {})
 
     def send(self, tensors: dict[str, Tensor]) -> None:
-        """Hand the stage's output to the next stage."""
-        self._pipeline.send_tensor_dict(tensors, all_gather_group=self._tensor)
+        """Let the stage's output go to the next stage, which may take it later. Do not overwrite it."""
+        self._sent.append(self._pipeline.isend_tensor_dict(tensors, all_gather_group=self._tensor))
+        if len(self._sent) > _MOST_SENT:
+            for handle in self._sent.popleft():
+                handle.wait()

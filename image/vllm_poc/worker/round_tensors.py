@@ -15,7 +15,7 @@ from vllm_poc.worker.recipe import Recipe
 class RoundTensors:
     """Reflection vectors, random head and target of the block hash that was loaded last.
 
-    Their addresses never change, since CUDA graphs read them. ``layers`` is the number of this stage's layers.
+    Their addresses never change, since CUDA graphs read them. ``layers`` are those of all stages.
     """
 
     def __init__(self, *, layers: int, hidden: int, device: torch.device) -> None:
@@ -34,14 +34,14 @@ class RoundTensors:
             self._head = head, torch.zeros(OUTPUT_DIM, device=self._device)
         return self._head
 
-    def load(self, block_hash: str, recipe: Recipe) -> None:
-        """Make what the recipe needs that of ``block_hash``."""
+    def load(self, block_hash: str, recipe: Recipe, *, results: bool) -> None:
+        """Make what the recipe needs that of ``block_hash``; head and target only if this stage makes ``results``."""
         if recipe.layer_hooks and self._vectors_of != block_hash:
             layers = len(self.vectors)
             same = {"hidden": self._hidden, "device": self._device}
             self.vectors.copy_(layer_vectors(block_hash=block_hash, num_layers=layers, **same))
             self._vectors_of = block_hash
-        if recipe.protocol is Protocol.DISTANCE and self._head_of != block_hash:
+        if results and recipe.protocol is Protocol.DISTANCE and self._head_of != block_hash:
             head, target = self.head_and_target
             head.copy_(random_head(block_hash, self._hidden, self._device))
             target.copy_(round_target(block_hash, self._device))

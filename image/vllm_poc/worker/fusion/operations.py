@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     NormedAttention: TypeAlias = Qwen3Attention | Qwen3MoeAttention
 
+#: A layer's method, its kernel, and one within that.
+_DEPTH = 3
 #: Both have the same forward pass.
 _NORMED_ATTENTION = (Qwen3Attention, Qwen3MoeAttention)
 
@@ -36,9 +38,14 @@ def _is_whole(norm: RMSNorm) -> bool:
     return norm.variance_size_override is None and bool(norm.has_weight)
 
 
-def operation_patches(model: nn.Module, reflected: Mapping[nn.Module, Tensor]) -> Iterator[Patch]:
+def operations(model: nn.Module) -> list[nn.Module]:
+    """Return all modules of a model, and the operations of quantised layers, which are in objects that are none."""
+    return [*model.modules(), *(part for module in model.modules() for part in _hidden(module, _DEPTH))]
+
+
+def operation_patches(modules: Sequence[nn.Module], reflected: Mapping[nn.Module, Tensor]) -> Iterator[Patch]:
     """Replace what single kernels can do. Norms in ``reflected`` reflect what they get along their vector first."""
-    for module in model.modules():
+    for module in modules:
         if is_plain_norm(module):
             yield Patch(module, "_forward_method", partial(_norm, module, reflected.get(module)))
         elif type(module) is SiluAndMul:
@@ -47,6 +54,14 @@ def operation_patches(model: nn.Module, reflected: Mapping[nn.Module, Tensor]) -
             yield Patch(module, "forward", partial(_attention, module))
         elif isinstance(module, CustomOp) and type(module).forward_cuda is not CustomOp.forward_cuda:
             yield Patch(module, "_forward_method", module.forward_cuda)
+
+
+def _hidden(owner: object, depth: int) -> Iterator[nn.Module]:
+    for part in vars(owner).values():
+        if isinstance(part, CustomOp):
+            yield part
+        elif depth and not isinstance(part, nn.Module) and type(part).__module__.startswith("vllm.model_executor"):
+            yield from _hidden(part, depth - 1) if hasattr(part, "__dict__") else ()
 
 
 def _norm(

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
+
 import pytest
 
 from vllm_poc.server.sizes import HalvedSize, Rehearsed, RehearsedSize, rehearse
+from vllm_poc.worker.batches import Rehearsal
 
 BUDGET = 0.05
 
@@ -31,69 +34,125 @@ def test_halved_slices_follow_the_time_budget(limit: int, seconds: list[float], 
     assert sizes(limit, seconds) == expected
 
 
+def rehearsed_size(seconds: float, *, parts: int = 1, stages: int = 1) -> RehearsedSize:
+    return RehearsedSize(Rehearsed(32, seconds, parts), stages, BUDGET)
+
+
 @pytest.mark.parametrize(
     ("seconds", "nonces"),
-    [(0.001, 32 * 25), (0.012, 64), (0.0126, 32), (0.4, 32)],
+    [(0.001, 32 * 17), (0.0087, 64), (0.0088, 32), (0.4, 32)],
     ids=["many passes", "two fit", "one fits", "none fits"],
 )
-def test_rehearsed_slices_are_whole_passes_in_half_of_the_budget(seconds: float, nonces: int) -> None:
-    size = RehearsedSize(Rehearsed(32, seconds), BUDGET)
+def test_two_rehearsed_slices_fill_most_of_the_budget(seconds: float, nonces: int) -> None:
+    size = rehearsed_size(seconds)
     assert (size.nonces, size.batch(size.nonces), size.ahead) == (nonces, 32, True)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "nonces"),
+    [(0.001, 32 * 16), (0.007, 64), (0.4, 64)],
+    ids=["many passes", "two fit", "two do not fit"],
+)
+def test_each_stage_of_a_pipeline_has_a_pass_of_a_slice(seconds: float, nonces: int) -> None:
+    assert rehearsed_size(seconds, stages=2).nonces == nonces
+
+
+def test_a_pass_in_parts_makes_several_slices() -> None:
+    size = rehearsed_size(0.2, parts=20)
+    size.learn(32, 0.01)
+    assert size.nonces == 32
+
+
 def test_rehearsed_slices_shrink_as_passes_get_slower_and_grow_again() -> None:
-    size = RehearsedSize(Rehearsed(32, 0.01), BUDGET)
+    size = rehearsed_size(0.005)
+    assert size.nonces == 32 * 3
     for _ in range(20):
         size.learn(64, 0.06)
     assert size.nonces == 32
     size.learn(33, 9.0)  # half a pass says nothing
     for _ in range(20):
         size.learn(32, 0.005)
-    assert size.nonces == 32 * 4
+    assert size.nonces == 32 * 3
 
 
-async def rehearsals(
-    limit: int, seq_len: int, per_nonce: float, most: int = 10**9
-) -> tuple[Rehearsed | None, list[int]]:
-    """What is chosen on a device that takes ``per_nonce`` seconds and has memory for ``most`` nonces."""
-    asked: list[int] = []
+class Device:
+    """A GPU that takes ``start`` seconds for a pass and ``per_nonce`` for each nonce, of which it has room for some."""
 
-    async def seconds_of(nonces: int) -> float | None:
-        asked.append(nonces)
-        return 0.001 + per_nonce * nonces if nonces <= most else None
+    def __init__(self, per_nonce: float, *, start: float = 0.001, most: int = 10**9, cuts: bool = True) -> None:
+        self.asked: list[int] = []
+        self._start = start
+        self._per_nonce = per_nonce
+        self._most = most
+        self._cuts = cuts
 
-    return await rehearse(seconds_of, limit=limit, seq_len=seq_len, budget_seconds=BUDGET), asked
+    async def prepare(self, nonces: int, part_seconds: float) -> Rehearsal:
+        self.asked.append(nonces)
+        seconds = self.seconds(nonces)
+        parts = max(1, math.ceil(seconds / part_seconds)) if self._cuts else 1
+        return Rehearsal(seconds=seconds if nonces <= self._most else None, parts=parts)
+
+    def seconds(self, nonces: int) -> float:
+        return self._start + self._per_nonce * nonces
+
+
+async def chosen(device: Device, *, limit: int, seq_len: int, stages: int = 1) -> Rehearsed | None:
+    return await rehearse(device.prepare, limit=limit, seq_len=seq_len, stages=stages, budget_seconds=BUDGET)
 
 
 @pytest.mark.parametrize(
-    ("limit", "seq_len", "per_nonce", "most", "expected"),
+    ("limit", "per_nonce", "asked"),
     [
-        (128, 64, 0.0001, 10**9, [8, 64, 64 * 3]),
-        (100, 64, 0.0001, 10**9, [8, 64, 100]),
-        (8, 1024, 0.1, 10**9, [1]),
-        (128, 64, 0.002, 10**9, [8]),
-        (128, 64, 0.0001, 64, [8, 64, 128, 64]),
+        (128, 0.0001, [8, 64, 128]),
+        (100, 0.0001, [8, 64, 100]),
+        (12, 0.002, [8]),
     ],
+    ids=["the limit fits", "an odd limit", "the limit is near"],
 )
 async def test_a_rehearsal_finds_the_largest_pass_of_which_two_fit(
-    limit: int, seq_len: int, per_nonce: float, most: int, expected: list[int]
+    limit: int, per_nonce: float, asked: list[int]
 ) -> None:
-    expected = [min(nonces, limit) for nonces in expected]
-    found, asked = await rehearsals(limit, seq_len, per_nonce, most)
-    assert asked == expected
-    assert found == Rehearsed(asked[-1], 0.001 + per_nonce * asked[-1])
+    device = Device(per_nonce)
+    found = await chosen(device, limit=limit, seq_len=64)
+    assert device.asked == asked
+    assert found == Rehearsed(asked[-1], device.seconds(asked[-1]), 1)
+
+
+async def test_passes_are_not_cut_where_larger_ones_are_hardly_faster() -> None:
+    device = Device(0.0001, start=0.0002)
+    assert await chosen(device, limit=512, seq_len=64) == Rehearsed(128, device.seconds(128), 1)
+    assert device.asked == [8, 64, 128, 512, 128]
+
+
+async def test_large_passes_are_cut_if_they_are_faster() -> None:
+    device = Device(0.01)
+    assert await chosen(device, limit=32, seq_len=1024) == Rehearsed(32, device.seconds(32), 19)
+    assert device.asked == [1, 32]
+
+
+async def test_the_passes_of_a_pipeline_are_small_enough_for_several() -> None:
+    device = Device(0.0001, cuts=False)
+    assert await chosen(device, limit=512, seq_len=64, stages=2) == Rehearsed(48, device.seconds(48), 1)
+    assert device.asked == [8, 24, 48]
 
 
 async def test_a_pass_that_is_slower_than_foreseen_is_given_up_for_the_one_before() -> None:
     asked: list[int] = []
 
-    async def seconds_of(nonces: int) -> float:
+    async def prepare(nonces: int, _: float) -> Rehearsal:
         asked.append(nonces)
-        return 0.005 if nonces <= 8 else 0.04
+        return Rehearsal(seconds=0.005 if nonces <= 8 else 0.04, parts=1)
 
-    found = await rehearse(seconds_of, limit=128, seq_len=64, budget_seconds=BUDGET)
-    assert (found, asked) == (Rehearsed(8, 0.005), [8, 40, 8])
+    found = await rehearse(prepare, limit=128, seq_len=64, stages=1, budget_seconds=BUDGET)
+    assert (found, asked) == (Rehearsed(8, 0.005, 1), [8, 24, 8])
+
+
+async def test_a_pass_that_finds_no_room_is_halved() -> None:
+    device = Device(0.01, most=20)
+    assert await chosen(device, limit=32, seq_len=1024) == Rehearsed(16, device.seconds(16), 10)
+    assert device.asked == [1, 32, 16]
 
 
 async def test_nothing_is_rehearsed_where_not_even_the_smallest_pass_fits() -> None:
-    assert await rehearsals(128, 64, 0.0001, most=7) == (None, [8])
+    device = Device(0.0001, most=0)
+    assert await chosen(device, limit=128, seq_len=64) is None
+    assert device.asked == [8, 4, 2, 1]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU has room for, as far as smaller batches tell; its answers are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
+
+from vllm_poc.worker.memory import Memory  # noqa: E402
+
+GIB = 2**30
+#: What batches take whatever their size, and for each token.
+FIXED, PER_TOKEN = GIB, 2**17
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    """Of a GPU with 4 GiB free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100 * GIB)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    return Memory(torch.device("cuda"))
+
+
+def learn(memory: Memory, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = 100 * GIB + FIXED + PER_TOKEN * tokens
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+    with memory.learning(tokens):
+        pass
+
+
+def test_before_the_first_batch_all_fit(memory: Memory) -> None:
+    assert memory.has_room_for(10**9)
+
+
+def test_one_batch_tells_in_proportion(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(memory, 8192, monkeypatch)  # 2 GiB
+    assert memory.has_room_for(8192)
+    assert not memory.has_room_for(16_384)
+
+
+def test_two_batches_tell_what_does_not_grow(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tokens in (64, 1024, 512):
+        learn(memory, tokens, monkeypatch)
+    assert memory.has_room_for(13_000)  # 2.6 GiB, with what is left free 3.9
+    assert not memory.has_room_for(14_500)
+
+
+def test_a_cpu_has_room_for_all() -> None:
+    memory = Memory(torch.device("cpu"))
+    with memory.learning(1):
+        pass
+    assert memory.has_room_for(10**12)
