@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """PYTHONPATH=image:. python3 -m benchmarks.gpu [--shape NAME]: nonces per second on the GPUs of this machine.
 
-Measured against two things in the same run: the card's own product of matrices (the limit is that rate over the
-operations of a nonce), and the plain way of computing. Needs vLLM and an NVIDIA GPU; weights are random.
+Measured against two things in the same run: the cards' own product of matrices (the limit is that rate over the
+operations of a nonce), and the plain way of computing. On a pipeline, also against the same passes one by one. With
+--equality, also how far results are from those of vLLM's own forward pass, each operation by itself. Needs vLLM and
+NVIDIA GPUs; weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from itertools import count, pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from benchmarks.gpu_shapes import SHAPES, flops_per_nonce, write_shape
+from benchmarks.gpu_equality import equality
+from benchmarks.gpu_pod import MAX_TOKENS, Pod, call
+from benchmarks.gpu_shapes import SHAPES, write_shape
 from vllm import LLM
-from vllm_poc.worker.batches import BatchRequest
-
-#: Forward passes of the plain way.
-NAIVE_NONCES = 32
-#: Half of the pod's default for a slice, since two are on their way.
-SLICE_SECONDS = 0.025
-MAX_TOKENS = 8192
 
 
 def main() -> None:
@@ -43,69 +38,24 @@ def main() -> None:
         pipeline_parallel_size=options.pipeline_parallel,
         worker_extension_cls="benchmarks.gpu_worker.MeasuringExtension",
     )
-    gpus = options.tensor_parallel * options.pipeline_parallel
     call(model, "poc_bench_weights")
-    facts = call(model, "poc_describe")
+    pod = Pod(model, call(model, "poc_describe"), options)
     rows = []
     for seq_len in options.seq_len:
-        peak = call(model, "poc_bench_peak")
-        limit = gpus * peak / flops_per_nonce(config, seq_len)
-        naive = call(model, "poc_bench_naive", request(seq_len, range(NAIVE_NONCES)), options.seconds)
-        for tokens in options.tokens:
-            batch = max(1, tokens // seq_len)
-            alone = call(model, "poc_rehearse", request(seq_len, range(batch)))["seconds"]
-            rate = in_slices(model, seq_len, batch, alone, options.seconds)
-            row = {"seq_len": seq_len, "batch": batch, "peak": peak, "limit": limit, "naive": naive, "rate": rate}
-            rows.append(row | {"of_limit": rate / limit, "of_naive": rate / naive, "batch_seconds": alone})
+        for row in pod.rows(config, seq_len):
+            rows.append(row | equality(model, seq_len, row["nonces"], options.equality))
             print(_line(rows[-1]), flush=True)
-    print(json.dumps({"shape": options.shape, "layers": options.layers, "facts": facts, "rows": rows}))
-
-
-def in_slices(model: LLM, seq_len: int, batch: int, batch_seconds: float, seconds: float) -> float:
-    """Return the nonces per second in short slices, one after the other, as a pod computes them."""
-    size = batch * max(1, int(SLICE_SECONDS / batch_seconds))
-    slices = (range(start, start + size) for start in count(0, size))
-    done, started = -1, 0.0
-    for nonces, ahead in pairwise(slices):
-        call(model, "poc_compute", request(seq_len, nonces, batch, ahead))
-        done += 1
-        if done == 0:
-            started = time.perf_counter()
-        elif time.perf_counter() - started > seconds:
-            break
-    return done * size / (time.perf_counter() - started)
-
-
-def request(seq_len: int, nonces: range, batch: int | None = None, ahead: range = range(0)) -> BatchRequest:
-    """Return a request of the artifact protocol."""
-    return BatchRequest(
-        protocol="artifact",
-        block_hash="ab" * 32,
-        public_key="benchmark",
-        nonces=list(nonces),
-        seq_len=seq_len,
-        k_dim=12,
-        strong_rng=False,
-        layer_hooks=True,
-        sign_flips=False,
-        batch=batch or len(nonces),
-        ahead=list(ahead),
-    )
-
-
-def call(model: LLM, method: str, *args: object) -> Any:  # noqa: ANN401 - each method has its own answer
-    """Call the workers; the first answer that is one. SystemExit if it is an error."""
-    answers = [answer for answer in model.collective_rpc(method, args=args) if answer is not None]
-    for answer in answers:
-        if isinstance(answer, dict) and "error" in answer:
-            raise SystemExit(f"{method}: {answer['error']}")
-    return answers[0] if answers else None
+    print(json.dumps({"shape": options.shape, "layers": options.layers, "facts": pod.facts, "rows": rows}))
 
 
 def _line(row: dict[str, Any]) -> str:
+    of_naive = f"  {row['of_naive']:5.2f} x {row['naive']:.1f}" if "naive" in row else ""
+    of_serial = f"  {row['of_serial']:5.2f} x one by one" if "of_serial" in row else ""
+    equal = f"  artifacts {row['artifacts']}, distances {row['distances']}" if "artifacts" in row else ""
     return (
-        f"seq_len {row['seq_len']:5}  batch {row['batch']:4}  {row['rate']:9.1f} nonces/s  "
-        f"{row['of_limit']:6.1%} of {row['limit']:.1f}  {row['of_naive']:5.2f} x {row['naive']:.1f}"
+        f"seq_len {row['seq_len']:5}  passes of {row['nonces']:4} in {row['parts']:3}  {row['rate']:9.2f} nonces/s  "
+        f"{row['of_limit']:6.1%} of {row['limit']:.1f} ({row['of_hot_limit']:.1%} when hot){of_naive}{of_serial}  "
+        f"slices {row['slice_seconds']['median']:.4f} s, at most {row['slice_seconds']['largest']:.4f} s{equal}"
     )
 
 
@@ -114,11 +64,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="tokens of a forward pass")
+    parser.add_argument("--tokens", type=int, nargs="*", help="of a forward pass, instead of the pod's own choice")
+    parser.add_argument("--slice-seconds", type=float, default=0.05, help="the pod's setting")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--equality", type=int, default=0, help="nonces whose results are compared; none by default")
+    parser.add_argument("--no-naive", action="store_true", help="leave the plain way out")
     return parser.parse_args()
 
 

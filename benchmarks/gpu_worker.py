@@ -3,70 +3,96 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 
+from tests.gpu.unfused import UnfusedExtension
 from vllm_poc.maths.sampling import fill_stepwise
 from vllm_poc.worker.batches import BatchRequest
-from vllm_poc.worker.extension import PocWorkerExtension
 from vllm_poc.worker.forward import PocModel
 from vllm_poc.worker.limits import model_facts
 from vllm_poc.worker.recipe import Recipe
 from vllm_poc.worker.results import draw, result_values
+from vllm_poc.worker.stage import Stage
 
 _SIDE = 8192
-_PRODUCTS = 20
+#: Size of a quantised weight, of 448 at most, and how many of them share a scale.
+_QUANTISED, _GROUP = 64, 128
+_IN_A_ROW = 5
 
 
-class MeasuringExtension(PocWorkerExtension):
+class MeasuringExtension(UnfusedExtension):
     """PoC's extension with a few methods more."""
 
     def poc_bench_weights(self) -> None:
-        """Give all weights a sensible size; vLLM's dummy weights are next to nothing. Leaves quantised ones."""
+        """Give all weights a sensible size; vLLM's dummy weights are next to nothing."""
         generator = torch.Generator("cuda").manual_seed(5)
         with torch.inference_mode():
-            for weight in self.model_runner.get_model().parameters():
-                if weight.ndim == 1 and weight.dtype.itemsize > 1:
-                    weight.data.fill_(1.0)
-                elif weight.dtype.itemsize > 1:
-                    weight.data.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+            for name, parameter in self.model_runner.get_model().named_parameters():
+                weight = parameter.data
+                if weight.dtype == torch.float8_e4m3fn:
+                    _fill_quantised(weight, generator)
+                elif "scale" in name:
+                    weight.fill_(2.0 ** round(math.log2((_GROUP * weight.shape[-1]) ** -0.5 / _QUANTISED)))
+                elif weight.ndim == 1:
+                    weight.fill_(1.0)
+                else:
+                    weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
 
-    def poc_bench_peak(self) -> float:
-        """Return the operations per second of a large product of matrices in bfloat16."""
+    def poc_bench_peak(self, seconds: float) -> tuple[float, float]:
+        """Return the operations per second of a large product of matrices in bfloat16.
+
+        At the card's best, and over all of the time, in which it gets hot and slower.
+        """
         left, right = (torch.randn(_SIDE, _SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        for _ in range(3):
-            left @ right
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(_PRODUCTS):
-            left @ right
-        torch.cuda.synchronize()
-        return _PRODUCTS * 2 * _SIDE**3 / (time.perf_counter() - started)
+        times, started = list[float](), time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            times.append(_seconds_of_product(left, right))
+        return 2 * _SIDE**3 / min(times), 2 * _SIDE**3 * len(times) / sum(times)
 
     def poc_bench_naive(self, request: BatchRequest, seconds: float) -> float:
         """Return the nonces per second of the plain way, on one GPU.
 
         The inputs nonce by nonce in many operations, vLLM's eager forward pass for 32 nonces, then the results.
         """
-        model = PocModel(self._poc().runner, model_facts(self.model_runner.vllm_config))
-        recipe = Recipe.of(request)
+        runner, recipe = self._poc().stage.runner, Recipe.of(request)
+        nonces, limits = len(request["nonces"]), model_facts(self.model_runner.vllm_config)
+        limits |= {"max_batch_nonces": nonces, "max_batch_tokens": nonces * recipe.seq_len}
+        stage = PocModel(runner, limits).stage
         with torch.inference_mode():
-            model.tensors.load(request["block_hash"], recipe)
-            self._naive_batch(model, recipe, request)
+            stage.load(request["block_hash"], recipe)
+            _naive_batch(stage, recipe, request)
             count, started = 0, time.perf_counter()
             while time.perf_counter() - started < seconds:
-                self._naive_batch(model, recipe, request)
+                _naive_batch(stage, recipe, request)
                 count += len(request["nonces"])
             return count / (time.perf_counter() - started)
 
-    def _naive_batch(self, model: PocModel, recipe: Recipe, request: BatchRequest) -> None:
-        seeds = recipe.seeds(request, request["nonces"]).to(model.runner.device)
-        hidden_size = self.model_runner.vllm_config.model_config.get_hidden_size()
-        size = (len(seeds), recipe.seq_len, hidden_size)
-        inputs = torch.empty(size, dtype=model.runner.dtype, device=model.runner.device)
-        for row, seed in zip(inputs.view(len(seeds), -1), seeds[:, 0], strict=True):
-            fill_stepwise(row, seed)
-        hidden = model.last_hidden(recipe, inputs, len(seeds))
-        assert hidden is not None  # noqa: S101 - one GPU has all layers
-        result_values(hidden, draw(seeds, recipe, hidden=hidden_size), model.tensors).cpu()
+
+def _fill_quantised(weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill matrix by matrix: a model's experts are one tensor."""
+    for matrix in weight[None].flatten(0, -3):
+        numbers = torch.randn(matrix.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        matrix.copy_((_QUANTISED * numbers).to(weight.dtype))
+
+
+def _naive_batch(stage: Stage, recipe: Recipe, request: BatchRequest) -> None:
+    device, hidden_size = stage.runner.device, stage.limits["hidden_size"]
+    seeds = recipe.seeds(request, request["nonces"]).to(device)
+    inputs = torch.empty(len(seeds), recipe.seq_len, hidden_size, dtype=stage.runner.dtype, device=device)
+    for row, seed in zip(inputs.view(len(seeds), -1), seeds[:, 0], strict=True):
+        fill_stepwise(row, seed)
+    hidden = stage.forward(recipe, inputs, {}, len(seeds))
+    assert isinstance(hidden, torch.Tensor)  # noqa: S101 - one GPU has all layers
+    result_values(hidden, draw(seeds, recipe, hidden=hidden_size), stage.tensors).cpu()
+
+
+def _seconds_of_product(left: torch.Tensor, right: torch.Tensor) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(_IN_A_ROW):
+        left @ right
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / _IN_A_ROW

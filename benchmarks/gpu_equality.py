@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a pod's results are from those of vLLM's own forward pass, each operation by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_pod import K_DIM, MAX_TOKENS, call, in_parts, request
+from vllm import LLM
+from vllm_poc.wire.artifacts import decode_vector
+from vllm_poc.worker.batches import BatchRequest, BatchResult
+
+
+def equality(model: LLM, seq_len: int, batch: int, nonces: int) -> dict[str, Any]:
+    """Return mean and largest L2 distance of artifacts, and the same of differences of distances; {} for no nonces."""
+    if nonces == 0:
+        return {}
+    artifacts = request(seq_len, range(nonces), batch)
+    others: BatchRequest = {**artifacts, "protocol": "distance", "layer_hooks": False, "sign_flips": True}
+    return {
+        "artifacts": _spread(torch.linalg.vector_norm(_difference(model, artifacts), dim=1)),
+        "distances": _spread(_difference(model, others).abs()),
+    }
+
+
+def _difference(model: LLM, asked: BatchRequest) -> Tensor:
+    *_, (_, found) = in_parts(model, asked)
+    largest = MAX_TOKENS // asked["seq_len"]
+    expected = call(model, "poc_test_unfused", {**asked, "batch": min(asked["batch"], largest)})
+    return _values(found) - _values(expected)
+
+
+def _values(result: BatchResult) -> Tensor:
+    if result["not_finite"]:
+        raise SystemExit(f"{len(result['not_finite'])} results are not finite")
+    if "vectors" in result:
+        return torch.tensor([decode_vector(vector, K_DIM) for vector in result["vectors"]])
+    return torch.tensor(result["distances"])
+
+
+def _spread(values: Tensor) -> dict[str, float]:
+    return {"mean": round(float(values.mean()), 6), "largest": round(float(values.max()), 6)}

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pod that computes as if asked for nothing else, driven without its server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator
+from itertools import count, pairwise
+from typing import Any
+
+from benchmarks.gpu_shapes import flops_per_nonce
+from vllm import LLM
+from vllm_poc.server.sizes import Rehearsed, RehearsedSize, rehearse
+from vllm_poc.worker.batches import BatchRequest, BatchResult, Rehearsal
+
+#: Forward passes of the plain way.
+NAIVE_NONCES = 32
+#: Most tokens of vLLM's own forward pass.
+MAX_TOKENS = 8192
+K_DIM = 12
+#: Too short for the card to get hot.
+_SHORT_SECONDS = 0.1
+
+
+class Pod:
+    """A served model, and what the command line asks of it."""
+
+    def __init__(self, model: LLM, facts: dict[str, Any], options: argparse.Namespace) -> None:
+        self.facts = facts
+        self._model = model
+        self._options = options
+        self._gpus = options.tensor_parallel * options.pipeline_parallel
+
+    def rows(self, config: dict[str, Any], seq_len: int) -> list[dict[str, Any]]:
+        """Measure one length of sequences, with passes of the pod's choice or of the sizes asked for."""
+        peak, _ = call(self._model, "poc_bench_peak", _SHORT_SECONDS)
+        limit = self._gpus * peak / flops_per_nonce(config, seq_len)
+        row = {"seq_len": seq_len, "peak": peak, "limit": limit}
+        if self._gpus == 1 and not self._options.no_naive:
+            naive = request(seq_len, range(NAIVE_NONCES))
+            row["naive"] = call(self._model, "poc_bench_naive", naive, self._options.seconds)
+        rows = [self._row(row, seq_len, passes) for passes in self._passes(seq_len)]
+        _, hot = call(self._model, "poc_bench_peak", self._options.seconds)
+        return [row | {"of_hot_limit": row["of_limit"] * peak / hot} for row in rows]
+
+    def _passes(self, seq_len: int) -> Iterator[Rehearsed]:
+        """Prepare passes one by one: the workers keep what they prepared last."""
+        if not self._options.tokens:
+            yield asyncio.run(self._chosen(seq_len))
+        for tokens in self._options.tokens or ():
+            yield self._rehearsed(seq_len, max(1, tokens // seq_len), self._options.slice_seconds / 2)
+
+    async def _chosen(self, seq_len: int) -> Rehearsed:
+        async def prepare(nonces: int, part_seconds: float) -> Rehearsal:
+            return self._rehearsal(seq_len, nonces, part_seconds)
+
+        limit = max(1, self.facts["max_prepared_tokens"] // seq_len)
+        sizes = {"limit": limit, "seq_len": seq_len, "stages": self.facts["stages"]}
+        found = await rehearse(prepare, budget_seconds=self._options.slice_seconds, **sizes)
+        if found is None:
+            raise SystemExit(f"seq_len {seq_len}: not even the smallest forward pass fits into the memory")
+        return found
+
+    def _rehearsed(self, seq_len: int, nonces: int, part_seconds: float) -> Rehearsed:
+        found = self._rehearsal(seq_len, nonces, part_seconds)
+        if found["seconds"] is None:
+            raise SystemExit(f"seq_len {seq_len}: {nonces} nonces do not fit into the memory")
+        return Rehearsed(nonces, found["seconds"], found["parts"])
+
+    def _rehearsal(self, seq_len: int, nonces: int, part_seconds: float) -> Rehearsal:
+        found: Rehearsal = call(self._model, "poc_rehearse", request(seq_len, range(nonces)), part_seconds)
+        print(f"{nonces} nonces of {seq_len}: {found}", flush=True)
+        return found
+
+    def _row(self, row: dict[str, Any], seq_len: int, passes: Rehearsed) -> dict[str, Any]:
+        rate, slices = self._in_slices(seq_len, passes)
+        row = row | passes._asdict() | {"rate": rate, "of_limit": rate / row["limit"]}
+        row["slice_seconds"] = {"median": slices[len(slices) // 2], "largest": slices[-1]}
+        if "naive" in row:
+            row["of_naive"] = rate / row["naive"]
+        if self.facts["stages"] > 1:
+            row["of_serial"] = rate / self._serially(seq_len, passes.nonces)
+        return row
+
+    def _in_slices(self, seq_len: int, passes: Rehearsed) -> tuple[float, list[float]]:
+        """Return the nonces per second in slices one after the other, and the slices' times in order."""
+        size = RehearsedSize(passes, self.facts["stages"], self._options.slice_seconds)
+        slices = (range(start, start + size.nonces) for start in count(0, size.nonces))
+        done, started, times = 0, 0.0, list[float]()
+        for nonces, ahead in pairwise(slices):
+            message = request(seq_len, nonces, passes.nonces, ahead)
+            times += [seconds for seconds, _ in in_parts(self._model, message)]
+            if started == 0.0:  # the first one has nobody before it who began it
+                started = time.perf_counter()
+                times.clear()
+                continue
+            done += len(nonces)
+            if time.perf_counter() - started > self._options.seconds:
+                break
+        return done / (time.perf_counter() - started), sorted(times)
+
+    def _serially(self, seq_len: int, nonces: int) -> float:
+        """Return the nonces per second of passes each of which waits for the end of the one before."""
+        done, started = 0, time.perf_counter()
+        while time.perf_counter() - started < self._options.seconds:
+            for _ in in_parts(self._model, request(seq_len, range(done, done + nonces))):
+                pass
+            done += nonces
+        return done / (time.perf_counter() - started)
+
+
+def request(seq_len: int, nonces: range, batch: int | None = None, ahead: range = range(0)) -> BatchRequest:
+    """Return a request of the artifact protocol."""
+    return BatchRequest(
+        protocol="artifact",
+        block_hash="ab" * 32,
+        public_key="benchmark",
+        nonces=list(nonces),
+        seq_len=seq_len,
+        k_dim=K_DIM,
+        strong_rng=False,
+        layer_hooks=True,
+        sign_flips=False,
+        batch=batch or len(nonces),
+        part=0,
+        ahead=list(ahead),
+    )
+
+
+def in_parts(model: LLM, message: BatchRequest) -> Iterator[tuple[float, BatchResult]]:
+    """Compute what the message asks for; yield the seconds and the answer of each part."""
+    for part in count():
+        asked = time.perf_counter()
+        found: BatchResult = call(model, "poc_compute", {**message, "part": part})
+        yield time.perf_counter() - asked, found
+        if part + 1 == found["parts"]:
+            return
+
+
+def call(model: LLM, method: str, *args: object) -> Any:  # noqa: ANN401 - each method has its own answer
+    """Call the workers; the first answer that is one. SystemExit if it is an error."""
+    answers = [answer for answer in model.collective_rpc(method, args=args) if answer is not None]
+    for answer in answers:
+        if isinstance(answer, dict) and "error" in answer:
+            raise SystemExit(f"{method}: {answer['error']}")
+    return answers[0] if answers else None
