@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ def prefill_plan(runner: Runner, shape: BatchShape) -> AttentionPlan:
 def prefill_patches(layers: Sequence[Attention], seq_len: int) -> Iterator[Patch]:
     """Replace the forward passes of the layers' backend by ones that take a `Prefill` of such sequences."""
     for layer in layers:
-        attend = _Short if attends_short(layer.impl, seq_len) else _Direct
-        yield Patch(layer.impl, "forward", attend(layer.impl))
+        attend = _short(layer.impl) if attends_short(layer.impl, seq_len) else _of_any_length(layer.impl)
+        yield Patch(layer.impl, "forward", _Direct(attend))
 
 
 def attends_short(impl: FlashAttentionImpl, seq_len: int) -> bool:
@@ -59,34 +59,15 @@ def attends_short(impl: FlashAttentionImpl, seq_len: int) -> bool:
     return whole and linear and is_short(seq_len, impl.head_size)
 
 
-class _Short:
-    def __init__(self, impl: FlashAttentionImpl) -> None:
-        from vllm_poc.kernels.attention import attend_short  # noqa: PLC0415 - needs Triton
-
-        self._attend = attend_short
-        self._scale = impl.scale
-
-    def __call__(
-        self,
-        layer: Attention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Prefill,
-        output: Tensor,
-        **_: Any,  # noqa: ANN401 - as below
-    ) -> Tensor:
-        self._attend(query, key, value, output, seq_len=attn_metadata.seq_len, scale=self._scale)
-        return output
+#: Puts the attention of queries, keys and values into the output.
+_Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Prefill], None]
 
 
 class _Direct:
-    def __init__(self, impl: FlashAttentionImpl) -> None:
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # noqa: PLC0415 - CUDA alone has it
+    """The forward pass of vLLM's backend, without a cache."""
 
-        self._attend = flash_attn_varlen_func
-        self._impl = impl
+    def __init__(self, attend: _Attend) -> None:
+        self._attend = attend
 
     def __call__(
         self,
@@ -99,16 +80,32 @@ class _Direct:
         output: Tensor,
         **_: Any,  # noqa: ANN401 - scales of outputs, which FlashAttention has not
     ) -> Tensor:
-        impl, (starts, seq_len) = self._impl, attn_metadata
-        self._attend(
+        self._attend(query, key, value, output, attn_metadata)
+        return output
+
+
+def _short(impl: FlashAttentionImpl) -> _Attend:
+    from vllm_poc.kernels.attention import attend_short  # noqa: PLC0415 - needs Triton
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, prefill: Prefill) -> None:
+        attend_short(query, key, value, output, seq_len=prefill.seq_len, scale=impl.scale)
+
+    return attend
+
+
+def _of_any_length(impl: FlashAttentionImpl) -> _Attend:
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # noqa: PLC0415 - CUDA alone has it
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, prefill: Prefill) -> None:
+        flash_attn_varlen_func(
             q=query,
             k=key,
             v=value,
             out=output,
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            max_seqlen_q=seq_len,
-            max_seqlen_k=seq_len,
+            cu_seqlens_q=prefill.starts,
+            cu_seqlens_k=prefill.starts,
+            max_seqlen_q=prefill.seq_len,
+            max_seqlen_k=prefill.seq_len,
             softmax_scale=impl.scale,
             causal=True,
             alibi_slopes=impl.alibi_slopes,
@@ -118,7 +115,8 @@ class _Direct:
             num_splits=1,  # as many as the sequences are short
             s_aux=impl.sinks,
         )
-        return output
+
+    return attend
 
 
 def _is_plain(layer: Attention) -> bool:
