@@ -18,8 +18,8 @@ FACTS = ModelFacts(
     scratch_bytes=4096,
     fused=False,
     stages=1,
-    attention="FakeAttention",
-    experts="",
+    attention=["FakeAttention"],
+    experts=[],
     refusal=None,
 )
 

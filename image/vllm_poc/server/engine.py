@@ -2,7 +2,6 @@
 """vLLM's engine as PoC sees it."""
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts, Rehearsal
@@ -51,8 +50,8 @@ class VllmEngine:
             self._facts = {
                 **facts,
                 "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks),
-                "attention": _named(rank["attention"] for rank in ranks),
-                "experts": _named(rank["experts"] for rank in ranks),
+                "attention": sorted({name for rank in ranks for name in rank["attention"]}),
+                "experts": sorted({name for rank in ranks for name in rank["experts"]}),
             }
         return self._facts
 
@@ -92,7 +91,3 @@ class VllmEngine:
         if not answers:
             raise EngineError(f"{method} was answered by no worker")
         return answers
-
-
-def _named(names: Iterable[str]) -> str:
-    return ", ".join(sorted(set(filter(None, names))))

@@ -137,8 +137,8 @@ class PocService:
                 hidden_size=facts["hidden_size"],
                 scratch_bytes=facts["scratch_bytes"],
                 fused=facts["fused"],
-                attention=facts["attention"],
-                experts=facts["experts"],
+                attention=", ".join(facts["attention"]),
+                experts=", ".join(facts["experts"]),
             )
         return ModelLimits(names=names)
 

@@ -78,8 +78,8 @@ class ModelFacts(TypedDict):
     scratch_bytes: int
     fused: bool
     stages: int
-    attention: str
-    experts: str
+    attention: list[str]
+    experts: list[str]
     refusal: str | None
 
 

@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from vllm_poc.worker.internals import Runner
 
 
-def attention_kernels(runner: Runner) -> str:
+def attention_kernels(runner: Runner) -> list[str]:
     """Return the classes that compute attention."""
     return _named(layer.impl for group in runner.groups for layer in group.layers.values())
 
 
-def expert_kernels(runner: Runner) -> str:
+def expert_kernels(runner: Runner) -> list[str]:
     """Return the classes that compute experts; empty without experts, or if they have none of their own."""
     methods = (getattr(module, "quant_method", None) for module in runner.model.modules())
     kernels = (getattr(method, "moe_kernel", None) for method in methods)
     return _named(kernel.impl.fused_experts for kernel in kernels if kernel is not None)
 
 
-def _named(objects: Iterable[object]) -> str:
-    return ", ".join(sorted({type(found).__name__ for found in objects}))
+def _named(objects: Iterable[object]) -> list[str]:
+    return sorted({type(found).__name__ for found in objects})

@@ -48,8 +48,8 @@ def model_facts(config: VllmConfig) -> ModelFacts:
         scratch_bytes=0,
         fused=False,
         stages=config.parallel_config.pipeline_parallel_size,
-        attention="",
-        experts="",
+        attention=[],
+        experts=[],
         refusal=None,
     )
 
