@@ -4,18 +4,18 @@
 import asyncio
 import json
 import sqlite3
-import threading
 from pathlib import Path
 
 import aiohttp
 import pytest
-from sqlalchemy import Connection, event, select
+from sqlalchemy import event, select
 
 from poc_gateway.collector import intake
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.simulation.gateway_process import gateway as gateway_process
 from tests.support.deliveries import a_round, artifacts, path, round_body
+from tests.support.held_write import HeldWrite
 from tests.unit.poc_gateway.collector.conftest import Start
 
 KILLS = 3
@@ -124,21 +124,16 @@ async def test_a_round_that_is_looked_for_holds_no_other_up(start: Start) -> Non
 
 async def test_a_database_that_is_far_behind_is_unavailable(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "MOST_WAITING", 1)
-    begun, release = threading.Event(), threading.Event()
-
-    def slow(_: Connection) -> None:
-        begun.set()
-        release.wait(5)
-
+    held = HeldWrite()
     async with start(a_round()) as gateway:
         await gateway.deliver(artifacts([0]))
-        writing = asyncio.create_task(gateway.database.write(slow))
-        await asyncio.to_thread(begun.wait, 5)
+        writing = asyncio.create_task(gateway.database.write(held))
+        await held.begun()
         waiting = []
         for nonce in (1, 2, 4):  # the first is on its way to the database
             waiting.append(asyncio.create_task(gateway.deliver(artifacts([nonce, nonce + 4]))))
             await asyncio.sleep(0.2)
-        release.set()
+        held.release.set()
         answers = [status for status, _ in await asyncio.gather(*waiting)]
         await writing
     assert answers == [200, 200, 503]

@@ -2,7 +2,6 @@
 """What a database that is slow, full or read-only makes of a write, and what its errors say."""
 
 import asyncio
-import threading
 from pathlib import Path
 
 import psycopg
@@ -14,6 +13,7 @@ from poc_gateway.store import database as database_module
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import create_engine
 from poc_gateway.store.errors import DatabaseFull, DatabaseUnavailable, translated
+from tests.support.held_write import HeldWrite
 
 
 @pytest.fixture
@@ -44,18 +44,17 @@ async def test_a_write_gives_up_before_its_turn_and_never_in_it(
     sqlite: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database_module, "TURN_SECONDS", 0.1)
-    begun, release, done = threading.Event(), threading.Event(), list[str]()
+    held, done = HeldWrite(), list[str]()
 
-    def slow(_: Connection) -> None:
-        begun.set()
-        release.wait(5)
+    def slow(connection: Connection) -> None:
+        held(connection)
         done.append("slow")
 
     running = asyncio.create_task(sqlite.write(slow))
-    await asyncio.to_thread(begun.wait, 5)
+    await held.begun()
     with pytest.raises(DatabaseUnavailable, match="took no write"):
         await sqlite.write(lambda _: done.append("late"))
-    release.set()
+    held.release.set()
     await running
     await sqlite.write(lambda _: None)
     assert done == ["slow"]
@@ -64,19 +63,14 @@ async def test_a_write_gives_up_before_its_turn_and_never_in_it(
 
 async def test_no_more_writes_wait_than_fit(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "MOST_WAITING", 3)
-    begun, release = threading.Event(), threading.Event()
-
-    def slow(_: Connection) -> None:
-        begun.set()
-        release.wait(5)
-
-    writes = [asyncio.create_task(sqlite.write(slow))]
-    await asyncio.to_thread(begun.wait, 5)
+    held = HeldWrite()
+    writes = [asyncio.create_task(sqlite.write(held))]
+    await held.begun()
     writes += [asyncio.create_task(sqlite.write(lambda _: None)) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(DatabaseUnavailable, match="3 writes wait"):
         await sqlite.write(lambda _: None)
-    release.set()
+    held.release.set()
     await asyncio.gather(*writes)
     sqlite.close()
 
