@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from tests.vllm.client import chat_body
+
 #: Clients that chat without pause are not counted until they have come out of step.
 RAMP_SECONDS = 0.5
 _DATA = b"data: {"
@@ -104,14 +106,7 @@ class Load:
         self._number += 1
         # The number stands in front, so that no chat finds another's beginning in the prefix cache.
         prompt = f"{self._number:06}" + " the" * self._words
-        return {
-            "model": self._model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,  # a chunk may bring several tokens
-        }
+        return chat_body(self._model, prompt, tokens)  # with token ids, since a chunk may bring several
 
 
 def seconds_without(chats: Iterable[Streamed], begin: float, end: float) -> float:

@@ -17,6 +17,18 @@ ROUND = {"block_hash": "b10c", "block_height": 7, "public_key": "key"}
 K_DIM = 12
 
 
+def chat_body(model: str, prompt: str, tokens: int) -> dict[str, Any]:
+    """Return the request of a greedy answer of exactly so many tokens, with their ids."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
 class Client:
     """Talks to one server."""
 
@@ -27,14 +39,14 @@ class Client:
 
     def chat(self, prompt: str, *, tokens: int = 24) -> list[int]:
         """Return the token ids of the greedy answer."""
-        answer = self._post("/v1/chat/completions", self._chat_body(prompt, tokens, stream=False))
+        answer = self._post("/v1/chat/completions", chat_body(self._model, prompt, tokens))
         ids: list[int] = answer["choices"][0]["token_ids"]
         return ids
 
     def stream_chat(self, prompt: str, *, tokens: int = 24) -> list[int]:
         """Return the token ids of the greedy answer, as they arrive one after the other."""
         ids: list[int] = []
-        with self._open("/v1/chat/completions", self._chat_body(prompt, tokens, stream=True)) as lines:
+        with self._open("/v1/chat/completions", chat_body(self._model, prompt, tokens) | {"stream": True}) as lines:
             for line in lines:
                 if line.startswith(b"data: {"):
                     for choice in json.loads(line[len(b"data: ") :])["choices"]:
@@ -105,17 +117,6 @@ class Client:
                 return True
         except OSError:
             return False
-
-    def _chat_body(self, prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": stream,
-        }
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
         with self._open(path, body) as answer:
