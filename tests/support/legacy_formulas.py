@@ -15,8 +15,6 @@ from vllm_poc.maths.reflections import normalise
 from vllm_poc.maths.sampling import hashes, normal, unit_normal
 from vllm_poc.maths.seeds import nonce_seeds, seed_tensor
 
-_CPU = torch.device("cpu")
-
 
 def permutation(block_hash: str, public_key: str, nonce: int, vocabulary: int) -> Tensor:
     """Return the stable order of the vocabulary's hashes."""
@@ -35,7 +33,7 @@ def k_dim_distance(picked: Tensor, block_hash: str, public_key: str, nonce: int)
     """Return the distance of the rotated pick ``[k]`` to the target of hash and key."""
     k_dim = picked.shape[0]
     rotated = normalise(haar_matrix(block_hash, public_key, nonce, k_dim) @ picked)
-    target = unit_normal(seed_tensor([f"{block_hash}_{public_key}_target"], _CPU), k_dim)[0]
+    target = unit_normal(seed_tensor([f"{block_hash}_{public_key}_target"], picked.device), k_dim)[0]
     return float((rotated - target).norm())
 
 

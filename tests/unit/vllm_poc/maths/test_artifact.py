@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed: run in the 
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.tensors import assert_close, bits, known_hidden, seed_rows, ulp_distance  # noqa: E402
+from tests.support.tensors import DEVICE, assert_close, bits, known_hidden, seed_rows, ulp_distance  # noqa: E402
 from vllm_poc.maths import artifact  # noqa: E402
 from vllm_poc.maths.reflections import reflect_chain  # noqa: E402
 from vllm_poc.maths.sampling import hashes, unit_normal  # noqa: E402
-from vllm_poc.wire.artifacts import encode_vector  # noqa: E402
+from vllm_poc.wire.artifacts import decode_vector, encode_vector  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -92,7 +92,9 @@ def test_artifact(entry: dict[str, Any]) -> None:
 def test_encoded_artifacts_equal_the_known_ones() -> None:
     for entry in ANSWERS["artifact_from_hidden"]:
         got = vectors(known_hidden(entry["hidden"]), [entry["nonce"]])[0]
-        assert encode_vector(got.tolist()) == entry["cuda_topk_order"]["vector_b64"]
+        both = encode_vector(got.tolist()), entry["cuda_topk_order"]["vector_b64"]
+        found, expected = (bits(torch.tensor(decode_vector(text, 12), dtype=torch.float16)) for text in both)
+        assert ulp_distance(found, expected) <= (0 if DEVICE.type == "cpu" else F16_ULP)
 
 
 @pytest.mark.parametrize("entry", ANSWERS["artifact_from_hidden"], ids=label)
