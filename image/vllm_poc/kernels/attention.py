@@ -21,8 +21,8 @@ LONGEST = 64
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 #: The least side of a product of matrices.
 _LEAST_SIDE = 16
-#: Rows and elements of a tile of queries, at most: what 256 threads keep in registers, twice on a multiprocessor.
-_ROWS, _ELEMENTS = 128, 16_384
+#: Rows and elements of a tile of queries, at most: what 128 threads keep in registers, several times on a multiprocessor.
+_ROWS, _ELEMENTS = 64, 16_384
 #: Rows that four warps multiply at a time on Hopper.
 _ROWS_OF_FOUR_WARPS = 64
 
@@ -58,10 +58,9 @@ def _places(x, token_stride, head_stride, column_stride, first, token, head, col
     return x + first * token_stride + (token * token_stride + head * head_stride)[:, None] + column * column_stride
 
 
-# A program has one sequence and the query heads of one key head, stacked: two heads of 64 tokens are 128 rows, 64 for
-# each group of four warps. Memory is the limit. So keys and values are read once for all these heads, everything is
-# asked for before anything is waited for, and a program is small enough that another one on the same multiprocessor
-# loads meanwhile.
+# A program has one sequence and query heads of one key head, stacked: two heads of 32 tokens are 64 rows. Memory is the
+# limit. So everything is asked for before anything is waited for, and a program is small enough that others on the same
+# multiprocessor load meanwhile; that is worth more than keys and values that all heads of a long sequence share.
 @triton.jit
 def _attend(
     query,
