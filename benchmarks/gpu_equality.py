@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_pod import K_DIM, MAX_TOKENS, call, in_parts, request
+from benchmarks.gpu_pod import K_DIM, MAX_TOKENS, call, in_calls, request
 from vllm import LLM
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.worker.batches import BatchRequest, BatchResult
@@ -27,7 +27,7 @@ def equality(model: LLM, seq_len: int, batch: int, nonces: int) -> dict[str, Any
 
 
 def _difference(model: LLM, asked: BatchRequest) -> Tensor:
-    *_, (_, found) = in_parts(model, asked)
+    *_, (_, found) = in_calls(model, asked)
     largest = MAX_TOKENS // asked["seq_len"]
     expected = call(model, "poc_test_unfused", {**asked, "batch": min(asked["batch"], largest)})
     return _values(found) - _values(expected)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Iterator
-from itertools import count, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from benchmarks.gpu_shapes import flops_per_nonce
@@ -49,6 +49,8 @@ class Pod:
         """Prepare passes one by one: the workers keep what they prepared last."""
         if not self._options.tokens:
             yield asyncio.run(self._chosen(seq_len))
+        else:
+            self._rehearsed(seq_len, 1, self._options.slice_seconds / 2)  # tells what larger ones need
         for tokens in self._options.tokens or ():
             yield self._rehearsed(seq_len, max(1, tokens // seq_len), self._options.slice_seconds / 2)
 
@@ -57,8 +59,7 @@ class Pod:
             return self._rehearsal(seq_len, nonces, part_seconds)
 
         limit = max(1, self.facts["max_prepared_tokens"] // seq_len)
-        sizes = {"limit": limit, "seq_len": seq_len, "stages": self.facts["stages"]}
-        found = await rehearse(prepare, budget_seconds=self._options.slice_seconds, **sizes)
+        found = await rehearse(prepare, limit=limit, seq_len=seq_len, budget_seconds=self._options.slice_seconds)
         if found is None:
             raise SystemExit(f"seq_len {seq_len}: not even the smallest forward pass fits into the memory")
         return found
@@ -87,11 +88,11 @@ class Pod:
     def _in_slices(self, seq_len: int, passes: Rehearsed) -> tuple[float, list[float]]:
         """Return the nonces per second in slices one after the other, and the slices' times in order."""
         size = RehearsedSize(passes, self.facts["stages"], self._options.slice_seconds)
-        slices = (range(start, start + size.nonces) for start in count(0, size.nonces))
         done, started, times = 0, 0.0, list[float]()
-        for nonces, ahead in pairwise(slices):
-            message = request(seq_len, nonces, passes.nonces, ahead)
-            times += [seconds for seconds, _ in in_parts(self._model, message)]
+        for first in count(0, size.nonces):
+            starts = range(first, first + size.nonces * (1 + size.ahead), size.nonces)
+            nonces, *ahead = (range(start, start + size.nonces) for start in starts)
+            times += [seconds for seconds, _ in in_calls(self._model, request(seq_len, nonces, passes.nonces, ahead))]
             if started == 0.0:  # the first one has nobody before it who began it
                 started = time.perf_counter()
                 times.clear()
@@ -105,13 +106,15 @@ class Pod:
         """Return the nonces per second of passes each of which waits for the end of the one before."""
         done, started = 0, time.perf_counter()
         while time.perf_counter() - started < self._options.seconds:
-            for _ in in_parts(self._model, request(seq_len, range(done, done + nonces))):
+            for _ in in_calls(self._model, request(seq_len, range(done, done + nonces))):
                 pass
             done += nonces
         return done / (time.perf_counter() - started)
 
 
-def request(seq_len: int, nonces: range, batch: int | None = None, ahead: range = range(0)) -> BatchRequest:
+def request(
+    seq_len: int, nonces: Sequence[int], batch: int | None = None, ahead: Iterable[Sequence[int]] = ()
+) -> BatchRequest:
     """Return a request of the artifact protocol."""
     return BatchRequest(
         protocol="artifact",
@@ -124,19 +127,18 @@ def request(seq_len: int, nonces: range, batch: int | None = None, ahead: range 
         layer_hooks=True,
         sign_flips=False,
         batch=batch or len(nonces),
-        part=0,
-        ahead=list(ahead),
+        ahead=[list(following) for following in ahead],
     )
 
 
-def in_parts(model: LLM, message: BatchRequest) -> Iterator[tuple[float, BatchResult]]:
-    """Compute what the message asks for; yield the seconds and the answer of each part."""
-    for part in count():
+def in_calls(model: LLM, message: BatchRequest) -> Iterator[tuple[float, BatchResult]]:
+    """Compute what the message asks for; yield the seconds and the answer of each call that this takes."""
+    complete = False
+    while not complete:
         asked = time.perf_counter()
-        found: BatchResult = call(model, "poc_compute", {**message, "part": part})
+        found: BatchResult = call(model, "poc_compute", message)
         yield time.perf_counter() - asked, found
-        if part + 1 == found["parts"]:
-            return
+        complete = found["complete"]
 
 
 def call(model: LLM, method: str, *args: object) -> Any:  # noqa: ANN401 - each method has its own answer

@@ -39,7 +39,6 @@ def request(seq_len: int, protocol: str, nonces: list[int] = NONCES) -> dict[str
         "layer_hooks": artifact,
         "sign_flips": not artifact,
         "batch": TOKENS // seq_len,
-        "part": 0,
         "ahead": [],
     }
 
@@ -47,6 +46,12 @@ def request(seq_len: int, protocol: str, nonces: list[int] = NONCES) -> dict[str
 def answer(client: Client, method: str, *args: object) -> Any:  # noqa: ANN401
     """Call all workers; with several ranks, some have no answer."""
     found = next(found for found in client.workers(method, *args) if found is not None)
+    assert "error" not in found, found
+    return found
+
+
+def computed(client: Client, asked: dict[str, Any]) -> Any:  # noqa: ANN401
+    found, _ = client.computed(asked)
     assert "error" not in found, found
     return found
 
@@ -62,7 +67,7 @@ def test_artifacts_are_those_of_the_unfused_pass(real_client: Client, seq_len: i
     assert answer(real_client, "poc_describe")["fused"]
     asked = request(seq_len, "artifact")
     answer(real_client, "poc_rehearse", asked | {"nonces": NONCES[: asked["batch"]]}, WHOLE)
-    found = vectors(answer(real_client, "poc_compute", asked))
+    found = vectors(computed(real_client, asked))
     expected = vectors(answer(real_client, "poc_test_unfused", asked))
     distances = torch.linalg.vector_norm(found - expected, dim=1)
     _log.info("seq_len %d: mean %.4f, largest %.4f", seq_len, distances.mean(), distances.max())
@@ -73,7 +78,7 @@ def test_artifacts_are_those_of_the_unfused_pass(real_client: Client, seq_len: i
 @pytest.mark.parametrize("seq_len", [64, 256, 1024])
 def test_distances_are_those_of_the_unfused_pass(real_client: Client, seq_len: int) -> None:
     asked = request(seq_len, "distance")
-    found = torch.tensor(answer(real_client, "poc_compute", asked)["distances"])
+    found = torch.tensor(computed(real_client, asked)["distances"])
     expected = torch.tensor(answer(real_client, "poc_test_unfused", asked)["distances"])
     differences = (found - expected).abs()
     _log.info("seq_len %d: mean %.6f, largest %.6f", seq_len, differences.mean(), differences.max())
@@ -83,35 +88,30 @@ def test_distances_are_those_of_the_unfused_pass(real_client: Client, seq_len: i
 @pytest.mark.parametrize("protocol", ["artifact", "distance"])
 def test_the_same_batch_gives_the_same_bits_captured_or_not(real_client: Client, protocol: str) -> None:
     asked = request(64, protocol, NONCES[:128])
-    eager = answer(real_client, "poc_compute", asked)
-    assert answer(real_client, "poc_compute", asked) == eager
+    eager = computed(real_client, asked)
+    assert computed(real_client, asked) == eager
     assert answer(real_client, "poc_rehearse", asked, WHOLE)["seconds"] > 0
-    assert answer(real_client, "poc_compute", asked) == eager
+    assert computed(real_client, asked) == eager
     later = asked | {"nonces": NONCES[128:256]}
-    begun = answer(real_client, "poc_compute", asked | {"ahead": later["nonces"]})
+    begun = computed(real_client, asked | {"ahead": [later["nonces"]]})
     assert begun == eager
-    assert answer(real_client, "poc_compute", later)["nonces"] == later["nonces"]
+    assert computed(real_client, later)["nonces"] == later["nonces"]
 
 
 def test_a_pass_in_parts_gives_the_same_bits(real_client: Client) -> None:
     facts = answer(real_client, "poc_describe")
-    if facts["stages"] > 1:
-        pytest.skip("the passes of a pipeline are not cut")
     asked = request(256, "artifact", NONCES[:8])
     assert answer(real_client, "poc_rehearse", asked, WHOLE)["parts"] == 1
-    whole = answer(real_client, "poc_compute", asked)
+    whole = computed(real_client, asked)
     parts = answer(real_client, "poc_rehearse", asked, 1e-4)["parts"]
-    assert parts == facts["num_layers"], "no part is less than a layer"
+    assert parts == facts["num_layers"] // facts["stages"], "no part is less than a layer"
     # What else is computed between two passes, and what is begun ahead and then not wanted, changes nothing.
-    for ahead, between in (([], None), (NONCES[8:16], None), ([], request(64, "distance", NONCES[:4]))):
-        for part in range(parts):
-            found = answer(real_client, "poc_compute", asked | {"part": part, "ahead": ahead})
-            assert found["parts"] == parts
-            assert found["nonces"] == (asked["nonces"] if part == parts - 1 else [])
+    for ahead, between in (([], None), ([NONCES[8:16]], None), ([], request(64, "distance", NONCES[:4]))):
+        found, calls = real_client.computed(asked | {"ahead": ahead})
+        assert calls == parts * facts["stages"]
         assert found["vectors"] == whole["vectors"]
         if between is not None:
-            answer(real_client, "poc_compute", between)
-    assert "not the one before it" in failure(real_client, asked | {"part": 3})
+            computed(real_client, between)
     fewer = answer(real_client, "poc_rehearse", asked, WHOLE)
     assert fewer["parts"] == 1
 
@@ -119,10 +119,6 @@ def test_a_pass_in_parts_gives_the_same_bits(real_client: Client) -> None:
 def test_fewer_nonces_than_were_rehearsed_give_the_same(real_client: Client) -> None:
     asked = request(64, "artifact", NONCES[:128])
     answer(real_client, "poc_rehearse", asked, WHOLE)
-    all_of_them = answer(real_client, "poc_compute", asked)
-    some = answer(real_client, "poc_compute", asked | {"nonces": NONCES[:33]})
+    all_of_them = computed(real_client, asked)
+    some = computed(real_client, asked | {"nonces": NONCES[:33]})
     assert some["vectors"] == all_of_them["vectors"][:33]
-
-
-def failure(client: Client, asked: dict[str, Any]) -> str:
-    return str(next(found for found in client.workers("poc_compute", asked) if found is not None)["error"])

@@ -24,7 +24,8 @@ class UnfusedExtension(MemoryExtension):
         runner = self._poc().stage.runner
         compute = PocModel(runner, model_facts(self.model_runner.vllm_config)).prepare(request)
         with unfused(runner.model):
-            result = compute()
+            for _ in range(runner.ranks.stages):  # each call takes it through one of them
+                result = compute()
         torch.cuda.empty_cache()
         return result
 

@@ -42,10 +42,10 @@ def server(
     folder = tmp_path_factory.mktemp(request.param)
     model = model_folder / request.param
     if request.param == "wide":
-        from tests.long.wide_model import write_wide_model  # noqa: PLC0415 - needs transformers
+        from tests.vllm.resized import write_resized  # noqa: PLC0415 - needs transformers
 
         model = folder / "model"
-        write_wide_model(model_folder / "qwen3-tiny", model, WIDE)
+        write_resized(model_folder / "qwen3-tiny", model, hidden=WIDE, layers=1)
     with serving(model, folder / "server.log", ["--enforce-eager", "--enable-poc"]) as client:
         yield client
 

@@ -52,8 +52,9 @@ class FakeEngineClient:
         self.output_processor = FakeOutputProcessor()
         self.facts = FACTS.copy()
         self.batches: list[BatchRequest] = []
+        self.answered: list[BatchRequest] = []
         self.rehearsed: list[int] = []
-        self.parts = 1  # of a forward pass that was rehearsed
+        self.parts = 1  # of a forward pass that was rehearsed: calls for one request
         self.seconds_per_batch = 0.001
         self.fault: Exception | None = None
         self.worker_error: str | None = None
@@ -62,8 +63,8 @@ class FakeEngineClient:
 
     @property
     def computed(self) -> list[int]:
-        """Every nonce asked for so far."""
-        return [nonce for batch in self.batches if batch["part"] == 0 for nonce in batch["nonces"]]
+        """Every nonce answered so far."""
+        return [nonce for batch in self.answered for nonce in batch["nonces"]]
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:  # noqa: ASYNC109
         """Answer one call; the engine's own limit never strikes."""
@@ -94,12 +95,13 @@ class FakeEngineClient:
 
     def _compute(self, batch: BatchRequest) -> BatchResult:
         self.batches.append(batch.copy())
-        if batch["part"] + 1 < self.parts:
-            return BatchResult(parts=self.parts, nonces=[], not_finite=[])
+        if len(self.batches) % self.parts:
+            return BatchResult(complete=False, nonces=[], not_finite=[])
+        self.answered.append(self.batches[-1])
         not_finite = [nonce for nonce in batch["nonces"] if self.sick[nonce] > 0]
         self.sick.subtract(not_finite)
         nonces = [nonce for nonce in batch["nonces"] if nonce not in not_finite]
-        result = BatchResult(parts=self.parts, nonces=nonces, not_finite=not_finite)
+        result = BatchResult(complete=True, nonces=nonces, not_finite=not_finite)
         if batch["protocol"] == "distance":
             result["distances"] = [distance(nonce + self.drift) for nonce in nonces]
         else:

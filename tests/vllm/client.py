@@ -5,7 +5,8 @@ import base64
 import json
 import struct
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,14 @@ class Client:
         """Call a method of all workers and return their answers, by rank."""
         results: list[Any] = self._post("/collective_rpc", {"method": method, "args": args})["results"]
         return results
+
+    def computed(self, request: Mapping[str, Any]) -> tuple[Any, int]:
+        """Let the workers compute the request; return the answer, or the error, and how many calls that took."""
+        for calls in count(1):
+            answer = next(found for found in self.workers("poc_compute", request) if found is not None)
+            if answer.get("complete", True):
+                return answer, calls
+        raise AssertionError  # unreachable: counting has no end
 
     def is_healthy(self) -> bool:
         """Whether vLLM says that its engine lives."""

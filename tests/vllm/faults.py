@@ -5,6 +5,7 @@ import os
 
 from torch import Tensor, nn
 
+from tests.vllm.replay import replay_passes
 from tests.vllm.worker_checks import CheckingExtension
 from vllm_poc.worker.stage import Stage
 from vllm_poc.worker.trial import trial
@@ -30,6 +31,14 @@ class FaultExtension(CheckingExtension):
         self._poc_model = None  # on all ranks: what was recorded before would not meet the hook
         if self.rank == rank:
             self.model_runner.get_model().model.layers[-1].register_forward_hook(_fail)
+
+    def poc_test_replay(self) -> None:
+        """Prepare passes for repetition on a CPU too, until the model is made anew."""
+        replay_passes(self._poc())
+
+    def poc_test_anew(self) -> None:
+        """Forget the model, and what was prepared."""
+        self._poc_model = None
 
     def poc_test_trial(self, failing: int | None) -> list[list[int]] | None:
         """Run the trial of a way of computing, in which one rank fails; return the shapes of what comes out."""

@@ -50,30 +50,37 @@ SLICE = {
     "layer_hooks": True,
     "sign_flips": False,
     "batch": 2,
-    "part": 0,
 }
 
 
+@pytest.fixture(scope="module")
+def model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 with more than one layer for each stage of a pipeline."""
+    from tests.vllm.resized import write_resized  # noqa: PLC0415 - needs transformers
+
+    folder = tmp_path_factory.mktemp("model") / "qwen3"
+    write_resized(model_folder / "qwen3-tiny", folder, hidden=128, layers=5)
+    return folder
+
+
 @pytest.fixture(scope="module", params=LAYOUTS)
-def parallel(
-    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Client]:
-    """Qwen3 on two ranks."""
+def parallel(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """That model on two ranks."""
     log = tmp_path_factory.mktemp(request.param) / "server.log"
     environment = PARALLEL_ENVIRONMENT | {
         "VLLM_POC_ENGINE_SECONDS": str(ENGINE_SECONDS),
         # So that the status can be read after a worker's death.
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
     }
-    with serving(model_folder / "qwen3-tiny", log, [*FLAGS, *LAYOUTS[request.param]], environment) as client:
+    with serving(model, log, [*FLAGS, *LAYOUTS[request.param]], environment) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def reference(model_folder: Path) -> Reference:
+def reference(model: Path) -> Reference:
     from tests.vllm.reference import Reference  # noqa: PLC0415 - needs transformers
 
-    return Reference(model_folder / "qwen3-tiny")
+    return Reference(model)
 
 
 def failed(client: Client, seconds: float) -> Any:  # noqa: ANN401
@@ -115,18 +122,48 @@ def answer(client: Client, method: str, *args: object) -> Any:  # noqa: ANN401
     return found[0]
 
 
+def slices(first: int, count: int) -> list[list[int]]:
+    """Return the nonces of so many slices from ``first`` on."""
+    return [list(range(start, start + 8)) for start in range(first, first + 8 * count, 8)]
+
+
+def computed(client: Client, protocol: str, first: int, ahead: int = 0, **fields: Any) -> tuple[Any, int]:  # noqa: ANN401
+    """Return the answer to a slice that others follow, and how many calls it took."""
+    nonces, *following = slices(first, 1 + ahead)
+    return client.computed({**SLICE, "protocol": protocol, "nonces": nonces, "ahead": following, **fields})
+
+
 @pytest.mark.parametrize("protocol", ["artifact", "distance"])
 def test_slices_that_are_begun_ahead_give_the_same_bits(parallel: Client, protocol: str) -> None:
-    def asked(first: int, ahead: range = range(0)) -> dict[str, Any]:
-        return {**SLICE, "protocol": protocol, "nonces": list(range(first, first + 8)), "ahead": list(ahead)}
-
-    rehearsal = answer(parallel, "poc_rehearse", asked(0) | {"nonces": [0, 1]}, 1.0)
+    stages = parallel.workers("poc_describe")[0]["stages"]
+    rehearsal = answer(parallel, "poc_rehearse", {**SLICE, "protocol": protocol, "nonces": [0, 1], "ahead": []}, 1.0)
     assert rehearsal["seconds"] > 0
-    alone = [answer(parallel, "poc_compute", asked(first)) for first in (0, 8, 16)]
-    assert [found["nonces"] for found in alone] == [list(range(first, first + 8)) for first in (0, 8, 16)]
-    begun = [answer(parallel, "poc_compute", asked(first, range(first + 8, first + 16))) for first in (0, 8, 16)]
-    assert begun == alone
-    assert answer(parallel, "poc_compute", asked(8)) == alone[1], "24 to 31 were begun, and nobody asks for them"
+    alone = [computed(parallel, protocol, first) for first in (0, 8, 16, 24)]
+    assert [found["nonces"] for found, _ in alone] == slices(0, 4)
+    assert {calls for _, calls in alone} == {stages}
+    begun = [computed(parallel, protocol, first, stages) for first in (0, 8, 16, 24)]
+    assert [found for found, _ in begun] == [found for found, _ in alone]
+    assert [calls for _, calls in begun] == [stages, 1, 1, 1], "what follows was on its way"
+    assert computed(parallel, protocol, 8) == alone[1], "32 to 39 were begun, and nobody asks for them"
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU tests/gpu/test_fused.py does this with CUDA graphs")
+@pytest.mark.parametrize("protocol", ["artifact", "distance"])
+def test_passes_in_parts_go_through_all_stages(parallel: Client, protocol: str) -> None:
+    stages = parallel.workers("poc_describe")[0]["stages"]
+    alone = [computed(parallel, protocol, first, batch=8)[0] for first in (0, 8, 16, 24)]
+    parallel.workers("poc_test_replay")
+    asked = {**SLICE, "protocol": protocol, "nonces": slices(0, 1)[0], "ahead": []}
+    parts = answer(parallel, "poc_rehearse", asked, 1e-9)["parts"]
+    assert parts == (2 if stages > 1 else 5), "as many as the shortest stage has layers"
+    assert computed(parallel, protocol, 0, batch=8) == (alone[0], parts * stages)
+    begun = [computed(parallel, protocol, first, stages, batch=8) for first in (0, 8, 16, 24)]
+    assert [found for found, _ in begun] == alone
+    assert [calls for _, calls in begun] == [parts * stages, parts, parts, parts]
+    other, _ = computed(parallel, protocol, 5, 0, batch=8, nonces=[5, 6])  # too few for what is prepared
+    assert other["nonces"] == [5, 6]
+    assert computed(parallel, protocol, 16, stages, batch=8) == (alone[2], parts * stages)
+    parallel.workers("poc_test_anew")
 
 
 @pytest.mark.skipif(not ON_GPU, reason="on CPU vLLM's own chat does not work with two ranks")

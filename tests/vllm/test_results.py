@@ -68,7 +68,6 @@ def test_the_engine_survives_a_batch_that_is_too_large(qwen3: Client) -> None:
         layer_hooks=True,
         sign_flips=False,
         batch=1,
-        part=0,
         ahead=[],
     )
     assert "seq_len 1025 must lie in 1..1024" in qwen3.worker("poc_compute", request)["error"]

@@ -31,7 +31,6 @@ def test_the_largest_batch_leaves_the_workspace_as_it_is(family: Family, longest
         layer_hooks=True,
         sign_flips=False,
         batch=nonces,
-        part=0,
         ahead=[],
     )
     assert client.worker("poc_compute", request)["nonces"] == request["nonces"]

@@ -83,7 +83,6 @@ async def test_the_workers_get_what_the_request_says(pod: Pod) -> None:
         "layer_hooks": True,
         "sign_flips": False,
         "batch": 3,
-        "part": 0,
         "ahead": [],
     }
 
@@ -148,7 +147,7 @@ async def test_a_new_start_resumes_where_it_is_told(pod: Pod) -> None:
     await pod.start(body)
     await pod.reach(lambda s: s.next_index > 0)
     await pod.post("stop")
-    pod.engine.batches.clear()
+    pod.engine.answered.clear()
     await pod.start(body | {"start_index": 1000})
     status = await pod.reach(lambda s: s.total_checked > 0)
     assert status.start_index == 1000

@@ -23,7 +23,18 @@ async def test_each_slice_names_the_one_after_it(fused: Pod) -> None:
     batches = fused.engine.batches
     assert fused.engine.rehearsed == [8, 16]  # 512 tokens, then the most that can be prepared
     assert {batch["batch"] for batch in batches} == {16}
-    assert all(batch["ahead"] == after["nonces"] for batch, after in pairwise(batches))
+    assert all(batch["ahead"] == [after["nonces"]] for batch, after in pairwise(batches))
+    assert len(set(fused.engine.computed)) == len(fused.engine.computed)
+
+
+async def test_a_pipeline_knows_a_slice_more_for_each_stage(fused: Pod) -> None:
+    fused.engine.facts["stages"], fused.engine.parts = 3, 4
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 200)
+    await fused.post("stop")
+    asked = fused.engine.answered
+    for first, *ahead in zip(asked, asked[1:], asked[2:], asked[3:], strict=False):
+        assert first["ahead"] == [after["nonces"] for after in ahead]
     assert len(set(fused.engine.computed)) == len(fused.engine.computed)
 
 
@@ -54,14 +65,14 @@ async def test_a_rehearsal_that_fails_fails_the_round(fused: Pod) -> None:
     assert status.error == "poc_rehearse failed: CUDA error"
 
 
-async def test_a_pass_that_is_cut_is_asked_for_part_by_part(fused: Pod) -> None:
+async def test_a_pass_that_is_cut_is_asked_for_until_it_is_complete(fused: Pod) -> None:
     fused.engine.parts = 3
     await fused.start(ARTIFACT | SLOT)
     await fused.reach(lambda s: s.total_checked > 100)
     await fused.post("stop")
     batches = fused.engine.batches
-    assert [batch["part"] for batch in batches[:6]] == [0, 1, 2, 0, 1, 2]
-    assert all(batch["nonces"] == after["nonces"] for batch, after in pairwise(batches) if after["part"] > 0)
+    for index, (batch, after) in enumerate(pairwise(batches), 1):
+        assert (batch == after) == (index % 3 > 0)
     assert len(set(fused.engine.computed)) == len(fused.engine.computed)
 
 
@@ -78,6 +89,5 @@ async def test_chat_passes_between_the_parts_and_other_work_does_not(fused: Pod)
     fused.engine.output_processor.busy = False
     await named
     assert 10**6 in fused.engine.computed
-    for batch, after in pairwise(fused.engine.batches):
-        assert after["part"] == (batch["part"] + 1) % 4
-        assert after["part"] == 0 or after["nonces"] == batch["nonces"]
+    for index, (batch, after) in enumerate(pairwise(fused.engine.batches), 1):
+        assert (batch == after) == (index % 4 > 0)

@@ -21,7 +21,7 @@ LONGEST = 64
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 #: The least side of a product of matrices.
 _LEAST_SIDE = 16
-#: Rows and elements of a tile of queries, at most: what 128 threads keep in registers, several times on a multiprocessor.
+#: Rows and elements of a tile of queries, at most: what 128 threads keep in registers, with others beside them.
 _ROWS, _ELEMENTS = 64, 16_384
 #: Rows that four warps multiply at a time on Hopper.
 _ROWS_OF_FOUR_WARPS = 64

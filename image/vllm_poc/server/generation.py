@@ -9,6 +9,7 @@ start makes a new round.
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
@@ -114,10 +115,10 @@ class Round:
         slot, counters = self.request.slot, self.counters
         try:
             await self._rehearse()
-            ahead: list[int] = []
+            ahead = deque[list[int]]()
             while counters.next_index < slot.capacity:
-                nonces = ahead or slot.nonces(counters.next_index, await self._allowance())
-                ahead = slot.nonces(*self._next(counters.next_index + len(nonces)))
+                nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
+                self._look_ahead(ahead, counters.next_index + len(nonces))
                 result = await self._runner.run(self.request, nonces, self._size, ahead)
                 await self.delivery.add(self._record(len(nonces), result))
                 _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
@@ -135,9 +136,12 @@ class Round:
             await self._extended.wait()
         return self._most(self.counters.next_index)
 
-    def _next(self, index: int) -> tuple[int, int]:
-        # The slice that may begin before the one in front of it is done, from this index on.
-        return index, self._most(index) if self._size.ahead else 0
+    def _look_ahead(self, ahead: deque[list[int]], index: int) -> None:
+        """Complete the slices that may begin before the one that ends at ``index`` is done."""
+        index += sum(len(nonces) for nonces in ahead)
+        while len(ahead) < self._size.ahead and (nonces := self.request.slot.nonces(index, self._most(index))):
+            ahead.append(nonces)
+            index += len(nonces)
 
     def _most(self, index: int) -> int:
         size = self._size.nonces

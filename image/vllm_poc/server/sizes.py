@@ -16,14 +16,19 @@ _MOST_GROWTH = 8
 _NEWEST = 0.2
 #: Share of the time budget that is planned: a card that is hot is slower, and calls take time.
 _FILLED = 0.7
-#: How many times faster a pass in parts must be than a smaller one in one go.
-_WORTH_CUTTING = 1.03
+#: Slices that are under way at a time.
+_SLICES = 2
+#: How many times larger the next batch must be to be worth a rehearsal.
+_LEAST_GROWTH = 1.25
+#: How many times as fast as a smaller pass one in parts must be measured, at least. It is measured on a card that gets
+#: hot meanwhile, and saves what that card spends on reading the weights more often.
+_WORTH_CUTTING = 0.95
 
 
 class SliceSize(Protocol):
-    """The size of the next slice of a piece of work; ``ahead`` says whether the one after it may begin already."""
+    """The size of the next slice of a piece of work; ``ahead`` says how many after it may begin already."""
 
-    ahead: bool
+    ahead: int
 
     @property
     def nonces(self) -> int:
@@ -45,7 +50,7 @@ class HalvedSize:
     Halving keeps the number of shapes small, for each of which the worker may have to prepare.
     """
 
-    ahead = False
+    ahead = 0
 
     def __init__(self, limit: int, budget_seconds: float) -> None:
         self._limit = limit
@@ -88,24 +93,21 @@ class Rehearsed(NamedTuple):
 class RehearsedSize:
     """As many prepared forward passes as the time budget holds twice, since two slices are on their way; or one.
 
-    A pass that is cut into parts is a slice for each. A pipeline of several ``stages`` gets as many passes at least,
-    so that none idles between two slices.
+    A pass that is cut into parts is a slice for each. While one slice is answered, a pipeline of several ``stages`` has
+    as many behind it.
     """
-
-    ahead = True
 
     def __init__(self, rehearsed: Rehearsed, stages: int, budget_seconds: float) -> None:
         self._batch, self._seconds, self._parts = rehearsed
-        self._stages = stages
         self._budget = _FILLED * budget_seconds
+        self.ahead = stages
 
     @property
     def nonces(self) -> int:
         """Size of the next slice."""
         if self._parts > 1:
             return self._batch
-        under_way = int(self._budget / self._seconds) - (self._stages - 1)
-        return self._batch * max(self._stages, under_way // 2)
+        return self._batch * max(1, int(self._budget / self._seconds) // _SLICES)
 
     def batch(self, nonces: int) -> int:
         """Return the prepared size."""
@@ -123,7 +125,6 @@ async def rehearse(
     *,
     limit: int,
     seq_len: int,
-    stages: int,
     budget_seconds: float,
 ) -> Rehearsed | None:
     """Find the forward pass that computes fastest within the time budget, of up to ``limit`` nonces.
@@ -131,7 +132,7 @@ async def rehearse(
     ``prepare`` makes the workers ready for so many nonces, in parts of so many seconds where a pass takes longer.
     None if not even the smallest fits into their memory.
     """
-    part_seconds = _FILLED * budget_seconds / (3 * stages - 1)  # of two slices, and of what fills the pipeline
+    part_seconds = _FILLED * budget_seconds / _SLICES
     best, last, nonces = None, 0, min(limit, max(1, _FIRST_TOKENS // seq_len))
     while nonces > (0 if best is None else best.nonces):
         last, candidate = nonces, _prepared(nonces, await prepare(nonces, part_seconds))
@@ -140,7 +141,7 @@ async def rehearse(
             continue
         if best is not None and not _is_better(candidate, best, part_seconds):
             break
-        best, nonces = candidate, _next_size(candidate, limit, part_seconds, stages)
+        best, nonces = candidate, _next_size(candidate, limit, seq_len, part_seconds)
     if best is not None and last != best.nonces:  # the workers keep what they prepared last
         best = _prepared(best.nonces, await prepare(best.nonces, part_seconds))
     return best
@@ -156,10 +157,11 @@ def _is_better(larger: Rehearsed, best: Rehearsed, part_seconds: float) -> bool:
     return larger.rate >= _WORTH_CUTTING * best.rate
 
 
-def _next_size(best: Rehearsed, limit: int, part_seconds: float, stages: int) -> int:
+def _next_size(best: Rehearsed, limit: int, seq_len: int, part_seconds: float) -> int:
     """Return a larger size that is worth a try, or 0."""
-    times = int(part_seconds / best.seconds)
-    if times > 1:
-        return min(limit, best.nonces * min(_MOST_GROWTH, times))
-    # A pass through one stage can be cut; where it is nearly as large as it may be, that gains nothing.
-    return limit if stages == 1 and limit >= 2 * best.nonces else 0
+    largest = int(best.nonces * min(_MOST_GROWTH, part_seconds / best.seconds))
+    largest = min(limit, largest - largest % max(1, _FIRST_TOKENS // seq_len))  # whole tiles of matrix products
+    if largest >= _LEAST_GROWTH * best.nonces:
+        return largest
+    # Otherwise it is cut; where it is nearly as large as it may be, that gains nothing.
+    return limit if limit >= 2 * best.nonces else 0

@@ -3,7 +3,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from time import monotonic
 from typing import NamedTuple
@@ -60,7 +60,6 @@ class SliceRunner:
             partial(self._rehearsal, request),
             limit=max(1, facts["max_prepared_tokens"] // request.effective_seq_len),
             seq_len=request.effective_seq_len,
-            stages=facts["stages"],
             budget_seconds=self._settings.slice_seconds,
         )
         if found is not None:
@@ -77,11 +76,11 @@ class SliceRunner:
         return rehearsal
 
     async def run(
-        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Sequence[int] = ()
+        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
     ) -> SliceResult:
         """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
 
-        ``ahead`` is the next slice, if it is known: the workers begin it already.
+        ``ahead`` are the slices that follow, as far as they are known: the workers begin them already.
         """
         first = await self._compute(request, nonces, size, ahead)
         results = _values(first)
@@ -91,14 +90,12 @@ class SliceRunner:
         return SliceResult(items, rejected=len(nonces) - len(items))
 
     async def _compute(
-        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Sequence[int] = ()
+        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
     ) -> BatchResult:
         message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
-        async with self._turn:  # other work would overwrite a forward pass that is cut into parts
-            result = await self._slice(message, size)
-            while message["part"] + 1 < result["parts"]:
-                message["part"] += 1
-                result = await self._slice(message, size)
+        async with self._turn:  # other work would make the workers drop what they have begun
+            while not (result := await self._slice(message, size))["complete"]:
+                pass
         _check_answer(nonces, result)
         return result
 
@@ -114,7 +111,9 @@ class SliceRunner:
         return result
 
 
-def batch_request(request: RoundRequest, nonces: Sequence[int], batch: int, ahead: Sequence[int] = ()) -> BatchRequest:
+def batch_request(
+    request: RoundRequest, nonces: Sequence[int], batch: int, ahead: Iterable[list[int]] = ()
+) -> BatchRequest:
     """Return the workers' message for ``nonces`` of the round, ``batch`` in a forward pass, and those after them."""
     return BatchRequest(
         protocol=request.protocol.value,
@@ -127,7 +126,6 @@ def batch_request(request: RoundRequest, nonces: Sequence[int], batch: int, ahea
         layer_hooks=request.layer_hooks,
         sign_flips=request.sign_flips,
         batch=batch,
-        part=0,
         ahead=list(ahead),
     )
 

@@ -14,10 +14,10 @@ MOST_PREPARED = 4
 class BatchRequest(TypedDict):
     """These nonces of this round, in forward passes of ``batch`` nonces and a last one of what is left.
 
-    A single forward pass that was prepared in parts takes one request for each ``part``, counted from 0, in their
-    order: the last is answered with the result, the others with none. ``ahead`` are the nonces that the next request
-    will probably ask for in the same way: the workers begin them, or the next part, before they answer, so that the
-    device has work meanwhile. If it asks for others, that work is dropped.
+    Where a forward pass was prepared in parts, or the model is a pipeline, an answer that is not complete says that the
+    same request is to be repeated: the workers go on where they were. ``ahead`` are the nonces of the requests that
+    will follow, in the same way, as many as are known and at most those that the stages of a pipeline need: the workers
+    begin them meanwhile, so that no device is without work. If others follow, that work is dropped.
     """
 
     protocol: str
@@ -30,12 +30,11 @@ class BatchRequest(TypedDict):
     layer_hooks: bool
     sign_flips: bool
     batch: int
-    part: int
-    ahead: list[int]
+    ahead: list[list[int]]
 
 
 class Rehearsal(TypedDict):
-    """How long a forward pass takes that was prepared for repetition, and in how many parts it runs.
+    """How long a stage takes for a forward pass that was prepared for repetition, and in how many parts it runs.
 
     None if the device's memory is too small.
     """
@@ -47,13 +46,12 @@ class Rehearsal(TypedDict):
 class BatchResult(TypedDict):
     """What the first tensor-parallel rank of the last pipeline stage answers; the other ranks answer None.
 
-    ``parts`` is how many requests a forward pass takes; none but the last has results.
-    ``nonces`` lists the nonces with a finite result, in request order. ``distances`` (distance
-    protocol) or ``vectors`` (artifact protocol; base64 of k_dim fp16 little-endian numbers) run
+    Without results if it is not ``complete``. ``nonces`` lists the nonces with a finite result, in request order.
+    ``distances`` (distance protocol) or ``vectors`` (artifact protocol; base64 of k_dim fp16 little-endian numbers) run
     parallel to it. ``not_finite`` lists the nonces whose result was NaN or infinite.
     """
 
-    parts: int
+    complete: bool
     nonces: list[int]
     not_finite: list[int]
     distances: NotRequired[list[float]]

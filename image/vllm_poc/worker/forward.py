@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts, Rehearsal
+from vllm_poc.worker.flow import Flow
 from vllm_poc.worker.internals import BatchShape, Runner, StageOutput
 from vllm_poc.worker.kernel_names import attention_kernels, expert_kernels
 from vllm_poc.worker.limits import check_shape
@@ -31,7 +32,7 @@ class PocModel:
         self._programs = Programs(runner.device, self.stage.pass_.workspace) if runner.device.type == "cuda" else None
         self.memory = Memory(runner.device)
         self._rehearser = Rehearser(self.stage, self._programs, self.memory)
-        self._begun: Work | None = None
+        self._flow: Flow | None = None
 
     @property
     def facts(self) -> ModelFacts:
@@ -43,13 +44,10 @@ class PocModel:
     def prepare(self, request: BatchRequest) -> Callable[[], BatchResult | None]:
         """Do what a rank can do alone; what is returned computes the request, together with all other ranks.
 
-        ValueError if a batch exceeds the limits that ``poc_describe`` tells, or if the part before was not asked for.
-        The result is None on every rank but one.
+        ValueError if a batch exceeds the limits that ``poc_describe`` tells. The result is None on every rank but one.
         """
         recipe = Recipe.of(request)
         check_shape(BatchShape(min(request["batch"], len(request["nonces"])), recipe.seq_len), self.stage.limits)
-        if request["part"] != 0 and not self._has_begun(request):
-            raise ValueError(f"part {request['part']} of a forward pass was asked for, but not the one before it")
         return partial(self._compute, request, recipe)
 
     def prepare_rehearsal(self, request: BatchRequest, part_seconds: float) -> Callable[[], Rehearsal]:
@@ -62,7 +60,7 @@ class PocModel:
         return partial(self._rehearse, request, recipe, part_seconds)
 
     def _rehearse(self, request: BatchRequest, recipe: Recipe, part_seconds: float) -> Rehearsal:
-        self._begun = None
+        self._flow = None
         seeds = recipe.seeds(request, request["nonces"])
         try:
             with torch.inference_mode(), self._ranks.together():
@@ -72,13 +70,21 @@ class PocModel:
             return NO_ROOM
 
     def _compute(self, request: BatchRequest, recipe: Recipe) -> BatchResult | None:
-        request = {**request, "batch": self._fitting(request["batch"], recipe)}
         with torch.inference_mode(), self._ranks.together():
-            work = self._taken(request) or self._begin(_alone(request), recipe)
-            following = _following(request, work.parts)
-            if following is not None:
-                self._begun = self._begin(following, recipe)
-            return work.result() if self._ranks.answers else None
+            flow, self._flow = self._flow, None  # what fails is not gone on with
+            if flow is None or not flow.continues_with(request):
+                flow = self._new_flow(request, recipe)
+            self.stage.load(request["block_hash"], recipe)
+            flow.follow(request, lambda following: self._parts(following, flow.batch, recipe) == flow.parts)
+            for _ in flow.steps():
+                flow.begun(self._step(flow, recipe))
+            result = flow.answer()
+            self._flow = flow
+            return result if self._ranks.answers else None
+
+    def _new_flow(self, request: BatchRequest, recipe: Recipe) -> Flow:
+        batch = self._fitting(request["batch"], recipe)
+        return Flow(request, parts=self._parts(request, batch, recipe), batch=batch, stages=self._ranks.stages)
 
     def _fitting(self, nonces: int, recipe: Recipe) -> int:
         """Return how many of ``nonces`` fit into a forward pass on all ranks. MemoryError if not even one does."""
@@ -93,38 +99,36 @@ class PocModel:
             nonces //= 2
         return nonces
 
-    def _has_begun(self, request: BatchRequest) -> bool:
-        return self._begun is not None and self._begun.request == _alone(request)
+    def _step(self, flow: Flow, recipe: Recipe) -> Work:
+        """Enqueue this stage's part, hand on what it completes, and take what the stage before does."""
+        ranks = self._ranks
+        mine, coming = flow.request_at(ranks.stage), flow.request_at(ranks.stage - 1)
+        values = list(self._values(flow, mine, recipe)) if mine is not None else []
+        work = Work.of(values, self.stage.runner.device)
+        if flow.ends_passes and coming is not None and not ranks.has_first_layer:
+            flow.received.extend(ranks.receive() for _ in _batched(coming, flow.batch))
+        return work
 
-    def _taken(self, request: BatchRequest) -> Work | None:
-        """Return the request's work if it has begun. Other work overwrites a forward pass in parts."""
-        begun, matches = self._begun, self._has_begun(request)
-        if begun is not None and (matches or begun.parts > 1):
-            self._begun = None
-        return begun if matches else None
+    def _values(self, flow: Flow, request: BatchRequest, recipe: Recipe) -> Iterator[Tensor]:
+        """Enqueue a part of all batches; yield their values on the last stage, once they are complete."""
+        for nonces in _batched(request, flow.batch):
+            output = self._output(flow, request, nonces, recipe)
+            if isinstance(output, dict):
+                self._ranks.send(output)
+            elif output is not None:
+                yield output[: len(nonces)]
 
-    def _begin(self, request: BatchRequest, recipe: Recipe) -> Work:
-        self.stage.load(request["block_hash"], recipe)
-        values = [self._values(request, recipe, nonces) for nonces in _batched(request)]
-        found = [part for part in values if part is not None]
-        return Work.of(request, self._parts(request, recipe), found, self.stage.runner.device)
-
-    def _values(self, request: BatchRequest, recipe: Recipe, nonces: Sequence[int]) -> Tensor | None:
-        """Enqueue a batch, or a part of one; return its values on the last stage, once they are complete."""
+    def _output(self, flow: Flow, request: BatchRequest, nonces: Sequence[int], recipe: Recipe) -> StageOutput | None:
         program = self._program(recipe, len(nonces))
-        output: StageOutput | None
         if program is None:
-            seeds = self._on_device(recipe.seeds(request, nonces))
-            output = self.stage.batch(recipe, seeds, self._ranks.receive())
-        else:
-            if request["part"] == 0:
-                # The CPU hashes while the device computes the batch before.
-                program.fill(recipe.seeds(request, nonces), self._ranks.receive())
-            output = program.run(request["part"] if self._parts(request, recipe) > 1 else None)
-        if isinstance(output, dict):
-            self._ranks.send(output)
-            return None
-        return output[: len(nonces)] if output is not None else None
+            return self.stage.batch(recipe, self._on_device(recipe.seeds(request, nonces)), self._received(flow))
+        if flow.part == 0:
+            # The CPU hashes while the device computes the step before.
+            program.fill(recipe.seeds(request, nonces), self._received(flow))
+        return program.run(flow.part if flow.parts > 1 else None)
+
+    def _received(self, flow: Flow) -> dict[str, Tensor]:
+        return {} if self._ranks.has_first_layer else flow.received.popleft()
 
     def _on_device(self, seeds: Tensor) -> Tensor:
         device = self.stage.runner.device
@@ -133,25 +137,12 @@ class PocModel:
     def _program(self, recipe: Recipe, nonces: int) -> Program | None:
         return self._programs.find(recipe, nonces) if self._programs is not None else None
 
-    def _parts(self, request: BatchRequest, recipe: Recipe) -> int:
-        """Return how many requests the request's forward pass takes; several passes at once run whole."""
+    def _parts(self, request: BatchRequest, batch: int, recipe: Recipe) -> int:
+        """Return how many steps each stage takes for the request; several passes run whole, one after the other."""
         program = self._program(recipe, len(request["nonces"]))
-        return len(program.parts) if program is not None and len(_batched(request)) == 1 else 1
+        return len(program.parts) if program is not None and len(_batched(request, batch)) == 1 else 1
 
 
-def _alone(request: BatchRequest) -> BatchRequest:
-    return {**request, "ahead": []}
-
-
-def _following(request: BatchRequest, parts: int) -> BatchRequest | None:
-    """Return what is begun before the request is answered."""
-    if request["part"] + 1 < parts:
-        return {**_alone(request), "part": request["part"] + 1}
-    if request["ahead"]:
-        return {**_alone(request), "part": 0, "nonces": request["ahead"]}
-    return None
-
-
-def _batched(request: BatchRequest) -> list[Sequence[int]]:
-    nonces, size = request["nonces"], request["batch"]
-    return [nonces[start : start + size] for start in range(0, len(nonces), size)]
+def _batched(request: BatchRequest, batch: int) -> list[Sequence[int]]:
+    nonces = request["nonces"]
+    return [nonces[start : start + batch] for start in range(0, len(nonces), batch)]

@@ -98,36 +98,37 @@ class _Capture(NamedTuple):
 
     def rehearsal(self, seconds: float, part_seconds: float) -> Rehearsal:
         """Capture the batch, which takes ``seconds`` without a graph, and time it."""
-        layers = len(self.stage.runner.own_layers)
         # A small pass takes most of these seconds to be started: try it in one go.
-        together = self._together(seconds, part_seconds) if seconds > _SLOWER_WITHOUT_GRAPH * part_seconds else layers
-        outcome, measured = self._measured(together)
-        wanted = self._together(measured, part_seconds)
-        if outcome == _CAPTURED and (wanted < together == layers or wanted >= 2 * together):
-            together = wanted
-            outcome, measured = self._measured(together)
+        parts = self._parts(seconds, part_seconds) if seconds > _SLOWER_WITHOUT_GRAPH * part_seconds else 1
+        outcome, measured = self._measured(parts)
+        wanted = self._parts(measured, part_seconds)
+        if outcome == _CAPTURED and (parts == 1 < wanted or 2 * wanted <= parts):
+            parts = wanted
+            outcome, measured = self._measured(parts)
         if outcome == _CAPTURED:
-            return Rehearsal(seconds=measured, parts=math.ceil(layers / together))
+            return Rehearsal(seconds=measured, parts=parts)
         self.programs.forget(self.recipe)
         return NO_ROOM if outcome == _NO_ROOM else Rehearsal(seconds=seconds, parts=1)
 
-    def _measured(self, together: int) -> tuple[int, float]:
-        """Capture the batch in parts of so many layers; return how that ended on all ranks, and a pass's seconds."""
+    def _measured(self, parts: int) -> tuple[int, float]:
+        """Capture the batch in so many parts; return how that ended on all ranks, and the seconds of a stage's pass."""
         ranks = self.stage.runner.ranks
         self.programs.make_room(self.recipe)
-        outcome = int(ranks.largest(self._captured(together)))
-        return outcome, ranks.largest(self._seconds(together)) if outcome == _CAPTURED else 0.0
+        outcome = int(ranks.largest(self._captured(parts)))
+        return outcome, ranks.largest(self._seconds(parts)) if outcome == _CAPTURED else 0.0
 
-    def _together(self, seconds: float, part_seconds: float) -> int:
-        """Return how many layers of a pass of ``seconds`` make a part."""
-        layers = len(self.stage.runner.own_layers)
-        # In a pipeline, the next stage could only begin after the last part.
-        if self.stage.runner.ranks.stages > 1:
-            return layers
-        return max(1, min(layers, int(layers * part_seconds / seconds))) if seconds else layers
+    def _parts(self, seconds: float, part_seconds: float) -> int:
+        """Return how many parts all stages cut a pass of ``seconds`` into, at most one for each layer."""
+        ranks, layers = self.stage.runner.ranks, len(self.stage.runner.own_layers)
+        together = max(1, min(layers, int(layers * part_seconds / seconds))) if seconds else layers
+        return min(int(ranks.largest(math.ceil(layers / together))), -int(ranks.largest(-layers)))
 
-    def _captured(self, together: int) -> int:
-        cuts = self.stage.runner.own_layers[:-1][together - 1 :: together]
+    def _layers(self, part: int, parts: int) -> int:
+        """Return how many layers this stage has before a part."""
+        return part * len(self.stage.runner.own_layers) // parts
+
+    def _captured(self, parts: int) -> int:
+        cuts = [self.stage.runner.own_layers[self._layers(part, parts) - 1] for part in range(1, parts)]
         batch = partial(self.stage.batch, self.recipe, self.seeds, in_one_go=not cuts)
         try:
             self.programs.capture(self.recipe, self.seeds, self.received, batch, cuts)
@@ -138,18 +139,19 @@ class _Capture(NamedTuple):
             return _CANNOT
         return _CAPTURED
 
-    def _seconds(self, together: int) -> float:
+    def _seconds(self, parts: int) -> float:
         """Return the time of a pass from that of its first parts."""
-        program, layers = self.programs.find(self.recipe, len(self.seeds)), len(self.stage.runner.own_layers)
+        program = self.programs.find(self.recipe, len(self.seeds))
         assert program is not None  # noqa: S101 - captured just now
-        timed = min(_TIMED_PARTS, len(program.parts))
+        timed = min(_TIMED_PARTS, parts)
         started = 0.0
         for run in range(1 + _TIMED_RUNS):
             if run == 1:  # the first puts the graphs on the device
                 started = _now(self.seeds.device)
             for part in range(timed):
                 program.run(part)
-        return (_now(self.seeds.device) - started) / _TIMED_RUNS * layers / min(layers, timed * together)
+        layers = self._layers(timed, parts)
+        return (_now(self.seeds.device) - started) / _TIMED_RUNS * len(self.stage.runner.own_layers) / layers
 
 
 def _now(device: torch.device) -> float:

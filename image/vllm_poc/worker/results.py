@@ -40,13 +40,13 @@ def result_values(last_hidden: Tensor, drawn: Drawn, tensors: RoundTensors) -> T
     return values.masked_fill(~last_hidden.isfinite().all(dim=1, keepdim=True), torch.nan)
 
 
-def batch_result(values: Tensor, request: BatchRequest, parts: int) -> BatchResult:
+def batch_result(values: Tensor, request: BatchRequest) -> BatchResult:
     """Return what ``request`` asks for from all values, on the CPU.
 
     A nonce whose values hold NaN or infinity is only named as such.
     """
     finite, nonces = values.isfinite().all(dim=1), torch.tensor(request["nonces"])
-    result = BatchResult(parts=parts, nonces=nonces[finite].tolist(), not_finite=nonces[~finite].tolist())
+    result = BatchResult(complete=True, nonces=nonces[finite].tolist(), not_finite=nonces[~finite].tolist())
     if values.dtype is torch.float16:
         result["vectors"] = [encode_vector(row) for row in values[finite].tolist()]
     else:
