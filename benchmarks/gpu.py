@@ -3,14 +3,15 @@
 
 Measured against two things in the same run: the cards' own product of matrices (the limit is that rate over the
 operations of a nonce), and the plain way of computing. On a pipeline, also against the same passes one by one. With
---equality, also how far results are from those of vLLM's own forward pass, each operation by itself. Needs vLLM and
-NVIDIA GPUs; weights are random.
+--equality, also how far results are from those of vLLM's own forward pass, each operation by itself; with --profile,
+which kernels take how long. Needs vLLM and NVIDIA GPUs; weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -19,6 +20,9 @@ from benchmarks.gpu_equality import equality
 from benchmarks.gpu_pod import MAX_TOKENS, Pod, call
 from benchmarks.gpu_shapes import SHAPES, write_shape
 from vllm import LLM
+
+#: Characters of a kernel's name that are printed.
+_NAME = 110
 
 
 def main() -> None:
@@ -43,7 +47,7 @@ def main() -> None:
     rows = []
     for seq_len in options.seq_len:
         for row in pod.rows(config, seq_len):
-            print(_line(row), flush=True)
+            print("\n".join([_line(row), *_kernels(row)]), flush=True)
             equal = equality(model, seq_len, row["nonces"], options.equality)
             rows.append(row | equal)
             if equal:
@@ -61,6 +65,17 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
+def _kernels(row: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each kernel of a pass, and one for the time between them."""
+    if "profile" not in row:
+        return
+    seconds, kernels = row["profile"]["seconds"], row["profile"]["kernels"]
+    rows = sorted(((kernel["seconds"], kernel["calls"], name) for name, kernel in kernels.items()), reverse=True)
+    rows.append((seconds - sum(taken for taken, *_ in rows), 0, "no kernel"))
+    for taken, calls, name in rows:
+        yield f"  {1000 * taken:9.3f} ms  {taken / seconds:6.1%}  {calls:6} times  {name[:_NAME]}"
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -73,6 +88,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--equality", type=int, default=0, help="nonces whose results are compared; none by default")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of a pass")
     parser.add_argument("--no-naive", action="store_true", help="leave the plain way out")
     return parser.parse_args()
 

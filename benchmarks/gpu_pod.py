@@ -81,6 +81,9 @@ class Pod:
         row["slice_seconds"] = {"median": slices[len(slices) // 2], "largest": slices[-1]}
         if "naive" in row:
             row["of_naive"] = rate / row["naive"]
+        if self._options.profile:
+            message = request(seq_len, range(passes.nonces))
+            row["profile"] = call(self._model, "poc_bench_profile", message, passes.parts * self.facts["stages"])
         if self.facts["stages"] > 1:
             row["of_serial"] = rate / self._serially(seq_len, passes.nonces)
         return row

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TypedDict
 
 import torch
 
@@ -21,6 +22,20 @@ _SIDE = 8192
 #: Size of a quantised weight, of 448 at most, and how many of them share a scale.
 _QUANTISED, _GROUP = 64, 128
 _IN_A_ROW = 5
+
+
+class Kernel(TypedDict):
+    """How often a kernel ran, and how long in all."""
+
+    calls: int
+    seconds: float
+
+
+class Profile(TypedDict):
+    """The time from the first kernel's start to the last one's end, and the kernels by name."""
+
+    seconds: float
+    kernels: dict[str, Kernel]
 
 
 class MeasuringExtension(UnfusedExtension):
@@ -51,6 +66,23 @@ class MeasuringExtension(UnfusedExtension):
         while time.perf_counter() - started < seconds:
             times.append(_seconds_of_product(left, right))
         return 2 * _SIDE**3 / min(times), 2 * _SIDE**3 * len(times) / sum(times)
+
+    def poc_bench_profile(self, request: BatchRequest, calls: int) -> Profile:
+        """Return what the GPU does while the request is computed in so many calls."""
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        with profiler:
+            for _ in range(calls):
+                self._poc().prepare(request)()
+            torch.cuda.synchronize()
+        events = [event for event in profiler.events() or () if event.device_type is torch.autograd.DeviceType.CUDA]
+        kernels: dict[str, Kernel] = {}
+        for event in events:
+            kernel = kernels.setdefault(event.name, Kernel(calls=0, seconds=0.0))
+            kernel["calls"] += 1
+            kernel["seconds"] += event.time_range.elapsed_us() / 1e6
+        began = min((event.time_range.start for event in events), default=0.0)
+        ended = max((event.time_range.end for event in events), default=0.0)
+        return Profile(seconds=(ended - began) / 1e6, kernels=kernels)
 
     def poc_bench_naive(self, request: BatchRequest, seconds: float) -> float:
         """Return the nonces per second of the plain way, on one GPU.
