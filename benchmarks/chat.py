@@ -39,6 +39,8 @@ WARM_UP_SECONDS = 1.0
 FIRST_SLICES_SECONDS = 120.0
 #: Without any chat, before and after the chats of each half.
 ALONE_SECONDS = 1.0
+#: A connection without use is given up this soon, since vLLM closes it after 5.
+KEEP_SECONDS = 3.0
 #: For many clients at once.
 KV_BLOCKS = 4096
 SHAPE_FLAGS = ["--load-format", "dummy", "--worker-extension-cls", "benchmarks.gpu_worker.MeasuringExtension"]
@@ -75,7 +77,7 @@ class Bench:
     async def run(self) -> Measured:
         """Warm up, then measure everything in each half."""
         options, found = self._options, Measured()
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
         async with aiohttp.ClientSession(self._server.base, connector=connector) as session:
             load = Load(session, MODEL_NAME, Lengths(options.prompt, *options.output))
             await load.fit_prompt()
@@ -90,19 +92,29 @@ class Bench:
 
     async def _measure(self, load: Load, found: Measured, seed: str, *, chats: int, seconds: float) -> None:
         found.idle.chats.append(await load.regularly(chats, self._options.interval, seed))
-        await self._saturate(load, found.idle, seed, seconds)
         with self._round(seed):
             await self._compute_alone(found)
-            before, begin = self._progress()
+            before, begin, held_before = self._progress()
             streamed = await load.regularly(chats, self._options.interval, seed)
-            after, end = self._progress()
+            after, end, held = self._progress()
             found.beside.chats.append(streamed)
             found.between.add(after - before, seconds_without(streamed, begin, end))
+            found.not_held.add(after - before, end - begin - (held - held_before))
             await self._compute_alone(found)
-            before, begin = self._progress()
+        for turn in range(self._options.turns):
+            await self._take_turns(load, found, f"{seed}, turn {turn}", seconds, idle_first=turn % 2 == 0)
+
+    async def _take_turns(self, load: Load, found: Measured, seed: str, seconds: float, *, idle_first: bool) -> None:
+        """Let clients chat without pause on the idle server and beside a round."""
+        if idle_first:
+            await self._saturate(load, found.idle, seed, seconds)
+        with self._round(seed):
+            before, begin, _ = self._progress()
             await self._saturate(load, found.beside, seed, seconds)
-            after, end = self._progress()
+            after, end, _ = self._progress()
             found.meanwhile.add(after - before, end - begin)
+        if not idle_first:
+            await self._saturate(load, found.idle, seed, seconds)
 
     async def _saturate(self, load: Load, side: Side, seed: str, seconds: float) -> None:
         for clients in self._options.clients:
@@ -110,9 +122,9 @@ class Bench:
             side.client_share = max(side.client_share, load.share_of_a_core)
 
     async def _compute_alone(self, found: Measured) -> None:
-        before, begin = self._progress()
+        before, begin, _ = self._progress()
         await asyncio.sleep(ALONE_SECONDS)
-        after, end = self._progress()
+        after, end, _ = self._progress()
         found.alone.add(after - before, end - begin)
 
     @contextmanager
@@ -127,12 +139,12 @@ class Bench:
         yield
         self._server.stop()
 
-    def _progress(self) -> tuple[int, float]:
-        """Return how many nonces the round has computed, and when."""
+    def _progress(self) -> tuple[int, float, float]:
+        """Return how many nonces the round has computed, when, and how long chat has held it back."""
         status = self._server.status()
         if status["state"] != "GENERATING":
             raise SystemExit(f"the round does not run: {status}")
-        return status["total_checked"], time.monotonic()
+        return status["total_checked"], time.monotonic(), status["held_back_seconds"]
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
@@ -161,7 +173,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--output", type=int, nargs=2, default=[16, 64], help="least and most tokens of an answer")
     parser.add_argument("--clients", type=int, nargs="*", default=[32], help="that chat without pause")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for which they do, in each half")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for which they do, each time")
+    parser.add_argument("--turns", type=int, default=3, help="that they take, idle and beside PoC, in each half")
     parser.add_argument("--seq-len", type=int, default=64, help="of the round")
     parser.add_argument("--batch", type=int, default=32, help="the round's batch size")
     options = parser.parse_args()
