@@ -40,6 +40,10 @@ class FaultExtension(CheckingExtension):
         """Forget the model, and what was prepared."""
         self._poc_model = None
 
+    def poc_test_room(self, room: bool) -> None:
+        """Let this worker find that a batch fits into its memory, or that none does."""
+        self._poc().memory.has_room_for = lambda tokens: room  # type: ignore[method-assign]
+
     def poc_test_trial(self, failing: int | None) -> list[list[int]] | None:
         """Run the trial of a way of computing, in which one rank fails; return the shapes of what comes out."""
         stage = self._poc().stage

@@ -21,10 +21,20 @@ if TYPE_CHECKING:
 
 
 class _Part:
-    """Stands in for a CUDA graph."""
+    """Stands in for a CUDA graph, and fails unless the part before it was the last that ran."""
 
-    def __init__(self, replay: Callable[[], None] = lambda: None) -> None:
-        self.replay = replay
+    last: tuple[object, int] | None = None
+
+    def __init__(self, program: object, number: int, replay: Callable[[], None] = lambda: None) -> None:
+        self._place = (program, number)
+        self._replay = replay
+
+    def replay(self) -> None:
+        program, number = self._place
+        if number and _Part.last != (program, number - 1):
+            raise RuntimeError(f"part {number} ran after {_Part.last}")
+        _Part.last = self._place
+        self._replay()
 
 
 class _ReplayedPrograms(Programs):
@@ -52,7 +62,8 @@ class _ReplayedPrograms(Programs):
                     tensor.copy_(found[name])
 
         output = computed()
-        parts = [*(_Part() for _ in cuts), _Part(replay)]
+        program = object()
+        parts = [*(_Part(program, number) for number in range(len(cuts))), _Part(program, len(cuts), replay)]
         self._programs[recipe] = Program(parts, seeds, received, output, None)
 
 

@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
@@ -53,7 +55,8 @@ class Rank:
 
     def call(self, asked: BatchRequest) -> BatchResult:
         """Do what a worker does when it is asked."""
-        assert self.flow.continues_with(asked)
+        if not self.flow.continues_with(asked):
+            self.flow = Flow(asked, parts=self.flow.parts, batch=1, stages=self.flow.stages)
         self.flow.follow(asked, lambda _: True)
         for _ in self.flow.steps():
             mine, coming = self.flow.request_at(self.stage), self.flow.request_at(self.stage - 1)
@@ -108,6 +111,30 @@ def test_no_stage_rests_while_requests_are_known_ahead(stages: int) -> None:
     for rank in line:
         resting = Counter(step.nonce is None for step in rank.steps)
         assert resting[True] == 3 * rank.stage, "only before the first request arrives"
+
+
+@given(
+    stages=st.integers(min_value=1, max_value=4),
+    parts=st.integers(min_value=1, max_value=4),
+    known=st.lists(st.integers(min_value=0, max_value=5), min_size=1, max_size=9),
+)
+def test_whatever_is_known_ahead_passes_begin_with_their_first_part(stages: int, parts: int, known: list[int]) -> None:
+    line = ranks(stages, parts)
+    for nonce, count in enumerate(known):
+        assert answered(line, request(nonce, *range(nonce + 1, nonce + 1 + count)))[0] == [float(nonce)]
+    for rank in line:
+        before = Step(None, 0, None)
+        for step in rank.steps:
+            if step.nonce is not None and step.part > 0:
+                assert (before.nonce, before.part) == (step.nonce, step.part - 1)
+            before = step
+    for before_rank, after_rank in pairwise(line):
+        handed: int | None = None
+        for sent, step in zip(before_rank.steps, after_rank.steps, strict=True):
+            if step.nonce is not None and step.part == 0:
+                assert handed == step.nonce, "what a stage begins is what it was handed last"
+            assert step.taken in (None, sent.nonce)
+            handed = step.taken if step.taken is not None else handed
 
 
 def test_a_request_without_a_follower_is_answered_and_leaves_nothing() -> None:

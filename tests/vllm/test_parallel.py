@@ -205,6 +205,15 @@ def test_a_stage_that_fails_in_a_trial_ends_it_for_all(parallel: Client, failing
     assert len(parallel.artifacts(NONCES)) == len(NONCES)
 
 
+def test_a_lack_of_memory_that_all_ranks_know_of_fails_the_round_and_no_more(parallel: Client) -> None:
+    parallel.workers("poc_test_room", False)
+    parallel.start()
+    assert "start vLLM with a lower --gpu-memory-utilization" in failed(parallel, 10)["error"]
+    parallel.workers("poc_test_anew")
+    assert parallel.is_healthy()
+    assert len(parallel.artifacts(NONCES)) == len(NONCES)
+
+
 def test_a_rank_that_cannot_prepare_fails_the_round_and_harms_no_other(parallel: Client) -> None:
     parallel.workers("poc_test_break_scratch", 1)
     parallel.start()

@@ -58,6 +58,21 @@ async def test_other_work_of_the_same_kind_finds_everything_prepared(fused: Pod)
     assert fused.engine.rehearsed == [8, 16, 16, 32]
 
 
+async def test_named_nonces_are_begun_ahead_too(fused: Pod) -> None:
+    await fused.post("generate", ARTIFACT | {"nonces": list(range(1500)), "wait": True})
+    asked = fused.engine.answered
+    assert len(asked) > 2
+    assert all(batch["ahead"] == [after["nonces"]] for batch, after in pairwise(asked))
+    assert asked[-1]["ahead"] == []
+    assert fused.engine.computed == list(range(1500))
+
+
+async def test_two_works_of_one_kind_share_a_rehearsal(fused: Pod) -> None:
+    named = ARTIFACT | {"nonces": list(range(600)), "wait": True}
+    await asyncio.gather(*(fused.post("generate", named) for _ in range(3)))
+    assert fused.engine.rehearsed == [8, 16]
+
+
 async def test_a_rehearsal_that_fails_fails_the_round(fused: Pod) -> None:
     fused.engine.worker_error = "CUDA error"
     await fused.start(ARTIFACT | SLOT)

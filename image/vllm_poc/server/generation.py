@@ -24,7 +24,7 @@ from vllm_poc.server.delivery import Delivery, Piece
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.payloads import callback, valid_items
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceResult, SliceRunner
+from vllm_poc.server.slices import SliceResult, SliceRunner, look_ahead
 from vllm_poc.wire.base import PowState
 from vllm_poc.wire.requests import InitGenerateRequest
 
@@ -118,7 +118,7 @@ class Round:
             ahead = deque[list[int]]()
             while counters.next_index < slot.capacity:
                 nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
-                self._look_ahead(ahead, counters.next_index + len(nonces))
+                look_ahead(ahead, self._size, partial(self._following, counters.next_index + len(nonces)))
                 result = await self._runner.run(self.request, nonces, self._size, ahead)
                 await self.delivery.add(self._record(len(nonces), result))
                 _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
@@ -136,12 +136,8 @@ class Round:
             await self._extended.wait()
         return self._most(self.counters.next_index)
 
-    def _look_ahead(self, ahead: deque[list[int]], index: int) -> None:
-        """Complete the slices that may begin before the one that ends at ``index`` is done."""
-        index += sum(len(nonces) for nonces in ahead)
-        while len(ahead) < self._size.ahead and (nonces := self.request.slot.nonces(index, self._most(index))):
-            ahead.append(nonces)
-            index += len(nonces)
+    def _following(self, index: int, known: int) -> list[int]:
+        return self.request.slot.nonces(index + known, self._most(index + known))
 
     def _most(self, index: int) -> int:
         size = self._size.nonces

@@ -98,7 +98,8 @@ class RehearsedSize:
     """
 
     def __init__(self, rehearsed: Rehearsed, stages: int, budget_seconds: float) -> None:
-        self._batch, self._seconds, self._parts = rehearsed
+        self._batch, self._least_seconds, self._parts = rehearsed
+        self._seconds = self._least_seconds
         self._budget = _FILLED * budget_seconds
         self.ahead = stages
 
@@ -114,10 +115,13 @@ class RehearsedSize:
         return self._batch
 
     def learn(self, nonces: int, seconds: float) -> None:
-        """Adapt to a slice of whole passes; a part of one takes longer than its share."""
+        """Adapt to a slice of whole passes; a part of one takes longer than its share.
+
+        One that was computed while chat ran seems to take no time.
+        """
         passes, rest = divmod(nonces, self._batch)
         if not rest and self._parts == 1:
-            self._seconds += _NEWEST * (seconds / passes - self._seconds)
+            self._seconds = max(self._least_seconds, self._seconds + _NEWEST * (seconds / passes - self._seconds))
 
 
 async def rehearse(

@@ -2,8 +2,8 @@
 """PoC work in slices: short ones, one at a time, and only when the chat gate is open."""
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic
 from typing import NamedTuple
@@ -36,6 +36,7 @@ class SliceRunner:
         self._engine = engine
         self._settings = settings
         self._turn = asyncio.Lock()
+        self._rehearsals = asyncio.Lock()
         self._rehearsed = OrderedDict[str, tuple[Rehearsed, int]]()
         self.gate = ChatGate(engine, settings)
 
@@ -44,7 +45,6 @@ class SliceRunner:
         budget, recipe = self._settings.slice_seconds, _recipe(request)
         if recipe not in self._rehearsed:
             return HalvedSize(limit, budget)
-        self._rehearsed.move_to_end(recipe)
         return RehearsedSize(*self._rehearsed[recipe], budget)
 
     async def rehearse(self, request: RoundRequest) -> None:
@@ -54,18 +54,19 @@ class SliceRunner:
         the engine.
         """
         facts, recipe = await self._engine.facts(), _recipe(request)
-        if not facts["fused"] or recipe in self._rehearsed:
-            return
-        found = await rehearse(
-            partial(self._rehearsal, request),
-            limit=max(1, facts["max_prepared_tokens"] // request.effective_seq_len),
-            seq_len=request.effective_seq_len,
-            budget_seconds=self._settings.slice_seconds,
-        )
-        if found is not None:
-            self._rehearsed[recipe] = found, facts["stages"]
-            while len(self._rehearsed) > MOST_PREPARED:  # as the workers do
-                self._rehearsed.popitem(last=False)
+        async with self._rehearsals:
+            if not facts["fused"] or recipe in self._rehearsed:
+                return
+            found = await rehearse(
+                partial(self._rehearsal, request),
+                limit=max(1, facts["max_prepared_tokens"] // request.effective_seq_len),
+                seq_len=request.effective_seq_len,
+                budget_seconds=self._settings.slice_seconds,
+            )
+            if found is not None:
+                self._rehearsed[recipe] = found, facts["stages"]
+                while len(self._rehearsed) > MOST_PREPARED:  # as the workers do
+                    self._rehearsed.popitem(last=False)
 
     async def _rehearsal(self, request: RoundRequest, count: int, part_seconds: float) -> Rehearsal:
         async with self._turn:
@@ -93,22 +94,37 @@ class SliceRunner:
         self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
     ) -> BatchResult:
         message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
+        longest = 0.0
         async with self._turn:  # other work would make the workers drop what they have begun
-            while not (result := await self._slice(message, size))["complete"]:
-                pass
+            if (recipe := _recipe(request)) in self._rehearsed:
+                self._rehearsed.move_to_end(recipe)
+            while True:
+                result, seconds = await self._step(message)
+                longest = max(longest, seconds)
+                if result["complete"]:
+                    break
+        size.learn(len(nonces), longest)
         _check_answer(nonces, result)
         return result
 
-    async def _slice(self, message: BatchRequest, size: SliceSize) -> BatchResult:
+    async def _step(self, message: BatchRequest) -> tuple[BatchResult, float]:
+        """Return the workers' answer, and how many seconds it took."""
         await self.gate.passed()
         started = monotonic()
         result = await self._engine.compute(message)
         ended = monotonic()
         self.gate.busy.add(started, ended)
-        size.learn(len(message["nonces"]), ended - started)
         metrics.SLICE.observe(ended - started)
         metrics.PROGRESS.set_to_current_time()
-        return result
+        return result, ended - started
+
+
+def look_ahead(ahead: deque[list[int]], size: SliceSize, following: Callable[[int], list[int]]) -> None:
+    """Add slices up to the number that may begin already; ``following`` returns the one behind so many nonces more."""
+    known = sum(len(nonces) for nonces in ahead)
+    while len(ahead) < size.ahead and (nonces := following(known)):
+        ahead.append(nonces)
+        known += len(nonces)
 
 
 def batch_request(

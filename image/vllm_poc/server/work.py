@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named nonces, computed slice by slice, and what is made of them."""
 
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
@@ -8,7 +9,7 @@ from vllm_poc.server import metrics, payloads
 from vllm_poc.server.comparison import artifact_verdict, proof_verdict
 from vllm_poc.server.jobs import Job, Result
 from vllm_poc.server.outbox import Letter, Outbox
-from vllm_poc.server.slices import Item, SliceRunner
+from vllm_poc.server.slices import Item, SliceRunner, look_ahead
 from vllm_poc.wire.base import WireMessage
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
@@ -62,14 +63,19 @@ class NamedNonces:
     ) -> AsyncIterator[list[Item]]:
         if len(nonces) > limit:
             await self._runner.rehearse(request)
-        size, done = self._runner.slice_size(request, limit), 0
+        size, ahead, done = self._runner.slice_size(request, limit), deque[list[int]](), 0
+
+        def following(known: int) -> list[int]:
+            return list(nonces[done + known : done + known + size.nonces])
+
         while done < len(nonces):
             await ready()
-            part = nonces[done : done + size.nonces]
-            result = await self._runner.run(request, part, size)
+            part = ahead.popleft() if ahead else following(0)
+            done += len(part)
+            look_ahead(ahead, size, following)
+            result = await self._runner.run(request, part, size, ahead)
             metrics.count_nonces(request.protocol, "request", computed=len(part), not_finite=result.rejected)
             yield result.items
-            done += len(part)
 
 
 async def _at_once() -> None:

@@ -7,7 +7,7 @@ that nothing has to be pickled.
 
 from typing import NotRequired, TypedDict
 
-#: Kinds of forward passes that the workers keep prepared, those used last; each holds the memory of one.
+#: Kinds of forward passes that the workers keep prepared, those asked for last; each holds the memory of one.
 MOST_PREPARED = 4
 
 

@@ -31,7 +31,7 @@ class Flow:
         self.parts = parts
         self.batch = batch
         self.received = deque[dict[str, Tensor]]()
-        self._stages = stages
+        self.stages = stages
         self._requests = deque([alone(request)])  # without an answer so far
         self._begun = 0  # steps, counted from the first one of the oldest request
         self._works = deque[Work]()
@@ -53,16 +53,19 @@ class Flow:
         return bool(self._requests) and self._requests[0] == alone(request) and expected
 
     def follow(self, request: BatchRequest, is_alike: Callable[[BatchRequest], bool]) -> None:
-        """Take in what comes after the request, up to the first one that does not take as many parts."""
+        """Take in what comes after the request, up to the first one that does not take as many parts.
+
+        Nothing if the first stage has passed by where that belongs: it is answered after all that is here has left.
+        """
         for nonces in request["ahead"][len(self._requests) - 1 :]:
             following: BatchRequest = {**alone(request), "nonces": nonces}
-            if not is_alike(following):
+            if self._begun > len(self._requests) * self.parts or not is_alike(following):
                 return
             self._requests.append(following)
 
     def steps(self) -> Iterator[None]:
         """Yield for each step that is to be begun now; `begun` is called in between."""
-        while len(self._works) < _UNDER_WAY and self._begun // self.parts < len(self._requests) + self._stages - 1:
+        while len(self._works) < _UNDER_WAY and self._begun // self.parts < len(self._requests) + self.stages - 1:
             yield
 
     def request_at(self, stage: int) -> BatchRequest | None:
@@ -78,7 +81,7 @@ class Flow:
     def answer(self) -> BatchResult:
         """Wait for this rank's oldest step; with its last one, the oldest request leaves and is answered."""
         work = self._works.popleft()
-        if self._begun - len(self._works) < self.parts * self._stages:
+        if self._begun - len(self._works) < self.parts * self.stages:
             work.wait()
             return BatchResult(complete=False, nonces=[], not_finite=[])
         self._begun -= self.parts

@@ -70,10 +70,12 @@ class PocModel:
             return NO_ROOM
 
     def _compute(self, request: BatchRequest, recipe: Recipe) -> BatchResult | None:
+        flow, self._flow = self._flow, None  # what fails is not gone on with
+        if self._programs is not None:
+            self._programs.used(recipe)
+        if flow is None or not flow.continues_with(request):
+            flow = self._new_flow(request, recipe)
         with torch.inference_mode(), self._ranks.together():
-            flow, self._flow = self._flow, None  # what fails is not gone on with
-            if flow is None or not flow.continues_with(request):
-                flow = self._new_flow(request, recipe)
             self.stage.load(request["block_hash"], recipe)
             flow.follow(request, lambda following: self._parts(following, flow.batch, recipe) == flow.parts)
             for _ in flow.steps():
@@ -83,7 +85,9 @@ class PocModel:
             return result if self._ranks.answers else None
 
     def _new_flow(self, request: BatchRequest, recipe: Recipe) -> Flow:
-        batch = self._fitting(request["batch"], recipe)
+        wanted = min(request["batch"], len(request["nonces"]))
+        fitting = self._fitting(wanted, recipe)
+        batch = request["batch"] if fitting == wanted else fitting
         return Flow(request, parts=self._parts(request, batch, recipe), batch=batch, stages=self._ranks.stages)
 
     def _fitting(self, nonces: int, recipe: Recipe) -> int:
@@ -102,6 +106,7 @@ class PocModel:
     def _step(self, flow: Flow, recipe: Recipe) -> Work:
         """Enqueue this stage's part, hand on what it completes, and take what the stage before does."""
         ranks = self._ranks
+        ranks.settle()
         mine, coming = flow.request_at(ranks.stage), flow.request_at(ranks.stage - 1)
         values = list(self._values(flow, mine, recipe)) if mine is not None else []
         work = Work.of(values, self.stage.runner.device)

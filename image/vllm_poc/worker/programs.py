@@ -18,7 +18,7 @@ from vllm_poc.worker.internals import StageOutput
 from vllm_poc.worker.recipe import Recipe
 from vllm_poc.worker.stage import Batch
 
-#: A program is for batches of a quarter of its size and more.
+#: A program in one part is for batches of a quarter of its size and more.
 _MOST_PADDING = 4
 
 
@@ -64,12 +64,17 @@ class Programs:
         self._programs = OrderedDict[Recipe, Program]()
 
     def find(self, recipe: Recipe, nonces: int) -> Program | None:
-        """Return a program for batches of ``nonces`` or more, but not of so many more that it takes longer."""
+        """Return a program for batches of ``nonces`` or more, but not one that takes longer in one go."""
         program = self._programs.get(recipe)
-        if program is None or not nonces <= len(program.seeds) <= _MOST_PADDING * nonces:
+        if program is None or nonces > len(program.seeds):
             return None
-        self._programs.move_to_end(recipe)
-        return program
+        # What is cut keeps its bound whatever it computes.
+        return program if len(program.parts) > 1 or len(program.seeds) <= _MOST_PADDING * nonces else None
+
+    def used(self, recipe: Recipe) -> None:
+        """Let the recipe's program be the last that is forgotten."""
+        if recipe in self._programs:
+            self._programs.move_to_end(recipe)
 
     def make_room(self, recipe: Recipe) -> None:
         """Forget the recipe's program, and give back the memory that PyTorch keeps: a graph takes its own."""

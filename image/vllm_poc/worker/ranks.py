@@ -2,7 +2,6 @@
 """This worker among the ranks that share the model: tensor parallel within a pipeline stage, stages in a row."""
 
 import os
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,9 +13,6 @@ from vllm.distributed.parallel_state import Handle, get_pp_group, get_tp_group, 
 from vllm_poc.log import get_logger
 
 _log = get_logger(__name__)
-
-#: Batches that may be on their way to the next stage, so that a device need not wait until the next one is free.
-_MOST_SENT = 2
 
 
 class OtherRankError(Exception):
@@ -30,7 +26,8 @@ class Ranks:
         self._world = get_world_group()
         self._tensor = get_tp_group()
         self._pipeline = get_pp_group()
-        self._sent: deque[list[Handle]] = deque()
+        self._sent: list[Handle] = []
+        self._sent_before: list[Handle] = []
 
     @property
     def alone(self) -> bool:
@@ -118,7 +115,10 @@ class Ranks:
 
     def send(self, tensors: dict[str, Tensor]) -> None:
         """Let the stage's output go to the next stage, which may take it later. Do not overwrite it."""
-        self._sent.append(self._pipeline.isend_tensor_dict(tensors, all_gather_group=self._tensor))
-        if len(self._sent) > _MOST_SENT:
-            for handle in self._sent.popleft():
-                handle.wait()
+        self._sent += self._pipeline.isend_tensor_dict(tensors, all_gather_group=self._tensor)
+
+    def settle(self) -> None:
+        """Let the device wait until the next stage has what was sent before the last call of this."""
+        for handle in self._sent_before:
+            handle.wait()
+        self._sent_before, self._sent = self._sent, []

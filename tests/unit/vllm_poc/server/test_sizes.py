@@ -68,6 +68,9 @@ def test_rehearsed_slices_shrink_as_passes_get_slower_and_grow_again() -> None:
     for _ in range(20):
         size.learn(32, 0.005)
     assert size.nonces == 32 * 3
+    for _ in range(20):
+        size.learn(32, 0.0001)  # the device computed it while chat held back the question
+    assert size.nonces == 32 * 3
 
 
 class Device:
