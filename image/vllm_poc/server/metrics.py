@@ -27,7 +27,9 @@ REJECTED = Counter("poc_results_rejected", "Results of rounds that the receiver 
 CALLBACKS = Counter("poc_callbacks", "Callback requests by outcome; those that failed are tried again", ["outcome"])
 CALLBACKS_LOST = Counter("poc_callbacks_lost", "Callbacks outside of rounds, rejected even in part or given up")
 HELD_BACK = Counter("poc_held_back_seconds", "Time that chat held PoC back")
-SLICE = Histogram("poc_slice_seconds", "Time of a slice, from call to answer", buckets=_SLICE_BUCKETS)
+SLICE = Histogram(
+    "poc_slice_seconds", "Time of a slice, or of a part of one, from call to answer", buckets=_SLICE_BUCKETS
+)
 PROGRESS = _Gauge("poc_last_progress_timestamp_seconds", "Unix time of the last slice, or of a later round's start")
 STATE = _Gauge("poc_state", "1 for the server's state, 0 for the others", ["state"])
 PENDING = _Gauge("poc_results_pending", "Results of the round that wait for delivery")
