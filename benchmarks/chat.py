@@ -22,7 +22,7 @@ from tempfile import mkdtemp
 
 import aiohttp
 
-from benchmarks.chat_figures import Measured, Side, table
+from benchmarks.chat_figures import Measured, Nonces, Side, table
 from benchmarks.chat_load import Lengths, Load, seconds_without
 from benchmarks.chat_model import write_model
 from benchmarks.gpu_shapes import SHAPES
@@ -108,11 +108,8 @@ class Bench:
         """Let clients chat without pause on the idle server and beside a round."""
         if idle_first:
             await self._saturate(load, found.idle, seed, seconds)
-        with self._round(seed):
-            before, begin, _ = self._progress()
+        with self._round(seed), self._counting(found.meanwhile):
             await self._saturate(load, found.beside, seed, seconds)
-            after, end, _ = self._progress()
-            found.meanwhile.add(after - before, end - begin)
         if not idle_first:
             await self._saturate(load, found.idle, seed, seconds)
 
@@ -122,10 +119,16 @@ class Bench:
             side.client_share = max(side.client_share, load.share_of_a_core)
 
     async def _compute_alone(self, found: Measured) -> None:
+        with self._counting(found.alone):
+            await asyncio.sleep(ALONE_SECONDS)
+
+    @contextmanager
+    def _counting(self, nonces: Nonces) -> Iterator[None]:
+        """Add what the round computes while the context lasts."""
         before, begin, _ = self._progress()
-        await asyncio.sleep(ALONE_SECONDS)
+        yield
         after, end, _ = self._progress()
-        found.alone.add(after - before, end - begin)
+        nonces.add(after - before, end - begin)
 
     @contextmanager
     def _round(self, name: str) -> Iterator[None]:

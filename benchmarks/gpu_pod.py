@@ -49,10 +49,11 @@ class Pod:
         """Prepare passes one by one: the workers keep what they prepared last."""
         if not self._options.tokens:
             yield asyncio.run(self._chosen(seq_len))
-        else:
-            self._rehearsed(seq_len, 1, self._options.slice_seconds / 2)  # tells what larger ones need
-        for tokens in self._options.tokens or ():
-            yield self._rehearsed(seq_len, max(1, tokens // seq_len), self._options.slice_seconds / 2)
+            return
+        part_seconds = self._options.slice_seconds / 2
+        self._rehearsed(seq_len, 1, part_seconds)  # tells what larger ones need
+        for tokens in self._options.tokens:
+            yield self._rehearsed(seq_len, max(1, tokens // seq_len), part_seconds)
 
     async def _chosen(self, seq_len: int) -> Rehearsed:
         async def prepare(nonces: int, part_seconds: float) -> Rehearsal:

@@ -160,7 +160,7 @@ def test_passes_in_parts_go_through_all_stages(parallel: Client, protocol: str) 
     begun = [computed(parallel, protocol, first, stages, batch=8) for first in (0, 8, 16, 24)]
     assert [found for found, _ in begun] == alone
     assert [calls for _, calls in begun] == [parts * stages, parts, parts, parts]
-    other, _ = computed(parallel, protocol, 5, 0, batch=8, nonces=[5, 6])  # too few for what is prepared
+    other, _ = computed(parallel, protocol, 5, 0, batch=8, nonces=[5, 6])  # fewer than what is prepared
     assert other["nonces"] == [5, 6]
     assert computed(parallel, protocol, 16, stages, batch=8) == (alone[2], parts * stages)
     parallel.workers("poc_test_anew")

@@ -21,8 +21,8 @@ LONGEST = 64
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 #: The least side of a product of matrices.
 _LEAST_SIDE = 16
-#: Rows and elements of a tile of queries, at most: what 128 threads keep in registers, with others beside them.
-_ROWS, _ELEMENTS = 64, 16_384
+#: Rows of a tile of queries, at most: what 128 threads keep in registers, with others beside them.
+_ROWS = 64
 #: Rows that four warps multiply at a time on Hopper.
 _ROWS_OF_FOUR_WARPS = 64
 
@@ -43,7 +43,7 @@ def attend_short(query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, seq_
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
     side = max(_LEAST_SIDE, triton.next_power_of_2(seq_len))
-    heads = min(triton.next_power_of_2(group), max(1, min(_ROWS, _ELEMENTS // head_dim) // side))
+    heads = min(triton.next_power_of_2(group), max(1, _ROWS // side))
     blocks = triton.cdiv(group, heads)
     grid = (tokens // seq_len * kv_heads * blocks,)  # on one axis, since the others end at 65535
     strides = [stride for tensor in (query, key, value, out) for stride in tensor.stride()]

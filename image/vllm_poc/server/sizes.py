@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
-from vllm_poc.worker.batches import Rehearsal
+from vllm_poc.worker.batches import UNDER_WAY, Rehearsal
 
 #: Tokens of the first batch that is rehearsed; it takes a few milliseconds, or is a single nonce.
 _FIRST_TOKENS = 512
@@ -16,8 +16,6 @@ _MOST_GROWTH = 8
 _NEWEST = 0.2
 #: Share of the time budget that is planned: a card that is hot is slower, and calls take time.
 _FILLED = 0.7
-#: Slices that are under way at a time.
-_SLICES = 2
 #: How many times larger the next batch must be to be worth a rehearsal.
 _LEAST_GROWTH = 1.25
 #: How many times as fast as a smaller pass one in parts must be measured, at least. It is measured on a card that gets
@@ -108,7 +106,7 @@ class RehearsedSize:
         """Size of the next slice."""
         if self._parts > 1:
             return self._batch
-        return self._batch * max(1, int(self._budget / self._seconds) // _SLICES)
+        return self._batch * max(1, int(self._budget / self._seconds) // UNDER_WAY)
 
     def batch(self, nonces: int) -> int:
         """Return the prepared size."""
@@ -136,7 +134,7 @@ async def rehearse(
     ``prepare`` makes the workers ready for so many nonces, in parts of so many seconds where a pass takes longer.
     None if not even the smallest fits into their memory.
     """
-    part_seconds = _FILLED * budget_seconds / _SLICES
+    part_seconds = _FILLED * budget_seconds / UNDER_WAY
     best, last, nonces = None, 0, min(limit, max(1, _FIRST_TOKENS // seq_len))
     while nonces > (0 if best is None else best.nonces):
         last, candidate = nonces, _prepared(nonces, await prepare(nonces, part_seconds))

@@ -9,6 +9,8 @@ from typing import NotRequired, TypedDict
 
 #: Kinds of forward passes that the workers keep prepared, those asked for last; each holds the memory of one.
 MOST_PREPARED = 4
+#: Steps that a device has been given at a time: it begins the next one while the answer to the last travels.
+UNDER_WAY = 2
 
 
 class BatchRequest(TypedDict):

@@ -13,11 +13,8 @@ from itertools import islice
 
 from torch import Tensor
 
-from vllm_poc.worker.batches import BatchRequest, BatchResult
+from vllm_poc.worker.batches import UNDER_WAY, BatchRequest, BatchResult
 from vllm_poc.worker.work import Work
-
-#: Steps that a device has been given at a time: it begins the next one while the answer to the last travels.
-_UNDER_WAY = 2
 
 
 class Flow:
@@ -32,7 +29,7 @@ class Flow:
         self.batch = batch
         self.received = deque[dict[str, Tensor]]()
         self.stages = stages
-        self._requests = deque([alone(request)])  # without an answer so far
+        self._requests = deque([_alone(request)])  # without an answer so far
         self._begun = 0  # steps, counted from the first one of the oldest request
         self._works = deque[Work]()
 
@@ -50,7 +47,7 @@ class Flow:
         """Whether the request is the oldest one here, and nothing was begun that is not to follow it."""
         following = [known["nonces"] for known in islice(self._requests, 1, None)]
         expected = all(begun == ahead for begun, ahead in zip(following, request["ahead"], strict=False))
-        return bool(self._requests) and self._requests[0] == alone(request) and expected
+        return bool(self._requests) and self._requests[0] == _alone(request) and expected
 
     def follow(self, request: BatchRequest, is_alike: Callable[[BatchRequest], bool]) -> None:
         """Take in what comes after the request, up to the first one that does not take as many parts.
@@ -58,14 +55,14 @@ class Flow:
         Nothing if the first stage has passed by where that belongs: it is answered after all that is here has left.
         """
         for nonces in request["ahead"][len(self._requests) - 1 :]:
-            following: BatchRequest = {**alone(request), "nonces": nonces}
+            following: BatchRequest = {**_alone(request), "nonces": nonces}
             if self._begun > len(self._requests) * self.parts or not is_alike(following):
                 return
             self._requests.append(following)
 
     def steps(self) -> Iterator[None]:
         """Yield for each step that is to be begun now; `begun` is called in between."""
-        while len(self._works) < _UNDER_WAY and self._begun // self.parts < len(self._requests) + self.stages - 1:
+        while len(self._works) < UNDER_WAY and self._begun // self.parts < len(self._requests) + self.stages - 1:
             yield
 
     def request_at(self, stage: int) -> BatchRequest | None:
@@ -88,6 +85,6 @@ class Flow:
         return work.result(self._requests.popleft())
 
 
-def alone(request: BatchRequest) -> BatchRequest:
+def _alone(request: BatchRequest) -> BatchRequest:
     """Return the request without what comes after it."""
     return {**request, "ahead": []}
