@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
+from tests.support.batches import a_batch  # noqa: E402
 from vllm_poc.worker.batches import BatchRequest, BatchResult  # noqa: E402
 from vllm_poc.worker.flow import Flow  # noqa: E402
 from vllm_poc.worker.work import Work  # noqa: E402
@@ -22,19 +23,7 @@ CPU = torch.device("cpu")
 
 def request(first: int, *ahead: int) -> BatchRequest:
     """Ask for one nonce, which others follow."""
-    return BatchRequest(
-        protocol="distance",
-        block_hash="b10c",
-        public_key="key",
-        nonces=[first],
-        seq_len=8,
-        k_dim=0,
-        strong_rng=False,
-        layer_hooks=False,
-        sign_flips=False,
-        batch=1,
-        ahead=[[nonce] for nonce in ahead],
-    )
+    return {**a_batch([first], seq_len=8, ahead=[[nonce] for nonce in ahead]), "protocol": "distance"}
 
 
 class Step(NamedTuple):

@@ -3,10 +3,10 @@
 
 from pathlib import Path
 
+from tests.support.batches import a_batch
 from tests.vllm.client import Client
 from tests.vllm.device import BATCH_TOLERANCE
 from tests.vllm.server import serving
-from vllm_poc.worker.batches import BatchRequest
 
 NONCES = range(16)
 
@@ -57,18 +57,6 @@ def test_more_nonces_than_one_batch_holds_are_sliced(qwen3: Client) -> None:
 
 
 def test_the_engine_survives_a_batch_that_is_too_large(qwen3: Client) -> None:
-    request = BatchRequest(
-        protocol="artifact",
-        block_hash="b10c",
-        public_key="key",
-        nonces=[0],
-        seq_len=qwen3.worker("poc_describe")["max_model_len"] + 1,
-        k_dim=12,
-        strong_rng=False,
-        layer_hooks=True,
-        sign_flips=False,
-        batch=1,
-        ahead=[],
-    )
+    request = a_batch([0], seq_len=qwen3.worker("poc_describe")["max_model_len"] + 1)
     assert "seq_len 1025 must lie in 1..1024" in qwen3.worker("poc_compute", request)["error"]
     assert qwen3.artifacts([0]) != []

@@ -3,9 +3,9 @@
 
 import pytest
 
+from tests.support.batches import a_batch
 from tests.vllm.device import ON_GPU
 from tests.vllm.families import Family
-from vllm_poc.worker.batches import BatchRequest
 
 
 @pytest.mark.gpu
@@ -20,18 +20,6 @@ def test_the_largest_batch_leaves_the_workspace_as_it_is(family: Family, longest
     nonces = fewest if longest else facts["max_batch_nonces"]
     before = client.worker("poc_test_workspace")
     assert before[0], "vLLM must have locked its workspace"
-    request = BatchRequest(
-        protocol="artifact",
-        block_hash="b10c",
-        public_key="key",
-        nonces=list(range(nonces)),
-        seq_len=facts["max_batch_tokens"] // nonces,
-        k_dim=12,
-        strong_rng=False,
-        layer_hooks=True,
-        sign_flips=False,
-        batch=nonces,
-        ahead=[],
-    )
+    request = a_batch(range(nonces), seq_len=facts["max_batch_tokens"] // nonces)
     assert client.worker("poc_compute", request)["nonces"] == request["nonces"]
     assert client.worker("poc_test_workspace") == before
