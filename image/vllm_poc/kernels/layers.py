@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elementwise work between the matrix products of a decoder layer. All but `norm` and `gated` work in place.
 
-Sums run through a row in the order of PyTorch's reductions, so that not even their last bit differs: a warp takes 128
-elements at a time, four in each lane.
+The memory is the limit: each element is read once, and many loads are under way at a time.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,28 +14,25 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from vllm_poc.kernels import rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: A product and a sum stay two operations, each of which rounds.
-_EXACT = {"enable_fp_fusion": False}
-_ONE_WARP = {**_EXACT, "num_warps": 1}
-_GATED_BLOCK = 1024
-#: Heads that a program rotates.
-_HEADS = 4
+_GATED_BLOCK, _GATED_WARPS = 1024, 4
+#: Heads that a program rotates, at most.
+_HEADS, _HEADS_WARPS = 16, 2
 
 
 def reflect(x: Tensor, vector: Tensor) -> None:
     """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.reflections.reflect`."""
-    rows, n = x.shape
-    _reflect_rows[(rows,)](x, vector, n, x.stride(0), **_ONE_WARP)
+    _reflect_rows[(len(x),)](x, vector, x.stride(0), **rows.launch(x.shape[1]))
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return the root mean square norm of the rows of ``x`` ``[rows, n]``, by ``weight`` ``[n]``."""
-    rows, n = x.shape
     out = torch.empty_like(x)
-    _norm_rows[(rows,)](x, out, weight, n, x.stride(0), out.stride(0), epsilon, **_ONE_WARP)
+    _norm_rows[(len(x),)](x, out, weight, x.stride(0), out.stride(0), epsilon, **rows.launch(x.shape[1]))
     return out
 
 
@@ -44,17 +41,18 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, vector
 
     With a ``vector`` ``[n]`` both are reflected along it first.
     """
-    rows, n = x.shape
-    along = weight if vector is None else vector
-    sizes = (n, x.stride(0), residual.stride(0), epsilon)
-    _add_norm_rows[(rows,)](x, residual, weight, along, *sizes, REFLECT=vector is not None, **_ONE_WARP)
+    tensors = (x, residual, weight, weight if vector is None else vector)
+    strides = (x.stride(0), residual.stride(0))
+    options = rows.launch(x.shape[1])
+    _add_norm_rows[(len(x),)](*tensors, *strides, epsilon, REFLECT=vector is not None, **options)
 
 
 def gated(x: Tensor) -> Tensor:
     """Return ``silu(x[:, :n]) * x[:, n:]`` of ``x`` ``[rows, 2 n]``."""
-    rows, n = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(rows, n)
-    _gated_rows[(rows, triton.cdiv(n, _GATED_BLOCK))](x, out, n, x.stride(0), BLOCK=_GATED_BLOCK, **_EXACT)
+    n = x.shape[1] // 2
+    out = x.new_empty(len(x), n)
+    grid = (len(x) * triton.cdiv(n, _GATED_BLOCK),)
+    _gated_rows[grid](x, out, x.stride(0), N=n, BLOCK=_GATED_BLOCK, num_warps=_GATED_WARPS, **rows.EXACT)
     return out
 
 
@@ -70,119 +68,98 @@ def norm_and_rotate(
     tokens, width = qkv.shape
     head_dim = q_weight.numel()
     heads = (width // head_dim + q_heads) // 2  # there are as many keys as values
-    grid = (tokens, triton.cdiv(heads, _HEADS))
+    at_once = math.gcd(tokens * heads, _HEADS)  # divides, so that no program has heads behind the last
+    numbers = {"Q_HEADS": q_heads, "HEADS": heads, "AT_ONCE": at_once, "HALF": head_dim // 2}
     tensors = (qkv, positions, cos_sin, q_weight, k_weight)
-    sizes = (qkv.stride(0), q_heads, heads, epsilon)
-    _norm_rotate[grid](*tensors, *sizes, HEADS=_HEADS, HALF=head_dim // 2, **_ONE_WARP)
+    grid = (tokens * heads // at_once,)
+    _norm_rotate[grid](*tensors, qkv.stride(0), epsilon, **numbers, num_warps=_HEADS_WARPS, **rows.EXACT)
 
 
 @triton.jit
-def _rounded(x, kind: tl.constexpr):
-    return x.to(kind).to(tl.float32)
-
-
-@triton.jit
-def _step(start):
-    return start + tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
-
-
-@triton.jit
-def _load(row, columns, n):
-    return tl.load(row + columns, mask=columns < n, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _sum(parts):
-    return tl.sum(tl.sum(parts, 1), 0)
-
-
-@triton.jit
-def _twice_along(row, vector, n, kind: tl.constexpr):
-    products = tl.zeros([32, 4], tl.float32)
-    for start in range(0, n, 128):
-        along = _rounded(_load(vector, _step(start), n), kind)
-        products += _rounded(_load(row, _step(start), n) * along, kind)
-    return 2.0 * _rounded(_sum(products), kind)
-
-
-@triton.jit
-def _reflected(values, twice, vector, columns, n, kind: tl.constexpr):
-    along = _rounded(_load(vector, columns, n), kind)
-    return _rounded(values - _rounded(twice * along, kind), kind)
-
-
-@triton.jit
-def _reflect_rows(x, vector, n, stride):
+def _reflect_rows(x, vector, stride, N: tl.constexpr, STEPS: tl.constexpr):
     kind = x.dtype.element_ty
+    column = rows.columns(STEPS)
     x += tl.program_id(0).to(tl.int64) * stride
-    twice = _twice_along(x, vector, n, kind)
-    for start in range(0, n, 128):
-        columns = _step(start)
-        values = _reflected(_load(x, columns, n), twice, vector, columns, n, kind)
-        tl.store(x + columns, values.to(kind), mask=columns < n)
+    values = rows.held(x, column, N)
+    twice, _ = rows.twice_along(values, values, vector, column, N, kind)
+    for tile in tl.static_range(len(values)):
+        along = rows.along_again(vector, column, tile, N, kind)
+        rows.store(x, column, tile, N, rows.reflected(values[tile], twice, along, kind))
 
 
 @triton.jit
-def _norm_rows(x, out, weight, n, stride, out_stride, epsilon):
+def _norm_rows(x, out, weight, stride, out_stride, epsilon, N: tl.constexpr, STEPS: tl.constexpr):
     kind = x.dtype.element_ty
+    column = rows.columns(STEPS)
     row = tl.program_id(0).to(tl.int64)
-    x += row * stride
-    squares = tl.zeros([32, 4], tl.float32)
-    for start in range(0, n, 128):
-        values = _load(x, _step(start), n)
-        squares += values * values
-    scale = libdevice.rsqrt(_sum(squares) / n + epsilon)
-    for start in range(0, n, 128):
-        columns = _step(start)
-        normed = _rounded(_load(x, columns, n) * scale, kind) * _load(weight, columns, n)
-        tl.store(out + row * out_stride + columns, normed.to(kind), mask=columns < n)
+    values = rows.held(x + row * stride, column, N)
+    squares = rows.no_sums()
+    for tile in tl.static_range(len(values)):
+        squares = rows.added(squares, values[tile].to(tl.float32) * values[tile].to(tl.float32))
+    scale = _scale(squares, epsilon, N)
+    for tile in tl.static_range(len(values)):
+        normed = rows.rounded(values[tile].to(tl.float32) * scale, kind)
+        weights = rows.load(weight, column, tile, N).to(tl.float32)
+        rows.store(out + row * out_stride, column, tile, N, normed * weights)
 
 
 @triton.jit
-def _total(x, residual, vector, columns, n, twice_x, twice_residual, kind: tl.constexpr, REFLECT: tl.constexpr):
-    values = _load(x, columns, n)
-    others = _load(residual, columns, n)
+def _add_norm_rows(
+    x,
+    residual,
+    weight,
+    vector,
+    stride,
+    residual_stride,
+    epsilon,
+    REFLECT: tl.constexpr,
+    N: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    kind = x.dtype.element_ty
+    column = rows.columns(STEPS)
+    x += tl.program_id(0).to(tl.int64) * stride
+    residual += tl.program_id(0).to(tl.int64) * residual_stride
+    left = rows.held(x, column, N)
+    right = rows.held(residual, column, N)
     if REFLECT:
-        values = _reflected(values, twice_x, vector, columns, n, kind)
-        others = _reflected(others, twice_residual, vector, columns, n, kind)
-    return values + others
+        twice_left, twice_right = rows.twice_along(left, right, vector, column, N, kind)
+    squares = rows.no_sums()
+    totals = tl.tuple(())
+    for tile in tl.static_range(len(left)):
+        if REFLECT:
+            along = rows.along_again(vector, column, tile, N, kind)
+            total = rows.reflected(left[tile], twice_left, along, kind)
+            total += rows.reflected(right[tile], twice_right, along, kind)
+        else:
+            total = left[tile].to(tl.float32) + right[tile].to(tl.float32)
+        squares = rows.added(squares, total * total)
+        totals = totals + (total,)  # noqa: RUF005 - not in Triton
+    scale = _scale(squares, epsilon, N)
+    for tile in tl.static_range(len(totals)):
+        normed = rows.rounded(totals[tile] * scale, kind)  # of the sum before it is rounded
+        weights = rows.load(weight, column, tile, N).to(tl.float32)
+        rows.store(residual, column, tile, N, totals[tile])
+        rows.store(x, column, tile, N, normed * weights)
 
 
 @triton.jit
-def _add_norm_rows(x, residual, weight, vector, n, stride, residual_stride, epsilon, REFLECT: tl.constexpr):
-    kind = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    x += row * stride
-    residual += row * residual_stride
-    twice_x = 0.0
-    twice_residual = 0.0
-    if REFLECT:
-        twice_x = _twice_along(x, vector, n, kind)
-        twice_residual = _twice_along(residual, vector, n, kind)
-    squares = tl.zeros([32, 4], tl.float32)
-    for start in range(0, n, 128):
-        total = _total(x, residual, vector, _step(start), n, twice_x, twice_residual, kind, REFLECT)
-        squares += total * total
-    scale = libdevice.rsqrt(_sum(squares) / n + epsilon)
-    for start in range(0, n, 128):
-        columns = _step(start)
-        total = _total(x, residual, vector, columns, n, twice_x, twice_residual, kind, REFLECT)
-        normed = _rounded(total * scale, kind) * _load(weight, columns, n)  # of the sum before it is rounded
-        tl.store(residual + columns, total.to(kind), mask=columns < n)
-        tl.store(x + columns, normed.to(kind), mask=columns < n)
+def _scale(squares, epsilon, N: tl.constexpr):
+    return libdevice.rsqrt(rows.total(squares) * (1.0 / N) + epsilon)
 
 
 @triton.jit
-def _gated_rows(x, out, n, stride, BLOCK: tl.constexpr):
+def _gated_rows(x, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
     kind = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < n
+    blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < N
     x += row * stride + columns
     gate = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + n, mask=inside, other=0.0).to(tl.float32)
-    opened = _rounded(gate / (1.0 + libdevice.exp(-gate)), kind)
-    tl.store(out + row * n + columns, (opened * up).to(kind), mask=inside)
+    up = tl.load(x + N, mask=inside, other=0.0).to(tl.float32)
+    opened = rows.rounded(gate / (1.0 + libdevice.exp(-gate)), kind)
+    tl.store(out + row * N + columns, (opened * up).to(kind), mask=inside)
 
 
 @triton.jit
@@ -193,32 +170,35 @@ def _norm_rotate(
     q_weight,
     k_weight,
     stride,
-    q_heads,
-    heads,
     epsilon,
+    Q_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     HALF: tl.constexpr,
 ):
     kind = qkv.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None, None]
-    column = tl.arange(0, HALF // 4)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    inside = (head < heads) & (column < HALF)
+    index = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+    token = (index // HEADS).to(tl.int64)
+    head = index % HEADS
+    column = tl.arange(0, HALF)[None, :]
     place = qkv + token * stride + head * (2 * HALF) + column
-    low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    squares = tl.sum(low * low, 2) + tl.sum(high * high, 2)
-    scale = libdevice.rsqrt(tl.sum(squares, 1) / (2 * HALF) + epsilon)[:, None, None]
-    low = _weighted(low * scale, q_weight + column, k_weight + column, head < q_heads, kind)
-    high = _weighted(high * scale, q_weight + HALF + column, k_weight + HALF + column, head < q_heads, kind)
+    low = tl.load(place).to(tl.float32)
+    high = tl.load(place + HALF).to(tl.float32)
     turn = cos_sin + tl.load(positions + token) * (2 * HALF) + column
-    cos = _rounded(tl.load(turn), kind)
-    sin = _rounded(tl.load(turn + HALF), kind)
-    tl.store(place, (_rounded(low * cos, kind) - _rounded(high * sin, kind)).to(kind), mask=inside)
-    tl.store(place + HALF, (_rounded(high * cos, kind) + _rounded(low * sin, kind)).to(kind), mask=inside)
+    cos = rows.rounded(tl.load(turn), kind)
+    sin = rows.rounded(tl.load(turn + HALF), kind)
+    weight = tl.where(head < Q_HEADS, q_weight, k_weight) + column
+    # The lanes of the two halves are what a warp adds first.
+    squares = tl.sum(_lanes(low * low) + _lanes(high * high), 1)
+    scale = libdevice.rsqrt(tl.sum(squares, 1) * (0.5 / HALF) + epsilon)[:, None]
+    low = rows.rounded(rows.rounded(low * scale, kind) * tl.load(weight).to(tl.float32), kind)
+    high = rows.rounded(rows.rounded(high * scale, kind) * tl.load(weight + HALF).to(tl.float32), kind)
+    tl.store(place, (rows.rounded(low * cos, kind) - rows.rounded(high * sin, kind)).to(kind))
+    tl.store(place + HALF, (rows.rounded(high * cos, kind) + rows.rounded(low * sin, kind)).to(kind))
 
 
 @triton.jit
-def _weighted(values, q_weight, k_weight, of_query, kind: tl.constexpr):
-    weight = tl.where(of_query, tl.load(q_weight).to(tl.float32), tl.load(k_weight).to(tl.float32))
-    return _rounded(_rounded(values, kind) * weight, kind)
+def _lanes(values):
+    """Return the sum of each four elements: ``[rows, threads, lanes that a thread stands for]``."""
+    lanes: tl.constexpr = 1 if values.shape[1] == rows.EACH else 2
+    return tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // (lanes * rows.EACH), lanes, rows.EACH]), 3)
