@@ -10,13 +10,16 @@ from torch import Tensor  # noqa: E402
 from torch import dtype as DType  # noqa: E402, N812
 from torch.nn.functional import silu  # noqa: E402
 
-from vllm_poc.kernels import layers, normal  # noqa: E402
+from vllm_poc.kernels import layers, normal, quantised  # noqa: E402
 from vllm_poc.maths import reflections, sampling  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16]
 #: Share of elements that may be rounded the other way where a sum has another order, or a logarithm another last digit.
 OTHERWISE = 0.002
 EPSILON = 1e-6
+#: The first two are no whole steps of 128; the last does not fit into registers.
+LENGTHS = [100, 1000, 1024, 1920, 5120, 7168]
+GROUP = 128
 
 
 def random(*shape: int, dtype: DType, seed: int = 1) -> Tensor:
@@ -43,6 +46,14 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return scaled.to(weight.dtype) * weight
 
 
+def quantise(x: Tensor, *, powers_of_two: bool) -> tuple[Tensor, Tensor]:
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(dim=-1).clamp(min=1e-10) / torch.tensor(448.0, device="cuda")  # not times its inverse
+    if powers_of_two:
+        scales = torch.exp2(torch.ceil(torch.log2(scales.clamp(min=1e-10))))
+    return (groups / scales[..., None]).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn), scales
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
@@ -63,7 +74,7 @@ def test_normal_numbers(seeds: tuple[int, ...], n: int, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [100, 1024, 5120])
+@pytest.mark.parametrize("n", LENGTHS)
 def test_reflection(n: int, dtype: DType) -> None:
     x = random(3000, n, dtype=dtype)
     expected = reflections.reflect(x, unit(n))
@@ -72,14 +83,14 @@ def test_reflection(n: int, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [100, 1024, 5120])
+@pytest.mark.parametrize("n", LENGTHS)
 def test_norm(n: int, dtype: DType) -> None:
     x, weight = random(300, n, dtype=dtype), random(n, dtype=dtype, seed=3)
     assert_same(layers.norm(x, weight, EPSILON), norm(x, weight), otherwise=0.0 if n % 128 == 0 else OTHERWISE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [100, 1024, 5120])
+@pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("reflected", [False, True])
 def test_sum_and_norm(n: int, dtype: DType, reflected: bool) -> None:
     x, residual, weight = (random(3000, n, dtype=dtype, seed=seed) for seed in (4, 5, 6))
@@ -93,15 +104,29 @@ def test_sum_and_norm(n: int, dtype: DType, reflected: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate(dtype: DType) -> None:
-    x = random(300, 2 * 3000, dtype=dtype)
-    assert_same(layers.gated(x), silu(x[:, :3000]) * x[:, 3000:])
+@pytest.mark.parametrize("n", [7, 3000, 3072])
+def test_gate(n: int, dtype: DType) -> None:
+    x = random(300, 2 * n, dtype=dtype)
+    # The quotient's last digit is not always that of PyTorch, which 11 bits show.
+    otherwise = OTHERWISE if dtype is torch.float16 else 0.0
+    assert_same(layers.gated(x), silu(x[:, :n]) * x[:, n:], otherwise=otherwise)
+
+
+def test_rows_of_a_wider_matrix() -> None:
+    wide, weight = random(301, 3 * 1024, dtype=torch.bfloat16), random(1024, dtype=torch.bfloat16, seed=3)
+    before = wide.clone()
+    x, residual = wide[:, :1024], wide[:, 1024:2048]
+    total = x.float() + residual.float()
+    layers.add_norm(x, residual, weight, EPSILON)
+    assert_same(residual, total.to(torch.bfloat16))
+    assert_same(x, norm(total, weight))
+    assert torch.equal(wide[:, 2048:], before[:, 2048:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(16, 8, 128), (5, 1, 64)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(16, 8, 128), (32, 2, 128), (5, 1, 64), (3, 2, 8)])
 def test_norm_and_rotation(q_heads: int, kv_heads: int, head_dim: int, dtype: DType) -> None:
-    tokens, width = 200, (q_heads + 2 * kv_heads) * head_dim
+    tokens, width = 201, (q_heads + 2 * kv_heads) * head_dim
     qkv, positions = random(tokens, width, dtype=dtype), torch.arange(tokens, device="cuda") % 64
     q_weight, k_weight = random(head_dim, dtype=dtype, seed=7), random(head_dim, dtype=dtype, seed=8)
     cos_sin = random(64, head_dim, dtype=dtype, seed=9)
@@ -114,3 +139,22 @@ def test_norm_and_rotation(q_heads: int, kv_heads: int, head_dim: int, dtype: DT
     assert_same(found[0], rotate(norm(queries, q_weight), cos, sin), otherwise=otherwise)
     assert_same(found[1], rotate(norm(keys, k_weight), cos, sin), otherwise=otherwise)
     assert torch.equal(found[2], values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("powers_of_two", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "columns", "aligned columns"])
+@pytest.mark.parametrize("n", [128, 4096, 5120])
+def test_quantisation(n: int, layout: str, powers_of_two: bool, dtype: DType) -> None:
+    rows, groups = 301, n // GROUP
+    magnitude = 2.0 ** torch.randint(-12, 8, (rows, groups, 1), device="cuda")
+    x = (random(rows, n, dtype=torch.float32).unflatten(-1, (-1, GROUP)) * magnitude).flatten(-2).to(dtype)
+    x[0, :GROUP] = 0
+    x[1, :GROUP] = torch.linspace(-56, 56, GROUP, device="cuda")  # 448 / 8: the scale is a power of two
+    strides = {"rows": (groups, 1), "columns": (1, rows), "aligned columns": (1, 304)}[layout]
+    scales = torch.empty_strided((rows, groups), strides, device="cuda")
+    found = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    quantised.quantise(x, found, scales, epsilon=1e-10, powers_of_two=powers_of_two)
+    expected, expected_scales = quantise(x, powers_of_two=powers_of_two)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

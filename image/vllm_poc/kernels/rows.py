@@ -2,8 +2,9 @@
 """Rows that a warp keeps in registers, and their sums in the order of PyTorch's, so that not even a last bit differs.
 
 There, a warp takes a step of 128 elements at a time, four in each lane. A lane adds what it gets to four sums, step by
-step, and then these one after the other; the lanes add theirs by halves. Here, a row is cut into tiles of
-``[steps, 128]``. Triton gives four neighbours in a step to each lane, so that a lane has all steps of its elements.
+step, and then these one after the other; the lanes add theirs by halves. (PyTorch divides rows of 8192 elements and
+more among warps, in another order.) Here, a row is cut into tiles of ``[steps, 128]``. Triton gives four neighbours in
+a step to each lane, so that a lane has all steps of its elements.
 
 All of a row is asked for before anything is waited for. That keeps the memory busy, and needs it but once. What does
 not fit into registers, from some 6000 elements on, the compiler keeps in the cache.
