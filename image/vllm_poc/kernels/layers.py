@@ -26,13 +26,15 @@ _HEADS, _HEADS_WARPS = 16, 2
 
 def reflect(x: Tensor, vector: Tensor) -> None:
     """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.reflections.reflect`."""
-    _reflect_rows[(len(x),)](x, vector, x.stride(0), **rows.launch(x.shape[1]))
+    tokens, n = x.shape
+    _reflect_rows[(tokens,)](x, vector, x.stride(0), **rows.launch(n))
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return the root mean square norm of the rows of ``x`` ``[rows, n]``, by ``weight`` ``[n]``."""
+    tokens, n = x.shape
     out = torch.empty_like(x)
-    _norm_rows[(len(x),)](x, out, weight, x.stride(0), out.stride(0), epsilon, **rows.launch(x.shape[1]))
+    _norm_rows[(tokens,)](x, out, weight, x.stride(0), out.stride(0), epsilon, **rows.launch(n))
     return out
 
 
@@ -41,17 +43,17 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, vector
 
     With a ``vector`` ``[n]`` both are reflected along it first.
     """
+    tokens, n = x.shape
     tensors = (x, residual, weight, weight if vector is None else vector)
-    strides = (x.stride(0), residual.stride(0))
-    options = rows.launch(x.shape[1])
-    _add_norm_rows[(len(x),)](*tensors, *strides, epsilon, REFLECT=vector is not None, **options)
+    sizes = (x.stride(0), residual.stride(0), epsilon)
+    _add_norm_rows[(tokens,)](*tensors, *sizes, REFLECT=vector is not None, **rows.launch(n))
 
 
 def gated(x: Tensor) -> Tensor:
     """Return ``silu(x[:, :n]) * x[:, n:]`` of ``x`` ``[rows, 2 n]``."""
-    n = x.shape[1] // 2
-    out = x.new_empty(len(x), n)
-    grid = (len(x) * triton.cdiv(n, _GATED_BLOCK),)
+    tokens, n = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(tokens, n)
+    grid = (tokens * triton.cdiv(n, _GATED_BLOCK),)
     _gated_rows[grid](x, out, x.stride(0), N=n, BLOCK=_GATED_BLOCK, num_warps=_GATED_WARPS, **rows.EXACT)
     return out
 
