@@ -17,6 +17,7 @@ from vllm_poc.worker.fusion.attention import attention_layers, prefill_patches, 
 from vllm_poc.worker.fusion.last_token import last_tokens_only
 from vllm_poc.worker.fusion.operations import is_plain_norm, operation_patches, operations
 from vllm_poc.worker.fusion.patches import Patch, patched
+from vllm_poc.worker.fusion.quantisation import quantisation_patches
 from vllm_poc.worker.hooks import reflected_layers
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class FusedPass:
         norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
         others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
         patches = [*operation_patches(self._operations, norms), *prefill_patches(self._attention, shape.seq_len)]
+        patches += quantisation_patches()
         # vLLM's is locked, and too small for larger batches than chat's.
         patches.append(Patch(workspace, "_manager", self._workspace))
         last = last_tokens_only(self._runner.layers[-1], shape)
