@@ -32,18 +32,18 @@ class Pod:
         self._model = model
         self._options = options
         self._gpus = options.tensor_parallel * options.pipeline_parallel
+        self._peak, _ = call(model, "poc_bench_peak", _SHORT_SECONDS)  # before the card gets hot
 
     def rows(self, config: dict[str, Any], seq_len: int) -> list[dict[str, Any]]:
         """Measure one length of sequences, with passes of the pod's choice or of the sizes asked for."""
-        peak, _ = call(self._model, "poc_bench_peak", _SHORT_SECONDS)
-        limit = self._gpus * peak / flops_per_nonce(config, seq_len)
-        row = {"seq_len": seq_len, "peak": peak, "limit": limit}
+        limit = self._gpus * self._peak / flops_per_nonce(config, seq_len)
+        row = {"seq_len": seq_len, "peak": self._peak, "limit": limit}
         if self._gpus == 1 and not self._options.no_naive:
             naive = request(seq_len, range(NAIVE_NONCES))
             row["naive"] = call(self._model, "poc_bench_naive", naive, self._options.seconds)
         rows = [self._row(row, seq_len, passes) for passes in self._passes(seq_len)]
         _, hot = call(self._model, "poc_bench_peak", self._options.seconds)
-        return [row | {"of_hot_limit": row["of_limit"] * peak / hot} for row in rows]
+        return [row | {"of_hot_limit": row["of_limit"] * self._peak / hot} for row in rows]
 
     def _passes(self, seq_len: int) -> Iterator[Rehearsed]:
         """Prepare passes one by one: the workers keep what they prepared last."""

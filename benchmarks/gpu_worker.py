@@ -74,7 +74,7 @@ class MeasuringExtension(UnfusedExtension):
             for _ in range(calls):
                 self._poc().prepare(request)()
             torch.cuda.synchronize()
-        events = [event for event in profiler.events() or () if event.device_type is torch.autograd.DeviceType.CUDA]
+        events = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
         kernels: dict[str, Kernel] = {}
         for event in events:
             kernel = kernels.setdefault(event.name, Kernel(calls=0, seconds=0.0))

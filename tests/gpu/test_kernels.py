@@ -32,12 +32,12 @@ def unit(n: int) -> Tensor:
     return vector / vector.norm()
 
 
-def assert_same(found: Tensor, expected: Tensor, *, otherwise: float = 0.0) -> None:
+def assert_same(found: Tensor, expected: Tensor, *, otherwise: float = 0.0, steps: int = 1) -> None:
     """All are equal, but for a share of neighbours."""
     differing = (found != expected).float().mean().item()
     assert differing <= otherwise, f"{differing:.2%} of the elements differ"
-    one_step = torch.finfo(found.dtype).eps
-    torch.testing.assert_close(found, expected, rtol=one_step, atol=one_step)
+    near = steps * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -99,8 +99,9 @@ def test_sum_and_norm(n: int, dtype: DType, reflected: bool) -> None:
     total = left.float() + right.float()
     layers.add_norm(x, residual, weight, EPSILON, vector)
     otherwise = 0.0 if n % 128 == 0 and not reflected else OTHERWISE
-    assert_same(residual, total.to(dtype), otherwise=otherwise)
-    assert_same(x, norm(total, weight), otherwise=otherwise)
+    steps = 4 if reflected else 1  # of each part, which may be larger than their sum
+    assert_same(residual, total.to(dtype), otherwise=otherwise, steps=steps)
+    assert_same(x, norm(total, weight), otherwise=otherwise, steps=steps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -135,7 +136,8 @@ def test_norm_and_rotation(q_heads: int, kv_heads: int, head_dim: int, dtype: DT
     queries, keys, values = heads.split((q_heads, kv_heads, kv_heads), dim=1)
     layers.norm_and_rotate(qkv, positions, cos_sin, q_weight, k_weight, q_heads=q_heads, epsilon=EPSILON)
     found = qkv.view(tokens, -1, head_dim).split((q_heads, kv_heads, kv_heads), dim=1)
-    otherwise = 0.0 if head_dim == 128 else OTHERWISE
+    # A head of 128 is summed in PyTorch's order; a last digit of its root shows in 11 bits.
+    otherwise = 0.0 if head_dim == 128 and dtype is torch.bfloat16 else OTHERWISE
     assert_same(found[0], rotate(norm(queries, q_weight), cos, sin), otherwise=otherwise)
     assert_same(found[1], rotate(norm(keys, k_weight), cos, sin), otherwise=otherwise)
     assert torch.equal(found[2], values)
