@@ -95,7 +95,7 @@ def _norm_rows(x, out, weight, stride, out_stride, epsilon, N: tl.constexpr, STE
     column = rows.columns(STEPS)
     row = tl.program_id(0).to(tl.int64)
     values = rows.held(x + row * stride, column, N)
-    squares = rows.no_sums()
+    squares = rows.no_sums(32)
     for tile in tl.static_range(len(values)):
         squares = rows.added(squares, values[tile].to(tl.float32) * values[tile].to(tl.float32))
     scale = _scale(squares, epsilon, N)
@@ -126,7 +126,7 @@ def _add_norm_rows(
     right = rows.held(residual, column, N)
     if REFLECT:
         twice_left, twice_right = rows.twice_along(left, right, vector, column, N, kind)
-    squares = rows.no_sums()
+    squares = rows.no_sums(32)
     totals = tl.tuple(())
     for tile in tl.static_range(len(left)):
         if REFLECT:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that a warp keeps in registers, and their sums in the order of PyTorch's, so that not even a last bit differs.
 
-There, a warp takes a step of 128 elements at a time, four in each lane. A lane adds what it gets to four sums, step by
-step, and then these one after the other; the lanes add theirs by halves. (PyTorch divides rows of 8192 elements and
-more among warps, in another order.) Here, a row is cut into tiles of ``[steps, 128]``. Triton gives four neighbours in
-a step to each lane, so that a lane has all steps of its elements.
+There, a warp takes 16 bytes in each lane at a time: a step of 128 elements of 32 bits, or of 256 of 16 bits. A lane
+adds what it gets to four or eight sums, step by step, and then these one after the other; the lanes add theirs by
+halves. (PyTorch divides rows of 8192 elements and more among warps, in another order.) Here, a row is cut into tiles of
+``[steps, 256]``. Triton gives four neighbours in each half of a step to each lane, so that a lane has all steps of its
+elements.
 
 All of a row is asked for before anything is waited for. That keeps the memory busy, and needs it but once. What does
 not fit into registers, from some 6000 elements on, the compiler keeps in the cache.
@@ -18,11 +19,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-_STEP = tl.constexpr(128)
-#: Elements of a step in a lane.
+_LANES = tl.constexpr(32)
+#: Elements in a lane that lie side by side: PyTorch's step for 32 bits.
 EACH = tl.constexpr(4)
+_STEP = tl.constexpr(256)
 #: Steps in a tile, at most. Triton's time to compile grows with the cube of the number of tiles.
-_STEPS = 8
+_STEPS = 4
 #: A product and a sum stay two operations, each of which rounds.
 EXACT = {"enable_fp_fusion": False}
 
@@ -81,14 +83,16 @@ def held(row, column, N: tl.constexpr):
 
 
 @triton.jit
-def no_sums():
-    """Return where `added` begins."""
-    return tl.zeros([_STEP], tl.float32)
+def no_sums(BITS: tl.constexpr):
+    """Return where `added` begins with elements of so many bits."""
+    return tl.zeros([_LANES * (128 // BITS)], tl.float32)
 
 
 @triton.jit
 def added(sums, values):
     """Return the sums of the elements of a step, continued step by step with a tile."""
+    step: tl.constexpr = sums.shape[0]
+    values = tl.reshape(values, [values.shape[0] * values.shape[1] // step, step])
     first = (tl.arange(0, values.shape[0]) == 0)[:, None]
     return tl.sum(tl.where(first, sums[None, :] + values, values), 0)
 
@@ -96,14 +100,32 @@ def added(sums, values):
 @triton.jit
 def total(sums):
     """Return the sum of a row."""
-    return tl.sum(tl.sum(tl.reshape(sums, [_STEP // EACH, EACH]), 1), 0)
+    if sums.shape[0] == _LANES * EACH:
+        lanes = tl.sum(tl.reshape(sums, [_LANES, EACH]), 1)
+    else:  # half of what a lane adds lies in its neighbour
+        lanes = _one_after_the_other(tl.reshape(sums, [_LANES, 2, 2, 2]))
+    return tl.sum(lanes, 0)
+
+
+@triton.jit
+def _one_after_the_other(x):
+    """Return the sums over the three last axes, each of 2, element by element."""
+    even, odd = tl.split(x)
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    return x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7
 
 
 @triton.jit
 def twice_along(left, right, vector, column, N: tl.constexpr, kind: tl.constexpr):
     """Return twice the products of two rows with a vector."""
-    products = no_sums()
-    others = no_sums()
+    bits: tl.constexpr = kind.primitive_bitwidth
+    products = no_sums(bits)
+    others = no_sums(bits)
     for tile in tl.static_range(len(left)):
         along = rounded(load(vector, column, tile, N), kind)
         products = added(products, rounded(left[tile].to(tl.float32) * along, kind))
