@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_pod import K_DIM, MAX_TOKENS, call, in_calls, request
+from benchmarks.gpu_pod import MAX_TOKENS, call, in_calls, request
 from vllm import LLM
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.worker.batches import BatchRequest, BatchResult
@@ -30,14 +30,14 @@ def _difference(model: LLM, asked: BatchRequest) -> Tensor:
     *_, (_, found) = in_calls(model, asked)
     largest = MAX_TOKENS // asked["seq_len"]
     expected = call(model, "poc_test_unfused", {**asked, "batch": min(asked["batch"], largest)})
-    return _values(found) - _values(expected)
+    return _values(found, asked["k_dim"]) - _values(expected, asked["k_dim"])
 
 
-def _values(result: BatchResult) -> Tensor:
+def _values(result: BatchResult, k_dim: int) -> Tensor:
     if result["not_finite"]:
         raise SystemExit(f"{len(result['not_finite'])} results are not finite")
     if "vectors" in result:
-        return torch.tensor([decode_vector(vector, K_DIM) for vector in result["vectors"]])
+        return torch.tensor([decode_vector(vector, k_dim) for vector in result["vectors"]])
     return torch.tensor(result["distances"])
 
 

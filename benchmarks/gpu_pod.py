@@ -11,15 +11,15 @@ from itertools import count
 from typing import Any
 
 from benchmarks.gpu_shapes import flops_per_nonce
+from tests.support.batches import a_batch
 from vllm import LLM
-from vllm_poc.server.sizes import Rehearsed, RehearsedSize, rehearse
+from vllm_poc.server.sizes import Rehearsed, RehearsedSize, longest_part, rehearse
 from vllm_poc.worker.batches import BatchRequest, BatchResult, Rehearsal
 
 #: Forward passes of the plain way.
 NAIVE_NONCES = 32
 #: Most tokens of vLLM's own forward pass.
 MAX_TOKENS = 8192
-K_DIM = 12
 #: Too short for the card to get hot.
 _SHORT_SECONDS = 0.1
 
@@ -50,7 +50,7 @@ class Pod:
         if not self._options.tokens:
             yield asyncio.run(self._chosen(seq_len))
             return
-        part_seconds = self._options.slice_seconds / 2
+        part_seconds = longest_part(self._options.slice_seconds)
         self._rehearsed(seq_len, 1, part_seconds)  # tells what larger ones need
         for tokens in self._options.tokens:
             yield self._rehearsed(seq_len, max(1, tokens // seq_len), part_seconds)
@@ -120,19 +120,8 @@ def request(
     seq_len: int, nonces: Sequence[int], batch: int | None = None, ahead: Iterable[Sequence[int]] = ()
 ) -> BatchRequest:
     """Return a request of the artifact protocol."""
-    return BatchRequest(
-        protocol="artifact",
-        block_hash="ab" * 32,
-        public_key="benchmark",
-        nonces=list(nonces),
-        seq_len=seq_len,
-        k_dim=K_DIM,
-        strong_rng=False,
-        layer_hooks=True,
-        sign_flips=False,
-        batch=batch or len(nonces),
-        ahead=[list(following) for following in ahead],
-    )
+    asked = a_batch(nonces, seq_len=seq_len, ahead=ahead)
+    return {**asked, "batch": batch or len(nonces)}
 
 
 def in_calls(model: LLM, message: BatchRequest) -> Iterator[tuple[float, BatchResult]]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch", reason="needs the worker environment")
 
+from tests.support.batches import a_batch  # noqa: E402
+
 _log = logging.getLogger(__name__)
 
 NONCES = list(range(1000))
@@ -28,19 +30,8 @@ WHOLE = 10.0
 
 def request(seq_len: int, protocol: str, nonces: list[int] = NONCES) -> dict[str, Any]:
     artifact = protocol == "artifact"
-    return {
-        "protocol": protocol,
-        "block_hash": "ab" * 32,
-        "public_key": "key",
-        "nonces": nonces,
-        "seq_len": seq_len,
-        "k_dim": 12 if artifact else 0,
-        "strong_rng": False,
-        "layer_hooks": artifact,
-        "sign_flips": not artifact,
-        "batch": TOKENS // seq_len,
-        "ahead": [],
-    }
+    others = {"protocol": protocol, "k_dim": 12 if artifact else 0, "layer_hooks": artifact, "sign_flips": not artifact}
+    return {**a_batch(nonces, seq_len=seq_len), **others, "batch": TOKENS // seq_len}
 
 
 def answer(client: Client, method: str, *args: object) -> Any:  # noqa: ANN401

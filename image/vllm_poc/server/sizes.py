@@ -122,6 +122,11 @@ class RehearsedSize:
             self._seconds = max(self._least_seconds, self._seconds + _NEWEST * (seconds / passes - self._seconds))
 
 
+def longest_part(budget_seconds: float) -> float:
+    """Return how many seconds a part of a pass may take."""
+    return _FILLED * budget_seconds / UNDER_WAY
+
+
 async def rehearse(
     prepare: Callable[[int, float], Awaitable[Rehearsal]],
     *,
@@ -134,7 +139,7 @@ async def rehearse(
     ``prepare`` makes the workers ready for so many nonces, in parts of so many seconds where a pass takes longer.
     None if not even the smallest fits into their memory.
     """
-    part_seconds = _FILLED * budget_seconds / UNDER_WAY
+    part_seconds = longest_part(budget_seconds)
     best, last, nonces = None, 0, min(limit, max(1, _FIRST_TOKENS // seq_len))
     while nonces > (0 if best is None else best.nonces):
         last, candidate = nonces, _prepared(nonces, await prepare(nonces, part_seconds))
