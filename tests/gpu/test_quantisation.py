@@ -32,4 +32,28 @@ def test_bits_and_layout(rows: int, dtype: DType, powers_of_two: bool | None, co
         found, scales = fp8_utils.per_token_group_quant_fp8(x, 128, **layout)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
-    assert scales.stride() == expected_scales.stride()
+    assert (found.stride(), scales.stride()) == (expected.stride(), expected_scales.stride())
+
+
+@pytest.mark.parametrize(
+    "other", ["its own memory", "another size of groups", "float32", "a part of wider rows", "no rows"]
+)
+def test_what_the_kernel_does_not_cover_is_left_to_vllm(other: str) -> None:
+    wide = torch.randn(30, 1024, device="cuda", dtype=torch.float32 if other == "float32" else torch.bfloat16)
+    x = wide[:, :512] if other == "a part of wider rows" else wide
+    groups = 64 if other == "another size of groups" else 128
+    out = torch.empty(x.shape, device="cuda", dtype=torch.float8_e4m3fn) if other == "its own memory" else None
+    expected, expected_scales = fp8_utils.per_token_group_quant_fp8(x, groups)
+    with patched(quantisation_patches()):
+        found, scales = fp8_utils.per_token_group_quant_fp8(x, groups, out_q=out)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+    assert out is None or found is out
+
+
+def test_experts_call_it_too() -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.fused_moe.utils", reason="needs the worker environment")
+    original = utils.per_token_group_quant_fp8
+    with patched(quantisation_patches()):
+        assert utils.per_token_group_quant_fp8 is not original
+    assert utils.per_token_group_quant_fp8 is original

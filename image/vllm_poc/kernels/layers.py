@@ -6,7 +6,6 @@ The memory is the limit: each element is read once, and many loads are under way
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GATED_BLOCK, _GATED_WARPS = 1024, 4
-#: Heads that a program rotates, at most.
+#: Heads that a program rotates.
 _HEADS, _HEADS_WARPS = 16, 2
 
 
@@ -70,11 +69,11 @@ def norm_and_rotate(
     tokens, width = qkv.shape
     head_dim = q_weight.numel()
     heads = (width // head_dim + q_heads) // 2  # there are as many keys as values
-    at_once = math.gcd(tokens * heads, _HEADS)  # divides, so that no program has heads behind the last
-    numbers = {"Q_HEADS": q_heads, "HEADS": heads, "AT_ONCE": at_once, "HALF": head_dim // 2}
+    numbers = {"Q_HEADS": q_heads, "HEADS": heads, "AT_ONCE": _HEADS, "HALF": head_dim // 2}
     tensors = (qkv, positions, cos_sin, q_weight, k_weight)
-    grid = (tokens * heads // at_once,)
-    _norm_rotate[grid](*tensors, qkv.stride(0), epsilon, **numbers, num_warps=_HEADS_WARPS, **rows.EXACT)
+    grid = (triton.cdiv(tokens * heads, _HEADS),)
+    sizes = (tokens * heads, qkv.stride(0), epsilon)
+    _norm_rotate[grid](*tensors, *sizes, **numbers, num_warps=_HEADS_WARPS, **rows.EXACT)
 
 
 @triton.jit
@@ -164,13 +163,14 @@ def _gated_rows(x, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * N + columns, (opened * up).to(kind), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _norm_rotate(
     qkv,
     positions,
     cos_sin,
     q_weight,
     k_weight,
+    count,
     stride,
     epsilon,
     Q_HEADS: tl.constexpr,
@@ -180,13 +180,14 @@ def _norm_rotate(
 ):
     kind = qkv.dtype.element_ty
     index = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+    inside = index < count
     token = (index // HEADS).to(tl.int64)
     head = index % HEADS
     column = tl.arange(0, HALF)[None, :]
     place = qkv + token * stride + head * (2 * HALF) + column
-    low = tl.load(place).to(tl.float32)
-    high = tl.load(place + HALF).to(tl.float32)
-    turn = cos_sin + tl.load(positions + token) * (2 * HALF) + column
+    low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    turn = cos_sin + tl.load(positions + token, mask=inside, other=0) * (2 * HALF) + column
     cos = rows.rounded(tl.load(turn), kind)
     sin = rows.rounded(tl.load(turn + HALF), kind)
     weight = tl.where(head < Q_HEADS, q_weight, k_weight) + column
@@ -195,8 +196,8 @@ def _norm_rotate(
     scale = libdevice.rsqrt(tl.sum(squares, 1) * (0.5 / HALF) + epsilon)[:, None]
     low = rows.rounded(rows.rounded(low * scale, kind) * tl.load(weight).to(tl.float32), kind)
     high = rows.rounded(rows.rounded(high * scale, kind) * tl.load(weight + HALF).to(tl.float32), kind)
-    tl.store(place, (rows.rounded(low * cos, kind) - rows.rounded(high * sin, kind)).to(kind))
-    tl.store(place + HALF, (rows.rounded(high * cos, kind) + rows.rounded(low * sin, kind)).to(kind))
+    tl.store(place, (rows.rounded(low * cos, kind) - rows.rounded(high * sin, kind)).to(kind), mask=inside)
+    tl.store(place + HALF, (rows.rounded(high * cos, kind) + rows.rounded(low * sin, kind)).to(kind), mask=inside)
 
 
 @triton.jit

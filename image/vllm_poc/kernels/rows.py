@@ -3,9 +3,9 @@
 
 There, a warp takes 16 bytes in each lane at a time: a step of 128 elements of 32 bits, or of 256 of 16 bits. A lane
 adds what it gets to four or eight sums, step by step, and then these one after the other; the lanes add theirs by
-halves. (PyTorch divides rows of 8192 elements and more among warps, in another order.) Here, a row is cut into tiles of
-``[steps, 256]``. Triton gives four neighbours in each half of a step to each lane, so that a lane has all steps of its
-elements.
+halves. (PyTorch has another order for fewer than 16 rows, and divides rows of 8192 elements and more among warps.)
+Here, a row is cut into tiles of ``[steps, 256]``. Triton gives four neighbours in each half of a step to each lane, so
+that a lane has all steps of its elements.
 
 All of a row is asked for before anything is waited for. That keeps the memory busy, and needs it but once. What does
 not fit into registers, from some 6000 elements on, the compiler keeps in the cache.
@@ -23,7 +23,7 @@ _LANES = tl.constexpr(32)
 #: Elements in a lane that lie side by side: PyTorch's step for 32 bits.
 EACH = tl.constexpr(4)
 _STEP = tl.constexpr(256)
-#: Steps in a tile, at most. Triton's time to compile grows with the cube of the number of tiles.
+#: Steps in a tile, at most. Triton's time to compile grows with the square of the number of tiles.
 _STEPS = 4
 #: A product and a sum stay two operations, each of which rounds.
 EXACT = {"enable_fp_fusion": False}
