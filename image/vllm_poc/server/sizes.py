@@ -88,6 +88,11 @@ class Rehearsed(NamedTuple):
         return self.nonces / self.seconds
 
 
+def longest_part(budget_seconds: float) -> float:
+    """Return how many seconds a slice of whole passes, or a part of one, may take."""
+    return _FILLED * budget_seconds / UNDER_WAY
+
+
 class RehearsedSize:
     """As many prepared forward passes as the time budget holds twice, since two slices are on their way; or one.
 
@@ -98,7 +103,7 @@ class RehearsedSize:
     def __init__(self, rehearsed: Rehearsed, stages: int, budget_seconds: float) -> None:
         self._batch, self._least_seconds, self._parts = rehearsed
         self._seconds = self._least_seconds
-        self._budget = _FILLED * budget_seconds
+        self._longest = longest_part(budget_seconds)
         self.ahead = stages
 
     @property
@@ -106,7 +111,7 @@ class RehearsedSize:
         """Size of the next slice."""
         if self._parts > 1:
             return self._batch
-        return self._batch * max(1, int(self._budget / self._seconds) // UNDER_WAY)
+        return self._batch * max(1, int(self._longest / self._seconds))
 
     def batch(self, nonces: int) -> int:
         """Return the prepared size."""
@@ -120,11 +125,6 @@ class RehearsedSize:
         passes, rest = divmod(nonces, self._batch)
         if not rest and self._parts == 1:
             self._seconds = max(self._least_seconds, self._seconds + _NEWEST * (seconds / passes - self._seconds))
-
-
-def longest_part(budget_seconds: float) -> float:
-    """Return how many seconds a part of a pass may take."""
-    return _FILLED * budget_seconds / UNDER_WAY
 
 
 async def rehearse(
