@@ -35,9 +35,7 @@ def test_bits_and_layout(rows: int, dtype: DType, powers_of_two: bool | None, co
     assert (found.stride(), scales.stride()) == (expected.stride(), expected_scales.stride())
 
 
-@pytest.mark.parametrize(
-    "other", ["its own memory", "another size of groups", "float32", "a part of wider rows", "no rows"]
-)
+@pytest.mark.parametrize("other", ["its own memory", "another size of groups", "float32", "a part of wider rows"])
 def test_what_the_kernel_does_not_cover_is_left_to_vllm(other: str) -> None:
     wide = torch.randn(30, 1024, device="cuda", dtype=torch.float32 if other == "float32" else torch.bfloat16)
     x = wide[:, :512] if other == "a part of wider rows" else wide
