@@ -72,6 +72,7 @@ class Measured:
                 "share_not_held_back": self.not_held.rate / self.alone.rate,
                 "seconds_between_chats": self.between.seconds,
                 "beside_clients": self.meanwhile.rate,
+                "share_beside_clients": self.meanwhile.rate / self.alone.rate,
             },
             "tokens": {
                 clients: _rates(rates, self.beside.rates[clients]) for clients, rates in self.idle.rates.items()
@@ -101,7 +102,7 @@ def table(figures: dict[str, Any]) -> str:
             f"  loss: {rates['loss']:.1%} (at most {MOST_LOSS:.0%}), give or take {rates['error']:.1%}",
         ]
     lines += [
-        f"PoC beside such clients: {nonces['beside_clients']:.1f} nonces/s",
+        f"PoC beside such clients: {nonces['beside_clients']:.1f} nonces/s, {nonces['share_beside_clients']:.1%}",
         f"this program sent chats up to {1e3 * client['latest_send']:.1f} ms late, and took up to "
         f"{client['share_of_a_core']:.0%} of a core beside such clients",
     ]
