@@ -73,6 +73,14 @@ def test_normal_numbers(seeds: tuple[int, ...], n: int, dtype: DType) -> None:
         assert_same(found, expected, otherwise=OTHERWISE)
 
 
+def test_as_many_normal_numbers_as_a_large_models_head_has() -> None:
+    words = torch.tensor([5], device="cuda")
+    found, expected = (torch.full((1, 8192 * 16_384), torch.nan, device="cuda") for _ in range(2))
+    normal.fill_normal(found, words)
+    sampling.fill_stepwise(expected, words)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_reflection(n: int, dtype: DType) -> None:

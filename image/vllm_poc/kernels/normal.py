@@ -25,7 +25,7 @@ def fill_normal(out: Tensor, seeds: Tensor) -> None:
     rows = out.unsqueeze(0) if seeds.ndim == 1 else out
     outer, inner, n = rows.shape
     half = (n + 1) // 2
-    grid = (outer * inner, triton.cdiv(half, _BLOCK))
+    grid = (outer * inner * triton.cdiv(half, _BLOCK),)  # its other axes hold 65 535 programs
     _fill[grid](rows, seeds.contiguous(), n, half, inner, rows.stride(0), rows.stride(1), BLOCK=_BLOCK)
 
 
@@ -46,10 +46,11 @@ def _uniform(keys, seed):
 
 @triton.jit
 def _fill(out, seeds, n, half, inner, outer_stride, inner_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(half, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
     seed = tl.load(seeds + row).to(tl.uint32)
     out += (row // inner) * outer_stride + (row % inner) * inner_stride
-    keys = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keys = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     radius = libdevice.sqrt_rn(libdevice.log(tl.maximum(_uniform(keys, seed), 1e-10)) * -2.0)
     angle = _uniform(keys + half, seed) * 6.283185307179586
     kind = out.dtype.element_ty
