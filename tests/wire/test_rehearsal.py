@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.pod import ARTIFACT, SLOT, Pod
 from vllm_poc.wire.base import PowState
+from vllm_poc.worker.batches import MOST_PREPARED
 
 
 @pytest.fixture
@@ -78,6 +79,23 @@ async def test_a_rehearsal_that_fails_fails_the_round(fused: Pod) -> None:
     await fused.start(ARTIFACT | SLOT)
     status = await fused.reach(lambda s: s.state is PowState.FAILED)
     assert status.error == "poc_rehearse failed: CUDA error"
+
+
+async def test_the_oldest_is_forgotten_when_another_kind_is_rehearsed_in_vain(fused: Pod) -> None:
+    async def rehearsals(seq_len: int) -> int:
+        before = len(fused.engine.rehearsed)
+        await fused.start(ARTIFACT | SLOT | {"params": ARTIFACT["params"] | {"seq_len": seq_len}})
+        await fused.reach(lambda s: s.total_checked > 0 or s.state is PowState.FAILED)
+        await fused.post("stop")
+        return len(fused.engine.rehearsed) - before
+
+    for seq_len in range(1, 1 + MOST_PREPARED):
+        assert await rehearsals(seq_len) > 0
+    fused.engine.worker_error = "CUDA error"
+    assert await rehearsals(100) > 0
+    fused.engine.worker_error = None
+    assert await rehearsals(2) == 0
+    assert await rehearsals(1) > 0, "the workers have forgotten it"
 
 
 async def test_a_pass_that_is_cut_is_asked_for_until_it_is_complete(fused: Pod) -> None:

@@ -57,6 +57,8 @@ class SliceRunner:
         async with self._rehearsals:
             if not facts["fused"] or recipe in self._rehearsed:
                 return
+            while len(self._rehearsed) >= MOST_PREPARED:  # as the workers do, whatever comes of this rehearsal
+                self._rehearsed.popitem(last=False)
             found = await rehearse(
                 partial(self._rehearsal, request),
                 limit=max(1, facts["max_prepared_tokens"] // request.effective_seq_len),
@@ -65,8 +67,6 @@ class SliceRunner:
             )
             if found is not None:
                 self._rehearsed[recipe] = found, facts["stages"]
-                while len(self._rehearsed) > MOST_PREPARED:  # as the workers do
-                    self._rehearsed.popitem(last=False)
 
     async def _rehearsal(self, request: RoundRequest, count: int, part_seconds: float) -> Rehearsal:
         async with self._turn:
