@@ -16,7 +16,7 @@ QUICK = {
     "RETRY_FIRST_SECONDS": "0.01",
     "RETRY_LIMIT_SECONDS": "0.05",
     "CALLBACK_SECONDS": "0.5",
-    "ENGINE_SECONDS": "0.5",
+    "ENGINE_SECONDS": "2",
     "FLUSH_SECONDS": "0.5",
 }
 
