@@ -42,7 +42,7 @@ class FaultExtension(CheckingExtension):
 
     def poc_test_room(self, room: bool) -> None:
         """Let this worker find that a batch fits into its memory, or that none does."""
-        self._poc().memory.has_room_for = lambda tokens: room  # type: ignore[method-assign]
+        self._poc().memory.has_room_for = lambda tokens, drawn=0: room  # type: ignore[method-assign]
 
     def poc_test_trial(self, failing: int | None) -> list[list[int]] | None:
         """Run the trial of a way of computing, in which one rank fails; return the shapes of what comes out."""

@@ -7,7 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
+from tests.support.batches import a_batch  # noqa: E402
 from vllm_poc.worker.memory import Memory  # noqa: E402
+from vllm_poc.worker.recipe import Recipe  # noqa: E402
+from vllm_poc.worker.results import drawn_bytes  # noqa: E402
 
 GIB = 2**30
 #: What batches take whatever their size, and for each token.
@@ -19,6 +22,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     """Of a GPU with 4 GiB free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 140 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100 * GIB)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     return Memory(torch.device("cuda"))
 
@@ -45,6 +49,29 @@ def test_two_batches_tell_what_does_not_grow(memory: Memory, monkeypatch: pytest
         learn(memory, tokens, monkeypatch)
     assert memory.has_room_for(13_000)  # 2.6 GiB, with what is left free 3.9
     assert not memory.has_room_for(14_500)
+
+
+def test_what_is_drawn_comes_on_top(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory.has_room_for(8192, drawn=3 * GIB)
+    assert not memory.has_room_for(8192, drawn=4 * GIB)
+    learn(memory, 8192, monkeypatch)  # 2 GiB
+    assert memory.has_room_for(8192, drawn=GIB // 2)
+    assert not memory.has_room_for(8192, drawn=GIB)
+
+
+def test_chats_peak_is_left_to_it(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(torch.device("cuda"), chat_peak=2 * GIB)
+    learn(memory, 8192, monkeypatch)  # 2 GiB
+    assert not memory.has_room_for(8192)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 102 * GIB)  # PyTorch keeps it for chat
+    assert memory.has_room_for(8192)
+
+
+@pytest.mark.parametrize(("protocol", "expected"), [("artifact", 4 * 5 * 12**2), ("distance", 4 * 5 * 9 * 64)])
+def test_what_seeds_draw_grows_with_the_nonces(protocol: str, expected: int) -> None:
+    asked = a_batch(range(5), seq_len=1)
+    recipe = Recipe.of({**asked, "protocol": protocol})
+    assert drawn_bytes(recipe, 5, hidden=64) == expected
 
 
 def test_a_cpu_has_room_for_all() -> None:

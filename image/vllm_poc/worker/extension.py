@@ -64,7 +64,8 @@ class PocWorkerExtension:
         reason = refusal(config, self.model_runner.get_model())
         if reason is not None:
             raise UnsupportedModelError(reason)
-        model = PocModel(Runner(self.model_runner), model_facts(config))
+        runner = Runner(self.model_runner, getattr(self, "peak_activation_memory", 0))  # measured on GPUs alone
+        model = PocModel(runner, model_facts(config))
         return lambda: model
 
     def _poc_prepared(self, prepare: Callable[[], Callable[[], T]]) -> Callable[[], T]:

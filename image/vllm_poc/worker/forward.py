@@ -30,7 +30,7 @@ class PocModel:
         self.stage = Stage(runner, limits, pass_ or PlainPass(runner))
         self._ranks = runner.ranks
         self._programs = Programs(runner.device, self.stage.pass_.workspace) if runner.device.type == "cuda" else None
-        self.memory = Memory(runner.device)
+        self.memory = Memory(runner.device, runner.chat_peak)
         self._rehearser = Rehearser(self.stage, self._programs, self.memory)
         self._flow: Flow | None = None
 
@@ -94,7 +94,7 @@ class PocModel:
         """Return how many of ``nonces`` fit into a forward pass on all ranks. MemoryError if not even one does."""
         if self._program(recipe, nonces) is not None:
             return nonces
-        while not self._ranks.agreed(self.memory.has_room_for(nonces * recipe.seq_len)):
+        while not self._ranks.agreed(self._has_room_for(nonces, recipe)):
             if nonces == 1:
                 raise MemoryError(
                     "the GPU has no room for the forward pass of one nonce: start vLLM with a lower "
@@ -102,6 +102,9 @@ class PocModel:
                 )
             nonces //= 2
         return nonces
+
+    def _has_room_for(self, nonces: int, recipe: Recipe) -> bool:
+        return self.memory.has_room_for(nonces * recipe.seq_len, self.stage.drawn_bytes(recipe, nonces))
 
     def _step(self, flow: Flow, recipe: Recipe) -> Work:
         """Enqueue this stage's part, hand on what it completes, and take what the stage before does."""

@@ -84,9 +84,13 @@ class CacheGroup:
 
 
 class Runner:
-    """vLLM's model runner as PoC sees it. UnsupportedModelError if it lacks what PoC needs."""
+    """vLLM's model runner as PoC sees it. UnsupportedModelError if it lacks what PoC needs.
 
-    def __init__(self, runner: GPUModelRunner) -> None:
+    ``chat_peak`` is what the activations of chat's largest forward pass take, in bytes.
+    """
+
+    def __init__(self, runner: GPUModelRunner, chat_peak: int = 0) -> None:
+        self.chat_peak = chat_peak
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = runner.vllm_config.model_config.dtype

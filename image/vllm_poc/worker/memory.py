@@ -21,21 +21,29 @@ class _Need(NamedTuple):
 
 
 class Memory:
-    """Foresees from the two largest batches so far what others need. Before the first, and on a CPU, all fit."""
+    """Foresees from the two largest batches so far what others need, on a GPU. On a CPU all fit.
 
-    def __init__(self, device: torch.device) -> None:
+    ``chat_peak`` is what the activations of chat's largest forward pass take, in bytes.
+    """
+
+    def __init__(self, device: torch.device, chat_peak: int = 0) -> None:
         self._device = device
+        self._chat_peak = chat_peak
         self._known: list[_Need] = []
 
-    def has_room_for(self, tokens: int) -> bool:
-        """Whether a batch of ``tokens`` fits, as far as is known, into what nobody has taken.
+    def has_room_for(self, tokens: int, drawn: int = 0) -> bool:
+        """Whether a batch of ``tokens`` fits, as far as is known, beside ``drawn`` bytes, which do not depend on them.
 
-        What PyTorch keeps for later is not counted: it is what chat needs at its peak, or that of recorded passes.
+        Into what nobody has taken, and chat does not need at its peak. What PyTorch keeps for later is not counted: it
+        is what chat needs, or recorded passes.
         """
-        if not self._known:
+        if self._device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(self._device)
-        return bool(_TIMES * self._needed(tokens) + _MARGIN <= free)
+        if not self._known:  # nothing but what is drawn
+            return bool(_TIMES * drawn <= free)
+        needed = _TIMES * (self._needed(tokens) + drawn) + _MARGIN
+        return bool(needed <= free - self._still_chats())
 
     @contextmanager
     def learning(self, tokens: int) -> Iterator[None]:
@@ -48,6 +56,11 @@ class Memory:
         yield
         need = _Need(tokens, torch.cuda.max_memory_allocated(self._device) - before)
         self._known = sorted({known.tokens: known for known in [*self._known, need]}.values())[-2:]
+
+    def _still_chats(self) -> int:
+        """Return how much of chat's peak PyTorch does not keep: vLLM lets go of it once it has measured it."""
+        kept: int = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return max(0, self._chat_peak - kept)
 
     def _needed(self, tokens: int) -> float:
         largest = self._known[-1]

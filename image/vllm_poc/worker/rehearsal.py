@@ -55,7 +55,7 @@ class Rehearser:
     def rehearse(self, recipe: Recipe, seeds: Tensor, part_seconds: float) -> Rehearsal:
         """Prepare passes of as many nonces as there are ``seeds``, in parts of up to ``part_seconds`` where it can."""
         ranks, tokens = self._stage.runner.ranks, len(seeds) * recipe.seq_len
-        if not ranks.agreed(self._memory.has_room_for(tokens)):
+        if not ranks.agreed(self._memory.has_room_for(tokens, self._stage.drawn_bytes(recipe, len(seeds)))):
             return NO_ROOM
         seeds = seeds.to(self._device)
         with self._memory.learning(tokens):

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from vllm_poc.maths.artifact import Selection, artifact_vectors
-from vllm_poc.maths.distance import Transform, distances
+from vllm_poc.maths.distance import NONCE_REFLECTIONS, Transform, distances
 from vllm_poc.wire.artifacts import encode_vector
 from vllm_poc.wire.base import Protocol
 from vllm_poc.worker.batches import BatchRequest, BatchResult
 from vllm_poc.worker.recipe import Recipe
 from vllm_poc.worker.round_tensors import RoundTensors
 
+#: Bytes of a number in float32.
+_NUMBER = 4
 #: What the seeds alone decide of a batch's results.
 Drawn: TypeAlias = Selection | Transform
 
@@ -24,6 +26,12 @@ def draw(seeds: Tensor, recipe: Recipe, *, hidden: int) -> Drawn:
     """Return what seeds int64 ``[nonces, columns]`` decide, for a model of ``hidden`` size."""
     columns = seeds[:, recipe.input_columns :]
     return (Selection if recipe.protocol is Protocol.ARTIFACT else Transform).of(columns, hidden=hidden)
+
+
+def drawn_bytes(recipe: Recipe, nonces: int, *, hidden: int) -> int:
+    """Return how much memory `draw` takes for so many nonces, which may be more than all else of their batch."""
+    numbers = recipe.k_dim**2 if recipe.protocol is Protocol.ARTIFACT else (NONCE_REFLECTIONS + 1) * hidden
+    return nonces * numbers * _NUMBER
 
 
 def result_values(last_hidden: Tensor, drawn: Drawn, tensors: RoundTensors) -> Tensor:

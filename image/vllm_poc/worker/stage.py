@@ -14,7 +14,7 @@ from vllm_poc.worker.batches import ModelFacts
 from vllm_poc.worker.internals import BatchShape, Runner, StageOutput
 from vllm_poc.worker.passes import Pass
 from vllm_poc.worker.recipe import Recipe
-from vllm_poc.worker.results import draw, result_values
+from vllm_poc.worker.results import draw, drawn_bytes, result_values
 from vllm_poc.worker.round_tensors import RoundTensors
 from vllm_poc.worker.scratch import ScratchCache
 from vllm_poc.worker.streams import beside, joined
@@ -36,6 +36,10 @@ class Stage:
     def scratch_bytes(self) -> int:
         """Device memory of the scratch cache, in bytes; 0 if no layer needs one."""
         return self._scratch.nbytes if self._scratch is not None else 0
+
+    def drawn_bytes(self, recipe: Recipe, nonces: int) -> int:
+        """Return how many bytes of a batch depend on the nonces and not on their tokens."""
+        return drawn_bytes(recipe, nonces, hidden=self._hidden)
 
     def load(self, block_hash: str, recipe: Recipe) -> None:
         """Make what all nonces of a block hash share."""
