@@ -10,7 +10,6 @@ from torch import Tensor
 from vllm import envs
 from vllm_poc.log import get_logger
 from vllm_poc.worker.forward import PocModel
-from vllm_poc.worker.fusion.attention import attention_layers, needs_no_cache
 from vllm_poc.worker.internals import Runner
 from vllm_poc.worker.limits import fused_facts
 from vllm_poc.worker.trial import TRIAL_TOKENS, trial
@@ -26,10 +25,21 @@ _SETTINGS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
 def chosen(plain: PocModel) -> PocModel:
     """Return the model for PoC, the same on all ranks: a fused one or ``plain``. On a GPU, runs it in each way."""
     runner = plain.stage.runner
-    possible = runner.device.type == "cuda" and not any(getattr(envs, name, False) for name in _SETTINGS)
-    if not runner.ranks.agreed(possible and needs_no_cache(attention_layers(runner))):
+    if not runner.ranks.agreed(_is_possible(runner)):
         return plain
     return _fused(runner, plain) or plain
+
+
+def _is_possible(runner: Runner) -> bool:
+    if runner.device.type != "cuda" or any(getattr(envs, name, False) for name in _SETTINGS):
+        return False
+    try:
+        from vllm_poc.worker.fusion.attention import attention_layers, needs_no_cache  # noqa: PLC0415
+
+        return needs_no_cache(attention_layers(runner))
+    except Exception:
+        _log.exception("PoC computes without fused operations, and slower, since it does not know this attention")
+        return False
 
 
 def _fused(runner: Runner, plain: PocModel) -> PocModel | None:
@@ -41,10 +51,10 @@ def _fused(runner: Runner, plain: PocModel) -> PocModel | None:
     expected = trial(plain.stage)
     if found is None or expected is None:
         return None
-    distance = _distance(found, expected)
-    if runner.ranks.agreed(distance <= _TOLERANCE):
+    distances = _distances(found, expected)
+    if runner.ranks.agreed(all(distance <= _TOLERANCE for distance in distances)):  # NaN is not
         return fused
-    _log.warning("PoC computes without fused operations, and slower: with them results are %.2g away", distance)
+    _log.warning("PoC computes without fused operations, and slower: with them results are %s away", distances)
     return None
 
 
@@ -59,6 +69,5 @@ def _prepared(runner: Runner, plain: PocModel) -> PocModel | None:
         return None
 
 
-def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    pairs = zip(found, expected, strict=True)
-    return max((float((one - other).norm() / other.norm()) for one, other in pairs), default=0.0)
+def _distances(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    return [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
