@@ -56,6 +56,18 @@ def test_a_model_is_refused_with_the_reason(name: str, reason: str, tmp_path: Pa
 
 @on_one_device
 @pytest.mark.usefixtures("rank")
+def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.limits import refusal  # noqa: PLC0415
+
+    config, model = build("OPTForCausalLM", tmp_path)
+    assert refusal(config, model) is None
+    config.model_config.enable_return_routed_experts = True
+    assert "--enable-return-routed-experts" in (refusal(config, model) or "")
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
 def test_unknown_places_of_layers_are_refused(tmp_path: Path) -> None:
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.internals import Runner, UnsupportedModelError  # noqa: PLC0415

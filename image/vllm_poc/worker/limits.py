@@ -97,6 +97,8 @@ def _section_refusal(config: VllmConfig) -> str | None:
             return f"PoC results would depend on {flag}: start vLLM without it."
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return "PoC results would depend on the first chat with --calculate-kv-scales: start vLLM without it."
+    if getattr(config.model_config, "enable_return_routed_experts", False):
+        return "PoC has batches that --enable-return-routed-experts cannot record: start vLLM without it."
     return None
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ def last_tokens_only(layer: nn.Module, shape: BatchShape) -> AbstractContextMana
     """
     attention = getattr(getattr(layer, "self_attn", None), "attn", None)
     norm = getattr(layer, "post_attention_layernorm", None)
-    return _shortened(attention, norm, shape) if attention is not None and is_plain_norm(norm) else nullcontext()
+    known = attention is not None and is_plain_norm(norm) and "residual" in inspect.signature(layer.forward).parameters
+    return _shortened(attention, norm, shape) if known else nullcontext()
 
 
 @contextmanager
