@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 NONCES = range(200)
 #: L2 distance of two artifacts, which have length 1: what the network's validators accept, and what is typical.
 MEAN_DISTANCE, LARGEST_DISTANCE = 0.02, 0.1
-BATCH = 8
+BATCH, TOKENS = 8, 8192
 
 
 @contextmanager
@@ -95,8 +95,8 @@ def hold_memory_flat(client: Client, batches: int) -> None:
 
 
 def generate(client: Client, nonces: int) -> None:
-    """Run a round until it has computed so many nonces."""
-    client.start(batch_size=BATCH, params={"model": MODEL_NAME, "seq_len": 16, "k_dim": K_DIM})
+    """Run a round until it has computed so many nonces, in passes of as many tokens as the pod prepares."""
+    client.start(batch_size=BATCH, params={"model": MODEL_NAME, "seq_len": TOKENS // BATCH, "k_dim": K_DIM})
     while client.status()["total_checked"] < nonces:
         assert client.status()["state"] == "GENERATING"
         time.sleep(0.2)
