@@ -110,13 +110,13 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _rates(idle: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
-    losses = [1 - held / free for free, held in zip(idle, beside, strict=True)]
-    error = stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else inf
+    kept = mean(beside) / mean(idle)
+    rest = [(held - kept * free) / mean(idle) for free, held in zip(idle, beside, strict=True)]
     return {
         "idle": mean(idle),
         "beside": mean(beside),
-        "loss": mean(losses),
-        "error": error,  # the mean's standard error
+        "loss": 1 - kept,
+        "error": stdev(rest) / len(rest) ** 0.5 if len(rest) > 1 else inf,  # the ratio's standard error
         "turns": [idle, beside],
     }
 
