@@ -110,11 +110,12 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _rates(idle: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
-    kept = mean(beside) / mean(idle)
-    rest = [(held - kept * free) / mean(idle) for free, held in zip(idle, beside, strict=True)]
+    idle_mean, beside_mean = mean(idle), mean(beside)
+    kept = beside_mean / idle_mean
+    rest = [(held - kept * free) / idle_mean for free, held in zip(idle, beside, strict=True)]
     return {
-        "idle": mean(idle),
-        "beside": mean(beside),
+        "idle": idle_mean,
+        "beside": beside_mean,
         "loss": 1 - kept,
         "error": stdev(rest) / len(rest) ** 0.5 if len(rest) > 1 else inf,  # the ratio's standard error
         "turns": [idle, beside],

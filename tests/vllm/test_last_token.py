@@ -3,26 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
 from torch import Tensor, nn  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 NONCES, SEQ_LEN, HIDDEN = 2, 3, 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from tests.vllm.refused import one_rank  # noqa: PLC0415 - needs vLLM
-
-    with one_rank(tmp_path_factory.mktemp("rank")):
-        yield
 
 
 class Layer(nn.Module):  # type: ignore[misc]

@@ -59,12 +59,13 @@ def test_what_is_drawn_comes_on_top(memory: Memory, monkeypatch: pytest.MonkeyPa
     assert not memory.has_room_for(8192, drawn=GIB)
 
 
-def test_chats_peak_is_left_to_it(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory(torch.device("cuda"), chat_peak=2 * GIB)
-    learn(memory, 8192, monkeypatch)  # 2 GiB
-    assert not memory.has_room_for(8192)
+@pytest.mark.usefixtures("memory")
+def test_chats_peak_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside_chat = Memory(torch.device("cuda"), chat_peak=2 * GIB)
+    learn(beside_chat, 8192, monkeypatch)  # 2 GiB
+    assert not beside_chat.has_room_for(8192)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 102 * GIB)  # PyTorch keeps it for chat
-    assert memory.has_room_for(8192)
+    assert beside_chat.has_room_for(8192)
 
 
 @pytest.mark.parametrize(("protocol", "expected"), [("artifact", 4 * 5 * 12**2), ("distance", 4 * 5 * 9 * 64)])
