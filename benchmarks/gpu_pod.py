@@ -59,7 +59,7 @@ class Pod:
         async def prepare(nonces: int, part_seconds: float) -> Rehearsal:
             return self._rehearsal(seq_len, nonces, part_seconds)
 
-        limit = max(1, self.facts["max_prepared_tokens"] // seq_len)
+        limit = max(1, min(self.facts["max_prepared_nonces"], self.facts["max_prepared_tokens"] // seq_len))
         found = await rehearse(prepare, limit=limit, seq_len=seq_len, budget_seconds=self._options.slice_seconds)
         if found is None:
             raise SystemExit(f"seq_len {seq_len}: not even the smallest forward pass fits into the memory")

@@ -9,6 +9,7 @@ from torch import nn
 from vllm.model_executor.custom_op import CustomOp
 
 from tests.gpu.memory import MemoryExtension
+from tests.vllm.worker_checks import CheckingExtension
 from vllm import ir
 from vllm_poc.worker.batches import BatchRequest, BatchResult
 from vllm_poc.worker.forward import PocModel
@@ -16,8 +17,8 @@ from vllm_poc.worker.fusion.patches import Patch, patched
 from vllm_poc.worker.limits import model_facts
 
 
-class UnfusedExtension(MemoryExtension):
-    """PoC's extension with one method more."""
+class UnfusedExtension(MemoryExtension, CheckingExtension):
+    """PoC's extension with a few methods more."""
 
     def poc_test_unfused(self, request: BatchRequest) -> BatchResult | None:
         """Answer as ``poc_compute``, but slowly."""

@@ -59,9 +59,10 @@ class SliceRunner:
                 return
             while len(self._rehearsed) >= MOST_PREPARED:  # as the workers do, whatever comes of this rehearsal
                 self._rehearsed.popitem(last=False)
+            largest = facts["max_prepared_tokens"] // request.effective_seq_len
             found = await rehearse(
                 partial(self._rehearsal, request),
-                limit=max(1, facts["max_prepared_tokens"] // request.effective_seq_len),
+                limit=max(1, min(facts["max_prepared_nonces"], largest)),
                 seq_len=request.effective_seq_len,
                 budget_seconds=self._settings.slice_seconds,
             )

@@ -64,9 +64,9 @@ class ModelFacts(TypedDict):
     """What a worker says about its model; ``refusal`` is the reason why PoC cannot run on it.
 
     ``max_batch_tokens`` and ``max_batch_nonces`` are those of the largest pass that needs no rehearsal. ``fused`` says
-    whether its forward pass is PoC's faster one; then ``max_prepared_tokens`` is the size of the largest one that is
-    worth a rehearsal, else 0. ``stages`` is the length of the pipeline. ``attention`` and ``experts`` are the names of
-    the kernels that compute these, empty where there are none or they have no name.
+    whether its forward pass is PoC's faster one; then ``max_prepared_tokens`` and ``max_prepared_nonces`` are those of
+    the largest one that is worth a rehearsal, else 0. ``stages`` is the length of the pipeline. ``attention`` and
+    ``experts`` are the names of the kernels that compute these, empty where there are none or they have no name.
     """
 
     hidden_size: int
@@ -75,6 +75,7 @@ class ModelFacts(TypedDict):
     max_batch_tokens: int
     max_batch_nonces: int
     max_prepared_tokens: int
+    max_prepared_nonces: int
     scratch_bytes: int
     fused: bool
     stages: int

@@ -34,9 +34,10 @@ def _is_possible(runner: Runner) -> bool:
     if runner.device.type != "cuda" or any(getattr(envs, name, False) for name in _SETTINGS):
         return False
     try:
-        from vllm_poc.worker.fusion.attention import attention_layers, needs_no_cache  # noqa: PLC0415
+        from vllm_poc.worker.fusion import attention  # noqa: PLC0415
 
-        return needs_no_cache(attention_layers(runner))
+        layers = attention.attention_layers(runner)
+        return attention.needs_no_cache(layers) or attention.rounds_in_cache(layers)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it does not know this attention")
         return False
@@ -62,8 +63,9 @@ def _prepared(runner: Runner, plain: PocModel) -> PocModel | None:
     try:
         from vllm_poc.worker.fusion.fused import FusedPass  # noqa: PLC0415 - needs Triton
 
-        limits = fused_facts(plain.stage.limits, experts=runner.has_experts)
-        return PocModel(runner, limits, FusedPass(runner))
+        fused = FusedPass(runner)
+        limits = fused_facts(plain.stage.limits, experts=runner.has_experts, cached=fused.needs_cache)
+        return PocModel(runner, limits, fused)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it cannot prepare them")
         return None

@@ -45,6 +45,7 @@ def model_facts(config: VllmConfig) -> ModelFacts:
         max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
         max_batch_nonces=config.scheduler_config.max_num_seqs,
         max_prepared_tokens=0,
+        max_prepared_nonces=0,
         scratch_bytes=0,
         fused=False,
         stages=config.parallel_config.pipeline_parallel_size,
@@ -54,17 +55,21 @@ def model_facts(config: VllmConfig) -> ModelFacts:
     )
 
 
-def fused_facts(facts: ModelFacts, *, experts: bool) -> ModelFacts:
-    """Return the same for the fused pass, of which larger ones than vLLM's can be prepared."""
-    tokens = _MOST_TOKENS_OF_EXPERTS if experts else _MOST_TOKENS
-    return {**facts, "max_prepared_tokens": max(facts["max_batch_tokens"], tokens)}
+def fused_facts(facts: ModelFacts, *, experts: bool, cached: bool) -> ModelFacts:
+    """Return the same for the fused pass, of which larger ones than vLLM's can be prepared.
+
+    One with a cache (``cached``) has no more sequences than vLLM's: its attention has room to schedule so many.
+    """
+    tokens = max(facts["max_batch_tokens"], _MOST_TOKENS_OF_EXPERTS if experts else _MOST_TOKENS)
+    nonces = facts["max_batch_nonces"] if cached else tokens
+    return {**facts, "max_prepared_tokens": tokens, "max_prepared_nonces": nonces}
 
 
 def check_shape(shape: BatchShape, facts: ModelFacts) -> None:
     """Raise ValueError if a batch is empty or too large."""
-    prepared, seq_len = facts["max_prepared_tokens"], facts["max_model_len"]
-    # The fused pass needs nothing that vLLM has sized by these two.
-    nonces, tokens = (prepared, prepared) if prepared else (facts["max_batch_nonces"], facts["max_batch_tokens"])
+    seq_len = facts["max_model_len"]
+    nonces = facts["max_prepared_nonces"] or facts["max_batch_nonces"]
+    tokens = facts["max_prepared_tokens"] or facts["max_batch_tokens"]
     if not 1 <= shape.nonces <= nonces:
         raise ValueError(f"a batch holds 1..{nonces} nonces (--max-num-seqs), not {shape.nonces}")
     if not 1 <= shape.seq_len <= seq_len:

@@ -98,4 +98,5 @@ Batch = Callable[[dict[str, Tensor]], StageOutput]
 
 
 def _scratch(runner: Runner, limits: ModelFacts) -> ScratchCache:
-    return ScratchCache(runner.groups, max_nonces=limits["max_batch_nonces"], max_tokens=limits["max_batch_tokens"])
+    tokens = max(limits["max_batch_tokens"], limits["max_prepared_tokens"])
+    return ScratchCache(runner.groups, max_nonces=limits["max_batch_nonces"], max_tokens=tokens)

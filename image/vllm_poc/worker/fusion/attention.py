@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention straight from queries, keys and values: a prefill whose cache nobody reads later needs none."""
+"""Attention straight from queries, keys and values: a prefill whose cache nobody reads later needs none.
+
+Where the cache rounds what attention reads, the server's own attention runs, over a scratch cache.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_poc.worker.batches import MOST_PREPARED
 from vllm_poc.worker.fusion.patches import Patch
 from vllm_poc.worker.internals import AttentionPlan, BatchShape, Runner
 
@@ -32,7 +37,37 @@ def attention_layers(runner: Runner) -> list[Attention]:
 
 def needs_no_cache(layers: Sequence[Attention]) -> bool:
     """Whether all layers are FlashAttention's and would read from the cache what they wrote, unchanged."""
-    return bool(layers) and all(_is_plain(layer) for layer in layers)
+    return bool(layers) and all(_is_causal(layer) and _is_unchanged(layer) for layer in layers)
+
+
+def rounds_in_cache(layers: Sequence[Attention]) -> bool:
+    """Whether all layers are FlashAttention's and some read from an FP8 cache with one scale for each tensor."""
+    known = all(_is_causal(layer) and (_is_rounded(layer) or _is_unchanged(layer)) for layer in layers)
+    return known and any(_is_rounded(layer) for layer in layers)
+
+
+class CachedPlans:
+    """Plans of the server's own attention for the last few batch shapes.
+
+    A CUDA graph can build none, since that takes numbers from the CPU, and reads one as long as it lives.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._plans = OrderedDict[BatchShape, AttentionPlan]()
+
+    def __getitem__(self, shape: BatchShape) -> AttentionPlan:
+        """Return the plan for a batch of this shape."""
+        if shape not in self._plans:
+            self._plans[shape] = self._runner.plan(shape)
+            if len(self._plans) > MOST_PREPARED:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(shape)
+        return self._plans[shape]
+
+    def kept(self) -> list[AttentionPlan]:
+        """Return all plans that are kept."""
+        return list(self._plans.values())
 
 
 def prefill_plan(runner: Runner, shape: BatchShape) -> AttentionPlan:
@@ -119,7 +154,13 @@ def _of_any_length(impl: FlashAttentionImpl) -> _Attend:
     return attend
 
 
-def _is_plain(layer: Attention) -> bool:
-    impl = layer.impl
-    plain = type(impl).__name__ == "FlashAttentionImpl" and impl.attn_type == AttentionType.DECODER
-    return plain and impl.kv_cache_dtype in ("auto", "bfloat16", "float16") and layer.query_quant is None
+def _is_causal(layer: Attention) -> bool:
+    return type(layer.impl).__name__ == "FlashAttentionImpl" and layer.impl.attn_type == AttentionType.DECODER
+
+
+def _is_unchanged(layer: Attention) -> bool:
+    return layer.impl.kv_cache_dtype in {"auto", "bfloat16", "float16"} and layer.query_quant is None
+
+
+def _is_rounded(layer: Attention) -> bool:
+    return layer.impl.kv_cache_dtype in {"fp8", "fp8_e4m3"} and layer._k_scale.numel() == layer._v_scale.numel() == 1

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -16,6 +17,7 @@ from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 
 from vllm_poc.kernels import layers as kernels
+from vllm_poc.kernels.router import exact_product
 from vllm_poc.worker.fusion.patches import Patch
 
 if TYPE_CHECKING:
@@ -38,6 +40,14 @@ def _is_whole(norm: RMSNorm) -> bool:
     return norm.variance_size_override is None and bool(norm.has_weight)
 
 
+def is_exact_router(module: nn.Module) -> bool:
+    """Whether a module is a router with weights and results in float32."""
+    if type(module).__name__ != "GateLinear" or module.bias is not None or module.out_dtype is not torch.float32:
+        return False
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.dtype is torch.float32 and weight.is_contiguous()
+
+
 def operations(model: nn.Module) -> list[nn.Module]:
     """Return all modules of a model, and the operations of quantised layers, which are in objects that are none."""
     return [*model.modules(), *(part for module in model.modules() for part in _hidden(module, _DEPTH))]
@@ -52,6 +62,8 @@ def operation_patches(modules: Sequence[nn.Module], reflected: Mapping[nn.Module
             yield Patch(module, "_forward_method", kernels.gated)
         elif type(module) in _NORMED_ATTENTION and _rotates_whole_heads(module):
             yield Patch(module, "forward", partial(_attention, module))
+        elif is_exact_router(module):
+            yield Patch(module, "forward", partial(_routed, module, module.forward))
         elif isinstance(module, CustomOp) and type(module).forward_cuda is not CustomOp.forward_cuda:
             yield Patch(module, "_forward_method", module.forward_cuda)
 
@@ -96,3 +108,12 @@ def _attention(module: NormedAttention, positions: Tensor, hidden_states: Tensor
     output: Tensor
     output, _ = module.o_proj(module.attn(*qkv.split([module.q_size, module.kv_size, module.kv_size], dim=-1)))
     return output
+
+
+def _routed(
+    module: nn.Module, original: Callable[[Tensor], Tensor | tuple[Tensor, None]], x: Tensor
+) -> Tensor | tuple[Tensor, None]:
+    if x.dtype is not torch.bfloat16:
+        return original(x)
+    logits = exact_product(x, module.weight)
+    return (logits, None) if module.return_bias else logits
