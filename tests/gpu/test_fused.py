@@ -118,7 +118,7 @@ def test_fewer_nonces_than_were_rehearsed_give_the_same(real_client: Client) -> 
 def test_chats_cache_stays_as_it_is(real_client: Client) -> None:
     chat = real_client.chat("Tell me about licenses.")
     before = real_client.workers("poc_test_kv_checksum")
-    asked = request(256, "artifact", NONCES[:64])
+    asked = request(256, "artifact", NONCES[: TOKENS // 256])
     eager = computed(real_client, asked)
     assert answer(real_client, "poc_rehearse", asked, WHOLE)["seconds"] > 0
     assert computed(real_client, asked) == eager

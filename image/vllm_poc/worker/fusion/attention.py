@@ -6,8 +6,10 @@ Where the cache rounds what attention reads, the server's own attention runs, ov
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,6 +23,12 @@ from vllm_poc.worker.internals import AttentionPlan, BatchShape, Runner
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+
+#: Names of the type of an FP8 cache that has one scale for each tensor.
+_ROUNDED = {"fp8", "fp8_e4m3"}
+#: Axes of a cache of keys or of values: blocks, tokens of a block, heads, columns.
+_CACHE_AXES = 4
 
 
 class Prefill(NamedTuple):
@@ -83,6 +91,14 @@ def prefill_patches(layers: Sequence[Attention], seq_len: int) -> Iterator[Patch
     for layer in layers:
         attend = _short(layer.impl) if attends_short(layer.impl, seq_len) else _of_any_length(layer.impl)
         yield Patch(layer.impl, "forward", _Direct(attend))
+
+
+def cache_patches() -> Iterator[Patch]:
+    """Replace vLLM's kernel that writes keys and values into an FP8 cache by one of the same bits."""
+    module = sys.modules.get("vllm.v1.attention.backends.flash_attn")
+    original = getattr(module, "reshape_and_cache_flash", None)
+    if original is not None:
+        yield Patch(module, "reshape_and_cache_flash", partial(_store, original))
 
 
 def attends_short(impl: FlashAttentionImpl, seq_len: int) -> bool:
@@ -154,6 +170,28 @@ def _of_any_length(impl: FlashAttentionImpl) -> _Attend:
     return attend
 
 
+def _store(
+    original: Callable[..., None],
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    from vllm_poc.kernels import cache  # noqa: PLC0415 - needs Triton
+
+    tensors, head_dim = (key, value, key_cache, value_cache), key.shape[-1]
+    whole = len(key) == len(slots) and key.shape == value.shape and head_dim & (head_dim - 1) == 0
+    whole = whole and all(tensor.stride(-1) == 1 for tensor in tensors) and key_cache.ndim == _CACHE_AXES
+    if whole and dtype in _ROUNDED and k_scale.numel() == v_scale.numel() == 1:
+        cache.store(*tensors, slots, k_scale, v_scale)
+    else:
+        original(*tensors, slots, dtype, k_scale, v_scale)
+
+
 def _is_causal(layer: Attention) -> bool:
     return type(layer.impl).__name__ == "FlashAttentionImpl" and layer.impl.attn_type == AttentionType.DECODER
 
@@ -163,4 +201,4 @@ def _is_unchanged(layer: Attention) -> bool:
 
 
 def _is_rounded(layer: Attention) -> bool:
-    return layer.impl.kv_cache_dtype in {"fp8", "fp8_e4m3"} and layer._k_scale.numel() == layer._v_scale.numel() == 1
+    return layer.impl.kv_cache_dtype in _ROUNDED and layer._k_scale.numel() == layer._v_scale.numel() == 1

@@ -16,6 +16,7 @@ from vllm_poc.kernels import layers as kernels
 from vllm_poc.worker.fusion.attention import (
     CachedPlans,
     attention_layers,
+    cache_patches,
     needs_no_cache,
     prefill_patches,
     prefill_plan,
@@ -59,8 +60,7 @@ class FusedPass:
         norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
         others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
         patches = [*operation_patches(self._operations, norms), *quantisation_patches()]
-        if not self.needs_cache:
-            patches += prefill_patches(self._attention, shape.seq_len)
+        patches += cache_patches() if self.needs_cache else prefill_patches(self._attention, shape.seq_len)
         # vLLM's is locked, and too small for larger batches than chat's.
         patches.append(Patch(workspace, "_manager", self._workspace))
         last = last_tokens_only(self._runner.layers[-1], shape)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 
+from vllm_poc.kernels import joint_norm
 from vllm_poc.kernels import layers as kernels
 from vllm_poc.kernels.router import exact_product
 from vllm_poc.worker.fusion.patches import Patch
@@ -62,6 +64,8 @@ def operation_patches(modules: Sequence[nn.Module], reflected: Mapping[nn.Module
             yield Patch(module, "_forward_method", kernels.gated)
         elif type(module) in _NORMED_ATTENTION and _rotates_whole_heads(module):
             yield Patch(module, "forward", partial(_attention, module))
+        elif type(module).__name__ == "MiniMaxM2Attention" and _rotates_normed_heads(module):
+            yield Patch(module, "forward", partial(_joint_attention, module))
         elif is_exact_router(module):
             yield Patch(module, "forward", partial(_routed, module, module.forward))
         elif isinstance(module, CustomOp) and type(module).forward_cuda is not CustomOp.forward_cuda:
@@ -103,6 +107,38 @@ def _attention(module: NormedAttention, positions: Tensor, hidden_states: Tensor
         module.q_norm.weight,
         module.k_norm.weight,
         q_heads=module.num_heads,
+        epsilon=module.q_norm.variance_epsilon,
+    )
+    output: Tensor
+    output, _ = module.o_proj(module.attn(*qkv.split([module.q_size, module.kv_size, module.kv_size], dim=-1)))
+    return output
+
+
+def _rotates_normed_heads(module: nn.Module) -> bool:
+    """Whether one norm has all heads of queries and one those of keys, and the first columns of each are rotated."""
+    rotary, norms = module.rotary_emb, (module.q_norm, module.k_norm)
+    joint = all(type(norm).__name__ == "MiniMaxText01RMSNormTP" for norm in norms)
+    rest = module.head_dim - rotary.rotary_dim
+    powers = rest & (rest - 1) == 0 and rotary.rotary_dim & (rotary.rotary_dim - 1) == 0
+    same = module.q_norm.variance_epsilon == module.k_norm.variance_epsilon
+    return joint and powers and same and type(rotary) is RotaryEmbedding and bool(rotary.is_neox_style)
+
+
+def _joint_attention(module: nn.Module, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    qkv, _ = module.qkv_proj(hidden_states)
+    ranks = module.q_norm.tp_world
+    means = joint_norm.mean_squares(qkv, q_size=module.q_size, kv_size=module.kv_size)
+    if ranks > 1:  # a flat tensor, since vLLM has ways for matrices that are for 16 bits alone
+        means = tensor_model_parallel_all_reduce(means.flatten()).view_as(means)
+    joint_norm.norm_and_rotate(
+        qkv,
+        means,
+        positions,
+        module.rotary_emb.cos_sin_cache,
+        module.q_norm.weight,
+        module.k_norm.weight,
+        ranks=ranks,
+        head_dim=module.head_dim,
         epsilon=module.q_norm.variance_epsilon,
     )
     output: Tensor
