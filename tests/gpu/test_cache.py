@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the worker environment")
 flash_attn = pytest.importorskip("vllm.v1.attention.backends.flash_attn", reason="needs the worker environment")
 
+from torch import dtype as DType  # noqa: E402, N812
+
 from vllm_poc.worker.fusion.attention import cache_patches  # noqa: E402
 from vllm_poc.worker.fusion.patches import patched  # noqa: E402
 
@@ -32,7 +34,7 @@ def caches(layout: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("layout", ["keys, then values", "keys beside values"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 2.9)])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_bits(layout: str, scales: tuple[float, float], kind: torch.dtype) -> None:
+def test_bits(layout: str, scales: tuple[float, float], kind: DType) -> None:
     magnitude = 2.0 ** torch.randint(-14, 12, (TOKENS, 1), device="cuda")
     qkv = (torch.randn(TOKENS, 6 * HEADS * HEAD_DIM, device="cuda") * magnitude).to(kind)
     qkv[7, -5:] = torch.tensor([torch.nan, torch.inf, -torch.inf, 448.0, -1e4])

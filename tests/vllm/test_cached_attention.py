@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
-FACTS = {"max_model_len": 4096, "max_batch_tokens": 8192, "max_batch_nonces": 256}
+FACTS: Any = {"max_model_len": 4096, "max_batch_tokens": 8192, "max_batch_nonces": 256}
 ONE, PER_HEAD = torch.ones(1), torch.ones(8)
 
 
@@ -48,7 +48,8 @@ def test_a_plan_is_made_once_for_a_shape_and_kept_as_long_as_graphs_are() -> Non
     from vllm_poc.worker.fusion.attention import CachedPlans  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.internals import BatchShape  # noqa: PLC0415
 
-    plans = CachedPlans(SimpleNamespace(plan=lambda shape: [shape]))
+    runner: Any = SimpleNamespace(plan=lambda shape: [shape])
+    plans: Any = CachedPlans(runner)
     first, *others = (BatchShape(nonces, 64) for nonces in range(1, MOST_PREPARED + 2))
     made = plans[first]
     for shape in others[:-1]:
