@@ -51,7 +51,8 @@ def _owned(root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in files if MARK in path.read_text()[:200])
 
 
-def _write(root: Path = ROOT) -> None:
+def write(root: Path = ROOT) -> None:
+    """Write the generated files, and remove those that are left over."""
     wanted = files()
     for path in _owned(root):
         if path not in wanted:
@@ -66,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the CRDs, the chart's copies and the reference pages.")
     parser.add_argument("--verify", action="store_true", help="write nothing; fail if a file differs")
     if not parser.parse_args().verify:
-        _write()
+        write()
         return
     found = differences()
     if found:

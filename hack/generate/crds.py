@@ -146,8 +146,8 @@ def _with_short_default(schema: Schema) -> Schema:
 
 
 def _ordered(schema: Schema) -> Schema:
-    first = {key: schema[key] for key in _ORDER if key in schema}
-    last = {key: schema[key] for key in ("properties", "items", "additionalProperties") if key in schema}
+    first: Schema = {key: schema[key] for key in _ORDER if key in schema}
+    last: Schema = {key: schema[key] for key in ("properties", "items", "additionalProperties") if key in schema}
     return {**first, **{key: value for key, value in schema.items() if key not in {*first, *last}}, **last}
 
 
