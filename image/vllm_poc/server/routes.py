@@ -23,6 +23,7 @@ _MEANINGS = {
     404: "Unknown or expired",
     409: "Another round runs, or the server's model or protocol is another one",
     413: "The body is too large",
+    415: "The body is no JSON, as its Content-Type says",
     422: "A field is wrong; `errors` names it",
     429: "Too many nonces are queued",
     503: "The engine is not ready or fails, or the result was not done in time",
