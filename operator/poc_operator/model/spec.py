@@ -12,7 +12,7 @@ from pydantic import Field
 
 from poc_operator.model.base import ApiModel, Decimal
 from poc_operator.model.checks import CalibrationSpec, CrossCheckSpec, FraudSpec, ProofsSpec
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 
 class Mode(StrEnum):
