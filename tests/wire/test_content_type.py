@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.fuzz import PROOF
 from tests.support.pod import DISTANCE, SLOT, Pod
-from vllm_poc.wire.base import API_PREFIX
-from vllm_poc.wire.responses import ErrorResponse
+from vllm_poc.wire.messages import API_PREFIX, ErrorResponse
 
 START = DISTANCE | SLOT | {"round_id": "r"}
 #: A body for each route that takes one, and the call before which it would not be accepted.

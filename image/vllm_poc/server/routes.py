@@ -10,12 +10,25 @@ from vllm_poc.server.disconnect import while_connected
 from vllm_poc.server.errors import install_handlers
 from vllm_poc.server.service import PocService
 from vllm_poc.server.versions import vllm_version
-from vllm_poc.wire.base import API_PREFIX, PowState
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
-from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest, InitRequest
-from vllm_poc.wire.responses import CommandResponse, ErrorResponse, StatusResponse, VersionsResponse
-from vllm_poc.wire.results import GeneratedResponse, JobResponse, ValidatedResponse
+from vllm_poc.wire.generate import (
+    GeneratedResponse,
+    GenerateRequest,
+    JobResponse,
+    ProofBatch,
+    ProofVerdict,
+    ValidatedResponse,
+)
+from vllm_poc.wire.messages import (
+    API_PREFIX,
+    CommandResponse,
+    ErrorResponse,
+    ExtendRequest,
+    InitGenerateRequest,
+    InitRequest,
+    PowState,
+    StatusResponse,
+    VersionsResponse,
+)
 
 _MEANINGS = {
     400: "No round is configured, or the artifacts are not those of the nonces",

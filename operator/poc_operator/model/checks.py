@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pydantic import TypeAdapter, ValidationError
 
 from poc_operator.model.base import ApiModel, Decimal
-from vllm_poc.wire.base import Nonce, Protocol
+from vllm_poc.wire.messages import Nonce, Protocol
 
 
 class Proof(ApiModel):
@@ -41,7 +41,7 @@ class ProofsSpec(ApiModel):
 
 
 class FraudSpec(ApiModel):
-    """When proofs count as fraud; `vllm_poc.wire.fraud` has the test."""
+    """When proofs count as fraud; `vllm_poc.wire.stat_test` has the test."""
 
     dist_threshold: Decimal = "0.02"
     p_mismatch: Decimal = "0.001"

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from poc_operator.model.base import ApiModel, Decimal
 from poc_operator.model.checks import CalibrationSpec, CrossCheckSpec, FraudSpec, ProofsSpec
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 #: Slots that one round may have here. A plan of so many takes a tenth of a second, a status of them fits into etcd.
 MAX_SLOTS = 10_000

@@ -15,8 +15,7 @@ from poc_operator.plan.reissue import lose
 from poc_operator.plan.snapshot import Loss, RoundEvent, Snapshot, Step
 from poc_operator.plan.stalls import silent_for_long, stall, stalled_for_long
 from poc_operator.plan.strays import is_of_slot
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.responses import StatusResponse
+from vllm_poc.wire.messages import PowState, StatusResponse
 
 _COMPUTING = (PowState.GENERATING, PowState.VALIDATING)
 

@@ -16,8 +16,8 @@ from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, RoundStatus, Share
 from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
 from vllm_poc.wire.partition import NonceSlot
-from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from datetime import datetime
 
 from poc_operator.model.conditions import Condition, ConditionType, Reason
 from poc_operator.plan.snapshot import RoundEvent
-from vllm_poc.wire.base import MAX_TEXT
+from vllm_poc.wire.messages import MAX_TEXT
 
 _REMEDY = (
     "the round stands still and is tried again, less and less often: look at the operator's log, or delete the round"

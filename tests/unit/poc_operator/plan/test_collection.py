@@ -15,7 +15,7 @@ from poc_operator.plan.collection import PATIENCE
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import StartPod, Step
 from tests.unit.poc_operator.build import CALLBACK, NOW, a_pod, a_round, a_slot, a_status, has, look, says
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 GENERATING, IDLE, STOPPED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED
 RUNNING = a_slot(next=12, delivered=8, valid=3)

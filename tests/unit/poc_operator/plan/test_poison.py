@@ -13,7 +13,7 @@ from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotS
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import StartPod
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.partition import MAX_NONCE
 
 CAPACITY = MAX_NONCE // 2 + 1  # of each of two slots
