@@ -10,7 +10,7 @@ from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Int32
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, SampleRetry, WorkSpec
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 
 class CalibrationSpec(WorkSpec):

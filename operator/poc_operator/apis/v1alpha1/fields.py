@@ -6,8 +6,8 @@ from typing import Annotated
 from pydantic import Field
 
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32
+from vllm_poc.wire.messages import DEFAULT_K_DIM
 from vllm_poc.wire.partition import MAX_NONCE
-from vllm_poc.wire.requests import DEFAULT_K_DIM
 
 #: Longest period that a spec may name, in seconds: a year.
 MAX_SECONDS = 31_536_000

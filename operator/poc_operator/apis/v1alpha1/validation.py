@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, ListMap, Rule
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec, SampleRetry
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 #: So many mismatching nonces are named in the status.
 MAX_NAMED_MISMATCHES = 100

@@ -21,8 +21,7 @@ from poc_operator.apis.v1alpha1.schema import (
     aliases,
     cel_text,
 )
-from vllm_poc.wire.base import Protocol
-from vllm_poc.wire.requests import DEFAULT_BATCH_SIZE
+from vllm_poc.wire.messages import DEFAULT_BATCH_SIZE, Protocol
 
 
 class ConcurrencyPolicy(StrEnum):

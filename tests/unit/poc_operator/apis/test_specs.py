@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import RoundSpec
 from poc_operator.apis.v1alpha1.validation import Proof, ValidationSpec
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 COMMON: dict[str, Any] = {
     "blockHash": "ab" * 32,
