@@ -28,7 +28,7 @@ from poc_operator.model import names
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.podapi.client import PodClient
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 
 class Network:
