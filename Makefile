@@ -8,7 +8,8 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 # The theme's banner about its successor is no news: docs/develop/decisions has a page on it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs
-MIKE := NO_MKDOCS_2_WARNING=1 .venv/bin/mike
+# mike looks for mkdocs on the PATH.
+MIKE := PATH="$(CURDIR)/.venv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mike
 
 .PHONY: help
 help: ## Show this help

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The site builds without a warning, every link holds, and pages of one kind have one form."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -53,6 +54,34 @@ def test_the_build_finds(fault: str, copy: Path) -> None:
             index.write(f"\n[there]({target})\n")
     done = _build(copy / "mkdocs.yml", copy / "site")
     assert done.returncode != 0
+
+
+def test_a_version_of_the_site_is_added(copy: Path) -> None:
+    shutil.copy2(ROOT / "Makefile", copy)
+    (copy / ".venv").symlink_to(ROOT / ".venv")
+    (copy / "locks").mkdir()
+    shutil.copy2(ROOT / ".venv" / ".lock", copy / "locks" / "dev.txt")
+    identity = {f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    first = ["git", "commit", "--quiet", "--allow-empty", "--message", "First"]
+    for command in (
+        ["git", "init", "--quiet"],
+        first,
+        ["make", "--old-file=.venv/.lock", "docs-version", "VERSION=0.1"],
+    ):
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env={**os.environ, **identity},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    names = subprocess.run(
+        ["git", "ls-tree", "--name-only", "gh-pages"], cwd=copy, capture_output=True, text=True, check=True
+    )
+    assert {"0.1", "latest", "versions.json", "index.html"} <= set(names.stdout.split())
 
 
 def test_links_of_pages_outside_of_the_site_hold() -> None:
