@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals, and how every error becomes a `vllm_poc.wire.responses.ErrorResponse`."""
+"""Refusals, and how every error becomes a `vllm_poc.wire.messages.ErrorResponse`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from poc_gateway.store.errors import DatabaseError, DatabaseFull
-from poc_operator.store.errors import StoreUnavailable
-from vllm_poc.wire.base import MAX_TEXT
-from vllm_poc.wire.responses import ErrorResponse, FieldError
+from poc_operator.clients.errors import StoreUnavailable
+from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse, FieldError
 
 _log = logging.getLogger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
@@ -28,6 +27,7 @@ _MEANINGS = {
     406: "None of our formats is accepted",
     409: "Something else runs",
     413: "The body is too large",
+    415: "The body is not JSON, by its Content-Type",
     422: "A parameter or a field is wrong; `errors` names it",
     429: "Too much is asked for at once",
     501: "A cluster does not have this",
@@ -70,7 +70,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """
     return {
         status: {"model": ErrorResponse, "description": _MEANINGS[status]}
-        for status in sorted({400, 413, 429, *statuses})
+        for status in sorted({400, 413, 415, 429, *statuses})
     }
 
 

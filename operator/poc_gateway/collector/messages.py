@@ -12,8 +12,8 @@ from poc_gateway.errors import Refusal
 from poc_gateway.rounds.registry import KnownRound
 from poc_gateway.rounds.terms import RoundTerms
 from vllm_poc.wire.artifacts import vector_bytes
-from vllm_poc.wire.base import Protocol
 from vllm_poc.wire.callbacks import Callback
+from vllm_poc.wire.messages import Protocol
 
 Value = bytes | float
 

@@ -14,8 +14,8 @@ from pydantic_core import from_json
 
 from poc_gateway.errors import Refusal, invalid
 from vllm_poc.wire.artifacts import Artifact
-from vllm_poc.wire.base import Nonce
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
+from vllm_poc.wire.messages import Nonce
 
 #: Values of one message: four lists of 100 000, the nonces that one request may name, with room to spare.
 MOST_VALUES = 500_000

@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 from poc_gateway.errors import Refusal
 from poc_gateway.settings import Settings
-from vllm_poc.wire.requests import CallbackRequest
-from vllm_poc.wire.responses import FieldError
+from vllm_poc.wire.messages import CallbackRequest, FieldError
 
 #: With every 503: when to ask again.
 RETRY_AFTER = {"Retry-After": "5"}

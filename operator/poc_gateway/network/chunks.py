@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_poc.wire.artifacts import decode_vector
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
 #: Most batches and most nonces of a chunk: a large model computes a few nonces per second, and what a pod that fails
 #: had begun is computed again.

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, exists, select
 
 from poc_gateway.store import schema
 from poc_gateway.texts import one_line
-from vllm_poc.wire.results import JobState
+from vllm_poc.wire.generate import JobState
 
 #: Seconds that a result is kept.
 KEEP_SECONDS = 300

@@ -22,8 +22,7 @@ from poc_gateway.network.work import Work
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.errors import DatabaseError
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.results import JobResponse, JobState
+from vllm_poc.wire.generate import GenerateRequest, JobResponse, JobState
 
 _log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from poc_gateway.network.messages import (
     UpRequest,
 )
 from poc_gateway.network.service import Network, fan_out, pod_command, stopped
-from vllm_poc.wire.base import API_PREFIX, PowState
-from vllm_poc.wire.results import GeneratedResponse, JobResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, JobResponse, ValidatedResponse
+from vllm_poc.wire.messages import API_PREFIX, PowState
 
 NODE_PREFIX = "/api/v1/inference/pow"
 

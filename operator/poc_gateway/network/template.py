@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from poc_operator.model.spec import Selector
-from vllm_poc.wire.requests import InitGenerateRequest
+from vllm_poc.wire.messages import InitGenerateRequest
 
 _OF_THE_REQUEST = {"blockHash", "blockHeight", "publicKey", "rTarget", "artifact", "callbackURL", "mode"}
 

@@ -6,8 +6,8 @@ from base64 import b64encode
 from poc_gateway.outbox.ledger import Part
 from poc_gateway.rounds.terms import RoundTerms
 from vllm_poc.wire.artifacts import Artifact, Encoding
-from vllm_poc.wire.base import Protocol
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances
+from vllm_poc.wire.messages import Protocol
 
 
 def generated(terms: RoundTerms, part: Part) -> str:

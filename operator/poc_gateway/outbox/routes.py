@@ -16,7 +16,7 @@ from poc_gateway.outbox.outbox import Outbox
 from poc_gateway.rounds.lookup import newest
 from poc_gateway.rounds.registry import KnownRound
 from poc_gateway.store.database import Database
-from vllm_poc.wire.base import Nonce
+from vllm_poc.wire.messages import Nonce
 
 _ROUND = "/rounds/{namespace}/{name}"
 #: Most nonces of one replay: each is a parameter of one statement.

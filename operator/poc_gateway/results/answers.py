@@ -5,7 +5,7 @@ from datetime import datetime
 
 from pydantic import BaseModel
 
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 
 class RoundEntry(BaseModel):

@@ -20,7 +20,7 @@ from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.errors import DatabaseUnavailable
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 #: Artifacts that are read, held in memory and written at once.
 CHUNK_ROWS = 65_536

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from vllm_poc.wire.base import Nonce
+from vllm_poc.wire.messages import Nonce
 
 #: Most entries of one page.
 PAGE_LIMIT = 1_000

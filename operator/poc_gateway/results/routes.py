@@ -23,8 +23,7 @@ from poc_gateway.rounds.lookup import newest
 from poc_gateway.rounds.registry import KnownRound, load
 from poc_gateway.store.database import Database
 from poc_operator.model.checks import Proof
-from vllm_poc.wire.base import Protocol
-from vllm_poc.wire.responses import FieldError
+from vllm_poc.wire.messages import FieldError, Protocol
 
 
 class Results:

@@ -17,7 +17,7 @@ from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_operator.model.round import Round
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 #: Reads a PoCRound by namespace and name; None if there is none. Raises StoreUnavailable.
 ReadRound = Callable[[str, str], Awaitable[Round | None]]

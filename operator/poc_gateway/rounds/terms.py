@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from poc_operator.model.round import Round
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.partition import NonceSlot
 
 

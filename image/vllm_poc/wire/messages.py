@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages about the round of a pod: the requests that start its phases, the status, the other answers and errors.
+
+One body serves both protocols. ``r_target`` selects the distance protocol, ``params`` the artifact
+protocol, and exactly one of them must be there. Fields after "ours" are additions to the protocol,
+which its clients may leave out and ignore.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, AnyHttpUrl, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from vllm_poc.wire.partition import MAX_NONCE, NonceSlot, refuse_ids_beyond_counts
+
+#: Every PoC route of a pod starts with this path.
+API_PREFIX = "/api/v1/pow"
+
+
+def _refuse_bool(value: object) -> object:
+    # JSON true would silently become the nonce 1.
+    if isinstance(value, bool):
+        raise ValueError("must be an integer, not a boolean")
+    return value
+
+
+#: A nonce as receivers store it: a signed 32-bit integer that is not negative.
+Nonce = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=MAX_NONCE)]
+
+#: Longest text for people that one side stores of the other's.
+MAX_TEXT = 500
+
+#: Text for people, cut where it is longer: a status with a thousand of them must still fit.
+ShortText = Annotated[str, AfterValidator(lambda text: text[:MAX_TEXT])]
+#: Index of a slot's nonce, or a count of them.
+Index = Annotated[int, Field(ge=0, le=2**31)]
+#: Seconds, or a rate; large enough for any, small enough to add up.
+Quantity = Annotated[float, Field(ge=0, le=1e12)]
+
+
+class Protocol(StrEnum):
+    """What a round delivers per nonce."""
+
+    DISTANCE = "distance"
+    ARTIFACT = "artifact"
+
+
+class PowState(StrEnum):
+    """State of the PoC server in a pod."""
+
+    IDLE = "IDLE"
+    GENERATING = "GENERATING"
+    VALIDATING = "VALIDATING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+class WireMessage(BaseModel):
+    """Base of the messages. Unknown keys are ignored, as clients of the protocol rely on."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+#: Sequence length of the distance protocol where the request names none.
+DEFAULT_DISTANCE_SEQ_LEN = 256
+#: Batch size where the request names none.
+DEFAULT_BATCH_SIZE = 32
+#: Length of an artifact where the request names none.
+DEFAULT_K_DIM = 12
+#: Value of ``node_id`` and ``node_count`` that were not told.
+UNKNOWN = -1
+#: Probability that an honest prover's distance falls on the other side of ``r_target``.
+DEFAULT_P_FLIP = 5e-4
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+#: Chains count blocks in int64.
+MAX_BLOCK_HEIGHT = 2**63 - 1
+
+
+class ArtifactParams(WireMessage):
+    """``params`` of the artifact protocol. Unknown keys are refused, as the protocol says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1)
+    seq_len: int = Field(ge=1)
+    k_dim: int = Field(default=DEFAULT_K_DIM, ge=1)
+
+
+class RoundRequest(WireMessage):
+    """What all requests say about the round."""
+
+    block_hash: str = Field(min_length=1, max_length=256)
+    block_height: int = Field(ge=0, le=MAX_BLOCK_HEIGHT)
+    public_key: str = Field(min_length=1, max_length=1024)
+    batch_size: int = Field(default=DEFAULT_BATCH_SIZE, ge=1, le=65_536)
+    # Artifact protocol.
+    params: ArtifactParams | None = None
+    poc_stronger_rng: bool = False
+    # Distance protocol.
+    r_target: float | None = Field(default=None, gt=0, le=2)
+    seq_len: int | None = Field(default=None, ge=1)
+    use_layer_hooks: bool = False
+    use_sign_flips: bool | None = None
+    # Ours, optional: the id that makes a repeated request harmless.
+    round_id: str | None = Field(default=None, min_length=1, max_length=253)
+
+    @model_validator(mode="after")
+    def _exactly_one_protocol(self) -> Self:
+        if (self.r_target is None) == (self.params is None):
+            raise ValueError("set either r_target (distance protocol) or params (artifact protocol), not both")
+        if self.params is not None and self.seq_len is not None:
+            raise ValueError("seq_len belongs into params in the artifact protocol")
+        return self
+
+    @property
+    def protocol(self) -> Protocol:
+        """Which of the two protocols the request is of."""
+        return Protocol.ARTIFACT if self.params is not None else Protocol.DISTANCE
+
+    @property
+    def effective_seq_len(self) -> int:
+        """Tokens per nonce."""
+        if self.params is not None:
+            return self.params.seq_len
+        return self.seq_len or DEFAULT_DISTANCE_SEQ_LEN
+
+    @property
+    def layer_hooks(self) -> bool:
+        """Whether every decoder layer's output is reflected: always in the artifact protocol."""
+        return self.protocol is Protocol.ARTIFACT or self.use_layer_hooks
+
+    @property
+    def sign_flips(self) -> bool:
+        """Whether the last hidden state gets random signs: the distance protocol's alternative to hooks."""
+        if self.protocol is Protocol.ARTIFACT:
+            return False
+        return not self.use_layer_hooks if self.use_sign_flips is None else self.use_sign_flips
+
+
+class CallbackRequest(RoundRequest):
+    """A request whose results go to a callback address."""
+
+    # Callback base: `url` in the artifact protocol, `callback_url` in the distance protocol.
+    url: AnyHttpUrl | None = None
+    callback_url: AnyHttpUrl | None = None
+
+    @model_validator(mode="after")
+    def _one_url(self) -> Self:
+        if self.url is not None and self.callback_url is not None:
+            raise ValueError("set url or callback_url, not both")
+        return self
+
+    @property
+    def receiver(self) -> str | None:
+        """Callback base URL without a trailing slash, or None."""
+        url = self.url or self.callback_url
+        return str(url).rstrip("/") if url is not None else None
+
+
+class SlotRequest(CallbackRequest):
+    """A round on this server: its slot, and the test for what others claim to have computed."""
+
+    node_id: int = Field(default=UNKNOWN, ge=UNKNOWN)
+    node_count: int = Field(default=UNKNOWN, ge=UNKNOWN)
+    group_id: int = Field(default=0, ge=0)
+    n_groups: int = Field(default=1, ge=1)
+    # Distance protocol: a p-value strictly below the threshold is fraud.
+    fraud_threshold: Probability = 0.01
+    # Ours, optional.
+    p_mismatch: Probability = DEFAULT_P_FLIP
+    # Ours, optional: resume at this index of the slot.
+    start_index: int = Field(default=0, ge=0)
+    # Ours, optional: compute no index from this one on, until POST extend moves it.
+    end_index: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _slot_is_valid(self) -> Self:
+        if not self.has_slot:
+            return self
+        refuse_ids_beyond_counts(self.node_id, self.node_count, self.group_id, self.n_groups)
+        if self.start_index >= self.slot.capacity:
+            raise ValueError(f"start_index {self.start_index} lies beyond the int32 range of the slot")
+        if self.end_index is not None and self.end_index < self.start_index:
+            raise ValueError(f"end_index {self.end_index} must not lie before start_index {self.start_index}")
+        return self
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether the request says which nonces are to be computed."""
+        return self.node_id != UNKNOWN and self.node_count > 0
+
+    @property
+    def slot(self) -> NonceSlot:
+        """The residue class to compute. ValueError if the request names none."""
+        return NonceSlot.model_validate(self, from_attributes=True)
+
+    def same_work(self, other: "SlotRequest") -> bool:
+        """Whether both ask for the same slot of the same round; where they resume and pause may differ."""
+        skip: Any = {"start_index", "end_index"}
+        return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
+
+
+class InitGenerateRequest(SlotRequest):
+    """Start to compute the nonces of one slot until stopped."""
+
+    node_id: int = Field(ge=0)
+    node_count: int = Field(ge=1)
+
+
+class InitRequest(SlotRequest):
+    """Tell a distance round whose phases follow. Its slot may be left out if it will only validate."""
+
+    @model_validator(mode="after")
+    def _distance_protocol(self) -> Self:
+        if self.protocol is not Protocol.DISTANCE:
+            raise ValueError(
+                "init and init/validate are of the distance protocol and need r_target; "
+                "artifacts are validated by POST generate with validation"
+            )
+        return self
+
+
+class ExtendRequest(WireMessage):
+    """Body of ``POST extend``: let the round compute on, up to another index of its slot."""
+
+    round_id: str = Field(min_length=1, max_length=253)
+    end_index: int = Field(ge=0)
+
+
+SessionId = Annotated[str, Field(max_length=256)]
+
+
+class RoundConfig(WireMessage):
+    """The round that runs, as it was requested."""
+
+    block_hash: str
+    block_height: int
+    public_key: str
+    node_id: int
+    node_count: int
+    group_id: int
+    n_groups: int
+    seq_len: int
+    k_dim: int | None = None
+    # Ours.
+    protocol: Protocol
+    model: str | None = None
+    batch_size: int
+    url: str | None = None
+    poc_stronger_rng: bool = False
+    use_layer_hooks: bool = False
+    use_sign_flips: bool = False
+
+
+class RoundStats(WireMessage):
+    """Progress in the artifact protocol's words."""
+
+    total_processed: Index = 0
+    nonces_per_second: Quantity = 0.0
+
+
+class ModelLimits(WireMessage):
+    """What the served model allows; lets a client say what is wrong before it asks.
+
+    ``scratch_bytes`` is the device memory of PoC's own KV cache on the rank that has most, ``fused`` whether PoC's
+    forward pass is faster than vLLM's own. ``attention`` and ``experts`` are vLLM's names of the kernels that compute
+    these; with others, results differ as those of another GPU do.
+    """
+
+    names: list[ShortText] = Field(default_factory=list)
+    max_seq_len: int = Field(default=0, ge=0)
+    hidden_size: int = Field(default=0, ge=0)
+    scratch_bytes: int = Field(default=0, ge=0)
+    fused: bool = False
+    attention: ShortText = ""
+    experts: ShortText = ""
+
+
+class StatusResponse(WireMessage):
+    """``GET status``, for both protocols.
+
+    Times are seconds, rates are nonces per second. ``next_index`` is the first index of the slot
+    that was not computed yet; ``delivered_index`` the first that the receiver has not accepted
+    yet: a restart from there loses nothing. ``delivered_valid`` and ``delivered_rejected`` count the
+    valid and the rejected nonces from ``start_index`` up to ``delivered_index``. Rejected is a nonce
+    whose result is not finite or whose delivery the receiver refused for good (4xx). At ``end_index`` the
+    round waits to be extended; null if it goes on to the end of its slot.
+
+    ``status`` and ``state`` differ in one case: after a stop the artifact protocol's clients expect
+    IDLE in ``status``, the distance protocol's STOPPED in ``state``. The counters stay readable until
+    the next start. ``valid_nonces`` and ``valid_distances`` hold the newest of a long round only.
+    """
+
+    status: PowState
+    config: RoundConfig | None = None
+    stats: RoundStats | None = None
+    # Distance protocol.
+    state: PowState
+    valid_nonces: list[int] = Field(default_factory=list)
+    valid_distances: list[float] = Field(default_factory=list)
+    total_checked: Index = 0
+    total_valid: Index = 0
+    elapsed_seconds: Quantity = 0.0
+    rate_per_second: Quantity = 0.0
+    r_target: float | None = None
+    # Ours.
+    session_id: SessionId
+    round_id: str | None = None
+    next_index: Index = 0
+    delivered_index: Index = 0
+    start_index: Index = 0
+    end_index: Index | None = None
+    delivered_valid: Index = 0
+    delivered_rejected: Index = 0
+    rejected: Index = 0
+    last_progress_seconds: Quantity | None = None
+    held_back_seconds: Quantity = 0.0
+    # Why the round FAILED, and what the callback receiver last answered while deliveries fail.
+    error: ShortText | None = None
+    delivery_error: ShortText | None = None
+    # Callbacks of queued work and of verdicts: on their way, and rejected or given up since the server's start.
+    callbacks_pending: int = 0
+    callbacks_lost: int = 0
+    model: ModelLimits = Field(default_factory=ModelLimits)
+
+
+class PowStatus(WireMessage):
+    """The state after a call that changed it."""
+
+    status: PowState
+    session_id: SessionId
+    round_id: str | None = None
+    next_index: Index = 0
+    delivered_index: Index = 0
+
+
+class CommandResponse(WireMessage):
+    """Answer to every call that changes the state."""
+
+    status: Literal["OK"] = "OK"
+    pow_status: PowStatus
+
+
+class VersionsResponse(WireMessage):
+    """``GET versions``. Servers without this route abort inference when they validate."""
+
+    vllm_version: str
+    poc_validation_inference: Literal[True] = True
+    # Ours.
+    protocols: list[Protocol] = Field(default_factory=lambda: list(Protocol))
+
+
+class FieldError(WireMessage):
+    """One thing wrong with a request."""
+
+    field: str
+    message: str
+
+
+class ErrorResponse(WireMessage):
+    """Body of every 4xx and 5xx answer. ``detail`` is the sentence for people."""
+
+    detail: ShortText
+    # CamelCase word for programs: RoundConflict, ModelMismatch, SequenceTooLong, InvalidRequest, ...
+    reason: ShortText
+    errors: list[FieldError] = Field(default_factory=list)
+    # With RoundConflict: what runs instead.
+    running: RoundConfig | None = None
+    round_id: str | None = None

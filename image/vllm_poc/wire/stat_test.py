@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The statistical test for fraud: its thresholds, its formula and its outcome.
+
+A nonce mismatches if its received and its recomputed vector lie further apart than a threshold. An honest
+prover mismatches with probability p each time, so the number of mismatches is binomial, and the p-value is
+the probability of at least as many.
+"""
+
+import math
+from collections.abc import Sequence
+
+from pydantic import AliasChoices, Field
+
+from vllm_poc.wire.artifacts import decode_vector
+from vllm_poc.wire.messages import Probability, WireMessage
+
+# Below this share of the sum, later and ever smaller terms no longer change its digits.
+_NEGLIGIBLE = 1e-18
+
+
+class StatTest(WireMessage):
+    """When received artifacts count as fraud."""
+
+    #: L2 distance beyond which two vectors mismatch.
+    dist_threshold: float = Field(default=0.02, ge=0)
+    #: Probability that an honest prover's nonce mismatches.
+    p_mismatch: Probability = 0.001
+    #: A p-value strictly below is fraud. The chain's client calls it ``p_value_threshold``; where both
+    #: are there, ``fraud_threshold`` counts.
+    fraud_threshold: Probability = Field(
+        default=0.01, validation_alias=AliasChoices("fraud_threshold", "p_value_threshold")
+    )
+
+
+class Verdict(WireMessage):
+    """The fraud test's outcome over ``n_total`` nonces, which leaves out those that were not computed.
+
+    ``not_computed`` names these: their result was NaN or infinite on this server.
+    """
+
+    n_total: int
+    n_mismatch: int
+    mismatch_nonces: list[int]
+    p_value: float
+    fraud_detected: bool
+    # Ours.
+    not_computed: list[int]
+
+
+def is_mismatch(computed: Sequence[float], received_b64: str, dist_threshold: float) -> bool:
+    """Whether the received vector lies strictly further than ``dist_threshold`` (L2) from ``computed``.
+
+    A received text that does not decode to as many finite numbers is a mismatch. ``computed`` is
+    the decoded fp16 vector; ValueError if it is not finite, since such a nonce leaves the sample.
+    """
+    if not all(math.isfinite(value) for value in computed):
+        raise ValueError("the recomputed vector is not finite: leave its nonce out of the sample")
+    try:
+        received = decode_vector(received_b64, len(computed))
+    except ValueError:
+        return True
+    return math.dist(computed, received) > dist_threshold
+
+
+def is_distance_mismatch(received: float, computed: float, r_target: float) -> bool:
+    """Whether the claimed or the computed distance of a nonce that was claimed valid is not below ``r_target``."""
+    return max(received, computed) >= r_target
+
+
+def p_value(n_mismatch: int, n_total: int, p_mismatch: float) -> float:
+    """Return P(X >= n_mismatch) for X ~ Binomial(n_total, p_mismatch), to about 9 digits.
+
+    1.0 for an empty sample. ValueError unless 0 <= n_mismatch <= n_total and 0 <= p_mismatch <= 1.
+    """
+    if not 0 <= n_mismatch <= n_total:
+        raise ValueError(f"n_mismatch {n_mismatch} must lie in 0..n_total, which is {n_total}")
+    if not 0 <= p_mismatch <= 1:
+        raise ValueError(f"p_mismatch {p_mismatch} must lie in 0..1")
+    if n_mismatch == 0:
+        return 1.0
+    if p_mismatch in (0.0, 1.0):
+        return p_mismatch
+    log_p, log_q = math.log(p_mismatch), math.log1p(-p_mismatch)
+    if n_mismatch > n_total * p_mismatch:
+        return _tail(n_mismatch, n_total, log_p, log_q)
+    # Below the mean the other tail is the small one: X < k is n - X >= n - k + 1.
+    return 1.0 - _tail(n_total - n_mismatch + 1, n_total, log_q, log_p)
+
+
+def is_fraud(n_mismatch: int, n_total: int, *, p_mismatch: float, fraud_threshold: float) -> bool:
+    """Whether the p-value lies strictly below ``fraud_threshold``. Errors as for `p_value`."""
+    return p_value(n_mismatch, n_total, p_mismatch) < fraud_threshold
+
+
+def _tail(k: int, n: int, log_p: float, log_q: float) -> float:
+    # P(X >= k) for k above the mean: the terms shrink from the first on, each from the one before.
+    odds = math.exp(log_p - log_q)
+    term = math.exp(_log_choose(n, k) + k * log_p + (n - k) * log_q)
+    terms: list[float] = []
+    while term > _NEGLIGIBLE * (terms[0] if terms else 0.0):
+        terms.append(term)
+        term *= (n - k) / (k + 1) * odds
+        k += 1
+    return math.fsum(terms)
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
