@@ -16,7 +16,7 @@ from poc_gateway.network.cluster import LABELS
 from poc_gateway.network.template import RoundTemplate
 from poc_gateway.process import run
 from poc_gateway.settings import Settings
-from poc_gateway.store.errors import DatabaseError
+from poc_gateway.store.engine import DatabaseError
 from poc_operator.store.connection import connect
 from poc_operator.store.requested import RequestedRounds
 from poc_operator.store.rounds import RoundStore

@@ -17,9 +17,9 @@ from poc_gateway.network.service import Network
 from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.outbox import Outbox
 from poc_gateway.results import routes as results
-from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Rounds
 
 
 @dataclass(frozen=True, kw_only=True)

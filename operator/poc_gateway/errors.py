@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from poc_gateway.store.errors import DatabaseError, DatabaseFull
+from poc_gateway.store.engine import DatabaseError, DatabaseFull
 from poc_operator.store.errors import StoreUnavailable
 from vllm_poc.wire.base import MAX_TEXT
 from vllm_poc.wire.responses import ErrorResponse, FieldError

@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from poc_gateway.errors import Refusal, documented
 from poc_gateway.store.database import Database
-from poc_gateway.store.errors import DatabaseError
+from poc_gateway.store.engine import DatabaseError
 
 #: A write that changes nothing may take this long, behind those that wait.
 WRITE_SECONDS = 2.0

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Select, and_, func, select
 
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.room import size_bytes
+from poc_gateway.store.disk_space import size_bytes
 
 _log = logging.getLogger(__name__)
 

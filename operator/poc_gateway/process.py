@@ -17,10 +17,10 @@ from poc_gateway.network.cluster import Cluster
 from poc_gateway.network.service import Network
 from poc_gateway.network.template import RoundTemplate
 from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.rounds.registry import ReadRound, Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import Retention
+from poc_gateway.store.rounds import ReadRound, Rounds
 from poc_operator.podapi.client import PodClient
 
 #: Requests that are under way may take this long to finish at the end.

@@ -6,9 +6,9 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from poc_gateway.rounds.registry import KnownRound, write_down
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import KnownRound, write_down
 from poc_operator.model.round import Round
 from tests.support.deliveries import vector
 

@@ -8,7 +8,7 @@ from collections import deque
 from poc_gateway.collector.messages import Delivery
 from poc_gateway.collector.storing import Outcome, store
 from poc_gateway.store.database import Database
-from poc_gateway.store.errors import DatabaseError, DatabaseUnavailable
+from poc_gateway.store.engine import DatabaseError, DatabaseUnavailable
 
 #: Artifacts of one commit, unless a single delivery has more: so few that the first need not wait long.
 COMMIT_ARTIFACTS = 4_096

@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from poc_gateway.collector.parsing import Fault, Refused, parse_artifacts, parse_distances
 from poc_gateway.errors import Refusal
-from poc_gateway.rounds.registry import KnownRound
-from poc_gateway.rounds.terms import RoundTerms
+from poc_gateway.store.rounds import KnownRound, RoundTerms
 from vllm_poc.wire.artifacts import vector_bytes
 from vllm_poc.wire.base import Protocol
 from vllm_poc.wire.callbacks import Callback

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, RowMapping, select
 
-from poc_gateway.rounds.registry import terms_of
-from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.store import schema
+from poc_gateway.store.rounds import RoundTerms, terms_of
 from poc_operator.model.collected import CollectedRound, CollectedSlot
 
 

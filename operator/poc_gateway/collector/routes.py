@@ -20,10 +20,9 @@ from poc_gateway.collector.parsing import Fault, parse
 from poc_gateway.collector.progress import progress
 from poc_gateway.collector.storing import Outcome
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.rounds.registry import Fits, KnownRound, RoundDeleted, Rounds
-from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Fits, KnownRound, RoundDeleted, Rounds, RoundTerms
 from poc_operator.model.collected import CollectedRound
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 

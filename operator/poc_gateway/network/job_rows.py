@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, exists, select
 
 from poc_gateway.store import schema
-from poc_gateway.texts import one_line
+from poc_gateway.store.schema import one_line
 from vllm_poc.wire.results import JobState
 
 #: Seconds that a result is kept.

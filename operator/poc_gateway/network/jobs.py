@@ -21,7 +21,7 @@ from poc_gateway.network.verdicts import Result, callbacks_of, check_validation,
 from poc_gateway.network.work import Work
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
-from poc_gateway.store.errors import DatabaseError
+from poc_gateway.store.engine import DatabaseError
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.results import JobResponse, JobState
 

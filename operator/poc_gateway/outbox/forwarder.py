@@ -18,9 +18,9 @@ from poc_gateway.outbox.ledger import Part, SlotWork
 from poc_gateway.outbox.posting import Answer, Outcome, Poster
 from poc_gateway.outbox.receiver import Backoff, Circuit
 from poc_gateway.outbox.recording import record
-from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import RoundTerms
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from typing import NamedTuple, Self
 
 from sqlalchemy import Connection, ScalarSelect, Select, bindparam, delete, exists, insert, select, union, update
 
-from poc_gateway.rounds.registry import terms_of
-from poc_gateway.rounds.terms import RoundTerms
+from poc_gateway.store.rounds import RoundTerms, terms_of
 from poc_gateway.store.schema import artifacts, letters, rounds, slots
 
 

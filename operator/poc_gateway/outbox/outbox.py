@@ -14,7 +14,7 @@ from poc_gateway.outbox.posting import Poster
 from poc_gateway.outbox.receiver import Receivers
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
-from poc_gateway.store.errors import DatabaseError
+from poc_gateway.store.engine import DatabaseError
 
 _log = logging.getLogger(__name__)
 

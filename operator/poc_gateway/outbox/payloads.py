@@ -4,7 +4,7 @@
 from base64 import b64encode
 
 from poc_gateway.outbox.ledger import Part
-from poc_gateway.rounds.terms import RoundTerms
+from poc_gateway.store.rounds import RoundTerms
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.base import Protocol
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances

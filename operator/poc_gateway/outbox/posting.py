@@ -16,7 +16,7 @@ from poc_gateway.outbox import metrics
 from poc_gateway.outbox.guard import AddressRefused, Guard
 from poc_gateway.outbox.metrics import FailureKind
 from poc_gateway.settings import Settings
-from poc_gateway.texts import one_line
+from poc_gateway.store.schema import one_line
 from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
 
 #: Most bytes of an answer that are read, and most characters of it that are kept.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sqlalchemy import Connection
 
 from poc_gateway.store.database import Database
-from poc_gateway.store.errors import DatabaseError
+from poc_gateway.store.engine import DatabaseError
 
 _log = logging.getLogger(__name__)
 

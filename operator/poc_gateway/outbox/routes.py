@@ -13,9 +13,8 @@ from poc_gateway.errors import Refusal, documented
 from poc_gateway.outbox import deadletters
 from poc_gateway.outbox.deadletters import Counts, DeadLetter
 from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.rounds.lookup import newest
-from poc_gateway.rounds.registry import KnownRound
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import KnownRound, newest
 from vllm_poc.wire.base import Nonce
 
 _ROUND = "/rounds/{namespace}/{name}"

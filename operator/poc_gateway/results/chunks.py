@@ -15,11 +15,10 @@ import pyarrow.compute as pc
 from sqlalchemy import Connection, select
 
 from poc_gateway.results.parameters import ArtifactsQuery
-from poc_gateway.rounds.registry import KnownRound
-from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.errors import DatabaseUnavailable
+from poc_gateway.store.engine import DatabaseUnavailable
+from poc_gateway.store.rounds import KnownRound, RoundTerms
 from vllm_poc.wire.base import Protocol
 
 #: Artifacts that are read, held in memory and written at once.

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from poc_gateway.errors import Refusal
 from poc_gateway.results.parameters import Format
-from poc_gateway.rounds.terms import RoundTerms
+from poc_gateway.store.rounds import RoundTerms
 
 MEDIA_TYPES = {
     Format.JSONL: "application/x-ndjson",

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, RowMapping, Select, and_, func, select
 
 from poc_gateway.results.answers import Conflict, ConflictPage, RoundEntry, RoundPage, SlotArrivals, SlotEntry
 from poc_gateway.results.parameters import ConflictsQuery, RoundsQuery
-from poc_gateway.rounds.registry import KnownRound
+from poc_gateway.store.rounds import KnownRound
 from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, conflicts, letters, rounds, slots
 
 _COUNTERS = (slots.c.stored, slots.c.duplicates, slots.c.conflicts, slots.c.forwarded)

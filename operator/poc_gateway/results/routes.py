@@ -19,9 +19,8 @@ from poc_gateway.results.formats import MEDIA_TYPES, Writer, accepted, writer
 from poc_gateway.results.parameters import ArtifactsQuery, ConflictsQuery, RoundQuery, RoundsQuery, SampleQuery
 from poc_gateway.results.sampling import draw
 from poc_gateway.results.summary import summarise
-from poc_gateway.rounds.lookup import newest
-from poc_gateway.rounds.registry import KnownRound, load
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_operator.model.checks import Proof
 from vllm_poc.wire.base import Protocol
 from vllm_poc.wire.responses import FieldError

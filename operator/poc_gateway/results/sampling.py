@@ -7,8 +7,8 @@ from random import Random
 from sqlalchemy import Connection, Row, func, select
 
 from poc_gateway.results.chunks import rows_within
-from poc_gateway.rounds.registry import KnownRound
 from poc_gateway.store import schema
+from poc_gateway.store.rounds import KnownRound
 
 #: Vectors of one sample: all of them are held in memory at once, and then as text.
 SAMPLE_BYTES = 8 * 2**20

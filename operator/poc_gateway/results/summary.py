@@ -15,8 +15,8 @@ from poc_gateway.results.answers import Histogram, RoundEntry, SlotArrivals, Sum
 from poc_gateway.results.chunks import chunks
 from poc_gateway.results.parameters import ArtifactsQuery
 from poc_gateway.results.sampling import draw
-from poc_gateway.rounds.registry import KnownRound
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import KnownRound
 
 _BINS = 20
 #: Vectors that are looked at: enough to see what is wrong with them, few enough to be read at once.

@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exi
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.room import give_back, used_bytes
+from poc_gateway.store.disk_space import release_free_pages, used_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Retention:
         if limit:
             running = now - RUNNING_SECONDS * _MS
             await self._delete_while(lambda one: used_bytes(one) > limit, quiet_since=running, letters_since=since)
-        while await self._database.write(give_back):
+        while await self._database.write(release_free_pages):
             pass
 
     async def _delete_while(self, due: Callable[[Connection], bool], *, quiet_since: int, letters_since: int) -> None:

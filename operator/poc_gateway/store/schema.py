@@ -131,3 +131,12 @@ callbacks = Table(
     Column("reason", Text),
     Column("created_at", BigInteger, nullable=False),
 )
+
+
+def one_line(text: str) -> str:
+    """Return the text as one line of printable characters.
+
+    PostgreSQL refuses NUL in a text, and no database takes half a surrogate pair; the log is one line per event.
+    """
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(printable.split())

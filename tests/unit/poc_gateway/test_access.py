@@ -12,9 +12,9 @@ from starlette.types import Message
 from poc_gateway.access import OPEN_PATHS
 from poc_gateway.app import Parts, inside_app, network_app
 from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Rounds
 
 TOKEN = "secret"  # noqa: S105 - a test's
 SETTINGS = {"POC_GATEWAY_TOKEN": TOKEN, "POC_GATEWAY_NETWORK_TOKEN": TOKEN}

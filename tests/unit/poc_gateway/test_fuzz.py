@@ -22,10 +22,10 @@ from poc_gateway.network import dispatch, rounds
 from poc_gateway.network.messages import NetworkGenerate
 from poc_gateway.network.service import Network
 from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Rounds
 from tests.support.gateway_answers import Fuzzing
 from tests.support.gateway_requests import TOKEN, Request, Target, cases, requests
 from tests.support.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets

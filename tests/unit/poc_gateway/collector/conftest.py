@@ -13,9 +13,9 @@ from yarl import URL
 
 from poc_gateway.app import Parts, inside_app
 from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Rounds
 from poc_operator.model.round import Round
 from poc_operator.store.errors import StoreUnavailable
 from tests.support.deliveries import JSON, path

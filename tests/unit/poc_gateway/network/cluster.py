@@ -14,9 +14,9 @@ from poc_gateway.app import Parts, network_app
 from poc_gateway.network.service import Network
 from poc_gateway.network.template import RoundTemplate
 from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Rounds
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState, Totals

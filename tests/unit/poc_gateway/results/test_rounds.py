@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
-from poc_gateway.rounds.lookup import newest
-from poc_gateway.rounds.registry import KnownRound
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import KnownRound, newest
 from tests.support.deliveries import a_round, encoded, vector
 from tests.support.stored import BEGAN, distance, store
 

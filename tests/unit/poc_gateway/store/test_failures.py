@@ -11,8 +11,7 @@ from sqlalchemy import Connection, event, text
 from poc_gateway.health import Health
 from poc_gateway.store import database as database_module
 from poc_gateway.store.database import Database
-from poc_gateway.store.engine import create_engine
-from poc_gateway.store.errors import DatabaseFull, DatabaseUnavailable, translated
+from poc_gateway.store.engine import DatabaseFull, DatabaseUnavailable, create_engine, translated
 from tests.support.held_write import HeldWrite
 
 

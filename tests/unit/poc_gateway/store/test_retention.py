@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select, update
 
-from poc_gateway.rounds.registry import write_down
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
+from poc_gateway.store.disk_space import size_bytes, used_bytes
 from poc_gateway.store.retention import CHUNK_ROWS, Retention, begin, deletable
-from poc_gateway.store.room import size_bytes, used_bytes
+from poc_gateway.store.rounds import write_down
 from tests.support.deliveries import a_round, vector
 
 DAY = 86_400

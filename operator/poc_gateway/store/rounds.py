@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the round that a delivery is for: in memory, in the database, or as a PoCRound.
+"""The rounds that the gateway knows: their terms, the rows of their slots, and how a delivery finds its own.
+
+A delivery's round is looked for in memory, then in the database, then as a PoCRound.
 
 A round is written down when its first delivery arrives. From then on the gateway needs the API server no more:
 results are collected and forwarded even if the PoCRound is deleted meanwhile.
@@ -9,18 +11,69 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Self
 from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection, RowMapping, select
 
-from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_operator.model.round import Round
 from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.partition import NonceSlot
 
 #: Reads a PoCRound by namespace and name; None if there is none. Raises StoreUnavailable.
 ReadRound = Callable[[str, str], Awaitable[Round | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTerms:
+    """A round as its PoCRound describes it. ``receiver`` is where its results are forwarded to, if anywhere."""
+
+    uid: str
+    namespace: str
+    name: str
+    block_hash: str
+    block_height: int
+    public_key: str
+    protocol: Protocol
+    k_dim: int | None
+    r_target: float | None
+    model: str
+    seq_len: int
+    node_count: int
+    n_groups: int
+    receiver: str | None
+
+    @classmethod
+    def of(cls, round_: Round) -> Self:
+        """Read the terms of a round whose slots are fixed."""
+        spec, metadata = round_.spec, round_.metadata
+        return cls(
+            uid=metadata.uid,
+            namespace=metadata.namespace,
+            name=metadata.name,
+            block_hash=spec.block_hash,
+            block_height=spec.block_height,
+            public_key=spec.public_key,
+            protocol=spec.protocol,
+            k_dim=spec.artifact.k_dim if spec.artifact is not None else None,
+            r_target=float(spec.r_target) if spec.r_target is not None else None,
+            model=spec.model.name,
+            seq_len=spec.model.seq_len,
+            node_count=spec.nodes.count,
+            n_groups=round_.status.groups,
+            receiver=spec.callback_url,
+        )
+
+    def slot(self, offset: int) -> NonceSlot:
+        """Return the residue class whose first nonce is ``offset``."""
+        group, node = divmod(offset, self.node_count)
+        return NonceSlot(node_id=node, node_count=self.node_count, group_id=group, n_groups=self.n_groups)
+
+    def offset_of(self, nonce: int) -> int:
+        """Return the first nonce of the slot that ``nonce`` belongs to."""
+        return nonce % (self.node_count * self.n_groups)
 
 
 @dataclass(frozen=True)
@@ -89,6 +142,13 @@ def load(connection: Connection, uid: str) -> KnownRound | None:
     where = schema.slots.c.round_id == row["id"]
     slots = connection.execute(select(schema.slots.c.slot, schema.slots.c.id).where(where))
     return KnownRound(row["id"], terms_of(row), {row.slot: row.id for row in slots})
+
+
+def newest(connection: Connection, namespace: str, name: str) -> KnownRound | None:
+    """Return the newest round of that name; None if none is written down that is not being deleted."""
+    of_name = (schema.rounds.c.namespace == namespace) & (schema.rounds.c.name == name) & schema.ROUND_IS_KEPT
+    uid = connection.scalar(select(schema.rounds.c.uid).where(of_name).order_by(schema.rounds.c.id.desc()).limit(1))
+    return load(connection, uid) if uid is not None else None
 
 
 def write_down(connection: Connection, round_: Round) -> KnownRound:
