@@ -8,14 +8,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway import health
 from poc_gateway.access import Access, Guard, inside_guard, network_guard
-from poc_gateway.collector import routes as collector
 from poc_gateway.errors import install_handlers
+from poc_gateway.ingest import routes as ingest
 from poc_gateway.limits import BodyLimit, Limits
 from poc_gateway.media_type import JsonBodies
 from poc_gateway.network import routes as network_routes
 from poc_gateway.network.service import Network
 from poc_gateway.outbox import routes as outbox_routes
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.results import routes as results
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
@@ -54,7 +54,7 @@ def inside_app(parts: Parts) -> FastAPI:
         parts,
         inside_guard(settings.token),
         BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes),
-        collector.router(database, parts.rounds, stored=parts.outbox.wake),
+        ingest.router(database, parts.rounds, stored=parts.outbox.wake),
         outbox_routes.router(database, parts.outbox),
         results.router(database),
     )

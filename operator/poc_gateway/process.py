@@ -16,7 +16,7 @@ from poc_gateway.metrics import DatabaseGauges
 from poc_gateway.network.cluster import Cluster
 from poc_gateway.network.service import Network
 from poc_gateway.network.template import RoundTemplate
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import Retention

@@ -15,10 +15,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from sqlalchemy import Connection, insert, select, update
 
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
-from poc_gateway.store.schema import artifacts, callbacks, letters, rounds, slots
+from poc_gateway.store.schema import artifacts, callbacks, late_items, rounds, slots
 
 K_DIM = 2
 _uids = itertools.count()
@@ -134,7 +134,7 @@ async def store(database: Database, round_id: int, nonces: Sequence[int], *, dis
             connection.execute(insert(artifacts).values(slot_id=slot_id, nonce=nonce, received_at=0, **result))
             if nonce < last:
                 late = {"slot_id": slot_id, "nonce": nonce, "state": "waiting", "reason": "late", "since": 0}
-                connection.execute(insert(letters).values(late))
+                connection.execute(insert(late_items).values(late))
             counts = {"stored": slots.c.stored + 1, "last_nonce": max(last, nonce)}
             connection.execute(update(slots).where(slots.c.id == slot_id).values(counts))
             row[2] = max(last, nonce)

@@ -10,8 +10,9 @@ from sqlalchemy import Connection, RowMapping, Select, and_, func, select
 
 from poc_gateway.results.answers import Conflict, ConflictPage, RoundEntry, RoundPage, SlotArrivals, SlotEntry
 from poc_gateway.results.parameters import ConflictsQuery, RoundsQuery
-from poc_gateway.store.rounds import KnownRound
-from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, conflicts, letters, rounds, slots
+from poc_gateway.store.rounds import KnownRound, RoundTerms, terms_of
+from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, conflicts, late_items, rounds, slots
+from poc_operator.model.collected import CollectedRound, CollectedSlot
 
 _COUNTERS = (slots.c.stored, slots.c.duplicates, slots.c.conflicts, slots.c.forwarded)
 
@@ -40,6 +41,19 @@ def round_page(connection: Connection, query: RoundsQuery) -> RoundPage:
     return RoundPage(rounds=_entries(connection, page), next=page[-1]["id"] if len(found) > len(page) else None)
 
 
+def progress(connection: Connection, namespace: str, name: str, uid: str | None) -> CollectedRound | None:
+    """Return what is stored of the round, without a ``uid`` of the newest of its name; None if nothing ever was."""
+    named = select(rounds).where(rounds.c.namespace == namespace, rounds.c.name == name, ROUND_IS_KEPT)
+    if uid is not None:
+        named = named.where(rounds.c.uid == uid)
+    row = connection.execute(named.order_by(rounds.c.id.desc()).limit(1)).mappings().first()
+    if row is None:
+        return None
+    query = select(slots).where(slots.c.round_id == row["id"]).order_by(slots.c.slot)
+    terms = terms_of(row)
+    return _collected(terms.uid, [_collected_slot(terms, slot) for slot in connection.execute(query).mappings()])
+
+
 def round_entry(connection: Connection, known: KnownRound) -> RoundEntry:
     """Return a round's terms and sums."""
     found = connection.execute(select(rounds).where(rounds.c.id == known.id)).mappings().all()
@@ -48,7 +62,7 @@ def round_entry(connection: Connection, known: KnownRound) -> RoundEntry:
 
 def slot_entries(connection: Connection, known: KnownRound) -> list[SlotEntry]:
     """Return the slots of a round in their order."""
-    dead = _dead(letters.c.slot_id).where(slots.c.round_id == known.id)
+    dead = _dead(late_items.c.slot_id).where(slots.c.round_id == known.id)
     deaths = _by_key(connection, dead)
     found = connection.execute(select(slots).where(slots.c.round_id == known.id).order_by(slots.c.slot)).mappings()
     return [SlotEntry.model_validate({**row, "dead": deaths.get(row["id"], 0)}) for row in found]
@@ -98,6 +112,30 @@ def conflict_page(connection: Connection, known: KnownRound, query: ConflictsQue
     return ConflictPage(conflicts=entries, next=page[-1]["id"] if len(found) > len(page) else None)
 
 
+def _collected_slot(terms: RoundTerms, row: RowMapping) -> CollectedSlot:
+    last = row["last_nonce"]
+    return CollectedSlot(
+        slot=row["slot"],
+        stored=row["stored"],
+        last_nonce=last,
+        delivered_index=terms.slot(row["slot"]).index(last) + 1 if last >= 0 else 0,
+        duplicates=row["duplicates"],
+        conflicts=row["conflicts"],
+        forwarded=row["forwarded"],
+    )
+
+
+def _collected(uid: str, collected: Sequence[CollectedSlot]) -> CollectedRound:
+    return CollectedRound(
+        uid=uid,
+        stored=sum(slot.stored for slot in collected),
+        duplicates=sum(slot.duplicates for slot in collected),
+        conflicts=sum(slot.conflicts for slot in collected),
+        forwarded=sum(slot.forwarded for slot in collected),
+        slots=list(collected),
+    )
+
+
 def _conflict(row: RowMapping) -> Conflict:
     fields: Mapping[str, Any] = {
         **row,
@@ -132,5 +170,5 @@ def _by_key(connection: Connection, query: Select[int, int]) -> dict[int, int]:
 
 
 def _dead(key: Any) -> Select[int, int]:  # noqa: ANN401 - a column
-    counts = select(key, func.count()).join(slots, slots.c.id == letters.c.slot_id)
-    return counts.where(letters.c.state == "dead").group_by(key)
+    counts = select(key, func.count()).join(slots, slots.c.id == late_items.c.slot_id)
+    return counts.where(late_items.c.state == "dead").group_by(key)

@@ -22,6 +22,7 @@ from poc_gateway.results.summary import summarise
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_operator.model.checks import Proof
+from poc_operator.model.collected import CollectedRound
 from vllm_poc.wire.base import Protocol
 from vllm_poc.wire.responses import FieldError
 
@@ -45,6 +46,13 @@ class Results:
             return RoundDetail(round=queries.round_entry(connection, known), slots=slots)
 
         return await self._database.read(read)
+
+    async def progress(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> CollectedRound:
+        """Tell how much of a round is stored and forwarded; 404 if nothing was delivered yet."""
+        found = await self._database.read(lambda one: queries.progress(one, namespace, name, query.uid))
+        if found is None:
+            raise _unknown(namespace, name, query)
+        return found
 
     async def summary(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> Summary:
         """Tell a round's counts and arrivals, and how its distances or its vectors' norms are spread."""
@@ -112,6 +120,7 @@ def router(database: Database) -> APIRouter:
     of_round = documented(404)
     exports = documented(404, 406) | {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}
     routes.get(one, responses=of_round)(results.round)
+    routes.get(f"{one}/progress", responses=of_round)(results.progress)
     routes.get(f"{one}/summary", responses=of_round)(results.summary)
     routes.get(f"{one}/conflicts", responses=of_round, response_model_exclude_none=True)(results.conflicts)
     routes.get(f"{one}/sample", responses=of_round, response_model_exclude_none=True)(results.sample)
@@ -122,10 +131,14 @@ def router(database: Database) -> APIRouter:
 def _find(connection: Connection, namespace: str, name: str, query: RoundQuery) -> KnownRound:
     known = load(connection, query.uid) if query.uid is not None else newest(connection, namespace, name)
     if known is None or (known.terms.namespace, known.terms.name) != (namespace, name):
-        which = f"{namespace}/{name}" + (f" with uid {query.uid}" if query.uid is not None else "")
-        detail = f"nothing was delivered for a round {which}: GET /rounds lists those that are stored"
-        raise Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
+        raise _unknown(namespace, name, query)
     return known
+
+
+def _unknown(namespace: str, name: str, query: RoundQuery) -> Refusal:
+    which = f"{namespace}/{name}" + (f" with uid {query.uid}" if query.uid is not None else "")
+    detail = f"nothing was delivered for a round {which}: GET /rounds lists those that are stored"
+    return Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
 
 
 def _refuse_foreign_filters(known: KnownRound, query: ArtifactsQuery) -> None:

@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from poc_gateway.access import OPEN_PATHS
 from poc_gateway.app import Parts, inside_app, network_app
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds

@@ -21,7 +21,7 @@ from poc_gateway.app import Parts, inside_app, network_app
 from poc_gateway.network import dispatch, rounds
 from poc_gateway.network.messages import NetworkGenerate
 from poc_gateway.network.service import Network
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from poc_gateway.app import Parts, inside_app
 from poc_gateway.media_type import is_json
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
 from tests.support.deliveries import ROUND, artifacts

@@ -13,7 +13,7 @@ import httpx
 from poc_gateway.app import Parts, network_app
 from poc_gateway.network.service import Network
 from poc_gateway.network.template import RoundTemplate
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds

@@ -80,8 +80,8 @@ async def test_rounds_are_filtered(
 
 async def test_a_round_has_its_terms_sums_and_slots(database: Database, client: AsyncClient) -> None:
     known = await store(database, a_round(nodes=2), range(5))
-    await insert(database, schema.letters, slot_id=known.slots[1], nonce=1, state="dead", reason="HTTP 400", since=1)
-    await insert(database, schema.letters, slot_id=known.slots[1], nonce=3, state="waiting", reason="late", since=1)
+    await insert(database, schema.late_items, slot_id=known.slots[1], nonce=1, state="dead", reason="HTTP 400", since=1)
+    await insert(database, schema.late_items, slot_id=known.slots[1], nonce=3, state="waiting", reason="late", since=1)
     body = (await client.get(ROUND)).json()
     entry, slots = body["round"], body["slots"]
     assert (entry["block_hash"], entry["public_key"], entry["protocol"], entry["model"]) == (

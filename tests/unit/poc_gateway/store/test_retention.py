@@ -45,7 +45,7 @@ async def add(database: Database, uid: str, *, days: float, count: int = 3, **ch
 async def letter(database: Database, slot: int, nonce: int, *, state: str, days: float) -> None:
     since = now_ms() - int(days * DAY * 1000)
     values = {"slot_id": slot, "nonce": nonce, "state": state, "reason": "HTTP 400", "since": since}
-    await database.write(lambda one: one.execute(schema.letters.insert().values(values)))
+    await database.write(lambda one: one.execute(schema.late_items.insert().values(values)))
 
 
 async def look(database: Database, *, seconds: int = 0, size: int = 0) -> list[str]:

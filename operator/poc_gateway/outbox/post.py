@@ -12,9 +12,9 @@ from typing import Self
 
 import aiohttp
 
-from poc_gateway.outbox import metrics
-from poc_gateway.outbox.guard import AddressRefused, Guard
-from poc_gateway.outbox.metrics import FailureKind
+from poc_gateway import metrics
+from poc_gateway.metrics import FailureKind
+from poc_gateway.outbox.guard import AddressGuard, AddressRefused
 from poc_gateway.settings import Settings
 from poc_gateway.store.schema import one_line
 from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
@@ -62,7 +62,7 @@ class Poster:
 
     def __init__(self, settings: Settings) -> None:
         self._seconds = settings.forward_seconds
-        self._guard = Guard(settings)
+        self._guard = AddressGuard(settings)
         # Without a limit: each round has one post in flight, and slow receivers must not take up all connections.
         connector = aiohttp.TCPConnector(limit=0, socket_factory=self._guard.open_socket)
         self._session = aiohttp.ClientSession(

@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes that pods deliver to, and the one that the operator reads progress from."""
+"""The routes that pods deliver to."""
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sqlalchemy import Connection, insert, select
 
 from poc_gateway import metrics
-from poc_gateway.collector.bodies import body_of
-from poc_gateway.collector.intake import Intake
-from poc_gateway.collector.messages import Delivery, read_generated, require_same_round
-from poc_gateway.collector.parsing import Fault, parse
-from poc_gateway.collector.progress import progress
-from poc_gateway.collector.storing import Outcome
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.store import schema
+from poc_gateway.ingest.deliveries import Delivery, Fault, parse, read_generated, require_same_round
+from poc_gateway.ingest.storing import Intake, StoreResult
+from poc_gateway.outbox import ledger
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Fits, KnownRound, RoundDeleted, Rounds, RoundTerms
-from poc_operator.model.collected import CollectedRound
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 
 _log = logging.getLogger(__name__)
@@ -55,22 +49,24 @@ def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) ->
     )
     intake = Intake(database)
 
-    @callbacks.post("/generated", response_model=Receipt, openapi_extra=body_of(GeneratedArtifacts, GeneratedDistances))
+    @callbacks.post(
+        "/generated", response_model=Receipt, openapi_extra=_body_of(GeneratedArtifacts, GeneratedDistances)
+    )
     async def generated(namespace: str, name: str, uid: str, request: Request) -> JSONResponse:
         """Store artifacts, each nonce once. The answer is given when they are durable; one bad one costs no other."""
         body = await request.body()
         known = await _find(rounds, namespace, name, uid, lambda candidate: _read(candidate, body))
         delivery = _read(known, body)
         _account_received(delivery)
-        outcome = await intake.store(delivery)
-        if outcome is None:
+        result = await intake.store(delivery)
+        if result is None:
             raise _deleted(rounds, uid)
-        _account_stored(known.terms, outcome)
-        if outcome.stored:
+        _account_stored(known.terms, result)
+        if result.stored:
             stored()
-        return JSONResponse(_receipt(delivery, outcome))
+        return JSONResponse(_receipt(delivery, result))
 
-    @callbacks.post("/validated", openapi_extra=body_of(Callback))
+    @callbacks.post("/validated", openapi_extra=_body_of(Callback))
     async def validated(namespace: str, name: str, uid: str, request: Request) -> dict[str, str]:
         """Store a verdict, to be passed on to the round's receiver if it has one."""
         body = await request.body()
@@ -81,22 +77,13 @@ def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) ->
 
         known = await _find(rounds, namespace, name, uid, check)
         check(known)
-        await _store_verdict(database, rounds, known, body.decode())
+        text, receiver = body.decode(), known.terms.receiver
+        if not await database.write(lambda connection: ledger.add_verdict(connection, known.id, receiver, text)):
+            raise _deleted(rounds, uid)
         stored()
         return {"status": "OK"}
 
-    routes = APIRouter()
-    routes.include_router(callbacks)
-
-    @routes.get("/rounds/{namespace}/{name}/progress", responses=documented(401, 404, 422, 503))
-    async def round_progress(namespace: str, name: str, uid: str | None = None) -> CollectedRound:
-        """Tell how much of a round is stored and forwarded; 404 if nothing was delivered yet."""
-        found = await database.read(lambda connection: progress(connection, namespace, name, uid))
-        if found is None:
-            raise _unknown(namespace, name, uid)
-        return found
-
-    return routes
+    return callbacks
 
 
 async def _find(rounds: Rounds, namespace: str, name: str, uid: str, fits: Fits) -> KnownRound:
@@ -109,9 +96,8 @@ async def _find(rounds: Rounds, namespace: str, name: str, uid: str, fits: Fits)
     return known
 
 
-def _unknown(namespace: str, name: str, uid: str | None) -> Refusal:
-    with_uid = f" with uid {uid}" if uid else ""
-    detail = f"nothing is known of a PoCRound {namespace}/{name}{with_uid}: deliver to a round that exists"
+def _unknown(namespace: str, name: str, uid: str) -> Refusal:
+    detail = f"nothing is known of a PoCRound {namespace}/{name} with uid {uid}: deliver to a round that exists"
     return Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
 
 
@@ -130,7 +116,7 @@ def _read(known: KnownRound, body: bytes) -> Delivery:
         metrics.REFUSED.labels(error.body.reason).inc()
         _log.warning("round %s: a delivery is refused: %s", uid, error.detail)
         raise
-    if delivery.refused and not delivery.found:
+    if delivery.refused and not delivery.checked:
         summary = _account_received(delivery)
         detail = f"none of the artifacts can be one of the round {uid} ({summary}): correct the sender"
         raise Refusal(HTTPStatus.BAD_REQUEST, "ArtifactsRefused", detail)
@@ -138,7 +124,7 @@ def _read(known: KnownRound, body: bytes) -> Delivery:
 
 
 def _account_received(delivery: Delivery) -> str:
-    metrics.RECEIVED.inc(len(delivery.found) + len(delivery.refused))
+    metrics.RECEIVED.inc(len(delivery.checked) + len(delivery.refused))
     faults = Counter(refused.reason for refused in delivery.refused)
     for fault, count in faults.items():
         metrics.REFUSED.labels(fault).inc(count)
@@ -148,41 +134,36 @@ def _account_received(delivery: Delivery) -> str:
     return summary
 
 
-def _account_stored(terms: RoundTerms, outcome: Outcome) -> None:
-    metrics.STORED.inc(outcome.stored)
-    metrics.DUPLICATES.inc(outcome.duplicates)
-    if outcome.conflicts:
-        metrics.CONFLICTS.inc(len(outcome.conflicts))
-        some = ", ".join(f"{nonce} of slot {terms.offset_of(nonce)}" for nonce in outcome.conflicts[:_MOST_LOGGED])
-        _log.warning("round %s: %d nonces came again with other content: %s", terms.uid, len(outcome.conflicts), some)
+def _account_stored(terms: RoundTerms, result: StoreResult) -> None:
+    metrics.STORED.inc(result.stored)
+    metrics.DUPLICATES.inc(result.duplicates)
+    if result.conflicts:
+        metrics.CONFLICTS.inc(len(result.conflicts))
+        some = ", ".join(f"{nonce} of slot {terms.offset_of(nonce)}" for nonce in result.conflicts[:_MOST_LOGGED])
+        _log.warning("round %s: %d nonces came again with other content: %s", terms.uid, len(result.conflicts), some)
 
 
-def _receipt(delivery: Delivery, outcome: Outcome) -> dict[str, object]:
+def _receipt(delivery: Delivery, result: StoreResult) -> dict[str, object]:
     return {
-        "stored": outcome.stored,
-        "duplicates": outcome.duplicates,
-        "conflicts": len(outcome.conflicts),
+        "stored": result.stored,
+        "duplicates": result.duplicates,
+        "conflicts": len(result.conflicts),
         "refused": [refused._asdict() for refused in delivery.refused],
     }
 
 
-async def _store_verdict(database: Database, rounds: Rounds, known: KnownRound, body: str) -> None:
-    if not await database.write(lambda connection: _keep(connection, known, body)):
-        raise _deleted(rounds, known.terms.uid)
+def _body_of(*models: type[BaseModel]) -> dict[str, Any]:
+    """Return FastAPI's ``openapi_extra`` for a route whose body is one of ``models`` as JSON."""
+    schemas = [_inlined(schema, schema.get("$defs", {})) for schema in (model.model_json_schema() for model in models)]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"anyOf": schemas}}}}}
 
 
-def _keep(connection: Connection, known: KnownRound, body: str) -> bool:
-    """Write a verdict down; return whether its round is there."""
-    kept = select(schema.rounds.c.id).where(schema.rounds.c.id == known.id, schema.ROUND_IS_KEPT)
-    if connection.scalar(kept) is None:
-        return False
-    receiver = known.terms.receiver
-    values = {
-        "round_id": known.id,
-        "url": None if receiver is None else f"{receiver.rstrip('/')}/validated",
-        "body": body,
-        "state": "kept" if receiver is None else "waiting",
-        "created_at": time.time_ns() // 1_000_000,
-    }
-    connection.execute(insert(schema.callbacks).values(values))
-    return True
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON
+    # References are to the schema itself, which is not where the document ends up with it.
+    if isinstance(schema, list):
+        return [_inlined(entry, definitions) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(value, definitions) for name, value in schema.items() if name != "$defs"}

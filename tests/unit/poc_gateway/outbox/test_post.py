@@ -5,7 +5,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import REGISTRY
 
-from poc_gateway.outbox.posting import RETRY_AFTER_LIMIT_SECONDS, Outcome, Poster
+from poc_gateway.outbox.post import RETRY_AFTER_LIMIT_SECONDS, Outcome, Poster
 from tests.support.forwarding import Receiver, settings
 
 

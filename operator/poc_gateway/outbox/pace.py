@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pauses after failures: of one round or callback by itself, and of everything for a host that cannot be reached."""
+"""When the next post may go out: pauses after failures, and a circuit breaker per host.
+
+`Backoff` paces one round or callback by itself; `CircuitBreaker` everything for a host that cannot be reached::
+
+    closed ── the host cannot be reached ──> open: posts wait, one at a time tries
+       ^                                       │
+       └────────── it answers ─────────────────┘
+"""
 
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from yarl import URL
 
-from poc_gateway.outbox import metrics
-from poc_gateway.outbox.posting import Answer, Outcome
-from poc_gateway.outbox.shutdown import finished
+from poc_gateway import metrics
+from poc_gateway.outbox.post import Answer, Outcome
 from poc_gateway.settings import Settings
+
+Result = TypeVar("Result")
+
+#: At the gateway's end a post in flight has this long to be answered and written down.
+FINISH_SECONDS = 10.0
 
 
 class Backoff:
@@ -44,7 +55,7 @@ class Backoff:
         self._pause = 0.0
 
 
-class Circuit:
+class CircuitBreaker:
     """One host. While it cannot be reached, posts to it wait, and one at a time tries whether it is back."""
 
     def __init__(self, settings: Settings) -> None:
@@ -76,21 +87,32 @@ class Circuit:
 
 
 class Receivers:
-    """The circuits of all hosts that something is sent to at the moment."""
+    """The circuit breakers of all hosts that something is sent to at the moment."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        # Those who send to a host hold its circuit.
-        self._circuits: WeakValueDictionary[str, Circuit] = WeakValueDictionary()
+        # Those who send to a host hold its circuit breaker.
+        self._circuits: WeakValueDictionary[str, CircuitBreaker] = WeakValueDictionary()
         metrics.OPEN_CIRCUITS.set_function(lambda: sum(circuit.is_open for circuit in self._circuits.values()))
 
-    def circuit(self, url: str) -> Circuit:
-        """Return the circuit of the URL's scheme, host and port."""
+    def circuit(self, url: str) -> CircuitBreaker:
+        """Return the circuit breaker of the URL's scheme, host and port."""
         try:
             key = str(URL(url, encoded=True).origin())
         except ValueError:
             key = url  # which the guard will refuse
         circuit = self._circuits.get(key)
         if circuit is None:
-            circuit = self._circuits[key] = Circuit(self._settings)
+            circuit = self._circuits[key] = CircuitBreaker(self._settings)
         return circuit
+
+
+async def finished(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await ``work``, and if cancelled meanwhile, give it FINISH_SECONDS before it is cancelled too."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=FINISH_SECONDS)
+        task.cancel()
+        raise

@@ -6,7 +6,7 @@ import pytest
 
 from poc_gateway.store import schema
 from tests.support.deliveries import R_TARGET, a_round, artifacts, distances, encoded, path, vector
-from tests.unit.poc_gateway.collector.conftest import Answer, Gateway, Start, receipt
+from tests.unit.poc_gateway.ingest.conftest import Answer, Gateway, Start, receipt
 
 
 @pytest.mark.parametrize(

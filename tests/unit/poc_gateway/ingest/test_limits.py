@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from poc_gateway.limits import BURST_SECONDS, LARGEST_AT_ONCE, MOST_PEERS, Peers
 from tests.support.deliveries import a_round, artifacts, path
 from tests.support.forwarding import until
-from tests.unit.poc_gateway.collector.conftest import Start
+from tests.unit.poc_gateway.ingest.conftest import Start
 
 
 async def test_large_bodies_are_refused(start: Start) -> None:

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from prometheus_client import REGISTRY
 
-from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.outbox.posting import Answer, Outcome
-from poc_gateway.outbox.receiver import Circuit
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.pace import CircuitBreaker
+from poc_gateway.outbox.post import Answer, Outcome
 from poc_gateway.store.database import Database
 from tests.support.forwarding import Post, Receiver, add_round, running, settings, store, until
 
@@ -57,7 +57,7 @@ async def test_posts_that_fail_together_are_one_failure() -> None:
         await asyncio.sleep(0)
         return Answer(Outcome.UNREACHABLE, "away")
 
-    circuit = Circuit(settings(retry_first_seconds=1, retry_limit_seconds=60))
+    circuit = CircuitBreaker(settings(retry_first_seconds=1, retry_limit_seconds=60))
     await asyncio.gather(*(circuit.call(fail) for _ in range(5)))
     assert 0 < circuit.backoff.seconds_left <= 1.5
 

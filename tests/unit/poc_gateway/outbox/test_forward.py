@@ -7,10 +7,10 @@ import pytest
 import sqlalchemy
 from sqlalchemy import func, select
 
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import WAIT_SECONDS
-from poc_gateway.store.schema import letters, slots
+from poc_gateway.store.schema import late_items, slots
 from tests.support.forwarding import Post, Receiver, add_round, running, settings, store, until
 
 
@@ -89,7 +89,7 @@ async def test_late_artifacts_go_out_by_themselves_and_once(database: Database, 
         await until(lambda: len(receiver.nonces) == 6)
         await until_settled(database, 6)
     assert [post.nonces for post in receiver.posts] == [[0, 8, 10], [4], [2, 6]]
-    assert not await database.read(lambda connection: connection.scalar(select(func.count()).select_from(letters)))
+    assert not await database.read(lambda connection: connection.scalar(select(func.count()).select_from(late_items)))
 
 
 async def until_settled(database: Database, count: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from poc_gateway.store import schema
 from tests.support.deliveries import R_TARGET, a_round, artifacts, distances, encoded, vector
-from tests.unit.poc_gateway.collector.conftest import Start, receipt
+from tests.unit.poc_gateway.ingest.conftest import Start, receipt
 
 PROGRESS = "/rounds/ns/round-uid-1/progress"
 
@@ -69,7 +69,7 @@ async def test_late_artifacts_are_sent_by_themselves(start: Start, receiver: str
     async with start(a_round(callbackURL=receiver)) as gateway:
         await gateway.deliver(artifacts([0, 5, 4]))
         assert await gateway.deliver(artifacts([1, 6])) == (200, receipt(stored=2))
-        late = await gateway.rows(schema.letters)
+        late = await gateway.rows(schema.late_items)
         (slot,) = await gateway.rows(schema.slots)
     assert [(row.nonce, row.state, row.reason) for row in late] == [(nonce, "waiting", "late") for nonce in letters]
     assert (slot.stored, slot.last_nonce) == (5, 6)

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from poc_gateway.collector.parsing import MOST_MALFORMED, MOST_VALUES
+from poc_gateway.ingest.deliveries import MOST_MALFORMED, MOST_VALUES
 from tests.support.deliveries import a_round, artifacts, encoded
-from tests.unit.poc_gateway.collector.conftest import Start
+from tests.unit.poc_gateway.ingest.conftest import Start
 
 #: Tells by how many KiB the process has grown at most while it read a message.
 MEASURE = """
 import sys
 from pathlib import Path
-from poc_gateway.collector.parsing import parse_artifacts
+from poc_gateway.ingest.deliveries import parse_artifacts
 from poc_gateway.errors import Refusal
 
 def largest():

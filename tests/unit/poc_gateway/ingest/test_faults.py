@@ -10,13 +10,13 @@ import aiohttp
 import pytest
 from sqlalchemy import event, select
 
-from poc_gateway.collector import intake
+from poc_gateway.ingest import storing
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.simulation.gateway_process import gateway as gateway_process
 from tests.support.deliveries import JSON, a_round, artifacts, path, round_body
 from tests.support.held_write import HeldWrite
-from tests.unit.poc_gateway.collector.conftest import Start
+from tests.unit.poc_gateway.ingest.conftest import Start
 
 KILLS = 3
 GROUPS = 8
@@ -125,7 +125,7 @@ async def test_a_round_that_is_looked_for_holds_no_other_up(start: Start) -> Non
 
 
 async def test_a_database_that_is_far_behind_is_unavailable(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "MOST_WAITING", 1)
+    monkeypatch.setattr(storing, "MOST_WAITING", 1)
     held = HeldWrite()
     async with start(a_round()) as gateway:
         await gateway.deliver(artifacts([0]))

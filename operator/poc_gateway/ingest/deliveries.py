@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of pods as they are written, before they are compared with a round.
+"""What pods deliver: read as it is written, then checked against the terms of its round.
 
 A message may be anything: what reading it takes stays in proportion to its size.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -13,8 +15,9 @@ from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from poc_gateway.errors import Refusal, invalid
-from vllm_poc.wire.artifacts import Artifact
-from vllm_poc.wire.base import Nonce
+from poc_gateway.store.rounds import KnownRound, RoundTerms
+from vllm_poc.wire.artifacts import Artifact, vector_bytes
+from vllm_poc.wire.base import Nonce, Protocol
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 
 #: Values of one message: four lists of 100 000, the nonces that one request may name, with room to spare.
@@ -23,6 +26,8 @@ MOST_VALUES = 500_000
 MOST_MALFORMED = 1_000
 
 Message = TypeVar("Message", bound=Callback)
+Item = TypeVar("Item")
+Value = bytes | float
 
 
 class Fault(StrEnum):
@@ -40,6 +45,92 @@ class Refused(NamedTuple):
 
     nonce: int | None
     reason: Fault
+
+
+class CheckedArtifact(NamedTuple):
+    """An artifact that may be stored: the row of its slot, its nonce, and its vector or distance."""
+
+    slot_id: int
+    nonce: int
+    value: Value
+
+
+@dataclass
+class Delivery:
+    """What a message holds after every check."""
+
+    known: KnownRound
+    checked: list[CheckedArtifact] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+
+def read_generated(known: KnownRound, body: bytes) -> Delivery:
+    """Check a ``/generated`` message; Refusal if it is of another round or cannot be read."""
+    terms, delivery = known.terms, Delivery(known)
+    if terms.protocol is Protocol.ARTIFACT:
+        artifacts, delivery.refused = _parse_artifacts(body)
+        require_same_round(terms, artifacts)
+        _require_same("encoding.k_dim", artifacts.encoding.k_dim, terms.k_dim)
+        vector = partial(vector_bytes, k_dim=artifacts.encoding.k_dim)
+        items = ((artifact.nonce, artifact.vector_b64) for artifact in artifacts.artifacts)
+        _check_each(delivery, artifacts.node_id, items, vector, Fault.BAD_VECTOR)
+    else:
+        distances, delivery.refused = _parse_distances(body)
+        require_same_round(terms, distances)
+        distance = partial(_distance, r_target=terms.r_target or 0.0)
+        pairs = zip(distances.nonces, distances.dist, strict=True)
+        _check_each(delivery, distances.node_id, pairs, distance, Fault.BAD_DISTANCE)
+    return delivery
+
+
+def require_same_round(terms: RoundTerms, message: Callback) -> None:
+    """Raise Refusal unless the message names the block and the key of the round."""
+    for name in ("public_key", "block_hash", "block_height"):
+        _require_same(name, getattr(message, name), getattr(terms, name))
+
+
+def _require_same(name: str, value: object, expected: object) -> None:
+    if value != expected:
+        detail = f"{name} is {value}, but the round that this address is of has {expected}: deliver to its own"
+        raise Refusal(HTTPStatus.BAD_REQUEST, "WrongRound", detail)
+
+
+def parse(model: type[Message], body: bytes) -> Message:
+    """Return the message in ``body``; Refusal if it is none."""
+    _require_few_values(body)
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _check_each(
+    delivery: Delivery,
+    node_id: int,
+    items: Iterable[tuple[int, Item]],
+    value: Callable[[Item], Value],
+    fault: Fault,
+) -> None:
+    slots, node_count = delivery.known.slots, delivery.known.terms.node_count
+    stride = node_count * delivery.known.terms.n_groups
+    for nonce, item in items:
+        offset = nonce % stride
+        slot_id = slots.get(offset)
+        if slot_id is None:
+            delivery.refused.append(Refused(nonce, Fault.UNKNOWN_SLOT))
+        elif offset % node_count != node_id:
+            delivery.refused.append(Refused(nonce, Fault.WRONG_NODE))
+        else:
+            try:
+                delivery.checked.append(CheckedArtifact(slot_id, nonce, value(item)))
+            except ValueError:
+                delivery.refused.append(Refused(nonce, fault))
+
+
+def _distance(value: float, r_target: float) -> float:
+    if not 0 <= value < r_target:
+        raise ValueError
+    return value
 
 
 class _Artifacts(GeneratedArtifacts):
@@ -60,23 +151,14 @@ _ARTIFACT = TypeAdapter(tuple[Artifact])
 _DISTANCE = TypeAdapter(tuple[Nonce, float], config=ConfigDict(allow_inf_nan=False))
 
 
-def parse_artifacts(body: bytes) -> tuple[GeneratedArtifacts, list[Refused]]:
+def _parse_artifacts(body: bytes) -> tuple[GeneratedArtifacts, list[Refused]]:
     """Return the message without the artifacts that cannot be read, and these; Refusal if it is none."""
     return _parse(_Artifacts, ("artifacts",), _ARTIFACT, body)
 
 
-def parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
+def _parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
     """Return the message without the nonces that cannot be read, or their distance; Refusal if it is none."""
     return _parse(_Distances, ("nonces", "dist"), _DISTANCE, body)
-
-
-def parse(model: type[Message], body: bytes) -> Message:
-    """Return the message in ``body``; Refusal if it is none."""
-    _require_few_values(body)
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise _invalid(error) from None
 
 
 def _require_few_values(body: bytes) -> None:

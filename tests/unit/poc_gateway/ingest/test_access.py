@@ -4,7 +4,7 @@ import pytest
 
 from poc_operator.model.passwords import round_password
 from tests.support.deliveries import JSON, a_round, artifacts, path
-from tests.unit.poc_gateway.collector.conftest import Start
+from tests.unit.poc_gateway.ingest.conftest import Start
 
 TOKEN = "secret"  # noqa: S105 - a test's
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

@@ -12,7 +12,7 @@ from sqlalchemy import Row, Table, select
 from yarl import URL
 
 from poc_gateway.app import Parts, inside_app
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
