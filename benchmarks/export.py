@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 
 from benchmarks.figures import Figures, report
 from poc_gateway.errors import install_handlers
-from poc_gateway.results.routes import router
+from poc_gateway.query.routes import router
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import create_engine

@@ -16,7 +16,7 @@ from poc_gateway.network import routes as network_routes
 from poc_gateway.network.service import Network
 from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
-from poc_gateway.results import routes as results
+from poc_gateway.query import routes as query
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
@@ -56,7 +56,7 @@ def inside_app(parts: Parts) -> FastAPI:
         BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes),
         ingest.router(database, parts.rounds, stored=parts.outbox.wake),
         outbox_routes.router(database, parts.outbox),
-        results.router(database),
+        query.router(database),
     )
 
 

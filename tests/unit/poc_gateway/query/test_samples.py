@@ -5,7 +5,7 @@ import pytest
 from httpx import AsyncClient
 from pydantic import TypeAdapter
 
-from poc_gateway.results import sampling
+from poc_gateway.query import summary
 from poc_gateway.store.database import Database
 from poc_operator.model.checks import Proof, parse_proofs
 from tests.support.deliveries import a_round, encoded
@@ -37,7 +37,7 @@ async def test_a_sample_is_even_distinct_and_drawn_again_by_its_seed(database: D
 async def test_a_sample_of_long_vectors_is_smaller(
     database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "SAMPLE_BYTES", 10 * 2 * 64 + 1)
+    monkeypatch.setattr(summary, "SAMPLE_BYTES", 10 * 2 * 64 + 1)
     await store(database, a_round(artifact={"kDim": 64}), range(50))
     assert len(await sample(client, 43)) == 10
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
-from poc_gateway.results.formats import MEDIA_TYPES
-from poc_gateway.results.parameters import Format
+from poc_gateway.query.export import MEDIA_TYPES
+from poc_gateway.query.messages import Format
 from poc_gateway.store.database import Database
 from tests.support.deliveries import a_round
 from tests.support.stored import store

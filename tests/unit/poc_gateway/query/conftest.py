@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 
 from poc_gateway.errors import install_handlers
-from poc_gateway.results.routes import router
+from poc_gateway.query.routes import router
 from poc_gateway.store.database import Database
 
 

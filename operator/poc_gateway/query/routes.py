@@ -12,13 +12,20 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.results import queries
-from poc_gateway.results.answers import ConflictPage, RoundDetail, RoundPage, Summary
-from poc_gateway.results.chunks import chunks
-from poc_gateway.results.formats import MEDIA_TYPES, Writer, accepted, writer
-from poc_gateway.results.parameters import ArtifactsQuery, ConflictsQuery, RoundQuery, RoundsQuery, SampleQuery
-from poc_gateway.results.sampling import draw
-from poc_gateway.results.summary import summarise
+from poc_gateway.query import queries
+from poc_gateway.query.export import MEDIA_TYPES, Writer, accepted, chunks, writer
+from poc_gateway.query.messages import (
+    ArtifactsQuery,
+    ConflictPage,
+    ConflictsQuery,
+    RoundDetail,
+    RoundPage,
+    RoundQuery,
+    RoundsQuery,
+    SampleQuery,
+    Summary,
+)
+from poc_gateway.query.summary import draw, summarise
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_operator.model.checks import Proof

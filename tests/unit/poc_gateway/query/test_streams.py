@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from sqlalchemy import Connection, Delete, QueuePool, Update
 
-from poc_gateway.results import chunks
+from poc_gateway.query import export
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.support.deliveries import a_round
@@ -23,19 +23,19 @@ COUNT = 60_000  # more than the sockets and the server buffer
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 1_000)
+    monkeypatch.setattr(export, "CHUNK_ROWS", 1_000)
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each chunk that was read."""
-    counted, read = list[int](), chunks.Scan.read
+    counted, read = list[int](), export.Scan.read
 
-    def counting(scan: chunks.Scan, connection: Connection) -> object:
+    def counting(scan: export.Scan, connection: Connection) -> object:
         counted.append(1)
         return read(scan, connection)
 
-    monkeypatch.setattr(chunks.Scan, "read", counting)
+    monkeypatch.setattr(export.Scan, "read", counting)
     return counted
 
 
@@ -66,7 +66,7 @@ async def test_a_client_that_goes_away_ends_the_reading(
         answer = await session.get(url, params={"format": format_})
         await answer.content.readexactly(4)
         answer.close()
-    assert 0 < await settled(reads) < COUNT // chunks.CHUNK_ROWS
+    assert 0 < await settled(reads) < COUNT // export.CHUNK_ROWS
     assert pool.checkedout() == 0
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
         assert (await answer.text()).count("\n") == COUNT
@@ -78,7 +78,7 @@ async def test_a_client_that_stops_reading_holds_neither_connection_nor_memory(
     pool = cast(QueuePool, database.engine.pool)
     async with aiohttp.ClientSession(read_bufsize=1024) as session, session.get(url) as answer:
         held_back = await settled(reads)
-        assert held_back < COUNT // chunks.CHUNK_ROWS
+        assert held_back < COUNT // export.CHUNK_ROWS
         assert pool.checkedout() == 0
         assert (await answer.text()).count("\n") == COUNT
 

@@ -8,8 +8,16 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, and_, func, select
 
-from poc_gateway.results.answers import Conflict, ConflictPage, RoundEntry, RoundPage, SlotArrivals, SlotEntry
-from poc_gateway.results.parameters import ConflictsQuery, RoundsQuery
+from poc_gateway.query.messages import (
+    Conflict,
+    ConflictPage,
+    ConflictsQuery,
+    RoundEntry,
+    RoundPage,
+    RoundsQuery,
+    SlotArrivals,
+    SlotEntry,
+)
 from poc_gateway.store.rounds import KnownRound, RoundTerms, terms_of
 from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, conflicts, late_items, rounds, slots
 from poc_operator.model.collected import CollectedRound, CollectedSlot

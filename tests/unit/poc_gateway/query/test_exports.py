@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from httpx import AsyncClient
 
-from poc_gateway.results import chunks
-from poc_gateway.results.formats import TERMS_KEY
+from poc_gateway.query import export
+from poc_gateway.query.export import TERMS_KEY
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.support.deliveries import a_round, encoded, vector
@@ -28,7 +28,7 @@ DISTANCES = {"rTarget": "1.4"}
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(export, "CHUNK_ROWS", 7)
 
 
 def in_order(nonces: range, slots: int) -> list[int]:
@@ -59,7 +59,7 @@ async def parquet(client: AsyncClient) -> pq.ParquetFile:
 async def test_chunks_are_bounded_in_rows_and_bytes(
     database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, k_dim: int, groups: list[int]
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 5 * 2 * 64)
+    monkeypatch.setattr(export, "CHUNK_BYTES", 5 * 2 * 64)
     await store(database, a_round(artifact={"kDim": k_dim}), range(20))
     metadata = (await parquet(client)).metadata
     assert [metadata.row_group(place).num_rows for place in range(metadata.num_row_groups)] == groups
