@@ -222,7 +222,7 @@ class Outbox:
         async with Poster(self._settings) as poster, asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    await self._look(tasks, poster)
+                    await self._start_senders(tasks, poster)
                 except DatabaseError as error:
                     _log.warning("what is to be forwarded cannot be read yet: %s", error)
                 with contextlib.suppress(TimeoutError):
@@ -230,7 +230,7 @@ class Outbox:
                     await asyncio.sleep(LINGER_SECONDS)
                 self._woken.clear()
 
-    async def _look(self, tasks: asyncio.TaskGroup, poster: Poster) -> None:
+    async def _start_senders(self, tasks: asyncio.TaskGroup, poster: Poster) -> None:
         for round_id in await self._database.read(ledger.rounds_with_work):
             if round_id not in self._forwarders:
                 await self._start_forwarder(tasks, poster, round_id)
@@ -272,7 +272,7 @@ async def _record(database: Database, work: Callable[[Connection], None]) -> Non
 
 
 async def _logged(run: Callable[[], Awaitable[None]], ended: Callable[[], object]) -> None:
-    # One round's fault must not end the others': it is found again at the next look.
+    # One round's fault must not end the others': it is found again at the next poll.
     try:
         await run()
     except DatabaseError as error:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
-from poc_gateway.errors import Refusal, documented
+from poc_gateway.errors import Refusal, documented, field_refusal
 from poc_gateway.query import queries
 from poc_gateway.query.export import MEDIA_TYPES, Writer, accepted, chunks, writer
 from poc_gateway.query.messages import (
@@ -31,7 +31,6 @@ from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_operator.model.checks import Proof
 from poc_operator.model.collected import CollectedRound
 from vllm_poc.wire.base import Protocol
-from vllm_poc.wire.responses import FieldError
 
 
 class Results:
@@ -149,11 +148,7 @@ def _unknown(namespace: str, name: str, query: RoundQuery) -> Refusal:
 
 
 def _refuse_foreign_filters(known: KnownRound, query: ArtifactsQuery) -> None:
-    error = None
     if query.slot is not None and query.slot not in known.slots:
-        error = FieldError(field="slot", message=f"{query.slot} is no slot of this round: GET the round to see them")
-    elif query.below is not None and known.terms.protocol is Protocol.ARTIFACT:
-        error = FieldError(field="below", message="the round has vectors and no distances: leave it out")
-    if error is not None:
-        detail = f"{error.field}: {error.message}"
-        raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", detail, errors=[error])
+        raise field_refusal("slot", f"{query.slot} is no slot of this round: GET the round to see them")
+    if query.below is not None and known.terms.protocol is Protocol.ARTIFACT:
+        raise field_refusal("below", "the round has vectors and no distances: leave it out")

@@ -41,15 +41,15 @@ class Retention:
         self._forget = forget
 
     async def run(self) -> None:
-        """Look once in a while until cancelled; a failure waits for the next look."""
+        """Sweep once in a while until cancelled; a failure waits for the next sweep."""
         while True:
             try:
-                await self.look()
+                await self.sweep()
             except Exception:
                 _log.exception("old rounds could not be deleted, which is tried again in %.0f s", PERIOD_SECONDS)
             await asyncio.sleep(PERIOD_SECONDS)
 
-    async def look(self) -> None:
+    async def sweep(self) -> None:
         """Go on with deletions that a process before this one has begun, then delete what is due now."""
         for begun in await self._database.read(lambda one: one.execute(_BEGUN).all()):
             await self._delete(begun)
@@ -67,7 +67,7 @@ class Retention:
     async def _delete_while(self, due: Callable[[Connection], bool], *, quiet_since: int, refused_since: int) -> None:
         query = deletable(quiet_since, refused_since)
         while oldest := await self._database.read(lambda one: one.execute(query).first() if due(one) else None):
-            # Something may have arrived since: the next look finds another round, or none.
+            # Something may have arrived since: the next sweep finds another round, or none.
             if await self._database.write(partial(begin, may_be=query, round_id=oldest.id)):
                 await self._delete(oldest)
 

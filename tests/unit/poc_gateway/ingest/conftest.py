@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import Row, Table, select
 from yarl import URL
 
-from poc_gateway.app import Parts, inside_app
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.process import Components, inside_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
@@ -81,7 +81,7 @@ def start(database: Database) -> Start:
             gateway.forget = known.forget
             values = Settings.from_environment(names)
             outbox = Outbox(database, values)
-            parts = Parts(settings=values, database=database, rounds=known, outbox=outbox, network=None)
+            parts = Components(settings=values, database=database, rounds=known, outbox=outbox, node_api=None)
             async with serve(inside_app(parts), "127.0.0.1", port):
                 yield gateway
 

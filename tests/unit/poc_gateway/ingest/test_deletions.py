@@ -34,7 +34,7 @@ async def test_a_round_that_is_being_deleted_takes_nothing_until_it_is_gone(star
             assert (await gateway.get(f"/rounds/ns/round-uid-1/progress{query}"))[0] == 404
         assert await gateway.rows(schema.callbacks) == []
 
-        await retention(gateway.database, 0).look()
+        await retention(gateway.database, 0).sweep()
         assert (await gateway.deliver(artifacts([2])))[0] == 200
         assert [row.nonce for row in await gateway.rows(schema.artifacts)] == [2]
 
@@ -58,7 +58,7 @@ async def test_what_is_acknowledged_during_a_deletion_is_kept(start: Start) -> N
         for first in nonces[::CHUNK_ROWS]:
             assert (await gateway.deliver(artifacts(nonces[first : first + CHUNK_ROWS])))[0] == 200
         await gateway.database.write(age)
-        deletion = asyncio.create_task(retention(gateway.database, DAY).look())
+        deletion = asyncio.create_task(retention(gateway.database, DAY).sweep())
         acknowledged, nonce = set[int](), nonces.stop
         while not deletion.done():
             if (await gateway.deliver(artifacts([nonce])))[0] == 200:

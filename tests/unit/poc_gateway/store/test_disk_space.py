@@ -31,7 +31,7 @@ async def look(path: Path) -> int:
     database = Database.open(f"sqlite:///{path}")
     try:
         async with asyncio.timeout(10):
-            await Retention(database, Settings(), lambda _: None).look()
+            await Retention(database, Settings(), lambda _: None).sweep()
         return await database.read(size_bytes) - await database.read(used_bytes)
     finally:
         database.close()

@@ -52,7 +52,7 @@ async def look(database: Database, *, seconds: int = 0, size: int = 0) -> list[s
     """Let the retention look once; return the uids that it told were deleted."""
     forgotten: list[str] = []
     names = {"POC_GATEWAY_RETENTION_SECONDS": str(seconds), "POC_GATEWAY_RETENTION_BYTES": str(size)}
-    await Retention(database, Settings.from_environment(names), forgotten.append).look()
+    await Retention(database, Settings.from_environment(names), forgotten.append).sweep()
     return forgotten
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import select
 
 from poc_gateway.store import schema
-from tests.unit.poc_gateway.network.cluster import World
-from tests.unit.poc_gateway.network.requests import INIT, NONCES, URL, error_of, validation
+from tests.unit.poc_gateway.node_api.cluster import World
+from tests.unit.poc_gateway.node_api.requests import INIT, NONCES, URL, error_of, validation
 
 NODE = "inference/pow"
 PORTS = [5001, 5002]

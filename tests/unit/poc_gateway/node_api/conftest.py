@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from poc_gateway.network import dispatch, rounds
-from tests.unit.poc_gateway.network.cluster import World, running_world
+from poc_gateway.node_api import dispatch, pocrounds
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
 
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(pocrounds, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(dispatch.Dispatcher.__init__, "__kwdefaults__", {"look_seconds": 0.1})
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.2)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 
-from poc_gateway.app import Parts, network_app
-from poc_gateway.network.service import Network
-from poc_gateway.network.template import RoundTemplate
+from poc_gateway.node_api.pocrounds import RoundTemplate
+from poc_gateway.node_api.service import NodeApi
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.process import Components, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
@@ -128,21 +128,21 @@ class World:
         """Start a gateway process."""
         self.database = Database.open(self._url)
         self.client = PodClient()
-        self.network = Network(
+        self.service = NodeApi(
             cluster=self.cluster,
             template=self.template,
             client=self.client,
             database=self.database,
             settings=self.settings,
         )
-        await self.network.start()
+        await self.service.start()
         self.app = network_app(
-            Parts(
+            Components(
                 settings=self.settings,
                 database=self.database,
                 rounds=Rounds(self.database, _no_round),
                 outbox=Outbox(self.database, self.settings),
-                network=self.network,
+                node_api=self.service,
             )
         )
         transport = httpx.ASGITransport(self.app)
@@ -151,7 +151,7 @@ class World:
     async def close(self) -> None:
         """End the gateway process."""
         await self.http.aclose()
-        await self.network.close()
+        await self.service.close()
         await self.client.close()
         self.database.close()
 

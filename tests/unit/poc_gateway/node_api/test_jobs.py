@@ -9,14 +9,15 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from poc_gateway.network import job_rows, jobs
+from poc_gateway.node_api import jobs
 from poc_gateway.store import schema
+from poc_gateway.store.database import Database
 from tests.support.fake_engine import distance, vector
 from tests.support.http_server import free_port, serve
 from tests.support.pod import ARTIFACT, SLOT
-from tests.unit.poc_gateway.network.cluster import World, running_world
-from tests.unit.poc_gateway.network.requests import BLOCK, NONCES, PARAMS, URL, error_of, validation
-from tests.unit.poc_gateway.network.test_replay import finished
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
+from tests.unit.poc_gateway.node_api.requests import BLOCK, NONCES, PARAMS, URL, error_of, validation
+from tests.unit.poc_gateway.node_api.test_replay import finished
 
 PATH = "inference/pow/generate"
 ARTIFACTS: dict[str, Any] = BLOCK | {"params": PARAMS}
@@ -58,8 +59,8 @@ async def test_a_chunk_of_a_pod_that_fails_goes_to_another(world: World) -> None
 
 
 async def test_pods_that_all_fail_end_the_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poc_gateway.network.dispatch.REST_SECONDS", 0.0)
-    monkeypatch.setattr("poc_gateway.network.work.FAILURES", 4)
+    monkeypatch.setattr("poc_gateway.node_api.dispatch.REST_SECONDS", 0.0)
+    monkeypatch.setattr("poc_gateway.node_api.dispatch.FAILURES", 4)
     for pod in world.pods.values():
         pod.engine.worker_error = "CUDA error"
     error = error_of(await world.post(PATH, validation(wait=True)), 503, "PodsFailed")
@@ -138,7 +139,7 @@ async def test_too_many_nonces_are_refused(world: World, monkeypatch: pytest.Mon
 async def test_results_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first = (await world.post(PATH, validation())).json()["request_id"]
     await finished(world, first)
-    monkeypatch.setattr(job_rows, "KEEP_SECONDS", 0)
+    monkeypatch.setattr(jobs, "KEEP_SECONDS", 0)
     await asyncio.sleep(0.01)
     error_of(await world.get(f"{PATH}/{first}"), 404, "JobNotFound")
     # A long id must not push what it means out of the sentence.
@@ -168,3 +169,12 @@ async def test_what_is_wrong_is_named(world: World, change: dict[str, Any], stat
     answer = await world.post(PATH, validation(wait=True) | change)
     assert answer.status_code == status, answer.text
     assert message in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("odd", ["\0", "\ud800", "\n"])
+async def test_whatever_a_pod_says_a_job_ends(database: Database, odd: str) -> None:
+    await database.write(lambda connection: jobs.insert_job(connection, "job", "{}"))
+    ended = jobs.JobEnd("job", error=f"10 pods failed, the last with: CUDA{odd} error")
+    await database.write(lambda connection: jobs.finish_job(connection, ended))
+    row = await database.read(lambda connection: jobs.find_job(connection, "job"))
+    assert row == jobs.JobRow("failed", None, "10 pods failed, the last with: CUDA error")

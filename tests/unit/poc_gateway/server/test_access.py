@@ -9,9 +9,9 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
-from poc_gateway.access import OPEN_PATHS
-from poc_gateway.app import Parts, inside_app, network_app
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.admission import OPEN_PATHS
+from poc_gateway.server.process import Components, inside_app, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
@@ -22,13 +22,13 @@ APPS = {"inside": inside_app, "network": network_app}
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> Iterator[Parts]:
+def parts(tmp_path: Path) -> Iterator[Components]:
     async def no_round(_: str, __: str) -> None:
         return None
 
     settings, database = Settings.from_environment(SETTINGS), Database.open(f"sqlite:///{tmp_path}/gateway.db")
     rounds, outbox = Rounds(database, no_round), Outbox(database, settings)
-    yield Parts(settings=settings, database=database, rounds=rounds, outbox=outbox, network=None)
+    yield Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
     database.close()
 
 
@@ -63,7 +63,7 @@ async def ask(app: FastAPI, method: str, path: str, authorization: str | None = 
 
 @pytest.mark.parametrize("name", APPS)
 @pytest.mark.parametrize("authorization", [None, "Bearer other", "Bearer", f"Basic {TOKEN}", TOKEN, "Basic cG9kOg=="])
-async def test_without_the_token_no_body_is_received(parts: Parts, name: str, authorization: str | None) -> None:
+async def test_without_the_token_no_body_is_received(parts: Components, name: str, authorization: str | None) -> None:
     app = APPS[name](parts)
     operations = [(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item]
     guarded = [one for one in operations if one[1] not in OPEN_PATHS]
@@ -75,7 +75,7 @@ async def test_without_the_token_no_body_is_received(parts: Parts, name: str, au
 
 
 @pytest.mark.parametrize("name", APPS)
-async def test_with_the_token_bodies_are_received(parts: Parts, name: str) -> None:
+async def test_with_the_token_bodies_are_received(parts: Components, name: str) -> None:
     app = APPS[name](parts)
     path = "/rounds/ns/name/dead-letters/replay" if name == "inside" else "/api/v1/pow/generate"
     for authorization in (f"Bearer {TOKEN}", f"bearer  {TOKEN}"):
@@ -84,6 +84,6 @@ async def test_with_the_token_bodies_are_received(parts: Parts, name: str) -> No
 
 
 @pytest.mark.parametrize("name", APPS)
-async def test_the_open_paths_need_no_token(parts: Parts, name: str) -> None:
+async def test_the_open_paths_need_no_token(parts: Components, name: str) -> None:
     for path in OPEN_PATHS:
         assert (await ask(APPS[name](parts), "GET", path))[0] == 200

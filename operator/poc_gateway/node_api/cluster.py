@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network's routes need of the API server, and the pods behind it."""
+"""What the network's routes need of the API server, and the pods behind it.
+
+The network calls a pod a backend; here it is a pod until it is written into an answer.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from poc_gateway.network.template import RoundTemplate
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.podapi.client import PodClient, base_url
@@ -44,7 +46,7 @@ class Cluster(Protocol):
 
 
 @dataclass(frozen=True)
-class Backend:
+class ReadyPod:
     """A ready pod; ``status`` is None if it does not answer."""
 
     pod: PodView
@@ -66,29 +68,30 @@ class Backend:
         return self.idle or isinstance(self.status, StatusResponse)
 
 
-class Backends:
-    """The pods that the template selects."""
+class ReadyPods:
+    """The ready pods with these labels, whose servers listen on ``port``."""
 
-    def __init__(self, cluster: Cluster, template: RoundTemplate, client: PodClient) -> None:
+    def __init__(self, cluster: Cluster, client: PodClient, *, match_labels: Mapping[str, str], port: int) -> None:
         self._cluster = cluster
-        self._template = template
         self._client = client
+        self._match_labels = match_labels
+        self._port = port
 
     async def ready(self) -> list[PodView]:
         """Return the ready pods, by name. StoreError if the API server cannot be asked."""
-        pods = await self._cluster.list_pods(self._template.match_labels)
+        pods = await self._cluster.list_pods(self._match_labels)
         return sorted((pod for pod in pods if pod.ready and pod.ip and not pod.gone), key=lambda pod: pod.name)
 
-    async def poll(self) -> Sequence[Backend]:
+    async def poll(self) -> Sequence[ReadyPod]:
         """Return the ready pods with what they answer."""
         limit = asyncio.Semaphore(_CONCURRENCY)
 
-        async def ask(pod: PodView) -> Backend:
+        async def ask(pod: PodView) -> ReadyPod:
             async with limit:
                 try:
-                    return Backend(pod, await self._client.status(self._base(pod)))
+                    return ReadyPod(pod, await self._client.status(self._base(pod)))
                 except PodError:
-                    return Backend(pod, None)
+                    return ReadyPod(pod, None)
 
         return await asyncio.gather(*[ask(pod) for pod in await self.ready()])
 
@@ -97,4 +100,4 @@ class Backends:
         return await self._client.generate(self._base(pod), request)
 
     def _base(self, pod: PodView) -> str:
-        return base_url(pod.ip or "", self._template.port)
+        return base_url(pod.ip or "", self._port)

@@ -1,19 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster's state, in the words of the network's node and in those of a single pod."""
+"""The area of rounds: start one, stop it, tell how it stands.
+
+Twice: in the words of the network's node (``/api/v1/inference/pow``), and in those of a single pod (``/api/v1/pow``).
+"""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from poc_gateway.network.cluster import Backend as ReadyPod
-from poc_gateway.network.messages import FIRST_PORT, Backend, NodeStatus, PodStatus
-from poc_gateway.network.rounds import waits_for_operator
+from fastapi import APIRouter
+
+from poc_gateway.errors import documented
+from poc_gateway.node_api.messages import (
+    FIRST_PORT,
+    Backend,
+    BackendFailure,
+    FanOut,
+    NetworkInit,
+    NodeStatus,
+    PodCommand,
+    PodStatus,
+)
+from poc_gateway.node_api.pocrounds import waits_for_operator
+from poc_gateway.node_api.service import Service
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.base import PowState, Protocol
 from vllm_poc.wire.responses import RoundConfig, RoundStats
 
 Overall = Literal["GENERATING", "MIXED", "IDLE"]
+
+#: What keeps a body from being taken on.
+CHANGES = documented(409, 422)
+
+node, pod = APIRouter(), APIRouter()
+
+
+@node.post("/init/generate", responses=CHANGES, response_model_exclude_none=True)
+async def node_init_generate(body: NetworkInit, service: Service) -> FanOut:
+    """Let the cluster generate; a repeat with the same content changes nothing."""
+    round_, pods = await service.init_generate(body)
+    groups = round_.status.groups or round_.spec.nodes.groups or len(pods)
+    return fan_out(pods, backends=len(pods), n_groups=groups, detail=note(round_, pods))
+
+
+@node.post("/stop", response_model_exclude_none=True)
+async def node_stop(service: Service) -> FanOut:
+    """End the round and wait until its results are flushed. Queued work goes on."""
+    return stopped(*await service.stop())
+
+
+@node.get("/status", response_model_exclude_none=True)
+async def get_node_status(service: Service) -> NodeStatus:
+    """Tell what the pods do."""
+    return node_status(*await service.observe())
+
+
+@pod.post("/init/generate", responses=CHANGES, response_model_exclude_none=True)
+async def pod_init_generate(body: NetworkInit, service: Service) -> PodCommand:
+    """Let the cluster generate; a repeat with the same content changes nothing."""
+    return pod_command(PowState.GENERATING, note(*await service.init_generate(body)))
+
+
+@pod.post("/stop", response_model_exclude_none=True)
+async def pod_stop(service: Service) -> PodCommand:
+    """End the round and wait until its results are flushed. Queued work goes on."""
+    left, _ = await service.stop()
+    return pod_command(PowState.STOPPED, unstopped(left))
+
+
+@pod.get("/status")
+async def get_pod_status(service: Service) -> PodStatus:
+    """Tell what the cluster does, as if it was one pod."""
+    return pod_status(*await service.observe())
 
 
 def overall(round_: Round | None) -> Overall:
@@ -99,18 +158,28 @@ def _config(round_: Round) -> RoundConfig:
     )
 
 
-def service_state(round_: Round | None, pods: Sequence[ReadyPod]) -> dict[str, Any]:
-    """Return a node state's fields: POW while a pod computes a round, INFERENCE while pods answer, else STOPPED."""
-    answering = any(pod.status is not None for pod in pods)
-    status = node_status(round_, [pod.pod for pod in pods]).status
-    serving = "INFERENCE" if answering else "STOPPED"
-    state = "POW" if status in ("GENERATING", "MIXED") else serving
-    return {"state": state, "poc_status": status, "inference_healthy": answering}
-
-
-def unstopped(round_: Round) -> str:
-    """Say why a stopped round has yet to end."""
+def unstopped(round_: Round | None) -> str | None:
+    """Say why a stopped round has yet to end; None if there is none."""
+    if round_ is None:
+        return None
     name, status = round_.metadata.name, round_.status
     if status.observed_generation < round_.metadata.generation:
         return f"round {name} was told to end, but the operator has not picked that up yet: look whether it runs"
     return f"round {name} is {status.state} and will end by itself: {status.message or 'its results are flushed'}"
+
+
+def fan_out(pods: Sequence[PodView], **fields: Any) -> FanOut:  # noqa: ANN401 - fields of FanOut
+    """Return the node's answer to a call that changed the state of these pods."""
+    return FanOut(results=backends(pods, "OK"), **fields)
+
+
+def stopped(left: Round | None, pods: Sequence[PodView]) -> FanOut:
+    """Return the node's answer to a stop; what is left to be done is an error of the first pod."""
+    detail = unstopped(left)
+    errors = [BackendFailure(port=FIRST_PORT, error=detail)] if detail else []
+    return fan_out(pods, errors=errors, detail=detail)
+
+
+def pod_command(state: PowState, detail: str | None) -> PodCommand:
+    """Return a pod's answer to a call that changed its state."""
+    return PodCommand(pow_status={"status": state}, detail=detail)

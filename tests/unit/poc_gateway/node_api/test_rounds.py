@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from poc_gateway.network.rounds import NetworkRounds
+from poc_gateway.node_api.pocrounds import NetworkRounds
 from poc_operator.store.errors import RoundInvalid, StoreUnavailable
-from tests.unit.poc_gateway.network.cluster import World, running_world
-from tests.unit.poc_gateway.network.requests import BLOCK, INIT, PARAMS, error_of
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
+from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of
 
 PREFIXES = ("inference/pow", "pow")
 
@@ -60,7 +60,7 @@ async def test_without_pods_a_round_waits(tmp_path: Path) -> None:
 
 async def test_an_operator_that_does_not_run_is_told(world: World) -> None:
     world.cluster.operator_runs = False
-    world.network.rounds = NetworkRounds(world.cluster, world.template, stop_seconds=0.1)
+    world.service.rounds = NetworkRounds(world.cluster, world.template, stop_seconds=0.1)
     fresh = await world.post("inference/pow/init/generate", INIT)
     assert (fresh.status_code, fresh.json().get("detail")) == (200, None)
     (name,) = world.cluster.rounds

@@ -8,10 +8,10 @@ import pytest
 from fastapi import FastAPI
 
 from poc_gateway.errors import install_handlers
-from poc_gateway.network.routes import router
-from poc_gateway.network.template import RoundTemplate
-from tests.unit.poc_gateway.network.cluster import running_world
-from tests.unit.poc_gateway.network.requests import INIT, error_of
+from poc_gateway.node_api.pocrounds import RoundTemplate
+from poc_gateway.node_api.routes import router
+from tests.unit.poc_gateway.node_api.cluster import running_world
+from tests.unit.poc_gateway.node_api.requests import INIT, error_of
 
 TOKEN = "secret"  # noqa: S105
 TEMPLATE = "namespace: ns\nspec: {selector: {matchLabels: {a: b}}, port: 9000, nodes: {groups: 4}}\n"

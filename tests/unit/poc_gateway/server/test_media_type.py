@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from poc_gateway.app import Parts, inside_app
-from poc_gateway.media_type import is_json
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.admission import is_json
+from poc_gateway.server.process import Components, inside_app
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
 from tests.support.deliveries import ROUND, artifacts
 from tests.support.gateway_seeds import read_round, store_seeds
 from tests.support.http_server import free_port, serve
-from tests.unit.poc_gateway.network.cluster import World, running_world
-from tests.unit.poc_gateway.network.requests import BLOCK, INIT, PARAMS
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
+from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS
 from vllm_poc.wire.responses import ErrorResponse
 
 HOST = "127.0.0.1"
@@ -89,9 +89,9 @@ async def apps(world: World) -> AsyncIterator[list[Served]]:
         yield [Served(world.app, ports[0]), Served(inside, ports[1])]
 
 
-def _parts(database: Database, world: World) -> Parts:
+def _parts(database: Database, world: World) -> Components:
     rounds, outbox = Rounds(database, read_round), Outbox(database, world.settings)
-    return Parts(settings=world.settings, database=database, rounds=rounds, outbox=outbox, network=None)
+    return Components(settings=world.settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
 
 
 @pytest.mark.parametrize("content_type", [None, "", "application/json", "application/json; charset=utf-8"])

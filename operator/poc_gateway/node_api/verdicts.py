@@ -7,8 +7,7 @@ The fraud test is put to all nonces of a request together, whichever pods comput
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from poc_gateway.errors import Refusal
-from poc_gateway.network.access import field_refusal
+from poc_gateway.errors import Refusal, field_refusal
 from vllm_poc.wire.artifacts import Artifact, Encoding, decode_vector
 from vllm_poc.wire.base import WireMessage
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network's rounds: one at a time, each a PoCRound.
+"""The network's rounds: one at a time, each a PoCRound made from the template and what the request brings.
 
-Nothing is remembered here: which round is active is read from the API server each time.
+The template is a file with ``namespace`` and ``spec``, the start of a PoCRound's; the request brings block, key, node
+id, model, protocol and receiver. Nothing is remembered here: which round is active, the API server is asked each time.
 """
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from http import HTTPStatus
+from pathlib import Path
 from time import monotonic
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from poc_gateway.errors import Refusal
-from poc_gateway.network.cluster import Cluster
-from poc_gateway.network.template import RoundTemplate, asked_of, name_of
+from poc_gateway.node_api.cluster import Cluster
 from poc_operator.model.round import Round
+from poc_operator.model.spec import Selector
 from poc_operator.model.status import RoundState
 from poc_operator.store.errors import RoundInvalid, StaleRound
 from vllm_poc.wire.requests import InitGenerateRequest
@@ -23,6 +32,57 @@ UNSEEN_SECONDS = 10.0
 #: So long a stop waits for the results to be flushed, and how often it looks.
 STOP_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
+
+_OF_THE_REQUEST = {"blockHash", "blockHeight", "publicKey", "rTarget", "artifact", "callbackURL", "mode"}
+
+
+class RoundTemplate(BaseModel):
+    """Where the network's rounds are created, and the part of their spec that the cluster decides."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    namespace: str = Field(min_length=1)
+    spec: dict[str, Any]
+
+    @field_validator("spec")
+    @classmethod
+    def _leaves_the_rest_to_the_request(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        foreign = sorted(_OF_THE_REQUEST & spec.keys())
+        if foreign:
+            raise ValueError(f"{', '.join(foreign)} come with each request: remove them from the template")
+        if set(spec.get("nodes") or {}) - {"groups"}:
+            raise ValueError("nodes may only have groups: the ids come with each request")
+        if "selector" not in spec:
+            raise ValueError("selector.matchLabels is missing: name the labels of the pods that serve the network")
+        Selector.model_validate(spec["selector"])
+        return spec
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a YAML or JSON file; ValueError says what is wrong with it."""
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text()))
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            what = str(error)
+        raise ValueError(f"POC_GATEWAY_ROUND_TEMPLATE={path}: {what}")
+
+    @property
+    def match_labels(self) -> dict[str, str]:
+        """The labels of the pods."""
+        return Selector.model_validate(self.spec["selector"]).match_labels
+
+    @property
+    def port(self) -> int:
+        """The port of the pods' server; the CRD's default unless told otherwise."""
+        return int(self.spec.get("port", 8000))
+
+    def spec_of(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return a round's whole spec."""
+        nodes = {**(self.spec.get("nodes") or {}), **asked["nodes"]}
+        return {**self.spec, **asked, "nodes": nodes}
 
 
 class NetworkRounds:
@@ -99,3 +159,30 @@ def _free_name(name: str, rounds: Sequence[Round]) -> str:
     taken = {round_.metadata.name for round_ in rounds}
     attempts = (f"{name}-{number}" if number > 1 else name for number in range(1, len(taken) + 2))
     return next(attempt for attempt in attempts if attempt not in taken)
+
+
+def asked_of(request: InitGenerateRequest, model: str) -> dict[str, Any]:
+    """Return the part of the spec that the request decides."""
+    node = request.node_id
+    asked: dict[str, Any] = {
+        "blockHash": request.block_hash,
+        "blockHeight": request.block_height,
+        "publicKey": request.public_key,
+        "nodes": {"first": node, "last": node, "count": request.node_count},
+        "model": {"name": model, "seqLen": request.effective_seq_len, "strongRng": request.poc_stronger_rng},
+    }
+    if request.params is not None:
+        asked["artifact"] = {"kDim": request.params.k_dim}
+    else:
+        asked["rTarget"] = format(Decimal(repr(request.r_target)), "f")
+    if "batch_size" in request.model_fields_set:
+        asked["batchSize"] = request.batch_size
+    if request.receiver is not None:
+        asked["callbackURL"] = request.receiver
+    return asked
+
+
+def name_of(asked: dict[str, Any]) -> str:
+    """Return the name of the round with this content: the same for the same content."""
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return f"network-{asked['blockHeight']}-{digest[:10]}"
