@@ -35,7 +35,8 @@ def test_it_counts_and_ends_in_order(database_url: str, tmp_path: Path) -> None:
     assert series["poc_gateway_database_bytes"] > 4096
     log = (tmp_path / "log").read_text()
     assert "hidden" not in log
-    assert all(json.loads(line)["severity"] == "info" for line in log.splitlines())
+    # Whether the receiver, which does not exist, is tried before the end is a matter of speed.
+    assert {json.loads(line)["severity"] for line in log.splitlines()} <= {"info", "warn"}
 
 
 @pytest.mark.parametrize(
