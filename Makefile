@@ -20,7 +20,7 @@ demo-down: ## End what the demo started on this machine
 	@$(PYTHON) -m hack.cluster down
 
 .PHONY: test
-test: check test-unit test-worker test-cluster ## Everything that this machine can prove
+test: check test-unit test-docs test-worker test-cluster ## Everything that this machine can prove
 
 .PHONY: check
 check: .venv/.lock ## Format, lint, types, layers
@@ -36,6 +36,10 @@ test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster
 .PHONY: postgresql
 postgresql:
 	@compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || $(PYTHON) -m hack.toolchain packages postgresql
+
+.PHONY: test-docs
+test-docs: .venv/.lock ## Every block of README and docs/ that needs no cluster; builds Helm where it is missing
+	.venv/bin/pytest tests/docs -m 'not cluster'
 
 .PHONY: fuzz
 fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's routes, and as many to the gateway's

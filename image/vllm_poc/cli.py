@@ -11,15 +11,15 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from pydantic import ValidationError
-
 from vllm_poc.server import deployment
-from vllm_poc.server.settings import Settings
+from vllm_poc.server.settings import Settings, SettingsError
 from vllm_poc.server.versions import vllm_version
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.middleware.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+#: What ``serve`` takes beside vLLM's own options, in any place.
+FLAGS = frozenset({"--enable-poc", "--poc-allow-untested-vllm"})
 #: First and last minor release of vLLM that the extension is tested with.
 TESTED = ((0, 23), (0, 32))
 
@@ -47,15 +47,17 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
         parser = argparse.ArgumentParser(prog="python -m vllm_poc", description=__doc__)
         parser.add_argument("command", choices=["serve"], help="serve MODEL: start the API server")
         parser.parse_args([command])  # --help, or an error that names the command
-    model = ["--model", rest.pop(0)] if rest and not rest[0].startswith("-") else []
-    ours, theirs = _serve_parser().parse_known_args(rest)
-    if not ours.enable_poc:
-        return [*model, *theirs]
-    if not ours.poc_allow_untested_vllm:
+    flags, options, positionals = _split(rest)
+    if "--enable-poc" in flags and "--poc-allow-untested-vllm" not in flags:
         check_version(_vllm_version())
+    parsed = parse_as_server([*options, *positionals])
+    model = _model(parsed, options)
+    if "--enable-poc" not in flags:
+        return [*options, *model, *positionals]
     _check_settings()
-    _check_options([*model, *theirs])
-    return [*model, *theirs, "--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
+    _check_options(parsed)
+    hooks = ["--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
+    return [*options, *model, *hooks, *positionals]
 
 
 def check_version(version: str) -> None:
@@ -83,13 +85,11 @@ def _check_settings() -> None:
     # Here and not only in the server, which would fail after minutes of loading.
     try:
         Settings.from_environment(os.environ)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UsageError(f"{first['loc'][0]}: {first['msg']}.") from None
+    except SettingsError as error:
+        raise UsageError(str(error)) from None
 
 
-def _check_options(words: Sequence[str]) -> None:
-    options = _vllm_options(words)
+def _check_options(options: argparse.Namespace) -> None:
     if options.worker_extension_cls:
         raise UsageError("--enable-poc sets --worker-extension-cls itself, and vLLM takes only one: leave yours out.")
     if options.headless:
@@ -101,9 +101,14 @@ def _check_options(words: Sequence[str]) -> None:
         raise UsageError(refusal)
 
 
-def _vllm_options(words: Sequence[str]) -> argparse.Namespace:
-    # vLLM's own parser knows abbreviations, underscores and --config. Its imports cost no time: the server needs them.
-    arguments = importlib.import_module("vllm.utils.argparse_utils")
+def parse_as_server(words: Sequence[str]) -> argparse.Namespace:
+    """Return what vLLM's API server makes of its command line. UsageError without vLLM, SystemExit if it is wrong."""
+    # vLLM's own parser knows which words are values of options, abbreviations, underscores and --config. Its imports
+    # cost no time: the server needs them.
+    try:
+        arguments = importlib.import_module("vllm.utils.argparse_utils")
+    except ImportError as error:
+        raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
     try:
         options = importlib.import_module("vllm.entrypoints.launchers.cli_args")
     except ModuleNotFoundError:  # where earlier releases have it
@@ -113,9 +118,17 @@ def _vllm_options(words: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def _serve_parser() -> argparse.ArgumentParser:
-    # No abbreviations: they would swallow flags of vLLM. --help is left to vLLM, which has most flags.
-    parser = argparse.ArgumentParser(prog="python -m vllm_poc serve", add_help=False, allow_abbrev=False)
-    parser.add_argument("--enable-poc", action="store_true")
-    parser.add_argument("--poc-allow-untested-vllm", action="store_true")
-    return parser
+def _split(words: Sequence[str]) -> tuple[set[str], list[str], list[str]]:
+    """Return our flags, the other words up to ``--``, and that with all words behind it, which are positional."""
+    end = words.index("--") if "--" in words else len(words)
+    flags = {word: word.replace("_", "-") for word in words[:end] if word.replace("_", "-") in FLAGS}
+    return set(flags.values()), [word for word in words[:end] if word not in flags], list(words[end:])
+
+
+def _model(parsed: argparse.Namespace, options: Sequence[str]) -> list[str]:
+    """Return the option that names the positional model: the API server reads ``--model`` alone."""
+    if (model := getattr(parsed, "model_tag", None)) is None:
+        return []
+    if any(word == "--model" or word.startswith("--model=") for word in options):
+        raise UsageError(f"the model is named twice, by {model} and by --model: leave one of them out.")
+    return ["--model", model]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals, and how every error becomes a `vllm_poc.wire.responses.ErrorResponse`."""
+"""Refusals, and how every error becomes a `vllm_poc.wire.messages.ErrorResponse`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 
 from poc_gateway.store.engine import DatabaseError, DatabaseFull
 from poc_operator.store.errors import StoreUnavailable
-from vllm_poc.wire.base import MAX_TEXT
-from vllm_poc.wire.responses import ErrorResponse, FieldError
+from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse, FieldError
 
 _log = logging.getLogger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise

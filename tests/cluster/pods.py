@@ -12,9 +12,8 @@ from hack.deploy.releases import NAMESPACE, PODS
 from hack.toolchain.common import wait_until
 from poc_operator.model.pods import PodView
 from tests.support.cluster import diagnosis
-from vllm_poc.wire.base import API_PREFIX
-from vllm_poc.wire.responses import StatusResponse
-from vllm_poc.wire.results import GeneratedResponse
+from vllm_poc.wire.generate import GeneratedResponse
+from vllm_poc.wire.messages import API_PREFIX, StatusResponse
 
 REQUEST_SECONDS = 60.0
 #: A pod that is deleted has 60 s to end; its replacement loads vLLM beside another pod that computes.

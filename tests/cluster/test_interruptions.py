@@ -15,7 +15,7 @@ from tests.cluster.results import indices_by_slot
 from tests.cluster.rounds import ARTIFACT, Rounds, hold, is_running
 from tests.support.cluster import ready
 from tests.support.receiver import Receiver
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480, func_only=True)]
 

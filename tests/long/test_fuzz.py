@@ -16,7 +16,7 @@ from tests.long.conftest import Report
 from tests.support.fuzz import ANSWER_SECONDS, SETTINGS, check_answer, requests
 from tests.vllm.client import Client
 from tests.vllm.server import serving
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
 NONCES = range(16)

@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tests.simulation.engine import RecordingEngine
 from tests.support.pod import Pod, lifespan
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from prometheus_client import make_asgi_app
 
 from tests.support.fake_engine import FakeEngineClient
 from vllm_poc.server.middleware import PocMiddleware
-from vllm_poc.wire.base import API_PREFIX
-from vllm_poc.wire.responses import StatusResponse
+from vllm_poc.wire.messages import API_PREFIX, StatusResponse
 
 ROUND: dict[str, Any] = {"block_hash": "abc123", "block_height": 7, "public_key": "node1"}
 SLOT: dict[str, Any] = {"node_id": 1, "node_count": 3, "group_id": 1, "n_groups": 2}

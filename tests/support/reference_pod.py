@@ -15,7 +15,7 @@ import httpx
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, ConfigDict
 
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 from vllm_poc.wire.partition import NonceSlot
 
 MODEL = "tiny"

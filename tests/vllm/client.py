@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.metrics import parse
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 REQUEST_SECONDS = 60
 ROUND = {"block_hash": "b10c", "block_height": 7, "public_key": "key"}

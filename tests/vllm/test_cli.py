@@ -1,24 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line around vLLM's own."""
 
+import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.vllm.server import command_environment
-from vllm_poc.cli import EXTENSION_CLASS, MIDDLEWARE, UsageError, check_version, server_arguments
+from vllm_poc.cli import EXTENSION_CLASS, MIDDLEWARE, UsageError, check_version, parse_as_server, server_arguments
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """What vLLM's API server makes of the translated command line."""
+    return parse_as_server(server_arguments(["serve", *words]))
 
 
 def test_without_enable_poc_it_is_plain_vllm() -> None:
-    assert server_arguments(["serve", "m", "--port", "1"]) == ["--model", "m", "--port", "1"]
+    options = parsed(["m", "--port", "1"])
+    assert (options.model, options.port) == ("m", 1)
+    assert (options.worker_extension_cls, options.middleware) == ("", [])
 
 
 def test_enable_poc_adds_extension_and_middleware() -> None:
-    arguments = server_arguments(["serve", "--model", "m", "--enable-poc"])
-    ours = ["--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
-    assert arguments == ["--model", "m", *ours]
+    options = parsed(["--model", "m", "--enable-poc"])
+    assert (options.model, options.worker_extension_cls, options.middleware) == ("m", EXTENSION_CLASS, [MIDDLEWARE])
+
+
+@pytest.mark.parametrize("flag", [None, "--enable-poc", "--enable_poc"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["m"],
+        ["m", "--port", "1"],
+        ["--port", "1", "m"],
+        ["--port=1", "m", "--enforce-eager"],
+        ["--enforce-eager", "m"],
+        ["--enforce-eager", "--", "m"],
+        ["--model", "m"],
+        ["--model=m", "--port", "1"],
+    ],
+    ids=" ".join,
+)
+def test_the_model_is_found_wherever_the_words_stand(words: list[str], flag: str | None) -> None:
+    end = words.index("--") if "--" in words else len(words)
+    places = range(end + 1) if flag is not None else [0]
+    for place in places:
+        before = words[place - 1] if place else ""
+        if before in {"--port", "--model"}:
+            continue  # it would part an option from its value
+        options = parsed([*words[:place], *([flag] if flag else []), *words[place:]])
+        assert options.model == "m"
+        assert options.worker_extension_cls == (EXTENSION_CLASS if flag else "")
+        assert options.port == (1 if "1" in " ".join(words) else 8000)
+
+
+def test_a_flag_behind_the_end_of_options_is_none() -> None:
+    with pytest.raises(SystemExit):
+        server_arguments(["serve", "m", "--", "--enable-poc"])
+
+
+def test_a_model_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="named twice, by m and by --model"):
+        server_arguments(["serve", "--enable-poc", "m", "--model", "other"])
+
+
+def test_a_misspelt_setting_ends_the_start_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_POC_TOKENS", "s3cret")
+    with pytest.raises(UsageError, match=r"VLLM_POC_TOKENS is not a setting: did you mean VLLM_POC_TOKEN[?]"):
+        server_arguments(["serve", "m", "--enable-poc"])
 
 
 @pytest.mark.parametrize("flag", [["--worker-extension-cls", "x.Y"], ["--worker_extension_cls=x.Y"]])
@@ -43,7 +95,7 @@ def test_a_second_extension_class_is_refused(flag: list[str]) -> None:
 def test_several_servers_or_engines_are_refused(words: list[str], culprit: str) -> None:
     with pytest.raises(UsageError, match=f"leave {culprit} out, and start several pods"):
         server_arguments(["serve", "m", "--enable-poc", *words])
-    assert server_arguments(["serve", "m", *words]) == ["--model", "m", *words], "without PoC it is plain vLLM"
+    assert server_arguments(["serve", "m", *words]) == ["m", *words, "--model", "m"], "without PoC it is plain vLLM"
 
 
 def test_a_config_file_is_looked_into(tmp_path: Path) -> None:
@@ -66,7 +118,8 @@ def test_a_node_without_an_api_server_is_refused() -> None:
 
 def test_one_api_server_with_a_sharded_model_passes() -> None:
     words = ["-tp", "2", "--pipeline-parallel-size", "2", "-asc", "1"]
-    assert server_arguments(["serve", "m", "--enable-poc", *words])[: 2 + len(words)] == ["--model", "m", *words]
+    options = parsed(["m", "--enable-poc", *words])
+    assert (options.model, options.tensor_parallel_size, options.pipeline_parallel_size) == ("m", 2, 2)
 
 
 def test_a_wrong_setting_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 PASSWORD = "0123456789abcdef"  # noqa: S105 - of this test alone
 BASIC = "Basic " + base64.b64encode(f"pod:{PASSWORD}".encode()).decode()

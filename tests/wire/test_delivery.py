@@ -10,9 +10,8 @@ from tests.support.callback_receiver import CallbackReceiver, payload_nonces
 from tests.support.fake_engine import distance, vector
 from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from vllm_poc.server.posting import SEARCH_LIMIT
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState, StatusResponse
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
-from vllm_poc.wire.responses import StatusResponse
 
 NEARLY_DONE = {"node_id": 0, "node_count": 1, "start_index": MAX_NONCE - 99}
 

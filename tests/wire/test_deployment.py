@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.pod import ARTIFACT, SLOT, Pod
 from tests.wire.test_requests import error_of
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 
 @pytest.fixture

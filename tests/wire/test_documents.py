@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.pod import Pod
 from tests.wire.conftest import VLLM_VERSION
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 ROUTES = {
     "init": {"post"},

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.support.fuzz import ANSWER_SECONDS, SETTINGS, check_answer, requests
 from tests.support.pod import Pod
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "400"))
 

@@ -8,9 +8,8 @@ import pytest
 
 from tests.support.fake_engine import distance
 from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod, running_pod
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import InitGenerateRequest, PowState
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
-from vllm_poc.wire.requests import InitGenerateRequest
 
 NEARLY_DONE = {"node_id": 0, "node_count": 1, "start_index": MAX_NONCE - 99}
 

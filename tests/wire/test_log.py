@@ -10,7 +10,7 @@ import pytest
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 LOGGER = "vllm.vllm_poc.server.generation"
 PROGRESS = re.compile(

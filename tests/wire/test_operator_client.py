@@ -24,9 +24,7 @@ from poc_operator.podapi.reference import ReferenceCommand, ReferenceStatus
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.http_server import free_port, serve
 from tests.support.pod import DISTANCE, SLOT, Pod
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.requests import InitGenerateRequest
-from vllm_poc.wire.responses import CommandResponse, StatusResponse
+from vllm_poc.wire.messages import CommandResponse, InitGenerateRequest, PowState, StatusResponse
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.support.http_server import serve
 from tests.support.reference_pod import ReferencePod, reference_pod
 from tests.unit.poc_operator.build import a_pod
 from tests.wire.test_round import complete, computes
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 FOREIGN = {

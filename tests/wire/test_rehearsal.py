@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tests.support.pod import ARTIFACT, SLOT, Pod
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 from vllm_poc.worker.batches import MOST_PREPARED
 
 

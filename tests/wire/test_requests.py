@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.fake_engine import distance, vector
 from tests.support.pod import ARTIFACT, DISTANCE, ROUND, SLOT, Pod
-from vllm_poc.wire.base import API_PREFIX
-from vllm_poc.wire.responses import ErrorResponse
+from vllm_poc.wire.messages import API_PREFIX, ErrorResponse
 
 START = DISTANCE | SLOT
 GENERATE = DISTANCE | {"nonces": [5, 3, 9], "wait": True}

@@ -20,11 +20,9 @@ from vllm_poc.server.engine import EngineError
 from vllm_poc.server.slices import Item
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
-from vllm_poc.wire.fraud import is_distance_mismatch, is_mismatch, p_value
-from vllm_poc.wire.generate import GenerateRequest, StatTest
-from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
-from vllm_poc.wire.requests import SlotRequest
-from vllm_poc.wire.results import ValidatedResponse, Verdict
+from vllm_poc.wire.generate import GenerateRequest, ProofBatch, ProofVerdict, ValidatedResponse
+from vllm_poc.wire.messages import SlotRequest
+from vllm_poc.wire.stat_test import StatTest, Verdict, is_distance_mismatch, is_mismatch, p_value
 
 
 async def artifact_verdict(

@@ -13,7 +13,7 @@ from vllm_poc.server import metrics
 from vllm_poc.server.posting import Poster
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import Item
-from vllm_poc.wire.base import WireMessage
+from vllm_poc.wire.messages import WireMessage
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals, and how every error becomes a `vllm_poc.wire.responses.ErrorResponse`."""
+"""Refusals, and how every error becomes a `vllm_poc.wire.messages.ErrorResponse`."""
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from vllm_poc.log import get_logger
 from vllm_poc.server.engine import EngineError
-from vllm_poc.wire.responses import ErrorResponse, FieldError
+from vllm_poc.wire.messages import ErrorResponse, FieldError
 
 _log = get_logger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
@@ -66,7 +66,10 @@ async def _engine_failed(_: Request, error: EngineError) -> JSONResponse:
     return response(refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineFailed", str(error)))
 
 
-async def _not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
+async def _not_valid(request: Request, error: RequestValidationError) -> JSONResponse:
+    if (content_type := _not_json(request)) is not None and any(_is_body(entry) for entry in error.errors()):
+        detail = f"the body is {content_type}: send JSON, with Content-Type: application/json or without any"
+        return response(refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaType", detail))
     fields = [
         FieldError(field=_field(entry), message=entry["msg"].removeprefix(_VALUE_ERROR)) for entry in error.errors()
     ]
@@ -83,6 +86,19 @@ async def _crashed(request: Request, error: Exception) -> JSONResponse:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     detail = f"{type(error).__name__}: {error}; the server's log has more"
     return response(refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalError", detail))
+
+
+def _not_json(request: Request) -> str | None:
+    """Return the request's content type, or None if that is JSON."""
+    content_type = request.headers.get("content-type", "").strip()
+    essence = content_type.partition(";")[0].strip().lower()
+    is_json = essence == "application/json" or (essence.startswith("application/") and essence.endswith("+json"))
+    return None if is_json else content_type
+
+
+def _is_body(entry: Mapping[str, Any]) -> bool:
+    # FastAPI reads nothing but JSON into an object. A missing body is missing whatever its type.
+    return bool(entry["loc"] == ("body",) and entry["type"] != "missing")
 
 
 def _invalid(fields: Sequence[FieldError], reason: str) -> ErrorResponse:

@@ -25,8 +25,7 @@ from vllm_poc.server.engine import EngineError
 from vllm_poc.server.payloads import callback, valid_items
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import SliceResult, SliceRunner, look_ahead
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.requests import InitGenerateRequest
+from vllm_poc.wire.messages import InitGenerateRequest, PowState
 
 _log = get_logger(__name__)
 

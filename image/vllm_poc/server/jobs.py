@@ -18,8 +18,7 @@ from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.outbox import Letter
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.results import GeneratedResponse, JobResponse, JobState, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, JobResponse, JobState, ValidatedResponse
 
 _log = get_logger(__name__)
 

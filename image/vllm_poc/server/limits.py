@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from vllm_poc.server.errors import field_refusal, refusal
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.requests import ArtifactParams, CallbackRequest, RoundRequest
+from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, RoundRequest
 from vllm_poc.worker.batches import ModelFacts
 
 #: How many nonces a message names.

@@ -8,7 +8,7 @@ import hmac
 import os
 from http import HTTPStatus
 
-from starlette.datastructures import Headers, State
+from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,7 +19,7 @@ from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 #: What poc-first refuses while a round computes; what already runs is not touched.
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
@@ -59,8 +59,7 @@ class PocMiddleware:
         except RefusalError as error:
             await response(error)(scope, receive, send)
             return
-        # A copy, since the PoC app puts itself into the scope.
-        await app(dict(scope), _replay(body, receive), send)
+        await app(_as_json(scope), _replay(body, receive), send)
 
     def _admitted(self, scope: Scope) -> ASGIApp:
         if not self._is_authorised(Headers(scope=scope)):
@@ -119,6 +118,18 @@ async def _read_body(receive: Receive, limit: int) -> bytes:
             raise refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
         if not message.get("more_body", False):
             return bytes(body)
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Return a copy of the scope, for the PoC app puts itself into it, whose body is JSON unless it says otherwise.
+
+    The network's Go client sends no Content-Type, and whether FastAPI then reads JSON depends on its version.
+    """
+    scope = dict(scope)
+    headers = MutableHeaders(scope=scope)
+    if not headers.get("content-type", "").strip():
+        headers["content-type"] = "application/json"
+    return scope
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -12,8 +12,8 @@ from vllm_poc.log import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.posting import Item, Poster
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.base import WireMessage
-from vllm_poc.wire.results import CallbackState
+from vllm_poc.wire.generate import CallbackState
+from vllm_poc.wire.messages import WireMessage
 
 _log = get_logger(__name__)
 

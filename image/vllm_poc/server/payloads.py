@@ -7,12 +7,9 @@ from typing import Any
 from vllm_poc.server.addresses import shown
 from vllm_poc.server.slices import Item
 from vllm_poc.wire.artifacts import Artifact, Encoding
-from vllm_poc.wire.base import WireMessage
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.requests import RoundRequest, SlotRequest
-from vllm_poc.wire.responses import RoundConfig
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.messages import RoundConfig, RoundRequest, SlotRequest, WireMessage
 
 Items = Sequence[Item]
 

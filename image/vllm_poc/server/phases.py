@@ -15,9 +15,15 @@ from vllm_poc.server.errors import RefusalError, field_refusal, refusal
 from vllm_poc.server.generation import Round
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import SliceRunner
-from vllm_poc.wire.base import PowState, Protocol
-from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest, InitRequest, SlotRequest
-from vllm_poc.wire.responses import ErrorResponse
+from vllm_poc.wire.messages import (
+    ErrorResponse,
+    ExtendRequest,
+    InitGenerateRequest,
+    InitRequest,
+    PowState,
+    Protocol,
+    SlotRequest,
+)
 
 _RUNNING = (PowState.GENERATING, PowState.VALIDATING)
 

@@ -13,8 +13,8 @@ from vllm_poc.log import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.addresses import shown
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.base import WireMessage
 from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
+from vllm_poc.wire.messages import WireMessage
 
 _log = get_logger(__name__)
 

@@ -10,12 +10,25 @@ from vllm_poc.server.disconnect import while_connected
 from vllm_poc.server.errors import install_handlers
 from vllm_poc.server.service import PocService
 from vllm_poc.server.versions import vllm_version
-from vllm_poc.wire.base import API_PREFIX, PowState
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
-from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest, InitRequest
-from vllm_poc.wire.responses import CommandResponse, ErrorResponse, StatusResponse, VersionsResponse
-from vllm_poc.wire.results import GeneratedResponse, JobResponse, ValidatedResponse
+from vllm_poc.wire.generate import (
+    GeneratedResponse,
+    GenerateRequest,
+    JobResponse,
+    ProofBatch,
+    ProofVerdict,
+    ValidatedResponse,
+)
+from vllm_poc.wire.messages import (
+    API_PREFIX,
+    CommandResponse,
+    ErrorResponse,
+    ExtendRequest,
+    InitGenerateRequest,
+    InitRequest,
+    PowState,
+    StatusResponse,
+    VersionsResponse,
+)
 
 _MEANINGS = {
     400: "No round is configured, or the artifacts are not those of the nonces",
@@ -23,6 +36,7 @@ _MEANINGS = {
     404: "Unknown or expired",
     409: "Another round runs, or the server's model or protocol is another one",
     413: "The body is too large",
+    415: "The body is no JSON, as its Content-Type says",
     422: "A field is wrong; `errors` names it",
     429: "Too many nonces are queued",
     503: "The engine is not ready or fails, or the result was not done in time",

@@ -21,12 +21,17 @@ from vllm_poc.server.settings import Settings
 from vllm_poc.server.slices import SliceRunner
 from vllm_poc.server.status import pow_status, status_response
 from vllm_poc.server.work import NamedNonces
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
-from vllm_poc.wire.requests import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest
-from vllm_poc.wire.responses import CommandResponse, ModelLimits, StatusResponse
-from vllm_poc.wire.results import JobResponse
+from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
+from vllm_poc.wire.messages import (
+    CallbackRequest,
+    CommandResponse,
+    ExtendRequest,
+    InitGenerateRequest,
+    InitRequest,
+    ModelLimits,
+    PowState,
+    StatusResponse,
+)
 
 T = TypeVar("T")
 

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the PoC server, read from environment variables ``VLLM_POC_<NAME>``."""
 
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+
+PREFIX = "VLLM_POC_"
+#: What Kubernetes adds to the environment for a Service whose name begins with ``vllm-poc``.
+_SERVICE_LINK = re.compile(
+    r".*_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
@@ -24,10 +32,14 @@ class Priority(StrEnum):
     POC_FIRST = "poc-first"
 
 
+class SettingsError(ValueError):
+    """One sentence that names the variable and says what is wrong with it."""
+
+
 class Settings(BaseModel):
     """Limits and times; the defaults suit a pod that serves chat beside PoC."""
 
-    model_config = ConfigDict(frozen=True, alias_generator=lambda field: f"VLLM_POC_{field.upper()}", extra="ignore")
+    model_config = ConfigDict(frozen=True, alias_generator=lambda field: f"{PREFIX}{field.upper()}", extra="ignore")
 
     #: Bearer token that guards the PoC routes; none by default.
     token: SecretStr | None = Field(default=None, min_length=1)
@@ -73,9 +85,23 @@ class Settings(BaseModel):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """Read the variables that are set; pydantic.ValidationError names the variable that is wrong."""
-        return cls.model_validate(dict(environment))
+        """Read the variables that are set. SettingsError if one has a bad value, or is none of the settings."""
+        cls._refuse_unknown(environment)
+        try:
+            return cls.model_validate(dict(environment))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise SettingsError(f"{first['loc'][0]}: {first['msg']}.") from None
 
     def allows_callback_to(self, host: str) -> bool:
         """Whether callbacks may go to ``host``."""
         return any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.callback_allow)
+
+    @classmethod
+    def _refuse_unknown(cls, environment: Mapping[str, str]) -> None:
+        # A misspelt VLLM_POC_TOKEN would leave the server open.
+        known = [f"{PREFIX}{field.upper()}" for field in cls.model_fields]
+        for name in sorted(set(environment) - set(known)):
+            if name.upper().startswith(PREFIX) and not _SERVICE_LINK.fullmatch(name):
+                nearest = get_close_matches(name.upper(), known, n=1, cutoff=0)[0]
+                raise SettingsError(f"{name} is not a setting: did you mean {nearest}? Correct it, or remove it.")

@@ -13,7 +13,7 @@ from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.gate import ChatGate
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.sizes import HalvedSize, Rehearsed, RehearsedSize, SliceSize, rehearse
-from vllm_poc.wire.requests import RoundRequest
+from vllm_poc.wire.messages import RoundRequest
 from vllm_poc.worker.batches import MOST_PREPARED, BatchRequest, BatchResult, Rehearsal
 
 #: What one nonce gives: a distance, or a vector in base64.

@@ -9,8 +9,7 @@ from vllm_poc.server.jobs import JobQueue
 from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.payloads import round_config
 from vllm_poc.server.phases import Phases
-from vllm_poc.wire.base import PowState, Protocol
-from vllm_poc.wire.responses import ModelLimits, PowStatus, RoundStats, StatusResponse
+from vllm_poc.wire.messages import ModelLimits, PowState, PowStatus, Protocol, RoundStats, StatusResponse
 
 
 def status_response(

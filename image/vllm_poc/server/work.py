@@ -10,11 +10,8 @@ from vllm_poc.server.comparison import artifact_verdict, proof_verdict
 from vllm_poc.server.jobs import Job, Result
 from vllm_poc.server.outbox import Letter, Outbox
 from vllm_poc.server.slices import Item, SliceRunner, look_ahead
-from vllm_poc.wire.base import WireMessage
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.proofs import ProofBatch, ProofVerdict
-from vllm_poc.wire.requests import RoundRequest, SlotRequest
-from vllm_poc.wire.results import ValidatedResponse
+from vllm_poc.wire.generate import GenerateRequest, ProofBatch, ProofVerdict, ValidatedResponse
+from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
 
 Ready = Callable[[], Awaitable[None]]
 

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one contract between operator, pods and receivers: messages, nonce partition, encoding, fraud test.
+"""The one contract between operator, gateway, pods and receivers.
 
-Imports neither torch nor vLLM, so the operator installs it without a GPU stack and the two sides
-cannot drift apart.
+- ``messages``: requests, status, answers and errors of a round.
+- ``generate``: the same for named nonces: ``POST generate`` and ``POST validate``.
+- ``callbacks``: what pods post to receivers.
+- ``artifacts``: vectors as text. ``partition``: which nonces a slot has. ``stat_test``: when a mismatch is fraud.
+
+Imports neither torch nor vLLM, so the operator installs it without a GPU stack and the two sides cannot drift
+apart. What only the pod's own processes say to each other is in `vllm_poc.rpc`.
 """

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vllm_poc.wire.base import Nonce, WireMessage
+from vllm_poc.wire.messages import Nonce, WireMessage
 
 _EXPONENT = 0x7C  # in the second byte of an fp16 number; all bits set in NaN and the infinities
 _FINITE = bytes(byte for byte in range(256) if byte & _EXPONENT != _EXPONENT)

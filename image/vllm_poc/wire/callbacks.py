@@ -4,8 +4,8 @@
 from http import HTTPStatus
 
 from vllm_poc.wire.artifacts import Artifact, Encoding
-from vllm_poc.wire.base import Nonce, WireMessage
-from vllm_poc.wire.results import Verdict
+from vllm_poc.wire.messages import Nonce, WireMessage
+from vllm_poc.wire.stat_test import Verdict
 
 #: A receiver's client errors about the address or the sender: no part of the payload would fare better.
 NOT_ABOUT_CONTENT = frozenset(

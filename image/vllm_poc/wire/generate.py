@@ -1,33 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of ``POST generate``: compute named nonces, and compare them with received artifacts if asked to."""
+"""Messages about named nonces: ``POST generate`` computes or compares them, ``POST validate`` judges claimed distances.
+
+The answer to ``generate`` is its result, or the state of its job.
+"""
 
 from collections.abc import Iterable, Set
-from typing import Annotated, Self
+from enum import StrEnum
+from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
-from vllm_poc.wire.artifacts import Artifact
-from vllm_poc.wire.base import Nonce, Protocol, WireMessage
-from vllm_poc.wire.requests import CallbackRequest, Probability
+from vllm_poc.wire.artifacts import Artifact, Encoding
+from vllm_poc.wire.messages import CallbackRequest, Nonce, Protocol, WireMessage
+from vllm_poc.wire.stat_test import StatTest, Verdict
 
 #: Largest number of nonces that one request may name.
 MAX_REQUEST_NONCES = 100_000
 
 Nonces = Annotated[list[Nonce], Field(min_length=1, max_length=MAX_REQUEST_NONCES)]
-
-
-class StatTest(WireMessage):
-    """When received artifacts count as fraud; see `vllm_poc.wire.fraud`."""
-
-    #: L2 distance beyond which two vectors mismatch.
-    dist_threshold: float = Field(default=0.02, ge=0)
-    #: Probability that an honest prover's nonce mismatches.
-    p_mismatch: Probability = 0.001
-    #: A p-value strictly below is fraud. The chain's client calls it ``p_value_threshold``; where both
-    #: are there, ``fraud_threshold`` counts.
-    fraud_threshold: Probability = Field(
-        default=0.01, validation_alias=AliasChoices("fraud_threshold", "p_value_threshold")
-    )
 
 
 class Validation(WireMessage):
@@ -73,6 +63,92 @@ class GenerateRequest(CallbackRequest):
             return set(), set()
         wanted, received = set(self.nonces), {artifact.nonce for artifact in self.validation.artifacts}
         return wanted - received, received - wanted
+
+
+#: Where the callback of queued work stands.
+CallbackState = Literal["pending", "delivered", "rejected", "given up"]
+
+
+class JobState(StrEnum):
+    """State of queued work."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Completed(WireMessage):
+    """What all results have. ``not_computed`` names nonces whose result was NaN or infinite on this server."""
+
+    status: Literal[JobState.COMPLETED] = JobState.COMPLETED
+    request_id: str
+    # Ours.
+    not_computed: list[int] = Field(default_factory=list)
+    # Of queued work with a callback address: where its callback stands, and the last thing that went wrong.
+    callback: CallbackState | None = None
+    callback_error: str | None = None
+
+
+class GeneratedResponse(Completed):
+    """Artifacts or distances, in the order of the nonces."""
+
+    # Artifact protocol.
+    artifacts: list[Artifact] | None = None
+    encoding: Encoding | None = None
+    # Distance protocol.
+    nonces: list[int] | None = None
+    distances: list[float] | None = None
+    total_checked: int | None = None
+    total_valid: int | None = None
+    valid_nonces: list[int] | None = None
+    valid_distances: list[float] | None = None
+
+
+class ValidatedResponse(Completed, Verdict):
+    """The verdict on received artifacts."""
+
+
+class JobResponse(WireMessage):
+    """State of work without a result. ``error`` says why it failed or was cancelled."""
+
+    status: Literal[JobState.QUEUED, JobState.RUNNING, JobState.FAILED, JobState.CANCELLED]
+    request_id: str
+    #: In the answer to ``POST generate``: all nonces that now wait or are computed, the request's included.
+    queued_count: int | None = None
+    error: str | None = None
+
+
+class ProofBatch(WireMessage):
+    """What a prover sent to its receiver.
+
+    The recomputation takes the public key from here and everything else from this server's round, so that a
+    batch of another block is found out. ``block_hash``, ``block_height`` and ``node_id`` are the sender's
+    words and are not used.
+    """
+
+    public_key: str = Field(min_length=1, max_length=1024)
+    block_hash: str
+    block_height: int
+    node_id: int = 0
+    nonces: Nonces
+    #: One for each nonce, in the same order.
+    dist: list[float]
+
+    @model_validator(mode="after")
+    def _lists_run_parallel(self) -> Self:
+        refuse_duplicates("nonces", self.nonces)
+        if len(self.dist) != len(self.nonces):
+            raise ValueError(f"dist has {len(self.dist)} entries for {len(self.nonces)} nonces: send one for each")
+        return self
+
+
+class ProofVerdict(Verdict):
+    """The answer. ``computed_distances`` runs parallel to the batch's nonces, null where not computed."""
+
+    status: Literal["OK"] = "OK"
+    computed_distances: list[float | None]
 
 
 def refuse_duplicates(field: str, nonces: Iterable[int]) -> None:

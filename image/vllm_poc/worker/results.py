@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_poc.maths.artifact import Selection, artifact_vectors
 from vllm_poc.maths.distance import NONCE_REFLECTIONS, Transform, distances
 from vllm_poc.wire.artifacts import encode_vector
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 from vllm_poc.worker.batches import BatchRequest, BatchResult
 from vllm_poc.worker.recipe import Recipe
 from vllm_poc.worker.round_tensors import RoundTensors

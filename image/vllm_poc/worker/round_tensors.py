@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm_poc.maths.distance import OUTPUT_DIM, random_head, round_target
 from vllm_poc.maths.reflections import layer_vectors
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 from vllm_poc.worker.recipe import Recipe
 
 

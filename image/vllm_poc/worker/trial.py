@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_poc.log import get_logger
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 from vllm_poc.worker.internals import StageOutput
 from vllm_poc.worker.recipe import Recipe
 from vllm_poc.worker.stage import Stage

@@ -17,8 +17,8 @@ from pydantic_core import from_json
 from poc_gateway.errors import Refusal, invalid
 from poc_gateway.store.rounds import KnownRound, RoundTerms
 from vllm_poc.wire.artifacts import Artifact, vector_bytes
-from vllm_poc.wire.base import Nonce, Protocol
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
+from vllm_poc.wire.messages import Nonce, Protocol
 
 #: Values of one message: four lists of 100 000, the nonces that one request may name, with room to spare.
 MOST_VALUES = 500_000

@@ -14,10 +14,8 @@ from poc_operator.model.round import Round
 from poc_operator.podapi.client import PodClient, base_url
 from poc_operator.podapi.errors import PodError
 from poc_operator.podapi.reference import ReferenceStatus
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.responses import StatusResponse
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.messages import PowState, StatusResponse
 
 #: Label of the rounds that the network asked for.
 LABELS = {"poc.gonka.ai/origin": "network"}

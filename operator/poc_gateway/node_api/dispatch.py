@@ -21,8 +21,7 @@ from poc_operator.model.pods import PodView
 from poc_operator.podapi.errors import NotAPodOfOurs, PodError, PodRefused
 from poc_operator.store.errors import StoreError
 from vllm_poc.wire.artifacts import decode_vector
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from poc_gateway.errors import Refusal, documented
 from poc_gateway.node_api.messages import NetworkGenerate
 from poc_gateway.node_api.service import Service
-from vllm_poc.wire.results import GeneratedResponse, JobResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, JobResponse, ValidatedResponse
 
 Result = TypeVar("Result")
 _Work = GeneratedResponse | ValidatedResponse | JobResponse

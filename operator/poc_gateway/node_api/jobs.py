@@ -26,8 +26,7 @@ from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.schema import one_line
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.results import JobResponse, JobState
+from vllm_poc.wire.generate import GenerateRequest, JobResponse, JobState
 
 _log = logging.getLogger(__name__)
 

@@ -5,10 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from vllm_poc.wire.base import WireMessage
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.requests import ArtifactParams, InitGenerateRequest
-from vllm_poc.wire.responses import RoundConfig, RoundStats
+from vllm_poc.wire.messages import ArtifactParams, InitGenerateRequest, RoundConfig, RoundStats, WireMessage
 
 #: The reference's node numbers its backends from this port on; clients show it and ask for jobs by it.
 FIRST_PORT = 5001

@@ -25,7 +25,7 @@ from poc_operator.model.round import Round
 from poc_operator.model.spec import Selector
 from poc_operator.model.status import RoundState
 from poc_operator.store.errors import RoundInvalid, StaleRound
-from vllm_poc.wire.requests import InitGenerateRequest
+from vllm_poc.wire.messages import InitGenerateRequest
 
 #: An operator that runs has looked at a round well before.
 UNSEEN_SECONDS = 10.0

@@ -25,8 +25,7 @@ from poc_gateway.node_api.pocrounds import waits_for_operator
 from poc_gateway.node_api.service import Service
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
-from vllm_poc.wire.base import PowState, Protocol
-from vllm_poc.wire.responses import RoundConfig, RoundStats
+from vllm_poc.wire.messages import PowState, Protocol, RoundConfig, RoundStats
 
 Overall = Literal["GENERATING", "MIXED", "IDLE"]
 

@@ -14,7 +14,7 @@ from fastapi.security import HTTPBearer
 from poc_gateway.errors import RETRY_AFTER, Refusal, documented
 from poc_gateway.node_api import generate, node, round_control
 from poc_gateway.node_api.service import NodeApi
-from vllm_poc.wire.base import API_PREFIX
+from vllm_poc.wire.messages import API_PREFIX
 
 NODE_PREFIX = "/api/v1/inference/pow"
 #: Calls that a single pod has and a cluster has not.

@@ -22,7 +22,7 @@ from poc_gateway.store.database import Database
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.podapi.client import PodClient
-from vllm_poc.wire.requests import CallbackRequest
+from vllm_poc.wire.messages import CallbackRequest
 
 
 class NodeApi:

@@ -9,11 +9,10 @@ from http import HTTPStatus
 
 from poc_gateway.errors import Refusal, field_refusal
 from vllm_poc.wire.artifacts import Artifact, Encoding, decode_vector
-from vllm_poc.wire.base import WireMessage
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
-from vllm_poc.wire.fraud import is_mismatch, p_value
-from vllm_poc.wire.generate import GenerateRequest, StatTest
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.messages import WireMessage
+from vllm_poc.wire.stat_test import StatTest, is_mismatch, p_value
 
 #: By nonce: a vector as base64, a distance, or None where the pod had no finite result.
 Values = Mapping[int, str | float | None]

@@ -28,8 +28,8 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.rounds import RoundTerms
 from vllm_poc.wire.artifacts import Artifact, Encoding
-from vllm_poc.wire.base import Protocol
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances
+from vllm_poc.wire.messages import Protocol
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.ledger import Counts
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, newest
-from vllm_poc.wire.base import Nonce
+from vllm_poc.wire.messages import Nonce
 
 _ROUND = "/rounds/{namespace}/{name}"
 #: Most nonces of one replay: each is a parameter of one statement.

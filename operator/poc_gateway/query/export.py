@@ -27,7 +27,7 @@ from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseUnavailable
 from poc_gateway.store.rounds import KnownRound, RoundTerms
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 #: Artifacts that are read, held in memory and written at once.
 CHUNK_ROWS = 65_536

@@ -11,7 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from vllm_poc.wire.base import Nonce, Protocol
+from vllm_poc.wire.messages import Nonce, Protocol
 
 #: Most entries of one page.
 PAGE_LIMIT = 1_000

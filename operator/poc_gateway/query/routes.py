@@ -30,7 +30,7 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_operator.model.checks import Proof
 from poc_operator.model.collected import CollectedRound
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 
 class Results:

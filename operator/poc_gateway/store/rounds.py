@@ -19,7 +19,7 @@ from sqlalchemy import Connection, RowMapping, select
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_operator.model.round import Round
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.partition import NonceSlot
 
 #: Reads a PoCRound by namespace and name; None if there is none. Raises StoreUnavailable.

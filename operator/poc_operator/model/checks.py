@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pydantic import TypeAdapter, ValidationError
 
 from poc_operator.model.base import ApiModel, Decimal
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Nonce, Protocol
 
 
 class Proof(ApiModel):
     """What a prover claims for one nonce: a ``vector`` (base64, fp16) or a ``distance``, as the protocol has it."""
 
-    nonce: int
+    nonce: Nonce
     vector: str | None = None
     distance: Decimal | None = None
 
@@ -41,7 +41,7 @@ class ProofsSpec(ApiModel):
 
 
 class FraudSpec(ApiModel):
-    """When proofs count as fraud; `vllm_poc.wire.fraud` has the test."""
+    """When proofs count as fraud; `vllm_poc.wire.stat_test` has the test."""
 
     dist_threshold: Decimal = "0.02"
     p_mismatch: Decimal = "0.001"

@@ -29,6 +29,7 @@ class Reason(StrEnum):
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
     FRAUD_DETECTED = "FraudDetected"
     GATEWAY_UNREACHABLE = "GatewayUnreachable"
+    INTERNAL_ERROR = "InternalError"
     K_DIM_TOO_LARGE = "KDimTooLarge"
     MODEL_MISMATCH = "ModelMismatch"
     MODEL_UNSUPPORTED = "ModelUnsupported"
@@ -60,6 +61,7 @@ class Reason(StrEnum):
     STOPPING = "Stopping"
     SUSPENDED = "Suspended"
     THEORY_DISAGREES = "TheoryDisagrees"
+    TOO_MANY_SLOTS = "TooManySlots"
     WORK_LOST = "WorkLost"
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from vllm_poc.wire.responses import StatusResponse
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.messages import StatusResponse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@
 from poc_operator.model.conditions import Reason
 from poc_operator.model.status import Assignment
 from poc_operator.plan.snapshot import RoundEvent
-from vllm_poc.wire.responses import StatusResponse
+from vllm_poc.wire.messages import StatusResponse
 
 
 def contradiction(

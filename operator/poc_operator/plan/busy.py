@@ -6,7 +6,7 @@ from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.spec import BusyPolicy
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step, StopPod
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 
 def computes_other_work(snapshot: Snapshot, report: PodReport) -> bool:

@@ -22,8 +22,7 @@ from poc_operator.plan import theory
 from poc_operator.plan.ends import complete, failed
 from poc_operator.plan.requests import named_nonces
 from poc_operator.plan.snapshot import Snapshot, Step
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
 #: Samples of a round, each with a block hash of its own.
 SAMPLES = 20

@@ -4,7 +4,7 @@
 from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import PodReport
 from poc_operator.model.spec import RoundSpec
-from vllm_poc.wire.responses import ModelLimits
+from vllm_poc.wire.messages import ModelLimits
 
 Finding = tuple[Reason, str]
 

@@ -19,8 +19,8 @@ from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.requests import named_nonces
 from poc_operator.plan.snapshot import AskPod, RoundEvent, Snapshot, Step
 from vllm_poc.wire.artifacts import decode_vector
-from vllm_poc.wire.base import Protocol
-from vllm_poc.wire.results import GeneratedResponse
+from vllm_poc.wire.generate import GeneratedResponse
+from vllm_poc.wire.messages import Protocol
 
 #: So long the pods are waited for; those that have not answered by then are not compared.
 PATIENCE = timedelta(seconds=60)

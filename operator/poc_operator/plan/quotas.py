@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from poc_operator.model.spec import StopSpec
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.snapshot import ExtendPod, Snapshot, Step
+from vllm_poc.wire.messages import ExtendRequest
 from vllm_poc.wire.partition import MAX_NONCE
-from vllm_poc.wire.requests import ExtendRequest
 
 #: A portion is worth so many seconds of its pod; another one is dealt when half of it is done. Several polls fit in.
 PORTION_SECONDS = 20.0

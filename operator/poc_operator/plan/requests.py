@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from poc_operator.model.spec import RoundSpec
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.requests import ArtifactParams
+from vllm_poc.wire.messages import ArtifactParams
 
 #: Every distance lies below it.
 LARGEST_DISTANCE = 2.0

@@ -14,8 +14,7 @@ from poc_operator.plan.busy import computes_other_work
 from poc_operator.plan.ends import LIMITS, Rule, end_by, failed
 from poc_operator.plan.slots import usable_pods
 from poc_operator.plan.snapshot import AskPod, RoundEvent, Snapshot, Step
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
 
 def choose_samples(snapshot: Snapshot, step: Step) -> Step:

@@ -9,8 +9,7 @@ from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.requests import artifact_params
 from poc_operator.plan.snapshot import Snapshot, StartPod, Step
 from poc_operator.plan.strays import computed_slots
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.requests import InitGenerateRequest
+from vllm_poc.wire.messages import InitGenerateRequest, PowState
 
 
 def start_pods(snapshot: Snapshot, step: Step) -> Step:

@@ -9,7 +9,7 @@ from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState
 from poc_operator.plan.collection import PATIENCE
 from poc_operator.plan.snapshot import RoundEvent, Snapshot, Step, StopPod
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 #: So long a pod that does not answer is waited for when its round ends. One that answers is waited for
 #: until it has stopped.

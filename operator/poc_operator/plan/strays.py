@@ -8,8 +8,7 @@ compute on. Such a pod is stopped, and until then nobody else is told to compute
 from poc_operator.model.pods import PodView
 from poc_operator.model.status import Assignment
 from poc_operator.plan.snapshot import Snapshot, Step, StopPod
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.responses import StatusResponse
+from vllm_poc.wire.messages import PowState, StatusResponse
 
 
 def is_of_slot(status: StatusResponse, slot: Assignment) -> bool:

@@ -15,9 +15,8 @@ from poc_operator.plan.ends import complete, failed
 from poc_operator.plan.requests import named_nonces
 from poc_operator.plan.snapshot import Snapshot, Step
 from vllm_poc.wire.artifacts import Artifact
-from vllm_poc.wire.fraud import is_distance_mismatch, p_value
-from vllm_poc.wire.generate import GenerateRequest, StatTest, Validation
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse, Validation
+from vllm_poc.wire.stat_test import StatTest, is_distance_mismatch, p_value
 
 #: Proofs that a pod is asked to recompute in one request.
 SAMPLE_NONCES = 200

@@ -19,11 +19,8 @@ from poc_operator.podapi.errors import (
     PodUnreachable,
 )
 from poc_operator.podapi.reference import Command, Status
-from vllm_poc.wire.base import API_PREFIX, MAX_TEXT
-from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.requests import ExtendRequest, InitGenerateRequest
-from vllm_poc.wire.responses import ErrorResponse
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ErrorResponse, ExtendRequest, InitGenerateRequest
 
 #: A status with its lists left out is about 1 KiB; no state or command is near this.
 MAX_BODY_BYTES = 64 * 2**10

@@ -13,8 +13,7 @@ from poc_operator.model.collected import CollectedRound
 from poc_operator.model.passwords import POD_USER, round_password
 from poc_operator.podapi.bodies import read_bounded
 from poc_operator.podapi.errors import GatewayError
-from vllm_poc.wire.base import MAX_TEXT
-from vllm_poc.wire.responses import ErrorResponse
+from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse
 
 #: Seconds for one question.
 ANSWER_SECONDS = 5.0

@@ -16,8 +16,17 @@ from pydantic import Discriminator, Tag, ValidationError
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.podapi.errors import PodBusy, PodRefused
-from vllm_poc.wire.base import MAX_TEXT, Index, PowState, Protocol, WireMessage
-from vllm_poc.wire.responses import CommandResponse, RoundConfig, RoundStats, StatusResponse
+from vllm_poc.wire.messages import (
+    MAX_TEXT,
+    CommandResponse,
+    Index,
+    PowState,
+    Protocol,
+    RoundConfig,
+    RoundStats,
+    StatusResponse,
+    WireMessage,
+)
 
 
 class ReferenceConfig(WireMessage):

@@ -15,7 +15,7 @@ from poc_operator.podapi.errors import PodBusy, PodError, PodRefused
 from poc_operator.runtime.logs import RoundLogger, of
 from poc_operator.store.errors import StoreError, StoreForbidden
 from poc_operator.store.rounds import RoundStore
-from vllm_poc.wire.responses import CommandResponse
+from vllm_poc.wire.messages import CommandResponse
 
 Emit = Callable[[RoundEvent], None]
 

@@ -11,7 +11,7 @@ from poc_operator.model.gateway import GatewayReport
 from poc_operator.podapi.collector import CollectorClient
 from poc_operator.podapi.errors import GatewayError
 from poc_operator.runtime.logs import RoundLogger, RoundRef
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 #: Least seconds between two questions.
 ASK_SECONDS = 2.0

@@ -9,7 +9,7 @@ from poc_operator.model.round import Round
 from poc_operator.podapi.client import PodClient, base_url
 from poc_operator.podapi.errors import PodError
 from poc_operator.podapi.reference import ReferenceStatus, as_ours
-from vllm_poc.wire.responses import StatusResponse
+from vllm_poc.wire.messages import StatusResponse
 
 #: Polls in flight at once; a poll is cheap, 1 000 pods take about a second. Up to so many pods that do not answer
 #: make a poll no longer than one of them does.

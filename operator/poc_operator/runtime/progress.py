@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from poc_operator.model.pods import PodReport
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.responses import StatusResponse
+from vllm_poc.wire.messages import PowState, StatusResponse
 
 
 @dataclass(frozen=True, kw_only=True)

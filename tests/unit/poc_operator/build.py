@@ -11,8 +11,7 @@ from poc_operator.model.round import Metadata, Round
 from poc_operator.model.spec import RoundSpec
 from poc_operator.model.status import Assignment, RoundStatus, SlotState
 from poc_operator.plan.snapshot import Snapshot
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.responses import ModelLimits, StatusResponse
+from vllm_poc.wire.messages import ModelLimits, PowState, StatusResponse
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 UID = "round-uid"

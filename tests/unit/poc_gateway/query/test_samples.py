@@ -10,7 +10,7 @@ from poc_gateway.store.database import Database
 from poc_operator.model.checks import Proof, parse_proofs
 from tests.support.deliveries import a_round, encoded
 from tests.support.stored import distance, store
-from vllm_poc.wire.base import Protocol
+from vllm_poc.wire.messages import Protocol
 
 ROUND = "/rounds/ns/round-uid-1"
 DISTANCES = {"rTarget": "1.4"}

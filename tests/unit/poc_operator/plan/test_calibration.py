@@ -12,7 +12,7 @@ from poc_operator.plan import calibration, theory
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import AskPod
 from tests.unit.poc_operator.build import a_pod, a_round, look, says
-from vllm_poc.wire.results import GeneratedResponse
+from vllm_poc.wire.generate import GeneratedResponse
 
 SPEC: dict[str, Any] = {
     "mode": "Calibrate",

@@ -14,9 +14,8 @@ from poc_operator.plan.crosscheck import deviations
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import AskPod, Snapshot, Step
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.responses import RoundConfig
-from vllm_poc.wire.results import GeneratedResponse
+from vllm_poc.wire.generate import GeneratedResponse
+from vllm_poc.wire.messages import PowState, RoundConfig
 
 NAMES = ("a", "b", "c")
 

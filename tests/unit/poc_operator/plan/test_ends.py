@@ -12,7 +12,7 @@ from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import DeleteRound, StopPod
 from poc_operator.plan.stops import STOP_PATIENCE
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 GENERATING, STOPPED = PowState.GENERATING, PowState.STOPPED
 RUNNING = a_status(a_slot())

@@ -18,7 +18,7 @@ from poc_operator.model.conditions import Reason
 from poc_operator.model.status import RoundStatus, SlotState
 from poc_operator.plan.snapshot import Snapshot, StartPod, Step
 from tests.unit.poc_operator.plan.world import PodAction, SimPod, SlotKey, World, key, slot_of, valid_below
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 MOST_PODS = 4
 

@@ -8,7 +8,7 @@ from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.observe import observe
 from poc_operator.plan.snapshot import Snapshot, Step
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 GENERATING, IDLE, STOPPED, FAILED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED, PowState.FAILED
 

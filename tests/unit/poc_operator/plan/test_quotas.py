@@ -11,7 +11,7 @@ from poc_operator.plan.plan import plan
 from poc_operator.plan.quotas import FIRST_BATCHES
 from poc_operator.plan.snapshot import ExtendPod, StartPod, Step
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 BATCH = 10
 FIRST = FIRST_BATCHES * BATCH

@@ -14,8 +14,8 @@ from poc_operator.model.status import RoundState, RoundStatus, SlotState
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import AskPod, Snapshot, Step
 from tests.unit.poc_operator.build import a_pod, a_round, look, says
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.results import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.messages import PowState
 
 PROOFS = [Proof(nonce=nonce, vector="AAAA") for nonce in range(250)]
 VALIDATE: dict[str, Any] = {

@@ -7,7 +7,7 @@ from poc_operator.model.status import SlotState
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import StartPod
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from poc_operator.model.status import RoundStatus, SlotState
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import StartPod, Step, StopPod
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.base import PowState, Protocol
-from vllm_poc.wire.responses import RoundConfig
+from vllm_poc.wire.messages import PowState, Protocol, RoundConfig
 
 STARTING: dict[str, Any] = {"state": SlotState.STARTING, "start": 8, "next": 8, "delivered": 8}
 

@@ -7,8 +7,7 @@ from poc_operator.model.conditions import Reason
 from poc_operator.model.pods import PodReport, PodView
 from poc_operator.plan.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, look, says
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.responses import ModelLimits
+from vllm_poc.wire.messages import ModelLimits, PowState
 
 World = tuple[tuple[PodView, PodReport | None], ...]
 

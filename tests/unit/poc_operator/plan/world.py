@@ -13,9 +13,7 @@ from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import DeletePod, Snapshot, StartPod, Step, StopPod
 from tests.unit.poc_operator.build import CALLBACK, UID, a_pod, a_round, has, look
 from vllm_poc.server.payloads import round_config
-from vllm_poc.wire.base import PowState
-from vllm_poc.wire.requests import InitGenerateRequest
-from vllm_poc.wire.responses import ModelLimits, StatusResponse
+from vllm_poc.wire.messages import InitGenerateRequest, ModelLimits, PowState, StatusResponse
 
 SlotKey = tuple[int, int]  # node, group
 PodAction = StartPod | StopPod | DeletePod

@@ -6,7 +6,7 @@ import pytest
 from poc_operator.model.pods import PodReport
 from poc_operator.runtime.progress import ProgressWatch
 from tests.unit.poc_operator.build import says
-from vllm_poc.wire.base import PowState
+from vllm_poc.wire.messages import PowState
 
 COMPUTING = says(PowState.GENERATING, next_index=10)
 SILENT = PodReport(error="no answer")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from pydantic import ValidationError
 
-from vllm_poc.server.settings import Settings
+from vllm_poc.server.settings import Settings, SettingsError
 
 
 def test_defaults_allow_every_host_and_no_token() -> None:
@@ -40,5 +39,38 @@ def test_the_token_is_not_printed() -> None:
     ],
 )
 def test_a_bad_setting_is_named(name: str, value: str) -> None:
-    with pytest.raises(ValidationError, match=f"VLLM_POC_{name}"):
+    with pytest.raises(SettingsError, match=f"^VLLM_POC_{name}: "):
         Settings.from_environment({f"VLLM_POC_{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("VLLM_POC_TOKENS", "VLLM_POC_TOKEN"),
+        ("vllm_poc_token", "VLLM_POC_TOKEN"),
+        ("VLLM_POC_CALLBACKS_ALLOW", "VLLM_POC_CALLBACK_ALLOW"),
+        ("VLLM_POC_FLUSH", "VLLM_POC_FLUSH_SECONDS"),
+        ("VLLM_POC_PORTS", "VLLM_POC_"),
+        ("VLLM_POC_", "VLLM_POC_"),
+    ],
+)
+def test_a_misspelt_setting_is_named_with_the_nearest_one(name: str, nearest: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{name} is not a setting: did you mean {nearest}"):
+        Settings.from_environment({name: "x", "VLLM_POC_TOKEN": "s3cret"})
+
+
+@pytest.mark.parametrize("field", Settings.model_fields)
+def test_each_setting_misspelt_is_told_from_the_others(field: str) -> None:
+    name = f"VLLM_POC_{field.upper()}"
+    for misspelt in (name + "S", name[:-1], name.replace("_POC_", "_POC_X")):
+        with pytest.raises(SettingsError, match=f"did you mean {name}[?]"):
+            Settings.from_environment({misspelt: "1"})
+
+
+@pytest.mark.parametrize("service", ["VLLM_POC", "VLLM_POC_WORKER", "VLLM_POC_TOKENS_2"])
+def test_what_kubernetes_says_of_services_is_no_setting(service: str) -> None:
+    """Unless a pod says otherwise, it gets these variables for each Service of its namespace."""
+    port = f"{service}_PORT_8000_TCP"
+    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT"]
+    links = [*(f"{service}_{name}" for name in names), port, f"{port}_PROTO", f"{port}_PORT", f"{port}_ADDR"]
+    assert Settings.from_environment(dict.fromkeys(links, "tcp://10.0.0.1:8000")).token is None

@@ -1,18 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fraud test: compare received with recomputed artifacts, then ask how likely honesty is.
+"""The statistical test for fraud: its thresholds, its formula and its outcome.
 
-A nonce mismatches if its vectors lie further apart than a threshold. An honest prover mismatches
-with probability p each time, so the number of mismatches is binomial, and the p-value is the
-probability of at least as many.
+A nonce mismatches if its received and its recomputed vector lie further apart than a threshold. An honest
+prover mismatches with probability p each time, so the number of mismatches is binomial, and the p-value is
+the probability of at least as many.
 """
 
 import math
 from collections.abc import Sequence
 
+from pydantic import AliasChoices, Field
+
 from vllm_poc.wire.artifacts import decode_vector
+from vllm_poc.wire.messages import Probability, WireMessage
 
 # Below this share of the sum, later and ever smaller terms no longer change its digits.
 _NEGLIGIBLE = 1e-18
+
+
+class StatTest(WireMessage):
+    """When received artifacts count as fraud."""
+
+    #: L2 distance beyond which two vectors mismatch.
+    dist_threshold: float = Field(default=0.02, ge=0)
+    #: Probability that an honest prover's nonce mismatches.
+    p_mismatch: Probability = 0.001
+    #: A p-value strictly below is fraud. The chain's client calls it ``p_value_threshold``; where both
+    #: are there, ``fraud_threshold`` counts.
+    fraud_threshold: Probability = Field(
+        default=0.01, validation_alias=AliasChoices("fraud_threshold", "p_value_threshold")
+    )
+
+
+class Verdict(WireMessage):
+    """The fraud test's outcome over ``n_total`` nonces, which leaves out those that were not computed.
+
+    ``not_computed`` names these: their result was NaN or infinite on this server.
+    """
+
+    n_total: int
+    n_mismatch: int
+    mismatch_nonces: list[int]
+    p_value: float
+    fraud_detected: bool
+    # Ours.
+    not_computed: list[int]
 
 
 def is_mismatch(computed: Sequence[float], received_b64: str, dist_threshold: float) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.known_answers import ANSWERS, label
 from vllm_poc.wire.artifacts import decode_vector
-from vllm_poc.wire.fraud import is_fraud, is_mismatch, p_value
+from vllm_poc.wire.stat_test import is_fraud, is_mismatch, p_value
 
 COMPUTED = decode_vector(ANSWERS["validation_cases"]["computed_b64"], ANSWERS["validation_cases"]["k_dim"])
 
