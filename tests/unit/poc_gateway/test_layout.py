@@ -12,7 +12,8 @@ MODULES = [path for path in PACKAGE.rglob("*.py") if "versions" not in path.part
 #: These mean the same in every package: its routes, and what they are asked with and answer.
 SHARED_NAMES = {"__init__", "routes", "messages"}
 _TABLES = "slots|late_items|callbacks"
-_CHANGE = re.compile(rf"\b(?:insert|update|delete)\((?:schema\.)?({_TABLES})\b|\b({_TABLES})\.(?:insert|update|delete)\(")
+_VERBS = "(?:insert|update|delete)"
+_CHANGE = re.compile(rf"\b{_VERBS}\((?:schema\.)?({_TABLES})\b|\b({_TABLES})\.{_VERBS}\(")
 
 
 def changes(path: Path) -> set[str]:
