@@ -28,8 +28,8 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.engine import create_engine
 from poc_gateway.store.migrations import migrate
 from poc_gateway.store.rounds import KnownRound, write_down
-from tests.support.deliveries import K_DIM, a_round
-from tests.support.http_server import free_port
+from tests.support.builders.deliveries import K_DIM, a_round
+from tests.support.servers.http_server import free_port
 
 SLOTS = 8
 SPAN = 100_000  # artifacts of one transaction

@@ -12,8 +12,8 @@ from poc_operator.model.passwords import round_password
 from poc_operator.podapi import collector
 from poc_operator.podapi.collector import CollectorClient
 from poc_operator.podapi.errors import GatewayError
-from tests.support.gateway import TOKEN, Gateway, gateway
-from tests.support.http_server import free_port
+from tests.support.fakes.gateway import TOKEN, Gateway, gateway
+from tests.support.servers.http_server import free_port
 
 ROUND = ("ns", "r", "round-uid")
 

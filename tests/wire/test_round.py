@@ -10,8 +10,8 @@ import pytest
 from poc_operator.model.status import RoundState, RoundStatus
 from poc_operator.podapi.client import PodClient
 from poc_operator.store.errors import StaleRound
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import Fleet
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.fleet import Fleet
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 

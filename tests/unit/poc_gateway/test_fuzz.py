@@ -26,9 +26,9 @@ from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
-from tests.support.gateway_answers import Fuzzing
-from tests.support.gateway_requests import TOKEN, Request, Target, cases, requests
-from tests.support.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets
+from tests.support.builders.gateway_requests import TOKEN, Request, Target, cases, requests
+from tests.support.builders.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets
+from tests.support.checks.gateway_answers import Fuzzing
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, URL, validation
 

@@ -18,8 +18,8 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
 from poc_operator.model.round import Round
 from poc_operator.store.errors import StoreUnavailable
-from tests.support.deliveries import JSON, path
-from tests.support.http_server import free_port, serve
+from tests.support.builders.deliveries import JSON, path
+from tests.support.servers.http_server import free_port, serve
 
 Answer = tuple[int, Any]
 

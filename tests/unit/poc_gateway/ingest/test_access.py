@@ -3,7 +3,7 @@ import aiohttp
 import pytest
 
 from poc_operator.model.passwords import round_password
-from tests.support.deliveries import JSON, a_round, artifacts, path
+from tests.support.builders.deliveries import JSON, a_round, artifacts, path
 from tests.unit.poc_gateway.ingest.conftest import Start
 
 TOKEN = "secret"  # noqa: S105 - a test's

@@ -10,7 +10,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import CHUNK_ROWS, Retention
-from tests.support.deliveries import ROUND, a_round, artifacts
+from tests.support.builders.deliveries import ROUND, a_round, artifacts
 from tests.unit.poc_gateway.ingest.conftest import Start
 
 DAY = 86_400

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from poc_gateway.store import schema
-from tests.support.deliveries import R_TARGET, a_round, artifacts, distances, encoded, vector
+from tests.support.builders.deliveries import R_TARGET, a_round, artifacts, distances, encoded, vector
 from tests.unit.poc_gateway.ingest.conftest import Start, receipt
 
 PROGRESS = "/rounds/ns/round-uid-1/progress"

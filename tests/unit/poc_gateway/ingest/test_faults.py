@@ -14,8 +14,8 @@ from poc_gateway.ingest import storing
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.simulation.gateway_process import gateway as gateway_process
-from tests.support.deliveries import JSON, a_round, artifacts, path, round_body
-from tests.support.held_write import HeldWrite
+from tests.support.builders.deliveries import JSON, a_round, artifacts, path, round_body
+from tests.support.fakes.held_write import HeldWrite
 from tests.unit.poc_gateway.ingest.conftest import Start
 
 KILLS = 3

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from poc_gateway.ingest.deliveries import MOST_MALFORMED, MOST_VALUES
-from tests.support.deliveries import a_round, artifacts, encoded
+from tests.support.builders.deliveries import a_round, artifacts, encoded
 from tests.unit.poc_gateway.ingest.conftest import Start
 
 #: Tells by how many KiB the process has grown at most while it read a message.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from poc_gateway.store import schema
-from tests.support.deliveries import R_TARGET, a_round, artifacts, distances, encoded, path, vector
+from tests.support.builders.deliveries import R_TARGET, a_round, artifacts, distances, encoded, path, vector
 from tests.unit.poc_gateway.ingest.conftest import Answer, Gateway, Start, receipt
 
 

@@ -22,8 +22,8 @@ from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState, Totals
 from poc_operator.podapi.client import PodClient
 from poc_operator.store.errors import RoundInvalid, StaleRound, StoreError
-from tests.support.http_server import free_port, serve
-from tests.support.pod import Pod, running_pod
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import Pod, running_pod
 
 LABELS = {"poc.gonka.ai/worker": "true"}
 

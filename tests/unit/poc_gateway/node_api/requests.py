@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.fake_engine import vector
+from tests.support.fakes.engine import vector
 from vllm_poc.wire.messages import ErrorResponse
 
 URL = "http://chain.example/v2/poc-batches/org%252Ftiny"

@@ -12,9 +12,9 @@ from sqlalchemy import select
 from poc_gateway.node_api import jobs
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from tests.support.fake_engine import distance, vector
-from tests.support.http_server import free_port, serve
-from tests.support.pod import ARTIFACT, SLOT
+from tests.support.fakes.engine import distance, vector
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import ARTIFACT, SLOT
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, NONCES, PARAMS, URL, error_of, validation
 from tests.unit.poc_gateway.node_api.test_replay import finished

@@ -11,7 +11,7 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import WAIT_SECONDS
 from poc_gateway.store.schema import late_items, slots
-from tests.support.forwarding import Post, Receiver, add_round, running, settings, store, until
+from tests.support.builders.forwarding import Post, Receiver, add_round, running, settings, store, until
 
 
 async def forwarded(database: Database) -> int:

@@ -9,7 +9,7 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.guard import AddressGuard, AddressInfo, AddressRefused
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
-from tests.support.forwarding import Receiver, add_round, running, settings, store, until
+from tests.support.builders.forwarding import Receiver, add_round, running, settings, store, until
 
 
 def info(address: str) -> AddressInfo:

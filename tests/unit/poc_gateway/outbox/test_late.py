@@ -11,7 +11,7 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.ledger import Counts
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import late_items
-from tests.support.forwarding import Receiver, add_round, running, settings, store, until
+from tests.support.builders.forwarding import Receiver, add_round, running, settings, store, until
 
 LATE = {10, 11}
 

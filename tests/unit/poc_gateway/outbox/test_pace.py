@@ -15,7 +15,7 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.pace import CircuitBreaker
 from poc_gateway.outbox.post import Answer, Outcome
 from poc_gateway.store.database import Database
-from tests.support.forwarding import Post, Receiver, add_round, running, settings, store, until
+from tests.support.builders.forwarding import Post, Receiver, add_round, running, settings, store, until
 
 
 def error_of(outbox: Outbox, round_id: int) -> str:

@@ -6,7 +6,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 
 from poc_gateway.outbox.post import RETRY_AFTER_LIMIT_SECONDS, Outcome, Poster
-from tests.support.forwarding import Receiver, settings
+from tests.support.builders.forwarding import Receiver, settings
 
 
 def failures(kind: str) -> float:

@@ -9,7 +9,7 @@ from poc_gateway.outbox import ledger
 from poc_gateway.outbox.forward import SEARCH_LIMIT, Outbox
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import late_items
-from tests.support.forwarding import Post, Receiver, add_round, running, settings, store, until
+from tests.support.builders.forwarding import Post, Receiver, add_round, running, settings, store, until
 
 
 async def dead(database: Database) -> dict[int, str]:

@@ -18,8 +18,8 @@ from poc_gateway.query import export
 from poc_gateway.query.export import TERMS_KEY
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from tests.support.deliveries import a_round, encoded, vector
-from tests.support.stored import BEGAN, BEGAN_TEXT, distance, store
+from tests.support.builders.deliveries import a_round, encoded, vector
+from tests.support.builders.stored import BEGAN, BEGAN_TEXT, distance, store
 
 ROUND = "/rounds/ns/round-uid-1"
 EXPORT = f"{ROUND}/artifacts"

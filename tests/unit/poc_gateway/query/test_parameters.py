@@ -9,8 +9,8 @@ from httpx import AsyncClient
 from poc_gateway.query.export import MEDIA_TYPES
 from poc_gateway.query.messages import Format
 from poc_gateway.store.database import Database
-from tests.support.deliveries import a_round
-from tests.support.stored import store
+from tests.support.builders.deliveries import a_round
+from tests.support.builders.stored import store
 
 EXPORT = "/rounds/ns/round-uid-1/artifacts"
 

@@ -10,8 +10,8 @@ from httpx import AsyncClient
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, newest
-from tests.support.deliveries import a_round, encoded, vector
-from tests.support.stored import BEGAN, distance, store
+from tests.support.builders.deliveries import a_round, encoded, vector
+from tests.support.builders.stored import BEGAN, distance, store
 
 ROUND = "/rounds/ns/round-uid-1"
 DISTANCES = {"rTarget": "1.4"}

@@ -8,8 +8,8 @@ from pydantic import TypeAdapter
 from poc_gateway.query import summary
 from poc_gateway.store.database import Database
 from poc_operator.model.checks import Proof, parse_proofs
-from tests.support.deliveries import a_round, encoded
-from tests.support.stored import distance, store
+from tests.support.builders.deliveries import a_round, encoded
+from tests.support.builders.stored import distance, store
 from vllm_poc.wire.messages import Protocol
 
 ROUND = "/rounds/ns/round-uid-1"

@@ -13,9 +13,9 @@ from sqlalchemy import Connection, Delete, QueuePool, Update
 from poc_gateway.query import export
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from tests.support.deliveries import a_round
-from tests.support.http_server import free_port, serve
-from tests.support.stored import store
+from tests.support.builders.deliveries import a_round
+from tests.support.builders.stored import store
+from tests.support.servers.http_server import free_port, serve
 
 PATH = "/rounds/ns/round-uid-1/artifacts"
 COUNT = 60_000  # more than the sockets and the server buffer

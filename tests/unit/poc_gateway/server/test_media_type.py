@@ -18,9 +18,9 @@ from poc_gateway.server.admission import is_json
 from poc_gateway.server.process import Components, inside_app
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
-from tests.support.deliveries import ROUND, artifacts
-from tests.support.gateway_seeds import read_round, store_seeds
-from tests.support.http_server import free_port, serve
+from tests.support.builders.deliveries import ROUND, artifacts
+from tests.support.builders.gateway_seeds import read_round, store_seeds
+from tests.support.servers.http_server import free_port, serve
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS
 from vllm_poc.wire.messages import ErrorResponse

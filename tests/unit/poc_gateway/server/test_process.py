@@ -13,8 +13,8 @@ import pytest
 
 from hack.images.site import ROOT
 from tests.simulation.gateway_process import gateway
-from tests.support.deliveries import artifacts, path, round_body
-from tests.support.metrics import parse
+from tests.support.builders.deliveries import artifacts, path, round_body
+from tests.support.checks.metrics import parse
 
 
 def test_it_counts_and_ends_in_order(database_url: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from poc_gateway.server.health import Health
 from poc_gateway.store import database as database_module
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseFull, DatabaseUnavailable, create_engine, translated
-from tests.support.held_write import HeldWrite
+from tests.support.fakes.held_write import HeldWrite
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.disk_space import size_bytes, used_bytes
 from poc_gateway.store.retention import CHUNK_ROWS, Retention, begin, deletable
 from poc_gateway.store.rounds import write_down
-from tests.support.deliveries import a_round, vector
+from tests.support.builders.deliveries import a_round, vector
 
 DAY = 86_400
 RECEIVER = "http://receiver"

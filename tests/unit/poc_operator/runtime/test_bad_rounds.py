@@ -22,7 +22,7 @@ from poc_operator.runtime.operator import Operator
 from poc_operator.store.errors import StoreUnavailable, UnreadableRound
 from poc_operator.store.lease import Lease
 from poc_operator.store.rounds import RoundStore
-from tests.support.lease_api import lease_api
+from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import a_pod, says
 

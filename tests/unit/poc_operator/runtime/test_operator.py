@@ -16,7 +16,7 @@ from poc_operator.runtime.logs import RoundRef
 from poc_operator.runtime.operator import Operator
 from poc_operator.store.lease import Lease
 from poc_operator.store.rounds import RoundStore
-from tests.support.lease_api import lease_api
+from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tests.support.known_answers import BLOCK_HASH, PUBLIC_KEY
+from tests.support.builders.known_answers import BLOCK_HASH, PUBLIC_KEY
 from vllm_poc.maths.seeds import nonce_seeds
 
 #: Where the formulas are tested: on a GPU if there is one.

@@ -10,7 +10,7 @@ from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, write_down
 from poc_operator.model.round import Round
-from tests.support.deliveries import vector
+from tests.support.builders.deliveries import vector
 
 #: When the artifact of nonce 0 arrived; every other one came a millisecond per nonce later.
 BEGAN = 1_767_225_600_000

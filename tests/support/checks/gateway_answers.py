@@ -15,12 +15,12 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.support.fuzz import ANSWER_SECONDS
-from tests.support.gateway_requests import Request
+from tests.support.builders.fuzz import ANSWER_SECONDS
+from tests.support.builders.gateway_requests import Request
 from vllm_poc.wire.messages import ErrorResponse
 
 _CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
-_DOCUMENT = Path(__file__).parents[2] / "docs/reference/gateway-api.md"
+_DOCUMENT = Path(__file__).parents[3] / "docs/reference/gateway-api.md"
 _ROW = re.compile(r"^\| (5\d\d) (`.+?`) \|", re.MULTILINE)
 #: The server errors that the documentation tells of, as (status, reason).
 DOCUMENTED = {

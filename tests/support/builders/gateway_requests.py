@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.core.result import Ok
 
-from tests.support.fuzz import ODD_NUMBERS, ODD_TEXTS, bodies
+from tests.support.builders.fuzz import ODD_NUMBERS, ODD_TEXTS, bodies
 
 TOKEN = "fuzz-token"  # noqa: S105 - of tests alone
 BASE = "http://gateway"

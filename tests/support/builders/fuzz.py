@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT
 
 #: An answer that takes longer counts as none.
 ANSWER_SECONDS = 5.0

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-ANSWERS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "known_answers.json").read_text())
+ANSWERS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "known_answers.json").read_text())
 
 BLOCK_HASH: str = ANSWERS["inputs"]["block_hash"]
 PUBLIC_KEY: str = ANSWERS["inputs"]["public_key"]

@@ -12,7 +12,7 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import make_asgi_app
 
-from tests.support.fake_engine import FakeEngineClient
+from tests.support.fakes.engine import FakeEngineClient
 from vllm_poc.server.middleware import PocMiddleware
 from vllm_poc.wire.messages import API_PREFIX, StatusResponse
 

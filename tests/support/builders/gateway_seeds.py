@@ -11,9 +11,9 @@ from sqlalchemy import Connection, Insert, Row, Table, select
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_operator.model.round import Round
-from tests.support.deliveries import R_TARGET, ROUND, a_round, artifacts, distances
-from tests.support.gateway_requests import Target
-from tests.support.stored import store
+from tests.support.builders.deliveries import R_TARGET, ROUND, a_round, artifacts, distances
+from tests.support.builders.gateway_requests import Target
+from tests.support.builders.stored import store
 
 _RECEIVER = "http://receiver.example/batches"
 #: No request names it.

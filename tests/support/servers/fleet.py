@@ -20,9 +20,9 @@ from poc_operator.runtime.logs import RoundRef
 from poc_operator.runtime.metrics import Metrics
 from poc_operator.runtime.pods import PodCache
 from poc_operator.store.rounds import RoundStore
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.http_server import free_port, serve
-from tests.support.pod import Pod, running_pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import Pod, running_pod
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 AsgiApp = Callable[..., Awaitable[None]]

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from poc_operator.model.collected import CollectedRound, CollectedSlot
 from poc_operator.model.passwords import round_password
-from tests.support.callback_receiver import payload_nonces
+from tests.support.fakes.callback_receiver import payload_nonces
 
 TOKEN = "gateway-token"  # noqa: S105 - of tests alone
 
