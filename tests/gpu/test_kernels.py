@@ -10,7 +10,7 @@ from torch import Tensor  # noqa: E402
 from torch import dtype as DType  # noqa: E402, N812
 from torch.nn.functional import silu  # noqa: E402
 
-from vllm_poc.kernels import layers, normal, quantised  # noqa: E402
+from vllm_poc.kernels import layers, normal  # noqa: E402
 from vllm_poc.maths import reflections, sampling  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -163,7 +163,7 @@ def test_quantisation(n: int, layout: str, powers_of_two: bool, dtype: DType) ->
     strides = {"rows": (groups, 1), "columns": (1, rows), "aligned columns": (1, 304)}[layout]
     scales = torch.empty_strided((rows, groups), strides, device="cuda")
     found = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    quantised.quantise(x, found, scales, epsilon=1e-10, powers_of_two=powers_of_two)
+    layers.quantise(x, found, scales, epsilon=1e-10, powers_of_two=powers_of_two)
     expected, expected_scales = quantise(x, powers_of_two=powers_of_two)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

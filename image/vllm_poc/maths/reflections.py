@@ -4,8 +4,7 @@
 import torch
 from torch import Tensor
 
-from vllm_poc.maths.sampling import unit_normal
-from vllm_poc.maths.seeds import seed_tensor
+from vllm_poc.maths.sampling import seed_tensor, unit_normal
 
 
 def layer_vectors(*, block_hash: str, num_layers: int, hidden: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_poc.maths.artifact import artifact_purposes
 from vllm_poc.maths.distance import distance_purposes
-from vllm_poc.maths.seeds import STRONG_SEEDS, input_seeds, nonce_seeds
+from vllm_poc.maths.sampling import STRONG_SEEDS, input_seeds, nonce_seeds
 from vllm_poc.wire.messages import Protocol
 from vllm_poc.worker.batches import BatchRequest
 

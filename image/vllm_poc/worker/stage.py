@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from vllm_poc.maths.inputs import fill_inputs
+from vllm_poc.maths.sampling import fill_inputs
 from vllm_poc.worker.batches import ModelFacts
 from vllm_poc.worker.internals import BatchShape, Runner, StageOutput
 from vllm_poc.worker.passes import Pass

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_poc.kernels import quantised
+from vllm_poc.kernels import layers
 from vllm_poc.worker.fusion.patches import Patch
 
 _NAME = "per_token_group_quant_fp8"
@@ -65,7 +65,7 @@ def _quantised(
     scales = torch.empty_strided((rows, groups), strides, dtype=torch.float32, device=x.device)
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     powers = asks_for_powers() if use_ue8m0 is None else use_ue8m0
-    quantised.quantise(x, out, scales, epsilon=eps, powers_of_two=powers)
+    layers.quantise(x, out, scales, epsilon=eps, powers_of_two=powers)
     return out, scales
 
 
