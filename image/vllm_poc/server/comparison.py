@@ -17,7 +17,7 @@ be computed there is no verdict, since clients read an empty sample as guilt.
 from collections.abc import AsyncIterator, Sequence
 
 from vllm_poc.server.engine import EngineError
-from vllm_poc.server.slices import Item
+from vllm_poc.server.scheduler import Item
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
 from vllm_poc.wire.generate import GenerateRequest, ProofBatch, ProofVerdict, ValidatedResponse

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from time import monotonic
 
-from vllm_poc.server.slices import Item
+from vllm_poc.server.scheduler import Item
 
 #: Status lists the newest valid nonces of a distance round; callbacks carry them all.
 LISTED_NONCES = 1_000

@@ -11,8 +11,8 @@ import aiohttp
 
 from vllm_poc.server import metrics
 from vllm_poc.server.posting import Poster
+from vllm_poc.server.scheduler import Item
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import Item
 from vllm_poc.wire.messages import WireMessage
 
 

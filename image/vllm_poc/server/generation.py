@@ -23,8 +23,8 @@ from vllm_poc.server.counters import Counters
 from vllm_poc.server.delivery import Delivery, Piece
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.payloads import callback, valid_items
+from vllm_poc.server.scheduler import Scheduler, SliceResult, look_ahead
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceResult, SliceRunner, look_ahead
 from vllm_poc.wire.messages import InitGenerateRequest, PowState
 
 _log = get_logger(__name__)
@@ -40,7 +40,7 @@ class Round:
         self,
         request: InitGenerateRequest,
         *,
-        runner: SliceRunner,
+        scheduler: Scheduler,
         slice_limit: int,
         session: aiohttp.ClientSession,
         settings: Settings,
@@ -52,10 +52,10 @@ class Round:
         self.counters = Counters(request.start_index)
         self.end_index = request.end_index
         self._extended = asyncio.Event()
-        self._runner = runner
+        self._scheduler = scheduler
         self._limit = slice_limit
-        self._size = runner.slice_size(request, slice_limit)
-        self._held_back_before = runner.gate.held_back_seconds
+        self._size = scheduler.slice_size(request, slice_limit)
+        self._held_back_before = scheduler.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings
         self.delivery = Delivery(
@@ -78,7 +78,7 @@ class Round:
     @property
     def held_back_seconds(self) -> float:
         """How long chat held PoC back since the round started."""
-        return self._runner.gate.held_back_seconds - self._held_back_before
+        return self._scheduler.gate.held_back_seconds - self._held_back_before
 
     def extend(self, end_index: int) -> None:
         """Compute on up to ``end_index``, if that is further than before."""
@@ -113,20 +113,20 @@ class Round:
     async def _compute_slot(self) -> None:
         slot, counters = self.request.slot, self.counters
         try:
-            await self._rehearse()
+            await self._autotune()
             ahead = deque[list[int]]()
             while counters.next_index < slot.capacity:
                 nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
                 look_ahead(ahead, self._size, partial(self._following, counters.next_index + len(nonces)))
-                result = await self._runner.run(self.request, nonces, self._size, ahead)
+                result = await self._scheduler.run(self.request, nonces, self._size, ahead)
                 await self.delivery.add(self._record(len(nonces), result))
                 _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
         finally:
             self._on_idle()  # others need not wait for the receiver
 
-    async def _rehearse(self) -> None:
-        await self._runner.rehearse(self.request)
-        self._size = self._runner.slice_size(self.request, self._limit)
+    async def _autotune(self) -> None:
+        await self._scheduler.autotune(self.request)
+        self._size = self._scheduler.slice_size(self.request, self._limit)
 
     async def _allowance(self) -> int:
         """Return how many nonces the next slice may have; waits at ``end_index``."""

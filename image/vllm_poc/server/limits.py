@@ -5,11 +5,11 @@ from collections.abc import Set
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
+from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.errors import field_refusal, refusal
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, RoundRequest
-from vllm_poc.worker.batches import ModelFacts
 
 #: How many nonces a message names.
 _NAMED = 5
@@ -45,7 +45,7 @@ def check_validation(request: GenerateRequest) -> None:
 
 
 def slice_limit(request: RoundRequest, facts: ModelFacts) -> int:
-    """Return how many nonces a forward pass holds that is not rehearsed: at least 1."""
+    """Return how many nonces a forward pass holds that is not tuned: at least 1."""
     return min(request.batch_size, most_nonces(request, facts))
 
 

@@ -13,8 +13,8 @@ import aiohttp
 from vllm_poc.server import payloads
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
 from vllm_poc.server.generation import Round
+from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceRunner
 from vllm_poc.wire.messages import (
     ErrorResponse,
     ExtendRequest,
@@ -31,11 +31,11 @@ _RUNNING = (PowState.GENERATING, PowState.VALIDATING)
 class Phases:
     """Starts and stops the round's phases, one call after the other."""
 
-    def __init__(self, runner: SliceRunner, session: aiohttp.ClientSession, settings: Settings) -> None:
+    def __init__(self, scheduler: Scheduler, session: aiohttp.ClientSession, settings: Settings) -> None:
         self.config: SlotRequest | None = None
         self.round: Round | None = None
         self._phase = PowState.IDLE
-        self._runner = runner
+        self._scheduler = scheduler
         self._session = session
         self._settings = settings
         self._commands = asyncio.Lock()  # a start waits for a stop that still flushes
@@ -144,7 +144,7 @@ class Phases:
         self.config, self._phase = request, PowState.GENERATING
         self.round = Round(
             request,
-            runner=self._runner,
+            scheduler=self._scheduler,
             slice_limit=slice_limit,
             session=self._session,
             settings=self._settings,

@@ -17,8 +17,8 @@ from vllm_poc.server.errors import refusal
 from vllm_poc.server.jobs import Job, JobQueue, Result
 from vllm_poc.server.outbox import Outbox
 from vllm_poc.server.phases import Phases
+from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceRunner
 from vllm_poc.server.status import pow_status, status_response
 from vllm_poc.server.work import NamedNonces
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
@@ -47,10 +47,10 @@ class PocService:
         self._engine = engine
         self._settings = settings
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
-        runner = SliceRunner(engine, settings)
-        self.phases = Phases(runner, self._session, settings)
+        scheduler = Scheduler(engine, settings)
+        self.phases = Phases(scheduler, self._session, settings)
         self._outbox = Outbox(self._session, settings)
-        self._work = NamedNonces(runner, self._outbox, self.phases.free)
+        self._work = NamedNonces(scheduler, self._outbox, self.phases.free)
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:

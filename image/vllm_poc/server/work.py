@@ -9,7 +9,7 @@ from vllm_poc.server import metrics, payloads
 from vllm_poc.server.comparison import artifact_verdict, proof_verdict
 from vllm_poc.server.jobs import Job, Result
 from vllm_poc.server.outbox import Letter, Outbox
-from vllm_poc.server.slices import Item, SliceRunner, look_ahead
+from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
 from vllm_poc.wire.generate import GenerateRequest, ProofBatch, ProofVerdict, ValidatedResponse
 from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
 
@@ -19,8 +19,8 @@ Ready = Callable[[], Awaitable[None]]
 class NamedNonces:
     """Computes what ``POST generate`` names: while no round generates, for which ``ready`` waits, or beside it."""
 
-    def __init__(self, runner: SliceRunner, outbox: Outbox, ready: Ready) -> None:
-        self._runner = runner
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, ready: Ready) -> None:
+        self._scheduler = scheduler
         self._outbox = outbox
         self._ready = ready
 
@@ -59,8 +59,8 @@ class NamedNonces:
         self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready
     ) -> AsyncIterator[list[Item]]:
         if len(nonces) > limit:
-            await self._runner.rehearse(request)
-        size, ahead, done = self._runner.slice_size(request, limit), deque[list[int]](), 0
+            await self._scheduler.autotune(request)
+        size, ahead, done = self._scheduler.slice_size(request, limit), deque[list[int]](), 0
 
         def following(known: int) -> list[int]:
             return list(nonces[done + known : done + known + size.nonces])
@@ -70,7 +70,7 @@ class NamedNonces:
             part = ahead.popleft() if ahead else following(0)
             done += len(part)
             look_ahead(ahead, size, following)
-            result = await self._runner.run(request, part, size, ahead)
+            result = await self._scheduler.run(request, part, size, ahead)
             metrics.count_nonces(request.protocol, "request", computed=len(part), not_finite=result.rejected)
             yield result.items
 
