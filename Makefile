@@ -6,6 +6,11 @@ PYTHON ?= python3
 
 export PYTHONDONTWRITEBYTECODE := 1
 
+# The theme's banner about its successor is no news: docs/develop/decisions has a page on it.
+MKDOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs
+# mike looks for mkdocs on the PATH.
+MIKE := PATH="$(CURDIR)/.venv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mike
+
 .PHONY: help
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -20,14 +25,23 @@ demo-down: ## End what the demo started on this machine
 	@$(PYTHON) -m hack.cluster down
 
 .PHONY: test
-test: check test-unit test-worker test-cluster ## Everything that this machine can prove
+test: check test-unit test-docs test-worker test-cluster ## Everything that this machine can prove
+
+.PHONY: generate
+generate: .venv/.lock ## Write the CRDs and reference pages anew from the typed API and the charts' values
+	PYTHONPATH=operator:image .venv/bin/python -m hack.generate
+
+.PHONY: verify
+verify: .venv/.lock ## Fail if a generated file differs from what `make generate` would write
+	PYTHONPATH=operator:image .venv/bin/python -m hack.generate --verify
 
 .PHONY: check
-check: .venv/.lock ## Format, lint, types, layers
+check: .venv/.lock verify ## Format, lint, types, layers, generated files, links of the docs site
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy operator image hack benchmarks tests
 	PYTHONPATH=operator:image .venv/bin/lint-imports
+	$(MKDOCS) build --strict --quiet
 
 .PHONY: test-unit
 test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster; both sides of the REST contract
@@ -36,6 +50,10 @@ test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster
 .PHONY: postgresql
 postgresql:
 	@compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || $(PYTHON) -m hack.toolchain packages postgresql
+
+.PHONY: test-docs
+test-docs: .venv/.lock ## Every block of README and docs/ that needs no cluster; builds Helm where it is missing
+	.venv/bin/pytest tests/docs -m 'not cluster'
 
 .PHONY: fuzz
 fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's routes, and as many to the gateway's
@@ -75,6 +93,20 @@ toolchain:
 .PHONY: images
 images: toolchain ## Build the images and print their names
 	@$(PYTHON) -m hack.images
+
+.PHONY: docs
+docs: .venv/.lock ## Build the docs site into build/site
+	$(MKDOCS) build --strict
+
+.PHONY: docs-serve
+docs-serve: .venv/.lock ## Serve the docs site, and rebuild it as you type
+	$(MKDOCS) serve
+
+.PHONY: docs-version
+docs-version: .venv/.lock ## Add the docs site as a version to the branch gh-pages (VERSION=0.1)
+	@test -n '$(VERSION)' || { echo 'VERSION is not set: for example make docs-version VERSION=0.1' >&2; exit 1; }
+	$(MIKE) deploy --update-aliases $(VERSION) latest
+	$(MIKE) set-default latest
 
 .PHONY: format
 format: .venv/.lock ## Format the code

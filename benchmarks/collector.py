@@ -22,7 +22,7 @@ import uvloop
 from benchmarks.figures import Figures, quantile, report
 from hack.images.site import ROOT
 from tests.simulation.gateway_process import gateway
-from tests.support.deliveries import K_DIM, ROUND, encoded, path, round_body
+from tests.support.deliveries import JSON, K_DIM, ROUND, encoded, path, round_body
 from tests.support.postgres import postgres
 
 BATCH = 32
@@ -86,7 +86,7 @@ def times(name: str, seconds: list[float]) -> Figures:
 async def measure(url: str, target: int, seconds: float) -> Figures:
     """Load the gateway fully, then with half the target."""
     connector = aiohttp.TCPConnector(limit=CONNECTIONS)
-    async with aiohttp.ClientSession(connector=connector) as session:
+    async with aiohttp.ClientSession(connector=connector, headers=JSON) as session:
         load = Load(session, url + path(_UID))
         await load.run(1.0)  # the round is written down, the connections are open
         full = await load.run(seconds)
@@ -99,7 +99,7 @@ async def measure(url: str, target: int, seconds: float) -> Figures:
 async def pile_up(url: str, artifacts: int, pid: int) -> Figures:
     """Store so many artifacts, none of which can be forwarded, and watch the gateway's memory."""
     connector, sizes = aiohttp.TCPConnector(limit=CONNECTIONS), list[float]()
-    async with aiohttp.ClientSession(connector=connector) as session:
+    async with aiohttp.ClientSession(connector=connector, headers=JSON) as session:
         load, stored = Load(session, url + path(_UID)), 0
         while stored < artifacts:
             await load.run(_LOOK_SECONDS)

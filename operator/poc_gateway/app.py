@@ -11,6 +11,7 @@ from poc_gateway.access import Access, Guard, inside_guard, network_guard
 from poc_gateway.collector import routes as collector
 from poc_gateway.errors import install_handlers
 from poc_gateway.limits import BodyLimit, Limits
+from poc_gateway.media_type import JsonBodies
 from poc_gateway.network import routes as network_routes
 from poc_gateway.network.service import Network
 from poc_gateway.outbox import routes as outbox_routes
@@ -77,6 +78,7 @@ def _app(title: str, parts: Parts, guard: Guard, body: BodyLimit, *routers: APIR
         app.include_router(router)
     install_handlers(app)
     # What is added last is asked first.
+    app.add_middleware(JsonBodies)
     app.add_middleware(Access, guard=guard)
     app.add_middleware(Limits, body=body, peer_requests=parts.settings.peer_requests)
     return app

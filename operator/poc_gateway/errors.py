@@ -27,6 +27,7 @@ _MEANINGS = {
     406: "None of our formats is accepted",
     409: "Something else runs",
     413: "The body is too large",
+    415: "The body is not JSON, by its Content-Type",
     422: "A parameter or a field is wrong; `errors` names it",
     429: "Too much is asked for at once",
     501: "A cluster does not have this",
@@ -69,7 +70,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """
     return {
         status: {"model": ErrorResponse, "description": _MEANINGS[status]}
-        for status in sorted({400, 413, 429, *statuses})
+        for status in sorted({400, 413, 415, 429, *statuses})
     }
 
 

@@ -19,7 +19,7 @@ from aiohttp.test_utils import TestServer
 from poc_gateway.store.database import Database
 from tests.simulation.kept_process import KeptProcess
 from tests.support.callback_receiver import payload_nonces
-from tests.support.deliveries import artifacts, path, round_body
+from tests.support.deliveries import JSON, artifacts, path, round_body
 from tests.support.http_server import free_port
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ async def test_what_is_acknowledged_is_kept_and_reaches_the_receiver(tmp_path: P
     receiver, stop, port = Receiver(), asyncio.Event(), free_port()
     app = web.Application(client_max_size=2**24)
     app.router.add_post("/generated", receiver.generated)
-    async with TestServer(app) as server, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+    async with TestServer(app) as server, aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers=JSON) as client:
         process = gateway(tmp_path, str(server.make_url("")).rstrip("/"), port)
         pods = [Pod(client, uid, group) for uid in ROUNDS for group in range(GROUPS)]
         async with process.running():

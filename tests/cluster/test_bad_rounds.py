@@ -21,7 +21,7 @@ NODES = SPEC["nodes"]
 HEX = "must be the block's hash: 64 hexadecimal digits, without 0x"
 DECIMAL = 'must be a decimal above 0 and below 2 in quotes, for example "1.405"'
 KEY = "must be the key's text (hexadecimal or base64), without spaces or line breaks"
-URL = "must be an http:// or https:// URL without query or fragment"
+URL = "must be an http:// or https:// URL with a host, a port up to 65535 if any, and without query or fragment"
 ONE_PROTOCOL = "set exactly one of rTarget (distance protocol) and artifact (artifact protocol)"
 ONE_STOP = "set exactly one of afterSeconds, afterNonces and afterValid"
 ONE_SOURCE = "set exactly one of inline, configMap and round"
@@ -56,6 +56,11 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "negative node": ({"nodes": {**NODES, "first": -1}}, ("spec.nodes.first", "greater than or equal to 0")),
     "no nodes at all": ({"nodes": {**NODES, "count": 0}}, ("spec.nodes.count", "greater than or equal to 1")),
     "no count": ({"nodes": {"first": 0, "last": 0}}, ("spec.nodes.count: Required value",)),
+    "too many slots": (
+        {"nodes": {"first": 0, "last": 19_999, "count": 20_000, "groups": 64}},
+        ("spec.nodes", "exceeds 10000 slots: serve fewer node ids in one round, or fewer groups"),
+    ),
+    "too many node ids": ({"nodes": {"first": 0, "last": 10_000, "count": 10_001}}, ("spec.nodes", "exceeds 10000")),
     "no nodes": ({"nodes": None}, ("mode Generate needs nodes",)),
     "rTarget as a word": ({"rTarget": "low"}, ("spec.rTarget", DECIMAL)),
     "negative rTarget": ({"rTarget": "-1.4"}, ("spec.rTarget", DECIMAL)),
@@ -74,6 +79,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("spec.model.strongRng", "needs the artifact protocol: remove it, or replace rTarget by artifact"),
     ),
     "no labels": ({"selector": {"matchLabels": {}}}, ("spec.selector.matchLabels", "at least 1 properties")),
+    "a comma in a label's value": (
+        {"selector": {"matchLabels": {"app": "a,b=c"}}},
+        ("spec.selector.matchLabels.app", "must be a label's value"),
+    ),
     "port of 0": ({"port": 0}, ("spec.port", "greater than or equal to 1")),
     "port too high": ({"port": 65536}, ("spec.port", "less than or equal to 65535")),
     "unknown mode": ({"mode": "Guess"}, ("spec.mode: Unsupported value", '"Generate", "Validate", "Calibrate"')),
@@ -109,6 +118,14 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("spec.proofs.inline[0]", "set exactly one of vector and distance"),
     ),
     "a nonce proved twice": ({**VALIDATE, "proofs": {"inline": [DISTANCE, DISTANCE]}}, ("Duplicate value",)),
+    "a proof beyond int32": (
+        {**VALIDATE, "proofs": {"inline": [{**DISTANCE, "nonce": 2**31}]}},
+        ("spec.proofs.inline[0].nonce", "less than or equal to 2147483647"),
+    ),
+    "a negative proof": (
+        {**VALIDATE, "proofs": {"inline": [{**DISTANCE, "nonce": -1}]}},
+        ("spec.proofs.inline[0].nonce", "greater than or equal to 0"),
+    ),
     "a distance as a word": (
         {**VALIDATE, "proofs": {"inline": [{"nonce": 1, "distance": "low"}]}},
         ("spec.proofs.inline[0].distance", "must be a decimal in quotes"),
@@ -127,6 +144,12 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a validation that replaces": ({**VALIDATE, "onBusy": "Replace"}, ("onBusy Replace is for mode Generate",)),
     "batchSize of 0": ({"batchSize": 0}, ("spec.batchSize", "greater than or equal to 1")),
     "URL of another scheme": ({"callbackURL": "ftp://collector/poc"}, ("spec.callbackURL", URL)),
+    "URL with too high a port": ({"callbackURL": "http://collector:99999/x"}, ("spec.callbackURL", URL)),
+    "URL with a wrong address": ({"callbackURL": "http://[zz]/"}, ("spec.callbackURL", URL)),
+    "endless time to live": (
+        {"ttlSecondsAfterFinished": 10**12},
+        ("spec.ttlSecondsAfterFinished", "less than or equal to 2147483647"),
+    ),
     "URL with a query": ({"callbackURL": "http://collector/poc?a=b"}, ("spec.callbackURL", URL)),
     "no stop rule": ({"stop": {}}, ("spec.stop", ONE_STOP)),
     "two stop rules": ({"stop": {"afterNonces": 1, "afterValid": 1}}, ("spec.stop", ONE_STOP)),

@@ -13,6 +13,8 @@ from poc_operator.model.round import Round
 K_DIM = 12
 R_TARGET = 1.4
 BLOCK_HASH, BLOCK_HEIGHT, PUBLIC_KEY = "ab" * 32, 7, "key"
+#: aiohttp would label bytes as application/octet-stream.
+JSON = {"Content-Type": "application/json"}
 ROUND = {"block_hash": BLOCK_HASH, "block_height": BLOCK_HEIGHT, "public_key": PUBLIC_KEY}
 
 

@@ -69,7 +69,7 @@ async def end(memo: kopf.Memo, **_: object) -> None:
 
 @kopf.on.probe(id="rounds")
 async def operator_works(memo: kopf.Memo, **_: object) -> str:
-    """Liveness: fails when a round's loop hangs or a watch is deaf, so that Kubernetes restarts the process."""
+    """Liveness: fails when a watch is deaf, so that Kubernetes restarts the process. No round decides about it."""
     operator: Operator = memo.operator
     ailments = operator.ailments()
     if ailments:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pydantic import TypeAdapter, ValidationError
 
 from poc_operator.model.base import ApiModel, Decimal
-from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.messages import Nonce, Protocol
 
 
 class Proof(ApiModel):
     """What a prover claims for one nonce: a ``vector`` (base64, fp16) or a ``distance``, as the protocol has it."""
 
-    nonce: int
+    nonce: Nonce
     vector: str | None = None
     distance: Decimal | None = None
 

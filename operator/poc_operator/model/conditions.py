@@ -9,7 +9,7 @@ from poc_operator.model.base import ApiModel
 
 
 class ConditionType(StrEnum):
-    """Condition types of a round; docs/crd-reference.md explains each for users."""
+    """Condition types of a round; docs/reference/pocround.md explains each for users."""
 
     ACCEPTED = "Accepted"
     PROGRESSING = "Progressing"
@@ -20,7 +20,7 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Reasons of conditions and Events; documented for users in docs/crd-reference.md."""
+    """Reasons of conditions and Events; documented for users in docs/reference/pocround.md."""
 
     ACCEPTED = "Accepted"
     ALL_SLOTS_WORK = "AllSlotsWork"
@@ -29,6 +29,7 @@ class Reason(StrEnum):
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
     FRAUD_DETECTED = "FraudDetected"
     GATEWAY_UNREACHABLE = "GatewayUnreachable"
+    INTERNAL_ERROR = "InternalError"
     K_DIM_TOO_LARGE = "KDimTooLarge"
     MODEL_MISMATCH = "ModelMismatch"
     MODEL_UNSUPPORTED = "ModelUnsupported"
@@ -60,6 +61,7 @@ class Reason(StrEnum):
     STOPPING = "Stopping"
     SUSPENDED = "Suspended"
     THEORY_DISAGREES = "TheoryDisagrees"
+    TOO_MANY_SLOTS = "TooManySlots"
     WORK_LOST = "WorkLost"
 
 

@@ -5,6 +5,7 @@ The CRD's schema and CEL rules have refused every malformed spec before one arri
 filled in the defaults; the models repeat only the types.
 """
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -13,6 +14,12 @@ from pydantic import Field
 from poc_operator.model.base import ApiModel, Decimal
 from poc_operator.model.checks import CalibrationSpec, CrossCheckSpec, FraudSpec, ProofsSpec
 from vllm_poc.wire.messages import Protocol
+
+#: Slots that one round may have here. A plan of so many takes a tenth of a second, a status of them fits into etcd.
+MAX_SLOTS = 10_000
+
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+_LABEL_KEY = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]{0,252}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 class Mode(StrEnum):
@@ -62,6 +69,15 @@ class Selector(ApiModel):
     def matches(self, labels: Mapping[str, str]) -> bool:
         """Whether a pod with these labels belongs to the round."""
         return self.match_labels.items() <= labels.items()
+
+    @property
+    def query(self) -> str | None:
+        """The selector as the API server's ``labelSelector``; None if no pod can have such labels.
+
+        A comma in a value, for example, would make it another selector.
+        """
+        possible = all(_LABEL_KEY.fullmatch(key) and _LABEL_VALUE.fullmatch(v) for key, v in self.match_labels.items())
+        return ",".join(f"{key}={value}" for key, value in self.match_labels.items()) if possible else None
 
 
 class StopSpec(ApiModel):

@@ -14,13 +14,16 @@ PATIENCE = timedelta(seconds=5)
 def counted(snapshot: Snapshot, slot: Assignment) -> Assignment:
     """Return the slot with what the gateway has of it.
 
-    A pod that cannot resume does not know what it has delivered: there the gateway's count stands alone. The answer
-    may be a moment older than another pod's report, so of those two the larger count is true.
+    A pod that cannot resume does not know what it has delivered: there the gateway's count stands alone, also if it
+    has nothing yet. The answer may be a moment older than another pod's report, so of those two the larger count is
+    true.
     """
     stored = snapshot.collected_of(slot)
+    resumes = snapshot.report_of(slot).resumes
     if stored is None:
-        return slot
-    told = (slot.delivered, slot.valid) if snapshot.report_of(slot).resumes else (0, 0)
+        nothing = not resumes and snapshot.gateway_answered
+        return slot.model_copy(update={"delivered": 0, "valid": 0}) if nothing else slot
+    told = (slot.delivered, slot.valid) if resumes else (0, 0)
     delivered = max(told[0], stored.delivered_index)
     return slot.model_copy(
         update={
@@ -58,6 +61,8 @@ def _caught_up(snapshot: Snapshot, slot: Assignment) -> Assignment:
             "valid_before": slot.valid,
             "rejected_before": slot.rejected,
         }
+        if snapshot.is_whole(slot):
+            found["state"] = SlotState.DONE
     return slot.model_copy(update=found)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 
 from poc_operator.model.conditions import ConditionType, Reason
-from poc_operator.model.spec import BusyPolicy
+from poc_operator.model.spec import MAX_SLOTS, BusyPolicy
 from poc_operator.model.status import Outcome, RoundState, RoundStatus, SlotState
 from poc_operator.plan.busy import busy_pods
 from poc_operator.plan.snapshot import Snapshot, Step
@@ -119,10 +119,28 @@ def all_slots_failed(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
     return failed(Reason.REISSUE_LIMIT_EXCEEDED, status.assignments[0].error or "every slot was given up")
 
 
+def too_many_slots(snapshot: Snapshot, status: RoundStatus) -> Outcome | None:
+    """``nodes`` asks for more slots than a round may have, as only a spec of before that limit can."""
+    nodes = snapshot.round.spec.nodes
+    slots = len(nodes.ids) * (nodes.groups or 1)
+    if status.slots or slots <= MAX_SLOTS:
+        return None
+    message = f"spec.nodes makes {slots} slots, at most {MAX_SLOTS} are allowed: serve fewer node ids in one round"
+    return failed(Reason.TOO_MANY_SLOTS, message)
+
+
 #: Rules of every round.
 LIMITS: tuple[Rule, ...] = (deadline_exceeded, start_deadline_exceeded, pods_unreachable, pods_busy)
 #: What is done counts first: a round that has both enough nonces and a passed deadline is complete.
-ENDS: tuple[Rule, ...] = (enough_nonces, enough_valid, enough_time, all_nonces_computed, *LIMITS, all_slots_failed)
+ENDS: tuple[Rule, ...] = (
+    too_many_slots,
+    enough_nonces,
+    enough_valid,
+    enough_time,
+    all_nonces_computed,
+    *LIMITS,
+    all_slots_failed,
+)
 
 
 def end_by(rules: Iterable[Rule], snapshot: Snapshot, step: Step) -> Step:

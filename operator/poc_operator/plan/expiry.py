@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``spec.ttlSecondsAfterFinished``: a finished round is deleted when its time to live has passed."""
 
-from datetime import timedelta
-
 from poc_operator.plan.snapshot import DeleteRound, Snapshot, Step
 
 
@@ -10,6 +8,6 @@ def expire(snapshot: Snapshot, step: Step) -> Step:
     """Delete the round if it is finished and its time to live has passed."""
     ttl = snapshot.round.spec.ttl_seconds_after_finished
     finished = step.status.completion_time
-    if ttl is None or finished is None or snapshot.now < finished + timedelta(seconds=ttl):
+    if ttl is None or finished is None or (snapshot.now - finished).total_seconds() < ttl:
         return step
     return step.extended(actions=[DeleteRound()])

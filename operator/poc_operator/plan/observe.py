@@ -102,10 +102,10 @@ def _runs(view: SlotView) -> Change | None:
     if status is None or not (view.ours and view.computing):
         return None
     if view.slot.state is SlotState.STARTING:
-        return _count(_confirm(view.slot, status.session_id), status), None
+        return _count(view, _confirm(view.slot, status.session_id), status), None
     if view.slot.session != status.session_id:
         return None
-    slot = _count(view.slot, status)
+    slot = _count(view, view.slot, status)
     if not stalled_for_long(view.snapshot, slot):
         return _confirm(slot, status.session_id), None
     if slot.state is SlotState.STALLED:
@@ -126,7 +126,7 @@ def _stopped(view: SlotView) -> Change | None:
     status = view.status
     if status is None or not view.ours or view.slot.session != status.session_id:
         return None
-    slot = view.slot if view.contradiction else _count(view.slot, status)
+    slot = view.slot if view.contradiction else _count(view, view.slot, status)
     if view.slot.state is SlotState.STALLED and not view.ending:
         return lose(view.snapshot, slot, Loss.STALLED, view.slot.error or f"pod {slot.pod} stalled")
     if status.state is PowState.FAILED:
@@ -178,14 +178,14 @@ def _confirm(slot: Assignment, session: str) -> Assignment:
     return slot.model_copy(update={"state": SlotState.RUNNING, "session": session, "lost": None, "error": None})
 
 
-def _count(slot: Assignment, status: StatusResponse) -> Assignment:
+def _count(view: SlotView, slot: Assignment, status: StatusResponse) -> Assignment:
     # What is recorded and more than the pod says, the gateway has told; else the pod would not be believed.
-    return slot.model_copy(
-        update={
-            "next": max(slot.next, status.next_index),
+    counters: dict[str, object] = {"next": max(slot.next, status.next_index), "error": None}
+    if view.report.resumes or view.snapshot.gateway is None:
+        counters |= {
             "delivered": max(slot.delivered, status.delivered_index),
             "valid": max(slot.valid, slot.valid_before + status.delivered_valid),
             "rejected": slot.rejected_before + status.delivered_rejected,
-            "error": None,
         }
-    )
+    # Else only the gateway knows what was delivered, and the pod, which will be gone, must not have said more.
+    return slot.model_copy(update=counters)

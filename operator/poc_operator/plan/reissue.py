@@ -17,6 +17,8 @@ def lose(
     """
     if snapshot.round.status.stop_time is not None:
         return slot.model_copy(update={"state": SlotState.DONE, "error": why}), None
+    if snapshot.is_whole(slot):
+        return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
     disrupted = snapshot.disrupted(slot)
     if disrupted:
         slot = slot.model_copy(update={"disruptions": slot.disruptions + 1})

@@ -8,6 +8,7 @@ then recorded: a later change would make residue classes overlap.
 from collections.abc import Iterable
 
 from poc_operator.model.pods import PodView
+from poc_operator.model.spec import MAX_SLOTS
 from poc_operator.model.status import Assignment, SlotState
 from poc_operator.plan.busy import computes_other_work, may_replace
 from poc_operator.plan.compatibility import incompatibility
@@ -30,11 +31,14 @@ def free_pods(snapshot: Snapshot, assignments: Iterable[Assignment]) -> list[Pod
 
 
 def fix_slots(snapshot: Snapshot, step: Step) -> Step:
-    """Decide the residue classes, once: as many groups as asked for, or so that every pod of today gets a slot."""
+    """Decide the residue classes, once: as many groups as asked for, or so that every pod of today gets a slot.
+
+    Pods beyond `MAX_SLOTS` get none. A spec that asks for more has ended the round: `ends.too_many_slots`.
+    """
     if step.status.slots or step.status.stop_time or not usable_pods(snapshot):
         return step
     nodes = snapshot.round.spec.nodes
-    groups = nodes.groups or -(-len(snapshot.live_pods) // len(nodes.ids))
+    groups = nodes.groups or min(-(-len(snapshot.live_pods) // len(nodes.ids)), MAX_SLOTS // len(nodes.ids))
     assignments = [
         Assignment(node=node, group=group, state=SlotState.WAITING) for group in range(groups) for node in nodes.ids
     ]

@@ -55,6 +55,11 @@ class Snapshot:
         collected = self.gateway.collected if self.gateway is not None else None
         return {found.slot: found for found in collected.slots} if collected is not None else {}
 
+    @property
+    def gateway_answered(self) -> bool:
+        """Whether the gateway has said what it has, be it nothing."""
+        return self.gateway is not None and self.gateway.asked is not None
+
     def collected_of(self, slot: Assignment) -> CollectedSlot | None:
         """Return what the gateway has of the slot; None if it has not told of it."""
         return self._collected.get(slot.node + slot.group * self.round.spec.nodes.count)
@@ -75,6 +80,10 @@ class Snapshot:
             group_id=slot.group,
             n_groups=self.round.status.groups,
         )
+
+    def is_whole(self, slot: Assignment) -> bool:
+        """Whether every nonce of the slot is computed and delivered: there is none left to start with."""
+        return slot.delivered >= self.partition_of(slot).capacity
 
     def report_of(self, slot: Share) -> PodReport:
         """Return the report of the slot's pod; an empty one if it was not polled."""

@@ -14,14 +14,14 @@ def suspend(snapshot: Snapshot, step: Step) -> Step:
         return step.extended(stop_time=status.stop_time or snapshot.now)
     if status.stop_time is None or any(share.state.active for share in status.shares):
         return step  # it runs, or is still stopping: it resumes once every pod has stopped
-    waiting = [_resume(slot) for slot in status.assignments]
+    waiting = [_resume(snapshot, slot) for slot in status.assignments]
     # Like a Job's, the clock of a resumed round starts anew.
     return step.extended(stop_time=None, start_time=None, assignments=waiting)
 
 
-def _resume(slot: Assignment) -> Assignment:
-    """Let a slot that was stopped wait for a pod; its work goes on after the last delivered nonce."""
-    if slot.state is not SlotState.DONE:
+def _resume(snapshot: Snapshot, slot: Assignment) -> Assignment:
+    """Let a slot that was stopped wait for a pod; its work goes on after the last delivered nonce, if there is one."""
+    if slot.state is not SlotState.DONE or snapshot.is_whole(slot):
         return slot
     return slot.model_copy(
         update={

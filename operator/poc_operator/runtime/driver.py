@@ -22,6 +22,7 @@ from poc_operator.model.status import SlotState
 from poc_operator.plan.plan import plan
 from poc_operator.plan.snapshot import AskPod, DeleteRound, Snapshot
 from poc_operator.plan.stops import running_pods, stop_orders
+from poc_operator.plan.trouble import trouble
 from poc_operator.podapi.client import PodClient
 from poc_operator.podapi.collector import CollectorClient
 from poc_operator.runtime.actions import Emit, PodActions
@@ -33,6 +34,7 @@ from poc_operator.runtime.pods import PodCache
 from poc_operator.runtime.polling import poll
 from poc_operator.runtime.progress import ProgressWatch
 from poc_operator.runtime.recording import StatusRecorder
+from poc_operator.store.errors import UnreadableRound
 from poc_operator.store.rounds import RoundStore
 
 #: Seconds between two looks at a round that runs or waits.
@@ -61,18 +63,18 @@ class RoundDriver:
         self._emit = emit
         self.log = RoundLogger(logging.getLogger(__name__), ref)
         self._round: Round | None = None  # as seen last
+        self._trouble = ""
+        #: Which version of the spec was seen last; None before the first look.
+        self.generation: int | None = None
         self._recorder = StatusRecorder(store, time.monotonic)
         self._watch = ProgressWatch(time.monotonic)
         #: Set when there is news; whoever calls `tick` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
+        #: Set when the spec has changed.
+        self.changed = asyncio.Event()
         self._actions = PodActions(store=store, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
         self._collection = Collection(collector, ref, self.log, time.monotonic) if collector is not None else None
-
-    @property
-    def generation(self) -> int | None:
-        """Which version of the spec was seen last; None before the first look."""
-        return self._round.metadata.generation if self._round is not None else None
 
     def concerns(self, pod: PodView) -> bool:
         """Whether the pod may matter to the round."""
@@ -80,13 +82,19 @@ class RoundDriver:
 
     async def tick(self) -> bool:
         """Take the round one step further. Return False when there is nothing left to drive."""
-        stored = await self._store.get(self._ref.namespace, self._ref.name)
+        try:
+            stored = await self._store.get(self._ref.namespace, self._ref.name)
+        except UnreadableRound as error:
+            self.generation = error.generation
+            raise
         if stored is None or stored.metadata.deletion_timestamp is not None:
             return False
+        self.generation = stored.metadata.generation
         self._round = round_ = self._recorder.newest(stored)
         snapshot = await self._look(round_)
         with self._metrics.plan_seconds.time():
             step = plan(snapshot)
+        self._trouble = ""
         await self._recorder.record(stored, step.status)
         self._metrics.planned(snapshot, step.status, step.events)
         for event in step.events:
@@ -98,6 +106,14 @@ class RoundDriver:
         self._actions.begin(round_.spec.port, step.actions)
         ttl = round_.spec.ttl_seconds_after_finished
         return not (step.status.state.finished and ttl is None)
+
+    async def report(self, error: Exception) -> None:
+        """Tell the user, in the round's conditions and once by an Event, why the round cannot be taken further."""
+        conditions, event = trouble(error, datetime.now(UTC).replace(microsecond=0), self.generation or 0)
+        if event.message != self._trouble:
+            self._trouble = event.message
+            self._emit(event)
+        await self._store.write_conditions(self._ref.namespace, self._ref.name, conditions, event.message)
 
     async def close(self) -> None:
         """Give up what is under way; the next process finds out what became of it."""

@@ -51,6 +51,9 @@ class Metrics(Collector):
         self._poll_errors = CounterMetric(
             "poc_poll_errors", "Pods that did not answer a poll as they should.", ["kind"], registry=registry
         )
+        self._round_errors = CounterMetric(
+            "poc_internal_errors", "Failures of the operator on a round.", ["kind"], registry=registry
+        )
         self._store_errors = CounterMetric(
             "poc_api_server_errors", "Failed requests to the API server.", ["kind"], registry=registry
         )
@@ -63,6 +66,10 @@ class Metrics(Collector):
     def poll_failed(self, error: Exception) -> None:
         """Count a pod that did not answer a poll as it should."""
         self._poll_errors.labels(type(error).__name__).inc()
+
+    def round_failed(self, error: Exception) -> None:
+        """Count a failure of the operator on a round."""
+        self._round_errors.labels(type(error).__name__).inc()
 
     def api_server_failed(self, error: Exception) -> None:
         """Count a failed request to the API server."""

@@ -26,9 +26,10 @@ from poc_operator.store.rounds import RoundStore
 
 log = logging.getLogger(__name__)
 
-#: Seconds without a finished tick after which a round's loop counts as hung. A tick that stops pods
-#: waits for their results.
-HUNG_SECONDS = 180.0
+#: Seconds after which a tick is given up. All that it waits for has shorter limits of its own.
+TICK_SECONDS = 180.0
+#: Longest pause, in seconds, between two tries of a round on which the operator fails; the first is `POLL_SECONDS`.
+MOST_PAUSE_SECONDS = 300.0
 
 
 class Operator:
@@ -44,8 +45,7 @@ class Operator:
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
         self._drivers: dict[str, RoundDriver] = {}  # by round uid
-        self._last_tick: dict[str, float] = {}
-        self._watches = WatchCheck(store, self._pods, self._last_tick.keys)
+        self._watches = WatchCheck(store, self._pods, self._drivers.keys)
 
     @classmethod
     async def create(
@@ -81,6 +81,7 @@ class Operator:
         """Let the round's loop look at its changed spec at once. A changed status is its own work and no news."""
         driver = self._drivers.get(uid)
         if driver is not None and driver.generation != generation:
+            driver.changed.set()
             driver.wake.set()
 
     def _wake_rounds_of(self, pod: PodView) -> None:
@@ -97,16 +98,16 @@ class Operator:
             except StoreError as error:
                 self.metrics.api_server_failed(error)
                 log.warning("API server: %s; the watches are compared with lists later", error)
+            except Exception:
+                log.exception("the watches could not be compared with lists; they are later")
 
     def ailments(self) -> list[str]:
-        """Return what only a new process can heal: rounds whose loop hangs, changes that a watch missed."""
-        hung = [f"round {uid} hangs" for uid in self.hung_rounds()]
-        return hung + self._watches.missed
+        """Return what only a new process can heal: changes that a watch missed.
 
-    def hung_rounds(self) -> list[str]:
-        """Return the uids of rounds whose loop has not finished a tick for too long."""
-        oldest = time.monotonic() - HUNG_SECONDS
-        return [uid for uid, tick in self._last_tick.items() if tick < oldest]
+        A round on which the operator fails is none: it would fail again, and all other rounds with it. A loop that
+        is blocked does not answer the probe.
+        """
+        return self._watches.missed
 
     def driver(self, ref: RoundRef, emit: Emit) -> RoundDriver:
         """Return a driver for the round."""
@@ -123,24 +124,41 @@ class Operator:
     async def drive(self, uid: str, driver: RoundDriver) -> None:
         """Drive the round until it is finished. A cancellation is safe at any moment."""
         self._drivers[uid] = driver
+        pause = POLL_SECONDS
         try:
-            self._last_tick[uid] = time.monotonic()
-            while await self._tick(driver):
-                self._last_tick[uid] = time.monotonic()
+            while True:
+                try:
+                    if not await self._tick(driver):
+                        return
+                    pause, news = POLL_SECONDS, driver.wake
+                except Exception as error:
+                    await self._report(driver, error)
+                    # News of pods would not help; another spec may.
+                    pause, news = min(2 * pause, MOST_PAUSE_SECONDS), driver.changed
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(driver.wake.wait(), POLL_SECONDS)
+                    await asyncio.wait_for(news.wait(), pause)
                 driver.wake.clear()
+                driver.changed.clear()
         finally:
             await driver.close()
             self._drivers.pop(uid, None)
-            self._last_tick.pop(uid, None)
+
+    async def _report(self, driver: RoundDriver, error: Exception) -> None:
+        """Log the operator's failure on a round, and tell the round's user."""
+        driver.log.error("the operator fails on this round; others go on", exc_info=error)
+        self.metrics.round_failed(error)
+        try:
+            await driver.report(error)
+        except Exception as another:
+            driver.log.warning("the failure cannot be told in the round: %s", another)
 
     async def _tick(self, driver: RoundDriver) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next tick."""
         if not self.lease.held:
             return True  # the process is about to end: another may act by now
         try:
-            return await driver.tick()
+            async with asyncio.timeout(TICK_SECONDS):
+                return await driver.tick()
         except StaleRound as error:
             self.metrics.api_server_failed(error)
             driver.log.debug("the round changed while it was planned; planning again")

@@ -6,6 +6,8 @@ StoreError
  ├── RoundInvalid     the API server refused the object's content, and says why
  └── StoreUnavailable the API server did not answer, or not as expected: try again later
       └── StoreForbidden  it refused, since the operator lacks the right
+
+UnreadableRound is no failed request: the object is not what the CRD allows, and stays so.
 """
 
 
@@ -27,3 +29,11 @@ class StoreUnavailable(StoreError):  # noqa: N818
 
 class StoreForbidden(StoreUnavailable):
     """The operator lacks the right to do this."""
+
+
+class UnreadableRound(Exception):  # noqa: N818
+    """A stored round that the models refuse, as one that an older CRD accepted; the text names the field."""
+
+    def __init__(self, message: str, generation: int) -> None:
+        super().__init__(message)
+        self.generation = generation

@@ -13,7 +13,7 @@ from poc_operator.model import names
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.store.errors import RoundInvalid, StoreUnavailable
-from poc_operator.store.rounds import REQUEST_SECONDS, api_errors
+from poc_operator.store.rounds import REQUEST_SECONDS, api_errors, readable
 
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -41,7 +41,7 @@ class RequestedRounds:
             found: Any = await self._objects.list_namespaced_custom_object(
                 label_selector=_selector(self._labels), **self._kind
             )
-            return [Round.parse(body) for body in found["items"]]
+            return list(readable(found["items"]))
         raise self._missing()
 
     async def create(self, name: str, spec: Mapping[str, Any]) -> Round:

@@ -5,7 +5,8 @@ The status is written against the resource version that was read. A plan made fr
 round, as by an operator that has been replaced, is thus refused instead of overwriting a newer one.
 """
 
-from collections.abc import AsyncIterator, Collection, Sequence
+import logging
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -13,13 +14,17 @@ from typing import Any
 import aiohttp
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
+from pydantic import ValidationError
 
 from poc_operator.model import names
 from poc_operator.model.checks import Proof, parse_proofs
+from poc_operator.model.conditions import Condition, merge_conditions
 from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import RoundStatus
-from poc_operator.store.errors import StaleRound, StoreForbidden, StoreUnavailable
+from poc_operator.store.errors import StaleRound, StoreForbidden, StoreUnavailable, UnreadableRound
+
+log = logging.getLogger(__name__)
 
 #: Seconds for one request to the API server.
 REQUEST_SECONDS = 15.0
@@ -46,28 +51,30 @@ class RoundStore:
         await self._api.close()  # type: ignore[no-untyped-call]
 
     async def get(self, namespace: str, name: str) -> Round | None:
-        """Return the round as it is now; None if it does not exist."""
+        """Return the round as it is now; None if it does not exist; UnreadableRound if it cannot be understood."""
         async with api_errors():
             body: Any = await self._objects.get_namespaced_custom_object(**self._key(namespace, name))
-            return Round.parse(body)
+            return _parse(body)
         return None
 
     async def list_rounds(self, namespaces: Collection[str]) -> list[Round]:
-        """Return the rounds of these namespaces; without any, of all."""
+        """Return the rounds of these namespaces; without any, of all. What cannot be understood is left out."""
         async with api_errors():
             if not namespaces:
                 found: Any = await self._objects.list_cluster_custom_object(**_KIND)
-                return [Round.parse(body) for body in found["items"]]
+                return list(readable(found["items"]))
             lists: list[Any] = [
                 await self._objects.list_namespaced_custom_object(namespace=namespace, **_KIND)
                 for namespace in namespaces
             ]
-            return [Round.parse(body) for found in lists for body in found["items"]]
+            return list(readable(body for found in lists for body in found["items"]))
         return []
 
     async def list_pods(self, round_: Round) -> list[PodView]:
         """Return the pods that match the round's selector."""
-        labels = ",".join(f"{key}={value}" for key, value in round_.spec.selector.match_labels.items())
+        labels = round_.spec.selector.query
+        if labels is None:
+            return []
         async with api_errors():
             pods: Any = await self._core.list_namespaced_pod(
                 round_.metadata.namespace, label_selector=labels, _request_timeout=REQUEST_SECONDS
@@ -85,6 +92,27 @@ class RoundStore:
             await self._objects.patch_namespaced_custom_object_status(
                 **self._key(round_.metadata.namespace, round_.metadata.name),
                 body=patch,
+                _content_type="application/merge-patch+json",
+            )
+
+    async def write_conditions(self, namespace: str, name: str, conditions: Sequence[Condition], message: str) -> None:
+        """Change these conditions and the message of a round, whatever else stands in it.
+
+        Nothing happens if it is gone. StaleRound if somebody changed it meanwhile.
+        """
+        async with api_errors():
+            body: Any = await self._objects.get_namespaced_custom_object(**self._key(namespace, name))
+            known = [Condition.model_validate(found) for found in (body.get("status") or {}).get("conditions") or []]
+            merged = merge_conditions(known, conditions)
+            await self._objects.patch_namespaced_custom_object_status(
+                **self._key(namespace, name),
+                body={
+                    "metadata": {"resourceVersion": body["metadata"]["resourceVersion"]},
+                    "status": {
+                        "conditions": [found.model_dump(mode="json", by_alias=True) for found in merged],
+                        "message": message,
+                    },
+                },
                 _content_type="application/merge-patch+json",
             )
 
@@ -125,6 +153,24 @@ class RoundStore:
 
     def _key(self, namespace: str, name: str) -> dict[str, Any]:
         return {**_KIND, "namespace": namespace, "name": name}
+
+
+def _parse(body: Mapping[str, Any]) -> Round:
+    try:
+        return Round.parse(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise UnreadableRound(f"{field}: {first['msg']}", body["metadata"]["generation"]) from error
+
+
+def readable(bodies: Iterable[Mapping[str, Any]]) -> Iterator[Round]:
+    """Yield the rounds that can be understood; the others are logged."""
+    for body in bodies:
+        try:
+            yield _parse(body)
+        except UnreadableRound as error:
+            log.warning("round %s/%s: %s", body["metadata"]["namespace"], body["metadata"]["name"], error)
 
 
 def _merge_patch(status: RoundStatus) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.model.round import Round
 from poc_operator.store.errors import StoreUnavailable
-from tests.support.deliveries import path
+from tests.support.deliveries import JSON, path
 from tests.support.http_server import free_port, serve
 
 Answer = tuple[int, Any]
@@ -74,7 +74,7 @@ def start(database: Database) -> Start:
         port = free_port()
         names = {f"POC_GATEWAY_{name.upper()}": str(value) for name, value in settings.items()}
         url = URL(f"http://127.0.0.1:{port}")
-        async with aiohttp.ClientSession(url) as session:
+        async with aiohttp.ClientSession(url, headers=JSON) as session:
             gateway = Gateway(session, url, database)
             gateway.add(*rounds)
             known = Rounds(database, gateway.read_round)

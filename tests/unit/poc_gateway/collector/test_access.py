@@ -3,7 +3,7 @@ import aiohttp
 import pytest
 
 from poc_operator.model.passwords import round_password
-from tests.support.deliveries import a_round, artifacts, path
+from tests.support.deliveries import JSON, a_round, artifacts, path
 from tests.unit.poc_gateway.collector.conftest import Start
 
 TOKEN = "secret"  # noqa: S105 - a test's
@@ -57,5 +57,5 @@ async def test_progress_needs_the_token(start: Start) -> None:
 async def test_the_password_in_the_address_suffices(start: Start) -> None:
     async with start(a_round(), token=TOKEN) as gateway:
         url = gateway.url.with_user("pod").with_password(round_password(TOKEN, "uid-1")).with_path(path())
-        async with aiohttp.ClientSession() as session, session.post(url, data=artifacts([0])) as answer:
+        async with aiohttp.ClientSession(headers=JSON) as session, session.post(url, data=artifacts([0])) as answer:
             assert answer.status == 200

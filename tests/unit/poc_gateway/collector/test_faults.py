@@ -14,7 +14,7 @@ from poc_gateway.collector import intake
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.simulation.gateway_process import gateway as gateway_process
-from tests.support.deliveries import a_round, artifacts, path, round_body
+from tests.support.deliveries import JSON, a_round, artifacts, path, round_body
 from tests.support.held_write import HeldWrite
 from tests.unit.poc_gateway.collector.conftest import Start
 
@@ -54,7 +54,7 @@ async def test_what_was_acknowledged_survives_kill(database_url: str, tmp_path: 
     for _ in range(KILLS):
         before = [len(pod.acknowledged) for pod in pods]
         with gateway_process(database_url, rounds, tmp_path / "log") as running:
-            async with aiohttp.ClientSession() as session:
+            async with aiohttp.ClientSession(headers=JSON) as session:
                 delivering = asyncio.gather(*(pod.deliver(session, running.url) for pod in pods))
                 await asyncio.sleep(1.0)
                 running.process.kill()

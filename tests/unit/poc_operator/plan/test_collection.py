@@ -20,6 +20,7 @@ from vllm_poc.wire.messages import PowState
 GENERATING, IDLE, STOPPED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED
 RUNNING = a_slot(next=12, delivered=8, valid=3)
 SILENT = GatewayReport(callback=CALLBACK, error="gateway http://gateway:8080: no answer within 5 s")
+NOTHING = GatewayReport(callback=CALLBACK, asked=NOW)
 
 
 def planned(
@@ -52,6 +53,10 @@ def degraded(step: Step) -> tuple[str, str]:
         pytest.param(has((14, 14)), True, (14, 14, 14), id="the pod's report is older"),
         pytest.param(has((2, 6)), False, (12, 6, 2), id="a reference pod only guesses"),
         pytest.param(has(), True, (12, 9, 4), id="nothing stored yet"),
+        pytest.param(has(), False, (12, 0, 0), id="nothing of a reference pod stored yet"),
+        pytest.param(NOTHING, True, (12, 9, 4), id="the round is unknown yet"),
+        pytest.param(NOTHING, False, (12, 0, 0), id="the reference pod's round is unknown yet"),
+        pytest.param(SILENT, False, (12, 8, 3), id="no answer yet about a reference pod"),
         pytest.param(SILENT, True, (12, 9, 4), id="no answer yet"),
     ],
 )
@@ -123,6 +128,24 @@ def test_a_reference_pod_begins_anew_and_nothing_counts_twice() -> None:
     again = planned(lost.status, idle, has((8, 8), asked=2), after=2)
     assert starts(again) == [(0, CALLBACK)]
     assert (again.status.totals.delivered, again.status.totals.valid) == (8, 8)
+
+
+@pytest.mark.parametrize("before", [GatewayReport(callback=CALLBACK), NOTHING, SILENT])
+def test_who_takes_over_from_a_reference_pod_leaves_no_hole(before: GatewayReport) -> None:
+    """What it computed and nobody got is computed again."""
+    guess = says(GENERATING, next_index=2048, delivered_index=2048, delivered_valid=2048)
+    running = planned(a_slot(), dataclasses.replace(guess, resumes=False), before, stop=None)
+    assert running.status.totals.delivered == 0
+
+    def look_at(status: RoundStatus, gateway: GatewayReport, after: float) -> Step:
+        return plan(look(a_round(status, stop=None), (a_pod("b"), says(IDLE)), after=after, gateway=gateway))
+
+    lost = look_at(running.status, before, 1)
+    assert lost.status.assignments[0].uid == "b"
+    told = look_at(lost.status, has((512, 512), asked=3), 3)
+    assert starts(told) == [(512, CALLBACK)]
+    silent = look_at(lost.status, SILENT, 1 + PATIENCE.total_seconds())
+    assert starts(silent) == [(0, CALLBACK)]
 
 
 def test_an_operator_without_the_gateway_goes_on_at_once() -> None:
