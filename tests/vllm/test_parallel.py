@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(WHY_NOT_PARALLEL is not None, reason=str(WHY_NOT
 NONCES = [0, 1, 5, 2**31 - 1]
 FLAGS = ["--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
 FLAGS += [] if ON_GPU else ["--enforce-eager"]
-FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
+FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware"]
 #: The first call compiles kernels on a GPU.
 ENGINE_SECONDS = 30 if ON_GPU else 5
 

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine as PoC sees it."""
+"""vLLM's engine as PoC sees it, by its public API alone."""
 
 import asyncio
+import importlib
 from typing import Any, Protocol
 
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassTiming
+
+
+def vllm_version() -> str:
+    """Return vLLM's version. ImportError if it is not installed.
+
+    Not from package metadata: the CPU build is a distribution of another name.
+    """
+    return str(importlib.import_module("vllm.version").__version__)
 
 
 class EngineError(Exception):

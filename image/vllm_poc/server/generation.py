@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round on this server: compute the slot's nonces in order until stopped, and deliver them.
+"""One generation of a round: compute the slot's nonces in order until stopped, and deliver them.
 
-States: GENERATING -> STOPPED when stopped, or when the slot's last nonce is delivered;
-GENERATING -> FAILED when the engine fails, or keeps computing NaN and infinities. Both are final; the next
-start makes a new round.
+    GENERATING -> STOPPED   when stopped, or when the slot's last nonce is delivered
+               -> FAILED    when the engine fails, or keeps computing NaN and infinities
+
+Both are final; the next start makes a new one. While it generates it computes, waits at ``end_index`` to be extended,
+is held back by chat (`vllm_poc.server.scheduler`), or by a receiver that does not keep up.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
@@ -18,12 +21,10 @@ import aiohttp
 
 from vllm_poc.log import get_logger
 from vllm_poc.server import metrics
-from vllm_poc.server.addresses import shown
-from vllm_poc.server.counters import Counters
-from vllm_poc.server.delivery import Delivery, Piece
+from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
+from vllm_poc.server.callbacks.payloads import callback, valid_items
 from vllm_poc.server.engine import EngineError
-from vllm_poc.server.payloads import callback, valid_items
-from vllm_poc.server.scheduler import Scheduler, SliceResult, look_ahead
+from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.messages import InitGenerateRequest, PowState
 
@@ -31,6 +32,33 @@ _log = get_logger(__name__)
 
 #: While a round runs, its progress is logged this often.
 PROGRESS_SECONDS = 5.0
+#: Status lists the newest valid nonces of a distance round; callbacks carry them all.
+LISTED_NONCES = 1_000
+
+
+@dataclass
+class Counters:
+    """How far the computation of a round got. Times are seconds of the monotonic clock."""
+
+    next_index: int
+    checked: int = 0
+    valid: int = 0
+    not_finite: int = 0
+    sick: int = 0  # nonces not finite since the last slice without any
+    newest_valid: deque[Item] = field(default_factory=lambda: deque(maxlen=LISTED_NONCES))
+    started: float = field(default_factory=monotonic)
+    progressed: float | None = None
+    ended: float | None = None
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """How long the round has run, or ran."""
+        return (self.ended or monotonic()) - self.started
+
+    @property
+    def rate_per_second(self) -> float:
+        """Nonces per second since the start."""
+        return self.checked / self.elapsed_seconds if self.checked else 0.0
 
 
 class Round:

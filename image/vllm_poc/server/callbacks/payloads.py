@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_poc.server.addresses import shown
+from vllm_poc.server.callbacks.delivery import shown
 from vllm_poc.server.scheduler import Item
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one round of this server and its phases.
 
-IDLE -> GENERATING or VALIDATING -> STOPPED or FAILED. A distance round switches between its two phases;
-generation then goes on where its deliveries had got to, with the callback address it had.
+    IDLE ---- start -----> GENERATING -- stop, or its slot is done --> STOPPED
+     ^   |                 |     ^    -- the engine fails -----------> FAILED
+     |   |   phase/validate|     |phase/generate
+     |   |                 v     |
+     |   +- init/validate -> VALIDATING -- stop --> STOPPED
+     |
+    init, from every state except GENERATING
+
+A start takes over in every state except GENERATING, where other work than the running round's is refused. A distance
+round switches between its two phases; generation then goes on where its deliveries had got to, with the callback
+address it had. What one generation does is in `vllm_poc.server.generation`.
 """
 
 import asyncio
@@ -10,7 +19,7 @@ from http import HTTPStatus
 
 import aiohttp
 
-from vllm_poc.server import payloads
+from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
 from vllm_poc.server.generation import Round
 from vllm_poc.server.scheduler import Scheduler
@@ -21,6 +30,7 @@ from vllm_poc.wire.messages import (
     InitGenerateRequest,
     InitRequest,
     PowState,
+    PowStatus,
     Protocol,
     SlotRequest,
 )
@@ -58,6 +68,17 @@ class Phases:
     def pending(self) -> int:
         """How many results of a round that generates wait for delivery."""
         return self.round.delivery.pending if self.round is not None and self.state is PowState.GENERATING else 0
+
+    def pow_status(self, session_id: str, state: PowState) -> PowStatus:
+        """Return the short status that answers a command, with the ``state`` that it asked for."""
+        current = self.round
+        return PowStatus(
+            status=state,
+            session_id=session_id,
+            round_id=self._round_id,
+            next_index=current.counters.next_index if current is not None else 0,
+            delivered_index=current.delivery.delivered.index if current is not None else 0,
+        )
 
     async def free(self) -> None:
         """Wait until no round computes."""
@@ -158,7 +179,7 @@ class Phases:
         return f"Already {self.state.lower()}: {what} runs; stop it first"
 
     def _conflict(self) -> RefusalError:
-        running = payloads.round_config(self.config) if self.config is not None else None
+        running = round_config(self.config) if self.config is not None else None
         body = ErrorResponse(
             reason="RoundConflict",
             detail=self._state_in_words(),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ASGI middleware that puts the PoC routes into vLLM's server.
 
-vllm serve MODEL --middleware vllm_poc.server.middleware.PocMiddleware
+vllm serve MODEL --middleware vllm_poc.server.app.PocMiddleware
 """
 
 import hmac
@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_poc.server import deployment
+from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, refusal, response
 from vllm_poc.server.routes import create_app
@@ -26,7 +26,7 @@ INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/res
 
 
 class PocMiddleware:
-    """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched, but for poc-first's refusals."""
+    """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched, except for poc-first's refusals."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._inner = app
@@ -66,7 +66,7 @@ class PocMiddleware:
             detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
             raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
         state: State = scope["app"].state
-        unsupported = deployment.refusal(getattr(state, "args", None), os.environ)
+        unsupported = deployment_refusal(getattr(state, "args", None), os.environ)
         if unsupported is not None:
             raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", unsupported)
         app = self._app_for(state)

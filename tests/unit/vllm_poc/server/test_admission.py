@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 
-from vllm_poc.server.deployment import refusal
+from vllm_poc.server.admission import deployment_refusal
 
 SINGLE = {
     "api_server_count": None,
@@ -21,8 +21,10 @@ SINGLE = {
 
 @pytest.mark.parametrize("change", [{}, {"api_server_count": 1}, {"data_parallel_size_local": 1}], ids=str)
 def test_one_api_server_with_one_engine_passes(change: dict[str, object]) -> None:
-    assert refusal(Namespace(**SINGLE | change, tensor_parallel_size=4, pipeline_parallel_size=2), {}) is None
-    assert refusal(Namespace(**SINGLE | change), {"VLLM_DP_SIZE": "1"}) is None
+    assert (
+        deployment_refusal(Namespace(**SINGLE | change, tensor_parallel_size=4, pipeline_parallel_size=2), {}) is None
+    )
+    assert deployment_refusal(Namespace(**SINGLE | change), {"VLLM_DP_SIZE": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -39,13 +41,13 @@ def test_one_api_server_with_one_engine_passes(change: dict[str, object]) -> Non
     ],
 )
 def test_several_are_refused_by_the_options_name(option: str, value: object) -> None:
-    sentence = refusal(Namespace(**SINGLE | {option: value}), {})
+    sentence = deployment_refusal(Namespace(**SINGLE | {option: value}), {})
     assert sentence is not None
     assert f"leave --{option.replace('_', '-')} out" in sentence
     assert "several pods" in sentence
 
 
 def test_data_parallelism_by_environment_is_refused() -> None:
-    sentence = refusal(Namespace(**SINGLE), {"VLLM_DP_SIZE": "2"})
+    sentence = deployment_refusal(Namespace(**SINGLE), {"VLLM_DP_SIZE": "2"})
     assert sentence is not None
     assert "leave VLLM_DP_SIZE out" in sentence

@@ -4,22 +4,24 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from vllm_poc.log import get_logger
 from vllm_poc.server import metrics
-from vllm_poc.server.posting import Item, Poster
+from vllm_poc.server.callbacks.delivery import Poster
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import CallbackState
 from vllm_poc.wire.messages import WireMessage
 
 _log = get_logger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass
-class Letter:
+class Callback:
     """Where a delivery to one address stands."""
 
     poster: Poster[Any]
@@ -32,9 +34,9 @@ class Letter:
 
 
 class Outbox:
-    """Sends letters side by side, so that a receiver that is down holds up no other.
+    """Sends callbacks side by side, so that a receiver that is down holds up no other.
 
-    A letter is tried for as long as a queued result is kept, then given up, logged and counted.
+    A callback is tried for as long as a queued result is kept, then given up, logged and counted.
     """
 
     def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
@@ -47,22 +49,22 @@ class Outbox:
 
     @property
     def pending(self) -> int:
-        """How many letters are on their way."""
+        """How many callbacks are on their way."""
         return len(self._tasks)
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait while too many results are on their way: work is held back, nothing is dropped."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
 
-    def send(self, url: str, items: Sequence[Item], payload: Callable[[Sequence[Item]], WireMessage]) -> Letter:
+    def send(self, url: str, items: Sequence[T], payload: Callable[[Sequence[T]], WireMessage]) -> Callback:
         """Send ``items`` to ``url``, in order; ``payload`` makes the body of some of them."""
-        letter = Letter(Poster(url, payload, session=self._session, settings=self._settings))
+        callback = Callback(Poster(url, payload, session=self._session, settings=self._settings))
         self._weight += len(items)
-        task = asyncio.create_task(self._deliver(letter, items))
+        task = asyncio.create_task(self._deliver(callback, items))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return letter
+        return callback
 
     async def close(self) -> None:
         """Give up what is on its way."""
@@ -71,21 +73,21 @@ class Outbox:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _deliver(self, letter: Letter, items: Sequence[Item]) -> None:
+    async def _deliver(self, callback: Callback, items: Sequence[Any]) -> None:
         try:
             async with asyncio.timeout(self._settings.result_seconds):
-                accepted = [accepted async for accepted in letter.poster.deliver(items)]
-            letter.state = "delivered" if all(accepted) else "rejected"
+                accepted = [accepted async for accepted in callback.poster.deliver(items)]
+            callback.state = "delivered" if all(accepted) else "rejected"
         except TimeoutError:
-            letter.state = "given up"
+            callback.state = "given up"
         finally:
-            self._count(letter)
+            self._count(callback)
             async with self._changed:
                 self._weight -= len(items)
                 self._changed.notify_all()
 
-    def _count(self, letter: Letter) -> None:
-        if letter.state != "delivered":
+    def _count(self, callback: Callback) -> None:
+        if callback.state != "delivered":
             self.lost += 1
             metrics.CALLBACKS_LOST.inc()
-            _log.error("a callback was not delivered (%s): %s", letter.state, letter.error)
+            _log.error("a callback was not delivered (%s): %s", callback.state, callback.error)
