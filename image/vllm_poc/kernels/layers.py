@@ -28,7 +28,7 @@ _GROUPS, _GROUPS_WARPS = 32, 4
 
 
 def reflect(x: Tensor, vector: Tensor) -> None:
-    """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.reflections.reflect`."""
+    """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.sampling.reflect`."""
     tokens, n = x.shape
     _reflect_rows[(tokens,)](x, vector, x.stride(0), **rows.launch(n))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers: from texts to seeds, from seeds to uniform and normal numbers, from these to a nonce's inputs.
+"""What seeds give: uniform and normal numbers, a nonce's inputs, unit vectors and the reflections along them.
 
 A seed is a 32-bit word of the SHA-256 of a text that names round, key, nonce and purpose:
 
@@ -8,6 +8,8 @@ A seed is a 32-bit word of the SHA-256 of a text that names round, key, nonce an
 Numbers come from hashing an index: element j of a vector depends on its seed and j alone. Hashes are exact;
 log, cos and sin are the device's float32 functions, so devices differ in the last places. Every function of
 seeds is batched over seeds of any shape, written ``S`` below.
+
+A reflection is Householder's, ``x <- x - 2 (v . x) v`` along a unit vector v.
 """
 
 from __future__ import annotations
@@ -171,3 +173,37 @@ def _fill_pairs(out: Tensor, seeds: Tensor, start: int, stop: int, half: int) ->
 
 def _to_unit_interval(words: Tensor) -> Tensor:
     return words.to(torch.float32).mul_(2.0**-32)
+
+
+def layer_vectors(*, block_hash: str, num_layers: int, hidden: int, device: torch.device) -> Tensor:
+    """Return float32 ``[num_layers, hidden]``: the unit vector that reflects each decoder layer's output.
+
+    Layer i has the seed text ``{block_hash}_layer_{i}_householder``.
+    """
+    texts = (f"{block_hash}_layer_{layer}_householder" for layer in range(num_layers))
+    return unit_normal(seed_tensor(texts, device), hidden)
+
+
+def reflect(x: Tensor, v: Tensor) -> Tensor:
+    """Return ``x - 2 (v . x) v`` over the last axis, computed in the dtype of ``x``.
+
+    ``x`` is ``[..., hidden]``; ``v`` is a unit vector ``[hidden]``, or one for each row.
+    """
+    v = v.to(x.dtype)
+    return x - 2 * (x * v).sum(dim=-1, keepdim=True) * v
+
+
+def reflect_chain(x: Tensor, vectors: Tensor) -> Tensor:
+    """Reflect row b of ``x`` ``[batch, n]`` along ``vectors[b, 0]``, then ``vectors[b, 1]``, and so on.
+
+    ``vectors`` is ``[batch, count, n]``.
+    """
+    for v in vectors.unbind(dim=1):
+        x = reflect(x, v)
+    return x
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Return ``x / (|x| + 1e-8)`` over the last axis as float32."""
+    x = x.to(torch.float32)
+    return x / (x.norm(dim=-1, keepdim=True) + 1e-8)

@@ -24,7 +24,7 @@ from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
 from vllm_poc.server.callbacks.payloads import callback, valid_items
 from vllm_poc.server.engine import EngineError
-from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, look_ahead
+from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.messages import InitGenerateRequest, PowState
 
@@ -82,7 +82,7 @@ class Round:
         self._extended = asyncio.Event()
         self._scheduler = scheduler
         self._limit = slice_limit
-        self._size = scheduler.slice_size(request, slice_limit)
+        self._size: SliceSize  # once its forward pass is tuned
         self._held_back_before = scheduler.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings

@@ -19,8 +19,7 @@ from vllm_poc.maths.distance import (
     random_head,
     round_target,
 )
-from vllm_poc.maths.reflections import layer_vectors
-from vllm_poc.maths.sampling import STRONG_SEEDS, input_seeds, nonce_seeds
+from vllm_poc.maths.sampling import STRONG_SEEDS, input_seeds, layer_vectors, nonce_seeds
 from vllm_poc.rpc import BatchRequest, BatchResult, PassSpec
 from vllm_poc.wire.artifacts import encode_vector
 from vllm_poc.wire.messages import Protocol

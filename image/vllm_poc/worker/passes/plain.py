@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from vllm_poc.maths.reflections import reflect
+from vllm_poc.maths.sampling import reflect
 
 if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import AttentionPlan, BatchShape, ModelAdapter
