@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_pod import MAX_TOKENS, call, in_calls
-from tests.support.batches import a_batch
+from tests.support.builders.batches import a_batch
 from vllm import LLM
 from vllm_poc.rpc import BatchRequest, BatchResult
 from vllm_poc.wire.artifacts import decode_vector

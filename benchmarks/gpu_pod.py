@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from benchmarks.gpu_shapes import flops_per_nonce
-from tests.support.batches import a_batch
+from tests.support.builders.batches import a_batch
 from vllm import LLM
 from vllm_poc.rpc import BatchRequest, BatchResult, PassTiming
 from vllm_poc.server.autotune import TunedPass, fastest_pass, longest_segment

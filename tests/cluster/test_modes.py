@@ -12,10 +12,10 @@ from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
 from poc_operator.model.conditions import Reason
-from poc_operator.plan.theory import valid_rate
+from poc_operator.rounds.calibration import valid_rate
 from tests.cluster.results import Value, items
 from tests.cluster.rounds import ARTIFACT, Rounds
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
-from tests.support.batches import a_batch  # noqa: E402
+from tests.support.builders.batches import a_batch  # noqa: E402
 from vllm_poc.rpc import BatchRequest, BatchResult  # noqa: E402
 from vllm_poc.worker.batch_queue import AsyncOutput, BatchQueue  # noqa: E402
 

@@ -12,7 +12,7 @@ from urllib.error import URLError
 
 import pytest
 
-from tests.support.batches import a_batch
+from tests.support.builders.batches import a_batch
 from tests.vllm.device import (
     ARTIFACT_TOLERANCE,
     DISTANCE_TOLERANCE,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.receiver import Receiver
+    from tests.support.fakes.receiver import Receiver
     from tests.vllm.client import Client
     from tests.vllm.reference import Reference
     from vllm_poc.rpc import BatchRequest
