@@ -40,7 +40,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
 
 
 def test_which_modules_are_routers() -> None:
-    operations = pytest.importorskip("vllm_poc.worker.fusion.operations", reason="needs vLLM")
+    operations = pytest.importorskip("vllm_poc.worker.passes.operations", reason="needs vLLM")
 
     def router(**changed: object) -> Any:  # noqa: ANN401 - stands for vLLM's module
         module = type("GateLinear", (torch.nn.Module,), {})()

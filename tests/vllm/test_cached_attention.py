@@ -38,27 +38,26 @@ def layer(dtype: str, **changed: Any) -> Any:  # noqa: ANN401 - stands for vLLM'
     ],
 )
 def test_what_becomes_of_attention(layers: list[Any], expected: tuple[bool, bool]) -> None:
-    from vllm_poc.worker.fusion.attention import needs_no_cache, rounds_in_cache  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.passes.attention import needs_no_cache, rounds_in_cache  # noqa: PLC0415 - needs vLLM
 
     assert (needs_no_cache(layers), rounds_in_cache(layers)) == expected
 
 
 def test_a_plan_is_made_once_for_a_shape_and_kept_as_long_as_graphs_are() -> None:
-    from vllm_poc.worker.batches import MOST_PREPARED  # noqa: PLC0415
-    from vllm_poc.worker.fusion.attention import CachedPlans  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.internals import BatchShape  # noqa: PLC0415
+    from vllm_poc.worker.model.adapter import BatchShape  # noqa: PLC0415
+    from vllm_poc.worker.passes.attention import MAX_PLANS, CachedPlans  # noqa: PLC0415 - needs vLLM
 
     runner: Any = SimpleNamespace(plan=lambda shape: [shape])
     plans: Any = CachedPlans(runner)
-    first, *others = (BatchShape(nonces, 64) for nonces in range(1, MOST_PREPARED + 2))
+    first, *others = (BatchShape(nonces, 64) for nonces in range(1, MAX_PLANS + 2))
     made = plans[first]
     for shape in others[:-1]:
         assert plans[shape] == [shape]
         assert plans[first] is made
-    assert len(plans.kept()) == MOST_PREPARED
+    assert len(plans.kept()) == MAX_PLANS
     assert plans[others[-1]] is not made
     assert plans[first] is made, "what was used last stays"
-    assert len(plans.kept()) == MOST_PREPARED
+    assert len(plans.kept()) == MAX_PLANS
     assert [others[0]] not in plans.kept()
 
 
@@ -82,7 +81,7 @@ class Builder:
 
 
 def test_a_plan_outlives_the_next_batch() -> None:
-    from vllm_poc.worker.internals import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.adapter import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
 
     group = CacheGroup(layers={}, builder=Builder(), block_dim=0, block_size=16)
     plans = [group.plan(BatchShape(nonces, 8), torch.arange(8).repeat(nonces)) for nonces in (2, 3)]
@@ -91,8 +90,9 @@ def test_a_plan_outlives_the_next_batch() -> None:
 
 
 def test_a_pass_with_a_cache_has_no_more_sequences_than_vllms() -> None:
-    from vllm_poc.worker.internals import BatchShape  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.limits import check_shape, fused_facts  # noqa: PLC0415
+    from vllm_poc.worker.model.adapter import BatchShape  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import fused_facts  # noqa: PLC0415
+    from vllm_poc.worker.model_runner import check_shape  # noqa: PLC0415
 
     cached, plain = (fused_facts(FACTS, experts=True, cached=cached) for cached in (True, False))
     for facts in (cached, plain):
