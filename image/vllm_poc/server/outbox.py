@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.posting import Item, Poster
 from vllm_poc.server.settings import Settings

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import aiohttp
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.addresses import shown
 from vllm_poc.server.settings import Settings

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vllm import envs
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.worker.forward import PocModel
 from vllm_poc.worker.internals import Runner
 from vllm_poc.worker.limits import fused_facts

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.worker.batches import Rehearsal
 from vllm_poc.worker.few_layers import only, spans
 from vllm_poc.worker.memory import Memory

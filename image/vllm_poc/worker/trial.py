@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.wire.messages import Protocol
 from vllm_poc.worker.internals import StageOutput
 from vllm_poc.worker.recipe import Recipe
