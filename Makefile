@@ -75,8 +75,8 @@ test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in 
 	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/long
 
 .PHONY: test-cluster
-test-cluster: .venv/.lock toolchain ## Both charts, real rounds and bad input on a real cluster
-	.venv/bin/pytest -m cluster tests/chart tests/cluster
+test-cluster: .venv/.lock toolchain ## Both charts, real rounds, bad input and the pages of docs/ on a real cluster
+	.venv/bin/pytest -m cluster tests/chart tests/cluster tests/docs
 
 .PHONY: chaos
 chaos: .venv/.lock toolchain ## Random faults on simulated pods and a real API server (MINUTES=10 SEED=1)

@@ -16,9 +16,9 @@ from poc_gateway.node_api.pocrounds import RoundTemplate
 from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
 from poc_gateway.store.engine import DatabaseError
-from poc_operator.store.connection import connect
-from poc_operator.store.requested import RequestedRounds
-from poc_operator.store.rounds import RoundStore
+from poc_operator.clients.kube.connection import connect
+from poc_operator.clients.kube.requested import RequestedRounds
+from poc_operator.clients.kube.rounds import RoundStore
 from vllm_poc import logs
 
 

@@ -21,10 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from poc_gateway.errors import Refusal
 from poc_gateway.node_api.cluster import Cluster
+from poc_operator.clients.errors import RoundInvalid, StaleRound
 from poc_operator.model.round import Round
 from poc_operator.model.spec import Selector
 from poc_operator.model.status import RoundState
-from poc_operator.store.errors import RoundInvalid, StaleRound
 from vllm_poc.wire.messages import InitGenerateRequest
 
 #: An operator that runs has looked at a round well before.

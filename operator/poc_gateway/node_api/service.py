@@ -19,9 +19,9 @@ from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit
 from poc_gateway.node_api.pocrounds import NetworkRounds, RoundTemplate
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
-from poc_operator.model.pods import PodView
+from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.round import Round
-from poc_operator.podapi.client import PodClient
+from poc_operator.observed.pods import PodView
 from vllm_poc.wire.messages import CallbackRequest
 
 

@@ -22,7 +22,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from poc_gateway.errors import Refusal
-from poc_operator.model.passwords import POD_USER, round_password
+from poc_operator.clients.gateway import POD_USER, round_password
 from vllm_poc.logs import bound
 
 #: A peer may use so many seconds' worth of requests at once.

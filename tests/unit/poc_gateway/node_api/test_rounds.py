@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from poc_gateway.node_api.pocrounds import NetworkRounds
-from poc_operator.store.errors import RoundInvalid, StoreUnavailable
+from poc_operator.clients.errors import RoundInvalid, StoreUnavailable
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of
 
