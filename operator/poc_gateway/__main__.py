@@ -11,7 +11,6 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import ConfigException
 from pydantic import ValidationError
 
-from poc_gateway import logs
 from poc_gateway.node_api.cluster import LABELS
 from poc_gateway.node_api.pocrounds import RoundTemplate
 from poc_gateway.server.process import run
@@ -20,6 +19,7 @@ from poc_gateway.store.engine import DatabaseError
 from poc_operator.clients.kube.connection import connect
 from poc_operator.clients.kube.requested import RequestedRounds
 from poc_operator.clients.kube.rounds import RoundStore
+from vllm_poc import logs
 
 
 async def _run(settings: Settings) -> None:

@@ -27,7 +27,7 @@ from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Callback, Outbox
@@ -154,13 +154,15 @@ class JobQueue:
     async def _perform(self, job: Job) -> None:
         assert job.request is not None  # noqa: S101 - it is dropped at the end only
         try:
-            await self._ready()
-            job.state = JobState.RUNNING
-            await self._work(job, job.request)
+            with bound(request=job.id):
+                await self._ready()
+                job.state = JobState.RUNNING
+                await self._work(job, job.request)
         except (EngineError, RefusalError) as error:
             self._end(job, JobState.FAILED, str(error))
         except Exception as error:
-            _log.exception("request %s failed", job.id)
+            with bound(request=job.id):
+                _log.exception("a queued request failed")
             self._end(job, JobState.FAILED, f"{type(error).__name__}: {error}")
         else:
             self._end(job, JobState.COMPLETED)

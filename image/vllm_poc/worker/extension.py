@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassSpec, PassTiming
 from vllm_poc.worker.model.adapter import ModelAdapter, UnsupportedModelError
 from vllm_poc.worker.model.capabilities import fused_facts, model_facts, needs_vllms_operations, refusal

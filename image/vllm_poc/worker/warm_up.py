@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import PassSpec, PassTiming
 from vllm_poc.worker.graphs import Batch, GraphCache
 from vllm_poc.worker.memory import Memory

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.delivery import Poster
 from vllm_poc.server.settings import Settings

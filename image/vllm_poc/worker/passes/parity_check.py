@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import PassSpec
 from vllm_poc.wire.messages import Protocol as WireProtocol
 from vllm_poc.worker.model.adapter import ModelAdapter, StageOutput
