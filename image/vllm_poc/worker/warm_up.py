@@ -36,7 +36,7 @@ _CAPTURED, _CANNOT, _OUT_OF_MEMORY = range(3)
 OUT_OF_MEMORY = PassTiming(seconds=None, segments=1)
 
 
-class Stage(Protocol):
+class StageBatches(Protocol):
     """What is needed of this rank's share of a batch."""
 
     @property
@@ -65,7 +65,7 @@ class _FirstRun(NamedTuple):
 class WarmUp:
     """Readies the passes of a stage for repetition; on a GPU as CUDA graphs."""
 
-    def __init__(self, stage: Stage, graphs: GraphCache | None, memory: Memory) -> None:
+    def __init__(self, stage: StageBatches, graphs: GraphCache | None, memory: Memory) -> None:
         self._stage = stage
         self._graphs = graphs
         self._device = stage.adapter.device
@@ -112,7 +112,7 @@ class WarmUp:
 class _Capture(NamedTuple):
     """A batch that is captured."""
 
-    stage: Stage
+    stage: StageBatches
     graphs: GraphCache
     spec: PassSpec
     seeds: Tensor
