@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one round of this server and its phases.
 
-    IDLE ---- start -----> GENERATING -- stop, or its slot is done --> STOPPED
-     ^   |                 |     ^    -- the engine fails -----------> FAILED
-     |   |   phase/validate|     |phase/generate
-     |   |                 v     |
-     |   +- init/validate -> VALIDATING -- stop --> STOPPED
-     |
-    init, from every state except GENERATING
+    state        event                                       next state
+    (any)        init                                        IDLE
+    (any)        init/validate, phase/validate               VALIDATING
+    (any)        init/generate, phase/generate               GENERATING
+    GENERATING   stop, or the slot's last nonce delivered    STOPPED
+    GENERATING   the engine fails                            FAILED
+    VALIDATING   stop                                        STOPPED
 
-A start takes over in every state except GENERATING, where other work than the running round's is refused. A distance
-round switches between its two phases; generation then goes on where its deliveries had got to, with the callback
-address it had. What one generation does is in `vllm_poc.server.generation`.
+While a round generates, init calls are refused, except for a repetition of the start that it runs by. The phase calls
+switch a distance round between its two phases; generation then goes on where its deliveries had got to, with the
+callback address it had. What one generation does is in `vllm_poc.server.generation`.
 """
 
 import asyncio

@@ -72,7 +72,7 @@ class GraphCache:
         # What is cut keeps its bound whatever it computes.
         return captured if len(captured.segments) > 1 or len(captured.seeds) <= _MOST_PADDING * nonces else None
 
-    def make_room(self, spec: PassSpec, keep: Collection[PassSpec]) -> None:
+    def evict(self, spec: PassSpec, keep: Collection[PassSpec]) -> None:
         """Drop all passes except ``keep``, and the one of ``spec``, and give back the memory that PyTorch keeps.
 
         A graph takes memory of its own.

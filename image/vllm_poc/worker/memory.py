@@ -31,7 +31,7 @@ class Memory:
         self._chat_peak = chat_peak
         self._known: list[_Need] = []
 
-    def has_room_for(self, tokens: int, drawn: int = 0) -> bool:
+    def fits(self, tokens: int, drawn: int = 0) -> bool:
         """Whether a batch of ``tokens`` fits, as far as is known, beside ``drawn`` bytes, which do not depend on them.
 
         Into what nobody has taken, and chat does not need at its peak. What PyTorch keeps for later is not counted: it

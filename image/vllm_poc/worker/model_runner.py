@@ -99,7 +99,7 @@ class PocModelRunner:
         """Return how many of ``nonces`` fit into a forward pass on all ranks. MemoryError if not even one does."""
         if self._captured(spec, nonces) is not None:
             return nonces
-        while not self._ranks.agreed(self._has_room_for(nonces, spec)):
+        while not self._ranks.agreed(self._fits(nonces, spec)):
             if nonces == 1:
                 raise MemoryError(
                     "the GPU has no room for the forward pass of one nonce: start vLLM with a lower "
@@ -108,8 +108,8 @@ class PocModelRunner:
             nonces //= 2
         return nonces
 
-    def _has_room_for(self, nonces: int, spec: PassSpec) -> bool:
-        return self.memory.has_room_for(nonces * spec.seq_len, self.stage.drawn_bytes(spec, nonces))
+    def _fits(self, nonces: int, spec: PassSpec) -> bool:
+        return self.memory.fits(nonces * spec.seq_len, self.stage.drawn_bytes(spec, nonces))
 
     def _step(self, queue: BatchQueue, spec: PassSpec) -> AsyncOutput:
         """Enqueue this stage's share, hand on what it completes, and take what the stage before does."""
