@@ -18,7 +18,7 @@ from vllm_poc.server.settings import Settings, SettingsError
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-#: What ``serve`` takes beside vLLM's own options, in any place.
+#: Flags of ``serve`` in addition to vLLM's own, accepted in any position.
 FLAGS = frozenset({"--enable-poc", "--poc-allow-untested-vllm"})
 #: First and last minor release of vLLM that the extension is tested with.
 TESTED = ((0, 23), (0, 32))
