@@ -61,7 +61,7 @@ class Counters:
         return self.checked / self.elapsed_seconds if self.checked else 0.0
 
 
-class Round:
+class Generation:
     """The round's tasks, one that computes and one that delivers, and what status tells of them."""
 
     def __init__(

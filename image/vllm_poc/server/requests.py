@@ -30,7 +30,7 @@ from uuid import uuid4
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks import payloads
-from vllm_poc.server.callbacks.outbox import Callback, Outbox
+from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
@@ -64,7 +64,7 @@ class Job:
     id: str = field(default_factory=lambda: uuid4().hex)
     state: JobState = JobState.QUEUED
     result: Result | None = None
-    callback: Callback | None = None
+    callback: TrackedCallback | None = None
     error: str | None = None
 
     def response(self) -> Result | JobResponse:
@@ -216,7 +216,7 @@ class RequestWorker:
             self._outbox.send(f"{round_.receiver}/validated", [callback], _only)
         return verdict
 
-    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> Callback:
+    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> TrackedCallback:
         if isinstance(result, ValidatedResponse):
             return self._outbox.send(f"{receiver}/validated", [payloads.verdict_callback(request, result)], _only)
         payload = partial(payloads.callback, request, request_id=result.request_id)

@@ -47,10 +47,12 @@ class PocWorkerExtension:
         On a GPU in segments of up to ``segment_seconds``, if one takes longer. Of the passes captured before, those of
         the specifications ``keep`` stay.
         """
-        kept = {PassSpec.of(fields) for fields in keep}
-        return _answer(
-            lambda: self._poc_together(lambda runner: runner.prepare_warm_up(request, segment_seconds, kept))
-        )
+
+        def warm_up() -> PassTiming:
+            kept = {PassSpec.of(fields) for fields in keep}
+            return self._poc_together(lambda runner: runner.prepare_warm_up(request, segment_seconds, kept))
+
+        return _answer(warm_up)
 
     def _poc_facts(self) -> ModelFacts:
         try:
