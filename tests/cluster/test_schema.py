@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API server takes the generated CRDs, and enforces what they say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import crd
+from poc_operator.apis.v1alpha1.meta import Resource
+from tests.support.admission import admitted
 from tests.support.api_server import ApiServer, api_server
+from tests.support.specs import edges, specs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300, func_only=True)]
 
+_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.KIND.kind)
 _BLOCK = {"blockHash": "ab" * 32, "blockHeight": 7, "publicKey": "key", "model": {"name": "demo", "seqLen": 64}}
 _ROUND = {**_BLOCK, "nodes": {"first": 0, "last": 0, "count": 1}, "rTarget": "1.4"}
 
@@ -32,6 +38,39 @@ def _path(kind: str, name: str = "") -> str:
 def create(api: ApiServer, kind: str, name: str, spec: dict[str, Any]) -> tuple[int, Any]:
     body = {"apiVersion": "poc.gonka.ai/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
     return api.request("POST", _path(kind), body, fieldValidation="Strict")
+
+
+def judge(api: ApiServer, kind: type[Resource], spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the spec as the API server would store it; None if it refuses it. The offline evaluator must agree."""
+    names = kind.KIND
+    body = {"apiVersion": "poc.gonka.ai/v1alpha1", "kind": names.kind, "metadata": {"name": "x"}, "spec": spec}
+    status, answer = api.request("POST", _path(names.kind), body, dryRun="All")
+    assert status in (201, 422), answer
+    stored, flaws = admitted(kind, spec)
+    assert (status == 201) == (not flaws), (spec, flaws, answer.get("message"))
+    assert status == 422 or answer["spec"] == stored
+    return stored if status == 201 else None
+
+
+@_KIND
+def test_the_offline_evaluator_agrees_at_every_edge(api: ApiServer, kind: type[Resource]) -> None:
+    for _, spec in edges(kind):
+        judge(api, kind, spec)
+
+
+@_KIND
+@given(data=st.data())
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_offline_evaluator_agrees_on_random_specs(
+    api: ApiServer, kind: type[Resource], data: st.DataObject
+) -> None:
+    spec = data.draw(specs(kind))
+    assert judge(api, kind, spec)
+    # With a part taken away, or one of another spec put in, rules that couple fields are broken.
+    other = data.draw(specs(kind))
+    part = data.draw(st.sampled_from(sorted(spec.keys() | other.keys())))
+    mixed = {name: value for name, value in spec.items() if name != part}
+    judge(api, kind, mixed | ({part: other[part]} if part in other else {}))
 
 
 def test_all_that_is_fixed_is_named_when_it_is_changed(api: ApiServer) -> None:
