@@ -20,7 +20,7 @@ from tests.support.gateway_requests import Request
 from vllm_poc.wire.messages import ErrorResponse
 
 _CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
-_DOCUMENT = Path(__file__).parents[2] / "docs/gateway.md"
+_DOCUMENT = Path(__file__).parents[2] / "docs/reference/gateway-api.md"
 _ROW = re.compile(r"^\| (5\d\d) (`.+?`) \|", re.MULTILINE)
 #: The server errors that the documentation tells of, as (status, reason).
 DOCUMENTED = {

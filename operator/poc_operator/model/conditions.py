@@ -9,7 +9,7 @@ from poc_operator.model.base import ApiModel
 
 
 class ConditionType(StrEnum):
-    """Condition types of a round; docs/crd-reference.md explains each for users."""
+    """Condition types of a round; docs/reference/pocround.md explains each for users."""
 
     ACCEPTED = "Accepted"
     PROGRESSING = "Progressing"
@@ -20,7 +20,7 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Reasons of conditions and Events; documented for users in docs/crd-reference.md."""
+    """Reasons of conditions and Events; documented for users in docs/reference/pocround.md."""
 
     ACCEPTED = "Accepted"
     ALL_SLOTS_WORK = "AllSlotsWork"
