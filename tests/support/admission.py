@@ -56,7 +56,11 @@ def _bounds(value: Any, schema: Schema, path: str) -> Iterator[str]:  # noqa: AN
         yield f"{path}: not one of {schema['enum']}"
     if isinstance(value, int) and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
         yield f"{path}: out of range"
-    sizes = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"), dict: ("minProperties", "maxProperties")}
+    sizes: dict[type, tuple[str, str]] = {
+        str: ("minLength", "maxLength"),
+        list: ("minItems", "maxItems"),
+        dict: ("minProperties", "maxProperties"),
+    }
     low, high = sizes.get(type(value), ("", ""))
     if low and not schema.get(low, 0) <= len(value) <= schema.get(high, len(value)):
         yield f"{path}: has a wrong size"

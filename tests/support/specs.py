@@ -103,7 +103,7 @@ def _changed(spec: Spec, path: tuple[str | int, ...], value: Json) -> Spec:
     changed = copy.deepcopy(spec)
     place: Json = changed
     for key in path[:-1]:
-        place = place[key] if isinstance(place, list) else place.setdefault(key, {})
+        place = place[key] if isinstance(key, int) else place.setdefault(key, {})
     place[path[-1]] = value
     return changed
 
@@ -195,7 +195,7 @@ def _urls() -> st.SearchStrategy[str]:
 
 
 def _one_of_fields(fields: Mapping[str, st.SearchStrategy[Json]]) -> st.SearchStrategy[Spec]:
-    return st.one_of(st.fixed_dictionaries({name: value}) for name, value in fields.items())
+    return st.one_of([st.fixed_dictionaries({name: value}) for name, value in fields.items()])
 
 
 _COUNTS = st.integers(1, 2**31 - 1)

@@ -6,17 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hack.generate.__main__ import KINDS
+from hack.generate.crds import spec_model
 from poc_operator.apis.v1alpha1.meta import Resource
 from tests.support.admission import admitted
 from tests.support.specs import FULL, edges, specs
 
 _KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.KIND.kind)
-
-
-def _spec_of(kind: type[Resource]) -> type:
-    model = kind.model_fields["spec"].annotation
-    assert model is not None
-    return model
 
 
 @_KIND
@@ -33,7 +28,7 @@ def test_what_the_schema_accepts_at_the_edges_the_models_read(kind: type[Resourc
             refused += 1
         else:
             accepted += 1
-            assert _spec_of(kind).model_validate(stored), name  # type: ignore[attr-defined]
+            assert spec_model(kind).model_validate(stored), name
     assert accepted > 30
     assert refused > 60
 
@@ -44,4 +39,4 @@ def test_what_the_schema_accepts_at_the_edges_the_models_read(kind: type[Resourc
 def test_random_specs_are_accepted_and_read(kind: type[Resource], data: st.DataObject) -> None:
     stored, flaws = admitted(kind, data.draw(specs(kind)))
     assert flaws == []
-    assert _spec_of(kind).model_validate(stored)  # type: ignore[attr-defined]
+    assert spec_model(kind).model_validate(stored)
