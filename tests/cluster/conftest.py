@@ -11,9 +11,9 @@ from hack.deploy.releases import NAMESPACE
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import crd
 from tests.cluster.rounds import Rounds
-from tests.support.api_server import ApiServer, api_server
-from tests.support.cluster import deployed
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
+from tests.support.servers.api_server import ApiServer, api_server
+from tests.support.servers.cluster import deployed
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.api_server import ApiServer
+from tests.support.servers.api_server import ApiServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 

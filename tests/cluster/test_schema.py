@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hack.generate.__main__ import KINDS
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
-from tests.support.admission import admitted
-from tests.support.api_server import ApiServer
-from tests.support.specs import FULL, edges, specs
+from tests.support.builders.specs import FULL, edges, specs
+from tests.support.checks.admission import admitted
+from tests.support.servers.api_server import ApiServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300, func_only=True)]
 

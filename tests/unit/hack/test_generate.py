@@ -14,7 +14,7 @@ from hack.generate import __main__ as generate
 from hack.generate import crds, values
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS, Reason
-from tests.support.admission import defaulted
+from tests.support.checks.admission import defaulted
 
 ROOT = Path(__file__).parents[3]
 KINDS = pytest.mark.parametrize("kind", generate.KINDS, ids=lambda kind: kind.KIND.kind)

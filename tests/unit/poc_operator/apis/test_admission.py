@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import spec_model
 from poc_operator.apis.v1alpha1.meta import Resource
-from tests.support.admission import admitted
-from tests.support.specs import FULL, edges, specs
+from tests.support.builders.specs import FULL, edges, specs
+from tests.support.checks.admission import admitted
 
 _KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.KIND.kind)
 
