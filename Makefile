@@ -22,8 +22,16 @@ demo-down: ## End what the demo started on this machine
 .PHONY: test
 test: check test-unit test-docs test-worker test-cluster ## Everything that this machine can prove
 
+.PHONY: generate
+generate: .venv/.lock ## Write the CRDs and reference pages anew from the typed API and the charts' values
+	PYTHONPATH=operator:image .venv/bin/python -m hack.generate
+
+.PHONY: verify
+verify: .venv/.lock ## Fail if a generated file differs from what `make generate` would write
+	PYTHONPATH=operator:image .venv/bin/python -m hack.generate --verify
+
 .PHONY: check
-check: .venv/.lock ## Format, lint, types, layers
+check: .venv/.lock verify ## Format, lint, types, layers, generated files
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy operator image hack benchmarks tests

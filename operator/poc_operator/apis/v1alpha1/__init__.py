@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``poc.gonka.ai/v1alpha1``: one module per kind, and what the kinds share.
+
+========== =================== ============================================================
+kind       module              job
+========== =================== ============================================================
+PoCRound       ``round``       compute new nonces for a block and a key
+PoCValidation  ``validation``  recompute the nonces that somebody claims, and judge them
+PoCCalibration ``calibration`` find the ``rTarget`` that makes a wanted share of nonces valid
+========== =================== ============================================================
+
+``schema`` has the marks that a model carries for its CRD, ``meta`` names and metadata, ``work`` the parts of spec and
+status that all kinds have, ``conditions`` and ``reasons`` what programs and people read of the outcome.
+"""

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions, as ``kubectl wait`` and programs with the rules of kstatus read them."""
+
+from collections.abc import Iterable
+from datetime import datetime
+from enum import StrEnum
+
+from poc_operator.apis.v1alpha1.schema import ApiModel, Int64, Message
+
+
+class ConditionType(StrEnum):
+    """Types of conditions. All kinds have all of them."""
+
+    ACCEPTED = "Accepted"
+    PROGRESSING = "Progressing"
+    DEGRADED = "Degraded"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    READY = "Ready"
+    STALLED = "Stalled"
+
+    @property
+    def meaning(self) -> str:
+        """What status ``True`` means."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ConditionType.ACCEPTED: "The spec is valid, and at least one pod can do the work or none has been asked yet.",
+    ConditionType.PROGRESSING: "Work starts, runs, or stops. `False`: it waits, is suspended, or is over.",
+    ConditionType.DEGRADED: "Something is lost or missing, although work goes on or is over. The message lists all "
+    "findings, the reason is that of the first.",
+    ConditionType.SUSPENDED: "All pods have stopped because `spec.suspend` is true.",
+    ConditionType.COMPLETE: "The work is done and all pods have stopped.",
+    ConditionType.FAILED: "The work ended before it was done.",
+    ConditionType.READY: "The same as `Complete`, for tools that follow kstatus, such as Argo CD and Flux: "
+    "`False` reads as in progress.",
+    ConditionType.STALLED: "The same as `Failed`, for tools that follow kstatus: `True` reads as failed.",
+}
+
+
+class Condition(ApiModel):
+    """One condition, as API conventions have it."""
+
+    type: str
+    """Type of the condition, such as Complete."""
+    status: str
+    """True, False or Unknown."""
+    reason: str
+    """Why the condition has this status, in one word for programs."""
+    message: Message = ""
+    """Why the condition has this status, in a sentence for people."""
+    observed_generation: Int64 = 0
+    """Generation of the spec that the condition is about."""
+    last_transition_time: datetime
+    """When the status last changed."""
+
+
+def merge_conditions(old: Iterable[Condition], new: Iterable[Condition]) -> list[Condition]:
+    """Return ``old`` updated by ``new``. Conditions of other writers and transition times are kept."""
+    merged = {condition.type: condition for condition in old}
+    for condition in new:
+        before = merged.get(condition.type)
+        unchanged = before is not None and before.status == condition.status
+        time = {"last_transition_time": before.last_transition_time} if before is not None and unchanged else {}
+        merged[condition.type] = condition.model_copy(update=time)
+    return list(merged.values())

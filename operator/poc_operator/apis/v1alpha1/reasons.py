@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasons of conditions and Events, with what each means and what to do about it.
+
+The reference pages of the kinds are made of these texts.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+_ROUND = frozenset({"PoCRound"})
+_VALIDATION = frozenset({"PoCValidation"})
+_CALIBRATION = frozenset({"PoCCalibration"})
+_NAMED_NONCES = _VALIDATION | _CALIBRATION
+_ALL = _ROUND | _NAMED_NONCES
+
+
+class Reason(StrEnum):
+    """Why a condition has its status, or an Event was posted; `EXPLANATIONS` explains each."""
+
+    ACCEPTED = "Accepted"
+    ALL_SLOTS_WORK = "AllSlotsWork"
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    COMPLETED = "Completed"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    DELIVERY_INCOMPLETE = "DeliveryIncomplete"
+    FRAUD_DETECTED = "FraudDetected"
+    GATEWAY_UNREACHABLE = "GatewayUnreachable"
+    K_DIM_TOO_LARGE = "KDimTooLarge"
+    MODEL_MISMATCH = "ModelMismatch"
+    MODEL_UNSUPPORTED = "ModelUnsupported"
+    NO_FRAUD_DETECTED = "NoFraudDetected"
+    NO_MATCHING_PODS = "NoMatchingPods"
+    NO_POD_READY = "NoPodReady"
+    NOTHING_COMPUTED = "NothingComputed"
+    NOT_SUSPENDED = "NotSuspended"
+    PODS_BUSY = "PodsBusy"
+    PODS_DISAGREE = "PodsDisagree"
+    PODS_UNREACHABLE = "PodsUnreachable"
+    PROOFS_CHANGED = "ProofsChanged"
+    PROOFS_UNAVAILABLE = "ProofsUnavailable"
+    REPLACED = "Replaced"
+    REPORT_CONTRADICTORY = "ReportContradictory"
+    REQUEST_REFUSED = "RequestRefused"
+    RESULTS_CONFLICT = "ResultsConflict"
+    RESULTS_REJECTED = "ResultsRejected"
+    RUNNING = "Running"
+    SEQUENCE_TOO_LONG = "SequenceTooLong"
+    SLOTS_FAILED = "SlotsFailed"
+    SLOTS_STALLED = "SlotsStalled"
+    SLOTS_WAITING = "SlotsWaiting"
+    STALLED = "Stalled"
+    STARTED = "Started"
+    STARTING = "Starting"
+    START_DEADLINE_EXCEEDED = "StartDeadlineExceeded"
+    STOPPING = "Stopping"
+    SUSPENDED = "Suspended"
+    THEORY_DISAGREES = "TheoryDisagrees"
+    WORK_LOST = "WorkLost"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where a reason stands, what it means, and what a user should do; no ``remedy`` where nothing is wrong.
+
+    ``kinds`` are those whose objects can have it.
+    """
+
+    where: str
+    meaning: str
+    remedy: str | None = None
+    kinds: frozenset[str] = _ALL
+
+
+EXPLANATIONS: dict[Reason, Explanation] = {
+    Reason.NO_MATCHING_PODS: Explanation(
+        "Progressing=False",
+        "No pod of the namespace matches `spec.selector`.",
+        "Install the chart `vllm-poc-worker` there, or label your pods.",
+    ),
+    Reason.NO_POD_READY: Explanation(
+        "Progressing=False",
+        "Pods exist and none is ready. The message has the kubelet's reason.",
+        "Loading a model takes minutes. Otherwise look at `kubectl describe pod`.",
+    ),
+    Reason.PODS_UNREACHABLE: Explanation(
+        "Progressing=False, Failed=True",
+        "Ready pods do not answer the PoC routes. The object fails when none has answered for `pollFailureSeconds`.",
+        "Check `spec.port`, that vLLM runs with `--enable-poc`, network policies, and that both charts have the same "
+        "token. The message names pods and errors.",
+    ),
+    Reason.PODS_BUSY: Explanation(
+        "Progressing=False, Failed=True",
+        "Every pod computes other work. With `concurrencyPolicy: Fail` one such pod fails the object.",
+        "Wait, delete the other round, or stop foreign work with `POST /api/v1/pow/stop`. The message names it.",
+    ),
+    Reason.MODEL_MISMATCH: Explanation(
+        "Accepted, Progressing=False",
+        "`model.name` is not what the pods serve.",
+        "Create the object with a served name, or select other pods.",
+    ),
+    Reason.SEQUENCE_TOO_LONG: Explanation(
+        "Accepted, Progressing=False",
+        "`model.seqLen` exceeds vLLM's limits.",
+        "Use a smaller `seqLen`, or a larger `--max-model-len` and `--max-num-batched-tokens`.",
+    ),
+    Reason.K_DIM_TOO_LARGE: Explanation(
+        "Accepted, Progressing=False",
+        "`artifact.kDim` exceeds the model's hidden size.",
+        "Use a smaller `kDim`.",
+        _ROUND | _VALIDATION,
+    ),
+    Reason.MODEL_UNSUPPORTED: Explanation(
+        "Accepted, Progressing=False",
+        "PoC cannot run on this model, or with one of vLLM's flags. The message names it.",
+        "Leave the flag out, or serve another model.",
+    ),
+    Reason.REQUEST_REFUSED: Explanation(
+        "Accepted, Progressing=False",
+        "The pods refused the start for another reason, such as a callback host that is not allowed.",
+        "The message says it.",
+        _ROUND,
+    ),
+    Reason.PROOFS_UNAVAILABLE: Explanation(
+        "Accepted, Progressing=False",
+        "The proofs cannot be read: the ConfigMap or its entry does not exist or has no list of proofs, or the gateway "
+        "has no results of `proofs.round`.",
+        "Create them; the validation waits until `startDeadlineSeconds`. The message says what is missing.",
+        _VALIDATION,
+    ),
+    Reason.START_DEADLINE_EXCEEDED: Explanation(
+        "Failed=True",
+        "No pod started within `startDeadlineSeconds`. The message has what was waited for last.",
+        "Remove that cause and create the object again, or set a longer deadline.",
+    ),
+    Reason.DEADLINE_EXCEEDED: Explanation(
+        "Failed=True",
+        "The work was not complete within `activeDeadlineSeconds`.",
+        "Use more pods, a longer deadline, or less work.",
+    ),
+    Reason.BACKOFF_LIMIT_EXCEEDED: Explanation(
+        "Failed=True",
+        "All of the work was given up, since pods lost it more often than `retry` allows.",
+        "Find out why pods restart: `kubectl logs --previous`.",
+    ),
+    Reason.PROOFS_CHANGED: Explanation(
+        "Failed=True",
+        "The proofs changed while they were checked.",
+        "Create another validation for the new ones.",
+        _VALIDATION,
+    ),
+    Reason.NOTHING_COMPUTED: Explanation(
+        "Failed=True",
+        "The pods had no finite result to compare or to measure.",
+        "Look at the pods' logs and GPUs.",
+        _NAMED_NONCES,
+    ),
+    Reason.FRAUD_DETECTED: Explanation(
+        "Complete=True",
+        "The proofs are not what an honest prover would have computed.",
+        "The message has the p-value, `status.mismatchNonces` the nonces.",
+        _VALIDATION,
+    ),
+    Reason.SLOTS_FAILED: Explanation(
+        "Degraded=True",
+        "Some slots or samples were given up; the others go on.",
+        "Find out why pods restart: `kubectl logs --previous`. `status.errors` has the last error of each.",
+    ),
+    Reason.SLOTS_STALLED: Explanation(
+        "Degraded=True",
+        "Pods get nothing done or do not answer. The message names the first.",
+        "Look at that pod's log. With `stall.action: DeletePod` the operator deletes such pods.",
+        _ROUND,
+    ),
+    Reason.SLOTS_WAITING: Explanation(
+        "Degraded=True",
+        "Some slots have no pod.",
+        "Wait for the replacement pod, or add one.",
+        _ROUND,
+    ),
+    Reason.PODS_DISAGREE: Explanation(
+        "Degraded=True, Event",
+        "Pods that recomputed the same nonces differ. The message names those outside the majority, or all where there "
+        "is none.",
+        "Look at these pods' GPUs; serve the same weights and vLLM everywhere.",
+        _ROUND,
+    ),
+    Reason.RESULTS_CONFLICT: Explanation(
+        "Degraded=True",
+        "Results came to the gateway twice for the same nonce, and differ. The message names slots and pods.",
+        "Look at these pods' GPUs. The first result is kept; the gateway's table `conflicts` has the others.",
+        _ROUND,
+    ),
+    Reason.GATEWAY_UNREACHABLE: Explanation(
+        "Degraded=True",
+        "The gateway did not answer the operator, or not as expected. Pods keep their results and deliver later.",
+        "Check that the gateway runs, `--gateway-url`, and that both have the same `POC_GATEWAY_TOKEN`.",
+        _ROUND,
+    ),
+    Reason.DELIVERY_INCOMPLETE: Explanation(
+        "Degraded=True",
+        "The pods have stopped and some computed nonces were not delivered.",
+        "Check the receiver. The nonces can be computed again in another round.",
+        _ROUND,
+    ),
+    Reason.RESULTS_REJECTED: Explanation(
+        "Degraded=True",
+        "Nonces had no finite result, or the receiver refused them with 4xx.",
+        "Look at the receiver's log and at `delivery_error` in the pod's status.",
+    ),
+    Reason.THEORY_DISAGREES: Explanation(
+        "Degraded=True",
+        "The measured valid rate is not what theory expects of this target.",
+        "Check that the pods serve the model that you think, and its weights.",
+        _CALIBRATION,
+    ),
+    Reason.STALLED: Explanation(
+        "Event",
+        "A pod makes no progress, or does not answer; or it should be deleted and the operator may not.",
+        "Look at that pod's log.",
+        _ROUND,
+    ),
+    Reason.REPORT_CONTRADICTORY: Explanation(
+        "Event",
+        "The counters in a pod's status cannot be true. They are not counted until they can be true again.",
+        "`status.errors` says what is wrong; check that the pod runs an image that you trust.",
+        _ROUND,
+    ),
+    Reason.REPLACED: Explanation(
+        "Event", "Other work of a pod is stopped, since `concurrencyPolicy` is Replace.", None, _ROUND
+    ),
+    Reason.WORK_LOST: Explanation(
+        "Event",
+        "A pod lost its slot or sample. The message says why, and where it starts again or that it was given up.",
+    ),
+    Reason.STARTED: Explanation("Event", "The first pod confirmed its start."),
+    Reason.ACCEPTED: Explanation("Accepted=True", "Nothing is wrong with the spec."),
+    Reason.STARTING: Explanation("Progressing=True", "Pods have been told to start and have not confirmed yet."),
+    Reason.RUNNING: Explanation(
+        "Progressing=True; Complete, Failed, Ready, Stalled=False", "The work goes on; it is not over."
+    ),
+    Reason.STOPPING: Explanation("Progressing=True", "Pods deliver what is left and stop."),
+    Reason.COMPLETED: Explanation("Complete, Ready=True; Progressing=False", "The work is done; the message says why."),
+    Reason.NO_FRAUD_DETECTED: Explanation(
+        "Complete, Ready=True; Progressing=False",
+        "The proofs may come from an honest prover.",
+        None,
+        _VALIDATION,
+    ),
+    Reason.ALL_SLOTS_WORK: Explanation("Degraded=False", "Nothing is lost or missing."),
+    Reason.SUSPENDED: Explanation(
+        "Suspended=True; Progressing=False", "`spec.suspend` is true and all pods have stopped."
+    ),
+    Reason.NOT_SUSPENDED: Explanation("Suspended=False", "Not suspended, or still stopping."),
+}
