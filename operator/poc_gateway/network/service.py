@@ -24,9 +24,9 @@ from poc_gateway.network.rounds import NetworkRounds
 from poc_gateway.network.template import RoundTemplate
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_operator.apis.v1alpha1 import meta
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model import names
-from poc_operator.model.round import Round
 from poc_operator.observed.pods import PodView
 from vllm_poc.wire.messages import PowState
 
@@ -57,7 +57,7 @@ class Network:
         """End the jobs' work."""
         await self.jobs.close()
 
-    async def init_generate(self, request: NetworkInit) -> tuple[Round, list[PodView]]:
+    async def init_generate(self, request: NetworkInit) -> tuple[PoCRound, list[PodView]]:
         """Create the round; return it and the pods that are ready for it."""
         check_receiver(request, self._settings)
         found = await self.backends.poll()
@@ -70,7 +70,7 @@ class Network:
         pods = await self.backends.ready()
         return (views.unstopped(left[0]) if left else None), pods
 
-    async def look(self) -> tuple[Round | None, list[PodView]]:
+    async def look(self) -> tuple[PoCRound | None, list[PodView]]:
         """Return the active round and the ready pods."""
         return await self.rounds.active(), await self.backends.ready()
 
@@ -80,7 +80,7 @@ class Network:
         models = _models(found)
         return NodeState(
             **views.service_state(await self.rounds.active(), found),
-            version=names.VERSION,
+            version=meta.VERSION,
             loaded_model=self._name(models) if models else None,
         )
 

@@ -13,10 +13,10 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from poc_operator.model.spec import Selector
+from poc_operator.apis.v1alpha1.meta import LabelSelector
 from vllm_poc.wire.messages import InitGenerateRequest
 
-_OF_THE_REQUEST = {"blockHash", "blockHeight", "publicKey", "rTarget", "artifact", "callbackURL", "mode"}
+_OF_THE_REQUEST = {"blockHash", "blockHeight", "publicKey", "rTarget", "artifact", "callbackURL"}
 
 
 class RoundTemplate(BaseModel):
@@ -37,7 +37,8 @@ class RoundTemplate(BaseModel):
             raise ValueError("nodes may only have groups: the ids come with each request")
         if "selector" not in spec:
             raise ValueError("selector.matchLabels is missing: name the labels of the pods that serve the network")
-        Selector.model_validate(spec["selector"])
+        if not str(LabelSelector.model_validate(spec["selector"])):
+            raise ValueError("selector is empty and would take every pod: set matchLabels or matchExpressions")
         return spec
 
     @classmethod
@@ -53,9 +54,9 @@ class RoundTemplate(BaseModel):
         raise ValueError(f"POC_GATEWAY_ROUND_TEMPLATE={path}: {what}")
 
     @property
-    def match_labels(self) -> dict[str, str]:
-        """The labels of the pods."""
-        return Selector.model_validate(self.spec["selector"]).match_labels
+    def selector(self) -> LabelSelector:
+        """Which pods serve the network."""
+        return LabelSelector.model_validate(self.spec["selector"])
 
     @property
     def port(self) -> int:

@@ -8,14 +8,14 @@ from typing import Any, Literal
 from poc_gateway.network.cluster import Backend as ReadyPod
 from poc_gateway.network.messages import FIRST_PORT, Backend, NodeStatus, PodStatus
 from poc_gateway.network.rounds import waits_for_operator
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed.pods import PodView
 from vllm_poc.wire.messages import Protocol, RoundConfig, RoundStats
 
 Overall = Literal["GENERATING", "MIXED", "IDLE"]
 
 
-def overall(round_: Round | None) -> Overall:
+def overall(round_: PoCRound | None) -> Overall:
     """GENERATING if every slot has a pod that computes it, MIXED if some have."""
     slots = round_.status.assignments if round_ is not None else []
     active = sum(slot.state.active for slot in slots)
@@ -30,7 +30,7 @@ def backends(pods: Sequence[PodView], status: dict[str, str] | str) -> list[Back
     return [Backend(port=FIRST_PORT + place, status=word) for place, word in enumerate(words)]
 
 
-def node_status(round_: Round | None, pods: Sequence[PodView]) -> NodeStatus:
+def node_status(round_: PoCRound | None, pods: Sequence[PodView]) -> NodeStatus:
     """Return the node's status."""
     slots = round_.status.assignments if round_ is not None else []
     generating = {slot.uid: "GENERATING" for slot in slots if slot.uid is not None and slot.state.active}
@@ -41,7 +41,7 @@ def node_status(round_: Round | None, pods: Sequence[PodView]) -> NodeStatus:
     )
 
 
-def note(round_: Round | None, pods: Sequence[PodView]) -> str | None:
+def note(round_: PoCRound | None, pods: Sequence[PodView]) -> str | None:
     """Say what keeps the round from being computed, as far as the network can do nothing about it."""
     if round_ is None:
         return None
@@ -50,7 +50,7 @@ def note(round_: Round | None, pods: Sequence[PodView]) -> str | None:
     return None if pods else f"round {round_.metadata.name} waits: no pod is ready"
 
 
-def pod_status(round_: Round | None, pods: Sequence[PodView]) -> PodStatus:
+def pod_status(round_: PoCRound | None, pods: Sequence[PodView]) -> PodStatus:
     """Return the status of the whole as a single pod's."""
     computing = overall(round_) != "IDLE"
     word: Literal["GENERATING", "IDLE"] = "GENERATING" if computing else "IDLE"
@@ -71,12 +71,12 @@ def pod_status(round_: Round | None, pods: Sequence[PodView]) -> PodStatus:
     )
 
 
-def _elapsed(round_: Round) -> float:
+def _elapsed(round_: PoCRound) -> float:
     start = round_.status.start_time
     return max(0.0, (datetime.now(UTC) - start).total_seconds()) if start is not None else 0.0
 
 
-def _config(round_: Round) -> RoundConfig:
+def _config(round_: PoCRound) -> RoundConfig:
     spec = round_.spec
     return RoundConfig(
         block_hash=spec.block_hash,
@@ -98,7 +98,7 @@ def _config(round_: Round) -> RoundConfig:
     )
 
 
-def service_state(round_: Round | None, pods: Sequence[ReadyPod]) -> dict[str, Any]:
+def service_state(round_: PoCRound | None, pods: Sequence[ReadyPod]) -> dict[str, Any]:
     """Return a node state's fields: POW while a pod computes a round, INFERENCE while pods answer, else STOPPED."""
     answering = any(pod.status is not None for pod in pods)
     status = node_status(round_, [pod.pod for pod in pods]).status
@@ -107,7 +107,7 @@ def service_state(round_: Round | None, pods: Sequence[ReadyPod]) -> dict[str, A
     return {"state": state, "poc_status": status, "inference_healthy": answering}
 
 
-def unstopped(round_: Round) -> str:
+def unstopped(round_: PoCRound) -> str:
     """Say why a stopped round has yet to end."""
     name, status = round_.metadata.name, round_.status
     if status.observed_generation < round_.metadata.generation:

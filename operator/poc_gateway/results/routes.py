@@ -22,7 +22,7 @@ from poc_gateway.results.summary import summarise
 from poc_gateway.rounds.lookup import newest
 from poc_gateway.rounds.registry import KnownRound, load
 from poc_gateway.store.database import Database
-from poc_operator.model.checks import Proof
+from poc_operator.apis.v1alpha1.validation import Proof
 from vllm_poc.wire.messages import FieldError, Protocol
 
 

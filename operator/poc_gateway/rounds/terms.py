@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.partition import NonceSlot
 
@@ -29,7 +29,7 @@ class RoundTerms:
     receiver: str | None
 
     @classmethod
-    def of(cls, round_: Round) -> Self:
+    def of(cls, round_: PoCRound) -> Self:
         """Read the terms of a round whose slots are fixed."""
         spec, metadata = round_.spec, round_.metadata
         return cls(
