@@ -11,8 +11,8 @@ import pytest
 from hack.deploy.kube import Kube
 from hack.deploy.local import SERVED_NAME
 from hack.toolchain.common import UserError, wait_until
-from poc_operator.model.names import API_VERSION, KIND
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.meta import API_VERSION
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.cluster.gateway import wait_until_forwarded
 from tests.support.servers.cluster import diagnosis
 
@@ -35,7 +35,7 @@ def manifest(name: str, **spec: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return a round whose spec is SPEC changed by ``spec``; None takes a field away."""
     fields = {field: value for field, value in {**SPEC, **spec}.items() if value is not None}
     metadata = {"name": name, "labels": {LABEL: "true"}}
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": fields}
+    return {"apiVersion": API_VERSION, "kind": PoCRound.KIND.kind, "metadata": metadata, "spec": fields}
 
 
 class Rounds:
@@ -64,11 +64,11 @@ class Rounds:
         """Delete a round and wait until it is gone; fails after a minute."""
         self._kubectl("delete", "pocround", name, f"--timeout={SECONDS:.0f}s", limit=SECONDS + 10)
 
-    def get(self, name: str) -> Round:
+    def get(self, name: str) -> PoCRound:
         """Return the round as it is now."""
-        return Round.parse(self._kube.get("--namespace", self._namespace, "pocround", name))
+        return PoCRound.parse(self._kube.get("--namespace", self._namespace, "pocround", name))
 
-    def settled(self, name: str) -> Round:
+    def settled(self, name: str) -> PoCRound:
         """Return a round that has stopped, once its receiver has everything that the gateway stored."""
         wait_until_forwarded(self._kube, name)
         return self.get(name)
@@ -85,7 +85,7 @@ class Rounds:
         self.wait(name, f'jsonpath={{.status.conditions[?(@.type=="{condition}")].reason}}={reason}')
         return next(found.message for found in self.get(name).status.conditions if found.type == condition)
 
-    def wait_until(self, name: str, holds: Callable[[Round], bool], seconds: float = SECONDS) -> Round:
+    def wait_until(self, name: str, holds: Callable[[PoCRound], bool], seconds: float = SECONDS) -> PoCRound:
         """Wait until something holds for the round; return the round."""
         last = [self.get(name)]
 
@@ -97,7 +97,7 @@ class Rounds:
             pytest.fail(f"not seen within {seconds:.0f} s; last: {last[0]}\n{diagnosis(self._kube)}")
         return last[0]
 
-    def run_to_the_end(self, name: str, **spec: Any) -> Round:  # noqa: ANN401
+    def run_to_the_end(self, name: str, **spec: Any) -> PoCRound:  # noqa: ANN401
         """Create a round, wait until it is complete, and return it."""
         self.apply(name, **spec)
         self.wait(name, "condition=Complete")
@@ -110,7 +110,7 @@ class Rounds:
         return self._kube.kubectl("--namespace", self._namespace, *arguments, stdin=stdin, limit=limit)
 
 
-def is_running(round_: Round) -> bool:
+def is_running(round_: PoCRound) -> bool:
     """Whether every slot of the round has a pod that has delivered something."""
     slots = round_.status.assignments
     return bool(slots) and all(slot.session and slot.delivered for slot in slots)

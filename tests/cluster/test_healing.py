@@ -10,8 +10,8 @@ import pytest
 
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
-from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment, SlotState
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed.pods import PodView
 from tests.cluster.pods import ready_pods, wait_for_replacement
 from tests.cluster.results import indices_by_slot
@@ -44,11 +44,11 @@ def frozen(kube: Kube, pod: PodView) -> Iterator[None]:
         signal_engine(kube, pod, "SIGCONT")
 
 
-def slot_of(round_: Round, pod: PodView) -> Assignment:
+def slot_of(round_: PoCRound, pod: PodView) -> Assignment:
     return next(slot for slot in round_.status.assignments if slot.uid == pod.uid)
 
 
-def assert_nothing_is_missing(round_: Round, receiver: Receiver) -> None:
+def assert_nothing_is_missing(round_: PoCRound, receiver: Receiver) -> None:
     for slot, indices in indices_by_slot(round_, receiver):
         assert sorted(set(indices)) == list(range(slot.delivered))
 

@@ -11,7 +11,6 @@ from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.local import SERVED_NAME
 from hack.deploy.releases import NAMESPACE, PODS
-from poc_operator.model.round import Round
 from poc_operator.observed.pods import PodView
 from tests.cluster.pods import generate, ready_pods, replace, status_of, wait_for_replacement
 from tests.cluster.results import Value, indices_by_slot, items, slots
@@ -80,7 +79,7 @@ def test_the_totals_are_what_the_slots_and_the_receiver_say(distances: Complete,
         totals, assignments = done.round.status.totals, done.round.status.assignments
         assert totals.checked == totals.delivered == sum(slot.next for slot in assignments) >= NONCES
         assert totals.valid == sum(slot.valid for slot in assignments) == len(done.values)
-        assert (totals.rejected, totals.reissues) == (0, 0)
+        assert (totals.rejected, totals.retries) == (0, 0)
         assert {slot.uid for slot in assignments} == {slot.uid for slot in distances.round.status.assignments}
         assert len(assignments) == PODS
         assert done.round.status.pods == f"{PODS}/{PODS}"

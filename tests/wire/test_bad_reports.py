@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.clients.pods import client as podapi
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model.status import RoundStatus
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.fleet import AsgiApp, Fleet
 from tests.wire.test_round import assert_nothing_lost_nothing_twice, complete, computes
@@ -134,7 +134,7 @@ async def test_long_texts_are_cut(lies: tuple[Fleet, Liar]) -> None:
     fleet, liar = lies
     await fleet.reconcile_until(computes)
     liar.fields = {"state": "FAILED", "status": "FAILED", "error": "x" * 50_000}
-    status = await fleet.reconcile_until(lambda status: status.totals.reissues > 0)
+    status = await fleet.reconcile_until(lambda status: status.totals.retries > 0)
     assert 400 < len(status.assignments[1].error or "") < 600
 
 

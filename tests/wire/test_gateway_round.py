@@ -6,11 +6,13 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from poc_operator.apis.v1alpha1.conditions import ConditionType
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import observing as collection
-from poc_operator.model.conditions import ConditionType, Reason
-from poc_operator.model.status import RoundState, RoundStatus
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.gateway import TOKEN, Gateway, gateway
 from tests.support.servers.fleet import Fleet
@@ -91,7 +93,7 @@ async def test_a_gateway_that_is_away_is_told_and_the_round_goes_on(fleet: Fleet
     assert (status.totals.delivered > 0) <= (type(fleet) is Fleet), "a reference pod does not know what was delivered"
     collecting.answer = 200
     status = await fleet.reconcile_until(lambda status: degraded(status)[0] != Reason.GATEWAY_UNREACHABLE)
-    assert status.state is RoundState.RUNNING
+    assert status.state is State.RUNNING
 
 
 async def test_conflicts_are_told(fleet: Fleet, collecting: Gateway) -> None:

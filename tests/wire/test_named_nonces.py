@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model.conditions import Reason
-from poc_operator.model.status import RoundState, RoundStatus
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.fleet import Fleet
@@ -51,7 +52,7 @@ async def test_artifacts_are_recomputed_by_all_pods(start: Start, wrong: int, re
     fleet, pods = await start(mode="Validate", proofs=proofs(600, wrong), **NAMED)
     status = await fleet.reconcile_until(finished)
     assert status.outcome is not None
-    assert (status.state, status.outcome.reason) == (RoundState.COMPLETE, reason)
+    assert (status.state, status.outcome.reason) == (State.COMPLETE, reason)
     assert status.verdict is not None
     assert (status.verdict.total, status.verdict.mismatch_nonces) == (600, list(range(wrong)))
     assert sorted(nonce for pod in pods for nonce in pod.engine.computed) == list(range(600))

@@ -27,7 +27,7 @@ async def test_a_round_with_a_lost_pod(fleet: Fleet) -> None:  # noqa: F811
     metrics = await scraped(fleet)
     assert metrics["poc_nonces_delivered_total"] == status.totals.delivered
     assert metrics["poc_nonces_checked_total"] >= status.totals.checked
-    assert metrics["poc_reissues_totalRestarted"] == 1
+    assert metrics["poc_retries_totalRestarted"] == 1
     assert metrics["poc_events_totalCompleted"] == 1
     assert metrics["poc_poll_seconds_count"] == metrics["poc_plan_seconds_count"] > 3
     assert metrics["poc_roundsComplete"] == 1

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model.status import RoundState
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.fleet import Fleet
 from vllm_poc.wire.partition import NonceSlot
@@ -30,7 +30,7 @@ async def test_not_a_nonce_too_many_is_computed(receiver: CallbackReceiver, clie
         pods = [await fleet.start_pod(host) for host in (FAST, SLOW)]
         pods[1].engine.seconds_per_batch = 0.01
         status = await fleet.reconcile_until(lambda found: found.state.finished)
-        assert status.state is RoundState.COMPLETE
+        assert status.state is State.COMPLETE
         assert status.totals.checked == status.totals.delivered == count
         computed = [nonce for pod in pods for nonce in pod.engine.computed]
         assert len(computed) == count

@@ -7,9 +7,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from poc_operator.clients.errors import StaleRound
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import State
+from poc_operator.clients.errors import StaleObject
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model.status import RoundState, RoundStatus
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.fleet import Fleet
 
@@ -32,7 +33,7 @@ def computes(status: RoundStatus) -> bool:
 
 
 def complete(status: RoundStatus) -> bool:
-    return status.state is RoundState.COMPLETE
+    return status.state is State.COMPLETE
 
 
 def assert_nothing_lost_nothing_twice(fleet: Fleet, status: RoundStatus) -> None:
@@ -56,13 +57,13 @@ async def test_an_operator_killed_in_mid_round_is_replaced_without_a_trace(fleet
     status = await fleet.reconcile_until(complete)
     assert_nothing_lost_nothing_twice(fleet, status)
     assert [slot.session for slot in status.assignments] == [slot.session for slot in before.assignments]
-    assert status.totals.reissues == 0
+    assert status.totals.retries == 0
 
 
 @pytest.mark.parametrize("after_write", [False, True])
 async def test_an_operator_killed_between_record_and_action(fleet: Fleet, after_write: bool) -> None:
-    fleet.store.fault, fleet.store.fault_after_write = StaleRound("killed"), after_write
-    with pytest.raises(StaleRound):
+    fleet.store.fault, fleet.store.fault_after_write = StaleObject("killed"), after_write
+    with pytest.raises(StaleObject):
         await fleet.operator.reconcile()
     fleet.operator = fleet.new_operator()
     status = await fleet.reconcile_until(complete)
@@ -74,7 +75,7 @@ async def test_a_restarted_pod_goes_on_after_what_was_delivered(fleet: Fleet) ->
     before = await fleet.reconcile_until(computes)
     await fleet.start_pod(HOSTS[0])
     status = await fleet.reconcile_until(complete)
-    assert status.totals.reissues == 1
+    assert status.totals.retries == 1
     assert status.assignments[0].start >= before.assignments[0].delivered > 0
     received = set(fleet.receiver.nonces)
     assert {slot.group + index * 2 for slot in status.assignments for index in range(slot.delivered)} <= received

@@ -9,17 +9,16 @@ from contextlib import AsyncExitStack
 from time import monotonic
 from typing import Any, cast
 
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.validation import Proof
 from poc_operator.clients.gateway import GatewayClient
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.reconciler import Reconciler
-from poc_operator.model.checks import Proof
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundStatus
-from poc_operator.rounds.snapshot import RoundEvent
+from poc_operator.planning.snapshot import WorkEvent
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
@@ -31,16 +30,16 @@ AsgiApp = Callable[..., Awaitable[None]]
 class MemoryStore:
     """One round in memory; ``fault`` is raised by the next write, before or after it took effect."""
 
-    def __init__(self, round_: Round) -> None:
-        self.round: Round | None = round_
+    def __init__(self, round_: PoCRound) -> None:
+        self.round: PoCRound | None = round_
         self.fault: Exception | None = None
         self.fault_after_write = False
 
-    async def get(self, namespace: str, name: str) -> Round | None:
+    async def get(self, namespace: str, name: str) -> PoCRound | None:
         """Return the round."""
         return self.round
 
-    async def write_status(self, round_: Round, status: RoundStatus) -> None:
+    async def write_status(self, round_: PoCRound, status: RoundStatus) -> None:
         """Store the status."""
         fault, self.fault = self.fault, None
         if fault is None or self.fault_after_write:
@@ -48,11 +47,11 @@ class MemoryStore:
         if fault is not None:
             raise fault
 
-    async def proofs(self, round_: Round) -> Sequence[Proof] | str:
+    async def proofs(self, round_: PoCRound) -> Sequence[Proof] | str:
         """Return the proofs that stand in the round."""
         return (round_.spec.proofs.inline if round_.spec.proofs else None) or ()
 
-    async def delete(self, round_: Round) -> None:
+    async def delete(self, round_: PoCRound) -> None:
         """Forget the round."""
         self.round = None
 
@@ -77,12 +76,12 @@ class Fleet:
         self._pods = PodCache(time.monotonic)
         self.port = free_port()
         self.receiver = receiver
-        self.events: list[RoundEvent] = []
+        self.events: list[WorkEvent] = []
         self.store = MemoryStore(self._round())
         self.metrics = Metrics()
         self.operator = self.new_operator()
 
-    def _round(self) -> Round:
+    def _round(self) -> PoCRound:
         fields: dict[str, Any] = {
             "rTarget": None,
             "artifact": {"kDim": 4},
@@ -97,9 +96,9 @@ class Fleet:
 
     def new_operator(self) -> Reconciler:
         """Return an operator that knows nothing but the stored round."""
-        store = cast(RoundStore, self.store)
+        store = cast(ObjectStore, self.store)
         return Reconciler(
-            RoundRef("ns", "r", UID),
+            ObjectRef("ns", "r", UID),
             store=store,
             client=self._client,
             pods=self._pods,

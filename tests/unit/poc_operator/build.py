@@ -4,12 +4,12 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from poc_operator.model.round import Metadata, Round
-from poc_operator.model.spec import RoundSpec
-from poc_operator.model.status import Assignment, RoundStatus, SlotState
+from poc_operator.apis.v1alpha1.meta import Metadata
+from poc_operator.apis.v1alpha1.round import Assignment, RoundSpec, RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed.gateway import CollectedRound, CollectedSlot, GatewayReport
 from poc_operator.observed.pods import PodReport, PodView
-from poc_operator.rounds.snapshot import Snapshot
+from poc_operator.rounds.snapshot import RoundSnapshot
 from vllm_poc.wire.messages import ModelLimits, PowState, StatusResponse
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -18,7 +18,7 @@ CALLBACK = "http://pod:secret@gateway:8080/callbacks/ns/r/round-uid"
 LABELS = {"poc.gonka.ai/worker": "true"}
 
 
-def a_round(status: RoundStatus | None = None, *, age: int = 10, **spec: Any) -> Round:  # noqa: ANN401
+def a_round(status: RoundStatus | None = None, *, age: int = 10, **spec: Any) -> PoCRound:  # noqa: ANN401
     """A distance round of one node that stops after 100 nonces, changed by ``spec`` (camelCase)."""
     fields = {
         "blockHash": "ab" * 32,
@@ -31,7 +31,7 @@ def a_round(status: RoundStatus | None = None, *, age: int = 10, **spec: Any) ->
         "stop": {"afterNonces": 100},
         **spec,
     }
-    return Round(
+    return PoCRound(
         metadata=Metadata(
             name="r",
             namespace="ns",
@@ -108,13 +108,13 @@ def has(*slots: tuple[int, int], asked: float = 0, **fields: Any) -> GatewayRepo
 
 
 def look(
-    round_: Round,
+    round_: PoCRound,
     *pods: tuple[PodView, PodReport | None],
     after: float = 0,
     gateway: GatewayReport | None = None,
-) -> Snapshot:
+) -> RoundSnapshot:
     """What the operator sees ``after`` seconds; a pod without a report was not polled."""
-    return Snapshot(
+    return RoundSnapshot(
         round=round_,
         pods=[pod for pod, _ in pods],
         reports={pod.uid: report for pod, report in pods if report is not None},

@@ -17,10 +17,10 @@ from poc_gateway.server.process import Components, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
-from poc_operator.clients.errors import RoundInvalid, StaleRound, StoreError
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus, Totals
+from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState, Totals
 from poc_operator.observed.pods import PodView
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
@@ -33,24 +33,24 @@ class MemoryCluster:
     ``refusal`` by `create`."""
 
     def __init__(self) -> None:
-        self.rounds: dict[str, Round] = {}
+        self.rounds: dict[str, PoCRound] = {}
         self.specs: list[dict[str, Any]] = []
         self.pods: list[PodView] = []
         self.fault: StoreError | None = None
-        self.refusal: RoundInvalid | None = None
+        self.refusal: ObjectInvalid | None = None
         self.operator_runs = True
         self._uids = itertools.count(1)
 
-    async def list_rounds(self) -> list[Round]:
+    async def list_rounds(self) -> list[PoCRound]:
         self._fail()
         return list(self.rounds.values())
 
-    async def create(self, name: str, spec: Mapping[str, Any]) -> Round:
+    async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:
         self._fail()
         if self.refusal is not None:
             raise self.refusal
         if name in self.rounds:
-            raise StaleRound("AlreadyExists")
+            raise StaleObject("AlreadyExists")
         self.specs.append(dict(spec))
         metadata = {
             "name": name,
@@ -60,7 +60,7 @@ class MemoryCluster:
             "resourceVersion": "1",
             "creationTimestamp": datetime.now(UTC),
         }
-        made = Round.parse({"metadata": metadata, "spec": dict(spec)})
+        made = PoCRound.parse({"metadata": metadata, "spec": dict(spec)})
         self.rounds[name] = made
         if self.operator_runs:
             self.run(name, len(self.pods))
@@ -73,7 +73,7 @@ class MemoryCluster:
         spec = found.spec.model_copy(update={"finish": True})
         self.rounds[name] = found.model_copy(update={"metadata": metadata, "spec": spec})
         if self.operator_runs:
-            self.set_status(name, state=RoundState.COMPLETE, observed_generation=2)
+            self.set_status(name, state=State.COMPLETE, observed_generation=2)
 
     async def list_pods(self, match_labels: Mapping[str, str]) -> list[PodView]:
         self._fail()
@@ -93,7 +93,7 @@ class MemoryCluster:
         ]
         totals = Totals(checked=640, valid=600, rate="12.5")
         fields = {"assignments": slots, "slots": len(slots), "groups": len(slots), "totals": totals}
-        self.set_status(name, state=RoundState.RUNNING, observed_generation=1, start_time=datetime.now(UTC), **fields)
+        self.set_status(name, state=State.RUNNING, observed_generation=1, start_time=datetime.now(UTC), **fields)
 
     def set_status(self, name: str, **fields: Any) -> None:  # noqa: ANN401
         """Change the status of a round."""

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
-from poc_operator.clients.errors import RoundInvalid, StaleRound, StoreForbidden, StoreUnavailable
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
 from poc_operator.clients.kube.requested import RequestedRounds
 from tests.unit.poc_operator.build import a_round
 
@@ -82,9 +82,9 @@ async def test_what_is_sent(api: tuple[Api, RequestedRounds]) -> None:
 @pytest.mark.parametrize(
     ("status", "error", "message"),
     [
-        (422, RoundInvalid, "spec.blockHash: must be"),
-        (400, RoundInvalid, "spec.blockHash: must be"),
-        (409, StaleRound, ""),
+        (422, ObjectInvalid, "spec.blockHash: must be"),
+        (400, ObjectInvalid, "spec.blockHash: must be"),
+        (409, StaleObject, ""),
         (403, StoreForbidden, "HTTP 403"),
         (500, StoreUnavailable, "HTTP 500"),
         (404, StoreUnavailable, 'no namespace "ns", or no PoCRound'),

@@ -9,19 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from poc_operator.clients.errors import StoreUnavailable, UnreadableRound
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.apis.v1alpha1.conditions import Condition
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import manager as module
 from poc_operator.controller.leader_election import LeaderElection
-from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.reconciler import Reconciler
-from poc_operator.model.conditions import Condition
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundStatus
 from poc_operator.observed.pods import PodView
-from poc_operator.rounds.snapshot import RoundEvent
+from poc_operator.planning.snapshot import WorkEvent
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import a_pod, says
@@ -36,7 +35,7 @@ POISON: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def a_round(**spec: Any) -> Round:  # noqa: ANN401
+def a_round(**spec: Any) -> PoCRound:  # noqa: ANN401
     """A round that was created long ago and may start still."""
     return build.a_round(startDeadlineSeconds=10**9, **spec)
 
@@ -44,21 +43,21 @@ def a_round(**spec: Any) -> Round:  # noqa: ANN401
 class Rounds:
     """A store of a bad round and a good one. ``fault`` is raised when the bad one is read."""
 
-    def __init__(self, bad: Round, fault: Exception | None = None) -> None:
+    def __init__(self, bad: PoCRound, fault: Exception | None = None) -> None:
         self.rounds = {"bad": bad, "good": a_round()}
         self.fault = fault
         self.reads: dict[str, list[float]] = {"bad": [], "good": []}
         self.conditions: dict[str, tuple[str, str, str]] = {}
         self.reported = asyncio.Event()
 
-    async def get(self, namespace: str, name: str) -> Round | None:
+    async def get(self, namespace: str, name: str) -> PoCRound | None:
         """Return one of them."""
         self.reads[name].append(time.monotonic())
         if name == "bad" and self.fault is not None:
             raise self.fault
         return self.rounds[name]
 
-    async def write_status(self, round_: Round, status: RoundStatus) -> None:
+    async def write_status(self, round_: PoCRound, status: RoundStatus) -> None:
         """Store the status of the good one, which is planned first."""
         name = next(name for name, known in self.rounds.items() if known.spec == round_.spec)
         self.rounds[name] = round_.model_copy(update={"status": status})
@@ -68,15 +67,15 @@ class Rounds:
         self.conditions |= {found.type: (name, found.status, found.reason) for found in conditions}
         self.reported.set()
 
-    async def proofs(self, round_: Round) -> Sequence[object]:
+    async def proofs(self, round_: PoCRound) -> Sequence[object]:
         """Return none."""
         return ()
 
-    async def list_rounds(self, namespaces: Collection[str]) -> list[Round]:
+    async def list_rounds(self, namespaces: Collection[str]) -> list[PoCRound]:
         """Return both, as the watch tells of them."""
         return list(self.rounds.values())
 
-    async def list_pods(self, round_: Round) -> list[PodView]:
+    async def list_pods(self, round_: PoCRound) -> list[PodView]:
         """Return the pod."""
         return [a_pod("a")]
 
@@ -94,15 +93,15 @@ class Answering:
 
 
 @asynccontextmanager
-async def driven(rounds: Rounds, events: list[RoundEvent]) -> AsyncIterator[Manager]:
+async def driven(rounds: Rounds, events: list[WorkEvent]) -> AsyncIterator[Manager]:
     """An operator that drives both."""
     async with lease_api() as (_, connection):
         lease = LeaderElection(connection, "ns", "me", time.monotonic)
         await lease.acquire()
-        operator = Manager(cast(RoundStore, rounds), lease, cast(PodClient, Answering()))
+        operator = Manager(cast(ObjectStore, rounds), lease, cast(PodClient, Answering()))
         operator.pod_changed(a_pod("a"))
         loops = [
-            asyncio.create_task(operator.run(name, operator.reconciler(RoundRef("ns", name, name), events.append)))
+            asyncio.create_task(operator.run(name, operator.reconciler(ObjectRef("ns", name, name), events.append)))
             for name in rounds.rounds
         ]
         yield operator
@@ -117,9 +116,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
 
 
-async def failed(rounds: Rounds) -> list[RoundEvent]:
+async def failed(rounds: Rounds) -> list[WorkEvent]:
     """Drive both until the bad one has told, and a while on; return the bad one's Events."""
-    events = list[RoundEvent]()
+    events = list[WorkEvent]()
     async with driven(rounds, events) as operator:
         await asyncio.wait_for(rounds.reported.wait(), 5)
         assert rounds.conditions == {
@@ -146,7 +145,7 @@ async def test_any_exception_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = a_round(blockHeight=666)
     real = Reconciler._observe
 
-    async def look(self: Any, round_: Round) -> Any:  # noqa: ANN401
+    async def look(self: Any, round_: PoCRound) -> Any:  # noqa: ANN401
         if round_.spec.block_height == bad.spec.block_height:
             raise RuntimeError("a defect")
         return await real(self, round_)
@@ -157,7 +156,7 @@ async def test_any_exception_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_round_that_cannot_be_read() -> None:
-    fault = UnreadableRound("spec.proofs.inline.0.nonce: Input should be greater than or equal to 0", 1)
+    fault = UnreadableObject("spec.proofs.inline.0.nonce: Input should be greater than or equal to 0", 1)
     events = await failed(Rounds(a_round(), fault))
     assert "spec.proofs.inline.0.nonce" in events[0].message
 
@@ -182,7 +181,7 @@ async def test_a_tick_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     rounds = Rounds(a_round())
     hang = asyncio.Event()
 
-    async def get(namespace: str, name: str) -> Round | None:
+    async def get(namespace: str, name: str) -> PoCRound | None:
         if name == "bad":
             await hang.wait()
         return rounds.rounds[name]

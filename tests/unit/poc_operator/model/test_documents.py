@@ -4,7 +4,7 @@
 import re
 from pathlib import Path
 
-from poc_operator.model.conditions import Reason
+from poc_operator.apis.v1alpha1.reasons import Reason
 
 REFERENCE = Path(__file__).parents[4] / "docs" / "crd-reference.md"
 

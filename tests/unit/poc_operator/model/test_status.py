@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from poc_operator.clients.kube.rounds import _merge_patch
-from poc_operator.model.base import ApiModel
-from poc_operator.model.conditions import Condition, merge_conditions
-from poc_operator.model.round import Metadata
-from poc_operator.model.spec import RoundSpec
-from poc_operator.model.status import Assignment, RoundStatus, SlotState
+
+from poc_operator.apis.v1alpha1.conditions import Condition, merge_conditions
+from poc_operator.apis.v1alpha1.meta import Metadata
+from poc_operator.apis.v1alpha1.round import Assignment, RoundSpec, RoundStatus
+from poc_operator.apis.v1alpha1.schema import ApiModel
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, look, says
 

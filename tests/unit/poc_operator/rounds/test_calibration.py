@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.spec import RoundSpec
-from poc_operator.model.status import Sample, SlotState
+from poc_operator.apis.v1alpha1.round import RoundSpec
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.apis.v1alpha1.validation import Sample
+from poc_operator.planning.snapshot import AskPod
 from poc_operator.rounds import calibration
 from poc_operator.rounds import calibration as theory
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import AskPod
 from tests.unit.poc_operator.build import a_pod, a_round, look, says
 from vllm_poc.wire.generate import GeneratedResponse
 

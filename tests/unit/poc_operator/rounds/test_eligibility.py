@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.status import RoundState, SlotState
+from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.observed.pods import PodReport
+from poc_operator.planning.snapshot import StartPod, StopPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import StartPod, Step, StopPod
+from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState, Protocol, RoundConfig
 
@@ -29,11 +30,11 @@ def holding(height: int | None, round_id: str | None = "other") -> PodReport:
     return says(PowState.GENERATING, round_id=round_id, config=config if height is not None else None)
 
 
-def planned(report: PodReport, **spec: Any) -> Step:  # noqa: ANN401
+def planned(report: PodReport, **spec: Any) -> RoundStep:  # noqa: ANN401
     return plan(look(a_round(**spec), (a_pod("a"), report)))
 
 
-def condition(step: Step, kind: str) -> tuple[str, str]:
+def condition(step: RoundStep, kind: str) -> tuple[str, str]:
     found = next(condition for condition in step.status.conditions if condition.type == kind)
     return found.reason, found.message
 
@@ -49,7 +50,7 @@ def test_by_default_it_is_waited_for_and_named() -> None:
 
 def test_fail_ends_the_round_at_once() -> None:
     status = planned(holding(6), onBusy="Fail").status
-    assert status.state is RoundState.FAILED
+    assert status.state is State.FAILED
     assert status.outcome is not None
     assert (status.outcome.reason, "a (round other, height 6)" in status.outcome.message) == ("PodsBusy", True)
 

@@ -3,18 +3,19 @@
 
 import pytest
 
-from poc_operator.model.status import Assignment, SlotState
+from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed.pods import PodReport
 from poc_operator.rounds.observe import observe
-from poc_operator.rounds.snapshot import Snapshot, Step
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState
 
 GENERATING, IDLE, STOPPED, FAILED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED, PowState.FAILED
 
 
-def observed(snapshot: Snapshot) -> Assignment:
-    return observe(snapshot, Step(status=snapshot.round.status)).status.assignments[0]
+def observed(snapshot: RoundSnapshot) -> Assignment:
+    return observe(snapshot, RoundStep(status=snapshot.round.status)).status.assignments[0]
 
 
 STARTING = a_slot(state=SlotState.STARTING)
@@ -141,6 +142,6 @@ def test_work_lost_while_stopping_is_not_given_out_again() -> None:
 
 def test_lost_work_is_told_by_one_event() -> None:
     snapshot = look(a_round(a_status(RUNNING)), (a_pod("a"), says(session="s2")))
-    events = observe(snapshot, Step(status=snapshot.round.status)).events
+    events = observe(snapshot, RoundStep(status=snapshot.round.status)).events
     assert [(event.reason, event.warning) for event in events] == [("WorkLost", True)]
     assert "starts again at index 8" in events[0].message

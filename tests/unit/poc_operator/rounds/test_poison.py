@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.checks import parse_proofs
-from poc_operator.model.conditions import Reason
-from poc_operator.model.spec import MAX_SLOTS, Selector
-from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState
+from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import StartPod
+from poc_operator.validations.proofs import parse_proofs
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.partition import MAX_NONCE
@@ -26,7 +27,7 @@ def test_a_spec_with_too_many_slots_fails_its_round_at_once() -> None:
     assert step.status.assignments == []
     outcome = step.status.outcome
     assert outcome is not None
-    assert (outcome.type, outcome.reason) == (RoundState.FAILED, Reason.TOO_MANY_SLOTS)
+    assert (outcome.type, outcome.reason) == (State.FAILED, Reason.TOO_MANY_SLOTS)
     assert "spec.nodes makes 1280000 slots, at most 10000 are allowed" in outcome.message
 
 
@@ -68,14 +69,14 @@ def test_a_slot_without_a_nonce_left_is_done(slot: Assignment, status: dict[str,
 
 
 def test_an_endless_time_to_live_is_planned() -> None:
-    status = RoundStatus(state=RoundState.COMPLETE, completion_time=NOW)
+    status = RoundStatus(state=State.COMPLETE, completion_time=NOW)
     assert plan(look(a_round(status, ttlSecondsAfterFinished=10**12), after=10**6)).actions == ()
 
 
 @pytest.mark.parametrize("labels", [{"a": "b,c=d"}, {"a": "b c"}, {"a,b": "c"}, {"a": "-"}, {"a": "x" * 64}])
 def test_a_selector_that_no_label_can_match_is_not_sent_to_the_api_server(labels: dict[str, str]) -> None:
-    assert Selector(match_labels=labels).query is None
+    assert LabelSelector(match_labels=labels).query is None
 
 
 def test_a_selector_is_sent_as_it_is_written() -> None:
-    assert Selector(match_labels={"a.b/c": "d", "e": ""}).query == "a.b/c=d,e="
+    assert LabelSelector(match_labels={"a.b/c": "d", "e": ""}).query == "a.b/c=d,e="

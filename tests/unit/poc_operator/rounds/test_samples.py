@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.checks import Proof
-from poc_operator.model.conditions import Reason
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundState, RoundStatus, SlotState
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.apis.v1alpha1.validation import Proof
 from poc_operator.observed.pods import Answer, PodReport
+from poc_operator.planning.snapshot import AskPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import AskPod, Snapshot, Step
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import a_pod, a_round, look, says
 from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
 from vllm_poc.wire.messages import PowState
@@ -28,16 +29,16 @@ VALIDATE: dict[str, Any] = {
 }
 
 
-def validating(status: RoundStatus | None = None, **spec: Any) -> Round:  # noqa: ANN401
+def validating(status: RoundStatus | None = None, **spec: Any) -> PoCRound:  # noqa: ANN401
     return a_round(status, **VALIDATE | spec)
 
 
-def seen(round_: Round, *pods: tuple[str, PodReport], proofs: Any = PROOFS, after: float = 0) -> Snapshot:  # noqa: ANN401
+def seen(round_: PoCRound, *pods: tuple[str, PodReport], proofs: Any = PROOFS, after: float = 0) -> RoundSnapshot:  # noqa: ANN401
     snapshot = look(round_, *((a_pod(name), report) for name, report in pods), after=after)
     return dataclasses.replace(snapshot, proofs=proofs)
 
 
-def asks(step: Step) -> list[AskPod]:
+def asks(step: RoundStep) -> list[AskPod]:
     return [action for action in step.actions if isinstance(action, AskPod)]
 
 
@@ -77,7 +78,7 @@ def test_the_verdict_is_about_all_samples() -> None:
     assert over.verdict is not None
     assert (over.verdict.total, over.verdict.mismatches, over.verdict.mismatch_nonces) == (249, 4, [1, 2, 3, 201])
     assert (over.verdict.not_computed, over.verdict.fraud) == (1, True)
-    assert (over.state, over.outcome and over.outcome.reason) == (RoundState.COMPLETE, Reason.FRAUD_DETECTED)
+    assert (over.state, over.outcome and over.outcome.reason) == (State.COMPLETE, Reason.FRAUD_DETECTED)
     assert (over.totals.checked, over.totals.valid, over.pods) == (250, 245, "2/2")
 
 
@@ -86,7 +87,7 @@ def test_honest_proofs_are_no_fraud() -> None:
     reports = [(ask.pod.name, agreed(ask, [])) for ask in asks(step)]
     over = plan(seen(validating(step.status), *reports)).status
     assert over.outcome is not None
-    assert (over.outcome.reason, over.state) == (Reason.NO_FRAUD_DETECTED, RoundState.COMPLETE)
+    assert (over.outcome.reason, over.state) == (Reason.NO_FRAUD_DETECTED, State.COMPLETE)
     assert over.outcome.message == "0 of 250 nonces mismatch, p-value 1: no fraud"
 
 
@@ -94,7 +95,7 @@ def test_without_any_finite_result_there_is_no_verdict() -> None:
     step = plan(seen(validating(), ("a", says()), proofs=PROOFS[:2]))
     over = plan(seen(validating(step.status), ("a", agreed(asks(step)[0], [], [0, 1])), proofs=PROOFS[:2])).status
     assert over.outcome is not None
-    assert (over.outcome.reason, over.state) == (Reason.NOTHING_COMPUTED, RoundState.FAILED)
+    assert (over.outcome.reason, over.state) == (Reason.NOTHING_COMPUTED, State.FAILED)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_a_sample_whose_pod_is_gone_goes_to_another() -> None:
     again = plan(seen(validating(step.status), ("b", says())))
     assert [(ask.pod.name, ask.request.nonces[0]) for ask in asks(again)] == [("b", 0)]
     assert [event.reason for event in again.events] == [Reason.WORK_LOST]
-    assert again.status.totals.reissues == 1
+    assert again.status.totals.retries == 1
 
 
 def test_an_answer_is_not_taken_for_another_attempt() -> None:
@@ -137,7 +138,7 @@ def test_a_sample_that_fails_again_and_again_ends_the_round() -> None:
         answer = failed(asks(step)[0])
         status = plan(seen(validating(step.status, reissue={"limitPerPod": 1}), ("a", answer))).status
     assert status.outcome is not None
-    assert status.outcome.reason is Reason.REISSUE_LIMIT_EXCEEDED
+    assert status.outcome.reason is Reason.BACKOFF_LIMIT_EXCEEDED
     assert "no answer within 300 s; spec.reissue.limitPerPod of 1 is used up" in status.outcome.message
 
 
@@ -146,7 +147,7 @@ def test_a_suspended_round_asks_nothing_and_goes_on_later() -> None:
     pause = plan(seen(validating(step.status, suspend=True), ("a", says())))
     paused = plan(seen(validating(pause.status, suspend=True), ("a", says())))
     assert asks(pause) == asks(paused) == []
-    assert paused.status.state is RoundState.SUSPENDED
+    assert paused.status.state is State.SUSPENDED
     resumed = plan(seen(validating(paused.status), ("a", says())))
     assert [ask.request.nonces[0] for ask in asks(resumed)] == [0]
 
