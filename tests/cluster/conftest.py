@@ -10,7 +10,7 @@ from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import crd
-from tests.cluster.rounds import Rounds
+from tests.cluster.objects import Rounds
 from tests.support.fakes.receiver import Receiver, receiving
 from tests.support.servers.api_server import ApiServer, api_server
 from tests.support.servers.cluster import deployed

@@ -17,6 +17,7 @@ from poc_gateway.server.process import Components, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
+from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError
@@ -75,9 +76,9 @@ class MemoryCluster:
         if self.operator_runs:
             self.set_status(name, state=State.COMPLETE, observed_generation=2)
 
-    async def list_pods(self, match_labels: Mapping[str, str]) -> list[PodView]:
+    async def list_pods(self, selector: LabelSelector) -> list[PodView]:
         self._fail()
-        return [pod for pod in self.pods if match_labels.items() <= pod.labels.items()]
+        return [pod for pod in self.pods if selector.matches(pod.labels)]
 
     def run(self, name: str, running: int) -> None:
         """Let the first pods compute the round, and the others wait."""
@@ -118,7 +119,7 @@ class World:
         self.cluster = MemoryCluster()
         self.pods: dict[str, Pod] = {}
         self.port = free_port()
-        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "reissue": {"limit": 5}}
+        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "retry": {"backoffLimit": 5}}
         self.template = RoundTemplate(namespace="ns", spec=spec)
         self.settings = Settings.from_environment(settings)
         self._url = f"sqlite:///{folder}/gateway.db"
