@@ -4,7 +4,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 import pytest
 
@@ -75,7 +75,8 @@ class Objects(Generic[WorkT]):
 
     def get(self, name: str) -> WorkT:
         """Return the object as it is now."""
-        return self._kind.parse(self._kube.get("--namespace", self._namespace, self._name, name))
+        body = self._kube.get("--namespace", self._namespace, self._name, name)
+        return cast("WorkT", self._kind.parse(body))
 
     def settled(self, name: str) -> WorkT:
         """Return a round that has stopped, once its receiver has everything that the gateway stored."""
