@@ -2,7 +2,7 @@
 """A CustomResourceDefinition from the models of one kind."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -75,9 +75,25 @@ def schema(kind: type[Resource]) -> Schema:
         "kind": {"type": "string"},
         "metadata": {"type": "object"},
         "spec": spec,
-        "status": {name: value for name, value in found["properties"]["status"].items() if name != "default"},
+        "status": _as_status(found["properties"]["status"]),
     }
     return {"type": "object", "description": found["description"], "required": ["spec"], "properties": properties}
+
+
+def _as_status(schema: Schema, keys: Sequence[str] = ()) -> Schema:
+    """Return the schema of a status, or of a part of it: without defaults, and with nothing required except ``keys``.
+
+    Defaults would be stored: a thousand slots would no longer fit. What an operator of another version leaves out must
+    not make its status invalid.
+    """
+    kept = {key: value for key, value in schema.items() if key not in {"default", "required"}}
+    if keys:
+        kept["required"] = list(keys)
+    if "properties" in kept:
+        kept["properties"] = {name: _as_status(value) for name, value in kept["properties"].items()}
+    if "items" in kept:
+        kept["items"] = _as_status(kept["items"], kept.get("x-kubernetes-list-map-keys", ()))
+    return _ordered(kept)
 
 
 def raw_schema(kind: type[Resource]) -> Schema:

@@ -17,9 +17,9 @@ from poc_gateway.network.template import RoundTemplate
 from poc_gateway.process import run
 from poc_gateway.settings import Settings
 from poc_gateway.store.errors import DatabaseError
-from poc_operator.store.connection import connect
-from poc_operator.store.requested import RequestedRounds
-from poc_operator.store.rounds import RoundStore
+from poc_operator.clients.kube.connection import connect
+from poc_operator.clients.kube.requested import RequestedRounds
+from poc_operator.clients.kube.rounds import RoundStore
 
 
 async def _run(settings: Settings) -> None:

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway.errors import Refusal
-from poc_operator.model.passwords import POD_USER, round_password
+from poc_operator.clients.gateway import POD_USER, round_password
 
 #: Whether a request may pass; a Refusal if it may not.
 Guard = Callable[[Scope], Refusal | None]

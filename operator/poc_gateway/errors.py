@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from poc_gateway.store.errors import DatabaseError, DatabaseFull
-from poc_operator.store.errors import StoreUnavailable
+from poc_operator.clients.errors import StoreUnavailable
 from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse, FieldError
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from poc_gateway.rounds.registry import ReadRound, Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import Retention
-from poc_operator.podapi.client import PodClient
+from poc_operator.clients.pods.client import PodClient
 
 #: Requests that are under way may take this long to finish at the end.
 GRACE_SECONDS = 20

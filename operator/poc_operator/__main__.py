@@ -7,7 +7,7 @@ import logging
 import kopf
 from yarl import URL
 
-from poc_operator.handlers import pods, process, rounds  # noqa: F401 - importing registers the handlers
+from poc_operator.handlers import objects as pods  # noqa: F401 - importing registers the handlers
 
 
 def gateway_url(text: str) -> str:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 
+from poc_operator.controller.reconciler import COUNTERS_SECONDS, POLL_SECONDS
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment
-from poc_operator.runtime.driver import POLL_SECONDS
-from poc_operator.runtime.recording import COUNTERS_SECONDS
 from tests.chaos.history import Run, runs_of, slots_of, timeline
 from tests.simulation.world import World
 

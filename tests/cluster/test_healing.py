@@ -10,9 +10,9 @@ import pytest
 
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
-from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, SlotState
+from poc_operator.observed.pods import PodView
 from tests.cluster.pods import ready_pods, wait_for_replacement
 from tests.cluster.results import indices_by_slot
 from tests.cluster.rounds import ARTIFACT, Rounds, is_running

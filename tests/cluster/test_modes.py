@@ -12,7 +12,7 @@ from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
 from poc_operator.model.conditions import Reason
-from poc_operator.plan.theory import valid_rate
+from poc_operator.rounds.calibration import valid_rate
 from tests.cluster.results import Value, items
 from tests.cluster.rounds import ARTIFACT, Rounds
 from tests.support.receiver import Receiver, receiving

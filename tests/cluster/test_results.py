@@ -11,8 +11,8 @@ from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.local import SERVED_NAME
 from hack.deploy.releases import NAMESPACE, PODS
-from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
+from poc_operator.observed.pods import PodView
 from tests.cluster.pods import generate, ready_pods, replace, status_of, wait_for_replacement
 from tests.cluster.results import Value, indices_by_slot, items, slots
 from tests.cluster.rounds import ARTIFACT, SPEC, Rounds

@@ -9,17 +9,17 @@ from contextlib import AsyncExitStack
 from time import monotonic
 from typing import Any, cast
 
+from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.metrics import Metrics
+from poc_operator.controller.observing import PodCache
+from poc_operator.controller.reconciler import Reconciler
 from poc_operator.model.checks import Proof
 from poc_operator.model.round import Round
 from poc_operator.model.status import RoundStatus
-from poc_operator.plan.snapshot import RoundEvent
-from poc_operator.podapi.client import PodClient
-from poc_operator.podapi.collector import CollectorClient
-from poc_operator.runtime.driver import RoundDriver
-from poc_operator.runtime.logs import RoundRef
-from poc_operator.runtime.metrics import Metrics
-from poc_operator.runtime.pods import PodCache
-from poc_operator.store.rounds import RoundStore
+from poc_operator.rounds.snapshot import RoundEvent
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.http_server import free_port, serve
 from tests.support.pod import Pod, running_pod
@@ -66,13 +66,13 @@ class Fleet:
         receiver: CallbackReceiver,
         client: PodClient,
         *,
-        collector: CollectorClient | None = None,
+        gateway: GatewayClient | None = None,
         **spec: Any,  # noqa: ANN401
     ) -> None:
         self.spec = spec
         self._stack = stack
         self._client = client
-        self._collector = collector
+        self._gateway = gateway
         self._servers: dict[str, AsyncExitStack] = {}
         self._pods = PodCache(time.monotonic)
         self.port = free_port()
@@ -95,17 +95,17 @@ class Fleet:
         }
         return a_round(**fields | self.spec)
 
-    def new_operator(self) -> RoundDriver:
+    def new_operator(self) -> Reconciler:
         """Return an operator that knows nothing but the stored round."""
         store = cast(RoundStore, self.store)
-        return RoundDriver(
+        return Reconciler(
             RoundRef("ns", "r", UID),
             store=store,
             client=self._client,
             pods=self._pods,
             metrics=self.metrics,
             emit=self.events.append,
-            collector=self._collector,
+            gateway=self._gateway,
         )
 
     async def start_pod(self, host: str, face: Callable[[AsgiApp], AsgiApp] = lambda app: app) -> Pod:
@@ -124,14 +124,14 @@ class Fleet:
         spec = self.store.round.spec.model_copy(update={"suspend": suspend})
         self.store.round = self.store.round.model_copy(update={"spec": spec})
 
-    async def tick_until(self, reached: Callable[[RoundStatus], bool], seconds: float = 60) -> RoundStatus:
+    async def reconcile_until(self, reached: Callable[[RoundStatus], bool], seconds: float = 60) -> RoundStatus:
         """Tick until the stored status is as wanted."""
         deadline = monotonic() + seconds
         while monotonic() < deadline:
             assert self.store.round is not None
             if reached(self.store.round.status):
                 return self.store.round.status
-            await self.operator.tick()
+            await self.operator.reconcile()
             # Actions run beside the loop.
             await asyncio.sleep(0.01)
         raise AssertionError(f"not reached: {self.store.round}")

@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from poc_operator.model.collected import CollectedRound, CollectedSlot
-from poc_operator.model.passwords import round_password
+from poc_operator.clients.gateway import round_password
+from poc_operator.observed.gateway import CollectedRound, CollectedSlot
 from tests.support.callback_receiver import payload_nonces
 
 TOKEN = "gateway-token"  # noqa: S105 - of tests alone

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from poc_operator.runtime import recording
+from poc_operator.controller import reconciler as recording
 from tests.support.callback_receiver import CallbackReceiver, callback_receiver
 from tests.support.pod import Pod, running_pod
 

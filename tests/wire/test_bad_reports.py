@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from poc_operator.clients.pods import client as podapi
+from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.status import RoundStatus
-from poc_operator.podapi import client as podapi
-from poc_operator.podapi.client import PodClient
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.fleet import AsgiApp, Fleet
 from tests.wire.test_round import assert_nothing_lost_nothing_twice, complete, computes
@@ -76,7 +76,7 @@ async def lies(receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch) -> A
 
 async def observe_lie(fleet: Fleet, before: RoundStatus) -> RoundStatus:
     """Tick until the lie is noted; nothing that the liar's slot had may change."""
-    status = await fleet.tick_until(lambda status: status.assignments[1].error is not None)
+    status = await fleet.reconcile_until(lambda status: status.assignments[1].error is not None)
     counted = {"next", "delivered", "valid", "rejected", "attempts"}
     assert status.assignments[1].model_dump(include=counted) == before.assignments[1].model_dump(include=counted)
     return status
@@ -99,12 +99,12 @@ async def test_garbage_is_named_and_changes_nothing(
     lies: tuple[Fleet, Liar], body: bytes, code: int, error: str
 ) -> None:
     fleet, liar = lies
-    before = await fleet.tick_until(computes)
+    before = await fleet.reconcile_until(computes)
     liar.body, liar.code = body, code
     status = await observe_lie(fleet, before)
     assert error in (status.assignments[1].error or "")
     liar.body, liar.code = None, 200
-    assert_nothing_lost_nothing_twice(fleet, await fleet.tick_until(complete))
+    assert_nothing_lost_nothing_twice(fleet, await fleet.reconcile_until(complete))
 
 
 @pytest.mark.parametrize(
@@ -122,29 +122,29 @@ async def test_garbage_is_named_and_changes_nothing(
 )
 async def test_impossible_numbers_are_not_counted(lies: tuple[Fleet, Liar], fields: dict[str, Any], error: str) -> None:
     fleet, liar = lies
-    before = await fleet.tick_until(computes)
+    before = await fleet.reconcile_until(computes)
     liar.fields = fields
     status = await observe_lie(fleet, before)
     assert error in (status.assignments[1].error or "")
     liar.fields = {}
-    assert_nothing_lost_nothing_twice(fleet, await fleet.tick_until(complete))
+    assert_nothing_lost_nothing_twice(fleet, await fleet.reconcile_until(complete))
 
 
 async def test_long_texts_are_cut(lies: tuple[Fleet, Liar]) -> None:
     fleet, liar = lies
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     liar.fields = {"state": "FAILED", "status": "FAILED", "error": "x" * 50_000}
-    status = await fleet.tick_until(lambda status: status.totals.reissues > 0)
+    status = await fleet.reconcile_until(lambda status: status.totals.reissues > 0)
     assert 400 < len(status.assignments[1].error or "") < 600
 
 
 async def test_a_pod_that_drips_holds_up_no_poll(lies: tuple[Fleet, Liar], monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, liar = lies
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     monkeypatch.setattr(podapi, "STATUS_SECONDS", 0.5)
     liar.drips = True
     began = monotonic()
-    await fleet.operator.tick()
+    await fleet.operator.reconcile()
     assert 0.5 <= monotonic() - began < 1.5
     assert fleet.store.round is not None
     assert fleet.store.round.status.assignments[1].error == "no answer within 0.5 s"

@@ -8,10 +8,9 @@ import pytest
 from yarl import URL
 
 from poc_operator.__main__ import gateway_url
-from poc_operator.model.passwords import round_password
-from poc_operator.podapi import collector
-from poc_operator.podapi.collector import CollectorClient
-from poc_operator.podapi.errors import GatewayError
+from poc_operator.clients import gateway as collector
+from poc_operator.clients.errors import GatewayError
+from poc_operator.clients.gateway import GatewayClient, round_password
 from tests.support.gateway import TOKEN, Gateway, gateway
 from tests.support.http_server import free_port
 
@@ -26,25 +25,25 @@ async def stored() -> AsyncIterator[Gateway]:
 
 
 @pytest.fixture
-async def client(stored: Gateway) -> AsyncIterator[CollectorClient]:
-    async with CollectorClient(stored.url, TOKEN) as client:
+async def client(stored: Gateway) -> AsyncIterator[GatewayClient]:
+    async with GatewayClient(stored.url, TOKEN) as client:
         yield client
 
 
-async def test_progress(client: CollectorClient, stored: Gateway) -> None:
+async def test_progress(client: GatewayClient, stored: Gateway) -> None:
     progress = await client.progress(*ROUND)
     assert progress is not None
     assert [(slot.slot, slot.stored, slot.delivered_index) for slot in progress.slots] == [(0, 3, 3), (1, 1, 1)]
     assert stored.questions == [{"namespace": "ns", "name": "r", "what": "progress", "uid": "round-uid"}]
 
 
-async def test_nothing_stored_yet(client: CollectorClient, stored: Gateway) -> None:
+async def test_nothing_stored_yet(client: GatewayClient, stored: Gateway) -> None:
     stored.uid = ""
     assert await client.progress(*ROUND) is None
     assert await client.sample("ns", "r", 5, "") is None
 
 
-async def test_a_sample(client: CollectorClient, stored: Gateway) -> None:
+async def test_a_sample(client: GatewayClient, stored: Gateway) -> None:
     assert await client.sample("ns", "before", 2, "a&b") is not None
     assert stored.questions == [{"namespace": "ns", "name": "before", "what": "sample", "nonces": "2", "seed": "a&b"}]
 
@@ -60,7 +59,7 @@ async def test_a_sample(client: CollectorClient, stored: Gateway) -> None:
         (302, "", "HTTP 302"),
     ],
 )
-async def test_strange_answers(client: CollectorClient, stored: Gateway, status: int, body: str, says: str) -> None:
+async def test_strange_answers(client: GatewayClient, stored: Gateway, status: int, body: str, says: str) -> None:
     stored.answer, stored.body = status, body
     with pytest.raises(GatewayError) as error:
         await client.progress(*ROUND)
@@ -68,14 +67,14 @@ async def test_strange_answers(client: CollectorClient, stored: Gateway, status:
     assert says in str(error.value)
 
 
-async def test_an_answer_about_another_round_is_not_taken(client: CollectorClient, stored: Gateway) -> None:
+async def test_an_answer_about_another_round_is_not_taken(client: GatewayClient, stored: Gateway) -> None:
     stored.uid = "an older one"
     with pytest.raises(GatewayError, match="about round an older one instead of round-uid"):
         await client.progress(*ROUND)
 
 
 async def test_another_token(stored: Gateway) -> None:
-    async with CollectorClient(stored.url, "wrong") as client:
+    async with GatewayClient(stored.url, "wrong") as client:
         with pytest.raises(GatewayError, match="HTTP 401: no token; give operator and gateway the same"):
             await client.progress(*ROUND)
 
@@ -83,23 +82,23 @@ async def test_another_token(stored: Gateway) -> None:
 async def test_a_gateway_that_hangs(stored: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "ANSWER_SECONDS", 0.05)
     stored.delay = 5
-    async with CollectorClient(stored.url, TOKEN) as client:
+    async with GatewayClient(stored.url, TOKEN) as client:
         with pytest.raises(GatewayError, match=r"no answer within 0\.05 s"):
             await client.progress(*ROUND)
 
 
 async def test_nobody_listens() -> None:
-    async with CollectorClient(f"http://127.0.0.1:{free_port()}") as client:
+    async with GatewayClient(f"http://127.0.0.1:{free_port()}") as client:
         with pytest.raises(GatewayError, match="Cannot connect"):
             await client.progress(*ROUND)
 
 
 async def test_where_pods_deliver_to() -> None:
-    async with CollectorClient("http://gateway:8080", TOKEN) as client:
+    async with GatewayClient("http://gateway:8080", TOKEN) as client:
         url = URL(client.callback_url(*ROUND))
         assert (url.user, url.password) == ("pod", round_password(TOKEN, "round-uid"))
         assert str(url.with_user(None)) == "http://gateway:8080/callbacks/ns/r/round-uid"
-    async with CollectorClient("http://gateway:8080/") as client:
+    async with GatewayClient("http://gateway:8080/") as client:
         assert client.callback_url(*ROUND) == "http://gateway:8080/callbacks/ns/r/round-uid"
 
 

@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller import observing as collection
 from poc_operator.model.conditions import ConditionType, Reason
 from poc_operator.model.status import RoundState, RoundStatus
-from poc_operator.podapi.client import PodClient
-from poc_operator.podapi.collector import CollectorClient
-from poc_operator.runtime import collection
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.fleet import Fleet
 from tests.support.gateway import TOKEN, Gateway, gateway
@@ -31,8 +31,8 @@ async def fleet(
     monkeypatch.setattr(collection, "ASK_SECONDS", 0.05)
     for name in ("CALLBACK_INTERVAL_SECONDS", "RETRY_FIRST_SECONDS"):
         monkeypatch.setenv(f"VLLM_POC_{name}", "0.01")
-    async with AsyncExitStack() as stack, PodClient() as client, CollectorClient(collecting.url, TOKEN) as collector:
-        fleet: Fleet = request.param(stack, receiver, client, collector=collector)
+    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
+        fleet: Fleet = request.param(stack, receiver, client, gateway=collector)
         if isinstance(fleet, ReferenceFleet):
             fleet.servers = {}
         for host in HOSTS:
@@ -57,7 +57,7 @@ def change(fleet: Fleet, **fields: object) -> None:
 
 
 async def test_results_go_to_the_gateway_and_are_counted_there(fleet: Fleet, collecting: Gateway) -> None:
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert fleet.receiver.attempts == 0
     assert collecting.duplicates == 0
     assert status.totals.delivered == status.totals.valid == len(collecting.stored)
@@ -67,12 +67,12 @@ async def test_results_go_to_the_gateway_and_are_counted_there(fleet: Fleet, col
 
 async def test_a_restarted_pod_loses_nothing_and_nothing_counts_twice(fleet: Fleet, collecting: Gateway) -> None:
     change(fleet, stop=None)
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     await fleet.start_pod(HOSTS[0])
     stored = indices(collecting, 0)
-    await fleet.tick_until(lambda status: status.assignments[0].delivered > len(stored))
+    await fleet.reconcile_until(lambda status: status.assignments[0].delivered > len(stored))
     change(fleet, finish=True)
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     slot = status.assignments[0]
     resumes = type(fleet) is Fleet
     assert slot.attempts == 2
@@ -85,24 +85,24 @@ async def test_a_restarted_pod_loses_nothing_and_nothing_counts_twice(fleet: Fle
 async def test_a_gateway_that_is_away_is_told_and_the_round_goes_on(fleet: Fleet, collecting: Gateway) -> None:
     change(fleet, stop=None)
     collecting.answer = 503
-    status = await fleet.tick_until(lambda status: status.totals.checked > 0)
+    status = await fleet.reconcile_until(lambda status: status.totals.checked > 0)
     assert degraded(status)[0] == Reason.GATEWAY_UNREACHABLE
     assert "HTTP 503" in degraded(status)[1]
     assert (status.totals.delivered > 0) <= (type(fleet) is Fleet), "a reference pod does not know what was delivered"
     collecting.answer = 200
-    status = await fleet.tick_until(lambda status: degraded(status)[0] != Reason.GATEWAY_UNREACHABLE)
+    status = await fleet.reconcile_until(lambda status: degraded(status)[0] != Reason.GATEWAY_UNREACHABLE)
     assert status.state is RoundState.RUNNING
 
 
 async def test_conflicts_are_told(fleet: Fleet, collecting: Gateway) -> None:
     change(fleet, stop=None)
     collecting.conflicts = 3
-    status = await fleet.tick_until(lambda status: degraded(status)[0] == Reason.RESULTS_CONFLICT)
+    status = await fleet.reconcile_until(lambda status: degraded(status)[0] == Reason.RESULTS_CONFLICT)
     assert "node 0 group 0 (pod pod-127.0.0.1: 3)" in degraded(status)[1]
 
 
 async def test_no_password_in_the_status(fleet: Fleet) -> None:
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert "pod:" not in status.model_dump_json()
     assert not any("pod:" in event.message for event in fleet.events)
 
@@ -110,11 +110,11 @@ async def test_no_password_in_the_status(fleet: Fleet) -> None:
 async def test_a_reference_pods_refusal_does_not_show_the_password(
     collecting: Gateway, receiver: CallbackReceiver
 ) -> None:
-    async with AsyncExitStack() as stack, PodClient() as client, CollectorClient(collecting.url, TOKEN) as collector:
-        fleet = ReferenceFleet(stack, receiver, client, collector=collector, rTarget="1.4", artifact=None)
+    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
+        fleet = ReferenceFleet(stack, receiver, client, gateway=collector, rTarget="1.4", artifact=None)
         fleet.servers = {}
         await fleet.start_pod(HOSTS[0])
-        status = await fleet.tick_until(lambda status: any(slot.error for slot in status.assignments))
+        status = await fleet.reconcile_until(lambda status: any(slot.error for slot in status.assignments))
         assert "Field required" in (status.assignments[0].error or "")
         assert "callbacks" not in status.model_dump_json()
         await fleet.operator.close()
@@ -126,10 +126,10 @@ VALIDATE = {"mode": "Validate", "nodes": None, "stop": None, "callbackURL": None
 async def test_a_sample_of_another_round_is_recomputed(collecting: Gateway, receiver: CallbackReceiver) -> None:
     collecting.uid, collecting.stored = "another", set(range(40))
     proofs = {"round": {"name": "before", "nonces": 30, "seed": "x"}}
-    async with AsyncExitStack() as stack, PodClient() as client, CollectorClient(collecting.url, TOKEN) as collector:
-        fleet = Fleet(stack, receiver, client, collector=collector, **VALIDATE, proofs=proofs)
+    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
+        fleet = Fleet(stack, receiver, client, gateway=collector, **VALIDATE, proofs=proofs)
         await fleet.start_pod(HOSTS[0])
-        status = await fleet.tick_until(lambda status: status.state.finished)
+        status = await fleet.reconcile_until(lambda status: status.state.finished)
         await fleet.operator.close()
     assert status.verdict is not None
     assert (status.verdict.total, status.verdict.fraud) == (30, True)
@@ -140,10 +140,10 @@ async def test_a_sample_of_another_round_is_recomputed(collecting: Gateway, rece
 @pytest.mark.parametrize("configured", [False, True])
 async def test_a_sample_that_cannot_be_had(collecting: Gateway, receiver: CallbackReceiver, configured: bool) -> None:
     proofs = {"round": {"name": "before"}}
-    async with AsyncExitStack() as stack, PodClient() as client, CollectorClient(collecting.url, TOKEN) as collector:
-        fleet = Fleet(stack, receiver, client, collector=collector if configured else None, **VALIDATE, proofs=proofs)
+    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
+        fleet = Fleet(stack, receiver, client, gateway=collector if configured else None, **VALIDATE, proofs=proofs)
         await fleet.start_pod(HOSTS[0])
-        status = await fleet.tick_until(lambda status: bool(status.conditions))
+        status = await fleet.reconcile_until(lambda status: bool(status.conditions))
         await fleet.operator.close()
     says = 'has no results of a round "before"' if configured else "start the operator with --gateway-url"
     assert says in status.message

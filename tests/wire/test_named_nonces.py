@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.conditions import Reason
 from poc_operator.model.status import RoundState, RoundStatus
-from poc_operator.podapi.client import PodClient
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.fake_engine import distance, vector
 from tests.support.fleet import Fleet
@@ -49,7 +49,7 @@ def proofs(count: int, wrong: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(("wrong", "reason"), [(0, Reason.NO_FRAUD_DETECTED), (6, Reason.FRAUD_DETECTED)])
 async def test_artifacts_are_recomputed_by_all_pods(start: Start, wrong: int, reason: Reason) -> None:
     fleet, pods = await start(mode="Validate", proofs=proofs(600, wrong), **NAMED)
-    status = await fleet.tick_until(finished)
+    status = await fleet.reconcile_until(finished)
     assert status.outcome is not None
     assert (status.state, status.outcome.reason) == (RoundState.COMPLETE, reason)
     assert status.verdict is not None
@@ -61,7 +61,7 @@ async def test_artifacts_are_recomputed_by_all_pods(start: Start, wrong: int, re
 async def test_distances_are_recomputed(start: Start) -> None:
     claims = [{"nonce": n, "distance": "1.391"} for n in range(100)]
     fleet, _ = await start(mode="Validate", proofs={"inline": claims}, **NAMED, **DISTANCE)
-    status = await fleet.tick_until(finished)
+    status = await fleet.reconcile_until(finished)
     assert status.verdict is not None
     assert status.verdict.mismatch_nonces == [n for n in range(100) if distance(n) >= 1.41]
     assert status.verdict.fraud
@@ -71,7 +71,7 @@ async def test_a_nonce_without_a_finite_result_leaves_the_sample(start: Start) -
     fleet, pods = await start(mode="Validate", proofs=proofs(20), **NAMED)
     for pod in pods:
         pod.engine.sick[7] = 100
-    status = await fleet.tick_until(finished)
+    status = await fleet.reconcile_until(finished)
     assert status.verdict is not None
     assert (status.verdict.total, status.verdict.not_computed, status.verdict.fraud) == (19, 1, False)
     assert status.totals.rejected == 1
@@ -81,19 +81,19 @@ async def test_an_operator_that_is_replaced_asks_again(start: Start) -> None:
     fleet, pods = await start(mode="Validate", proofs=proofs(600), **NAMED)
     for pod in pods:
         pod.engine.seconds_per_batch = 0.05
-    await fleet.tick_until(lambda status: any(sample.pod for sample in status.samples))
+    await fleet.reconcile_until(lambda status: any(sample.pod for sample in status.samples))
     await fleet.operator.close()
     fleet.operator = fleet.new_operator()
     for pod in pods:
         pod.engine.seconds_per_batch = 0.001
-    status = await fleet.tick_until(finished)
+    status = await fleet.reconcile_until(finished)
     assert status.verdict is not None
     assert status.verdict.total == 600
 
 
 async def test_a_target_is_found_for_a_wanted_rate(start: Start) -> None:
     fleet, _ = await start(mode="Calibrate", calibrate={"validRate": "0.25"}, **NAMED, artifact=None)
-    status = await fleet.tick_until(finished)
+    status = await fleet.reconcile_until(finished)
     assert status.calibration is not None
     # The fake's distances run evenly from 1.39 to 1.43, which is not what theory expects.
     assert float(status.calibration.r_target) == pytest.approx(1.4, abs=0.001)
@@ -112,11 +112,11 @@ async def test_a_sick_pod_is_found_while_the_round_runs(start: Start, spec: dict
     }
     fleet, pods = await start(**fields)
     pods[1].engine.drift = 51
-    status = await fleet.tick_until(lambda found: bool(found.cross_check and not found.cross_check.pending))
+    status = await fleet.reconcile_until(lambda found: bool(found.cross_check and not found.cross_check.pending))
     assert status.cross_check is not None
     assert status.cross_check.compared == 3
     assert [found.pod for found in status.cross_check.deviating] == [f"pod-{HOSTS[1]}"]
     assert [event.reason for event in fleet.events].count(Reason.PODS_DISAGREE) == 1
     assert b"poc_pods_deviating 1.0" in fleet.metrics.text()
     before = status.totals.checked
-    await fleet.tick_until(lambda found: found.totals.checked > before)
+    await fleet.reconcile_until(lambda found: found.totals.checked > before)

@@ -10,17 +10,10 @@ import pytest
 from aiohttp import web
 from fastapi import FastAPI
 
-from poc_operator.podapi import client as podapi
-from poc_operator.podapi.client import PodClient, base_url
-from poc_operator.podapi.errors import (
-    NotAPodOfOurs,
-    PodBusy,
-    PodError,
-    PodRefused,
-    PodTimeout,
-    PodUnreachable,
-)
-from poc_operator.podapi.reference import ReferenceCommand, ReferenceStatus
+from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRefused, PodTimeout, PodUnreachable
+from poc_operator.clients.pods import client as podapi
+from poc_operator.clients.pods.client import PodClient, base_url
+from poc_operator.clients.pods.reference import ReferenceCommand, ReferenceStatus
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.http_server import free_port, serve
 from tests.support.pod import DISTANCE, SLOT, Pod

@@ -4,7 +4,7 @@
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from poc_operator.runtime.web import serve_metrics
+from poc_operator.controller.metrics import serve_metrics
 from tests.support.fleet import Fleet
 from tests.support.http_server import free_port
 from tests.wire.test_round import HOSTS, complete, computes, fleet  # noqa: F401 - a fixture
@@ -20,10 +20,10 @@ async def scraped(fleet: Fleet) -> dict[str, float]:  # noqa: F811 - the fixture
 
 
 async def test_a_round_with_a_lost_pod(fleet: Fleet) -> None:  # noqa: F811
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     assert (await scraped(fleet))["poc_slotsRunning"] == 2
     await fleet.start_pod(HOSTS[0])
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     metrics = await scraped(fleet)
     assert metrics["poc_nonces_delivered_total"] == status.totals.delivered
     assert metrics["poc_nonces_checked_total"] >= status.totals.checked

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.status import RoundState
-from poc_operator.podapi.client import PodClient
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.fleet import Fleet
 from vllm_poc.wire.partition import NonceSlot
@@ -29,7 +29,7 @@ async def test_not_a_nonce_too_many_is_computed(receiver: CallbackReceiver, clie
         stack.push_async_callback(fleet.operator.close)
         pods = [await fleet.start_pod(host) for host in (FAST, SLOW)]
         pods[1].engine.seconds_per_batch = 0.01
-        status = await fleet.tick_until(lambda found: found.state.finished)
+        status = await fleet.reconcile_until(lambda found: found.state.finished)
         assert status.state is RoundState.COMPLETE
         assert status.totals.checked == status.totals.delivered == count
         computed = [nonce for pod in pods for nonce in pod.engine.computed]
@@ -49,5 +49,5 @@ async def test_valid_nonces_overshoot_by_a_batch_a_pod_at_most(receiver: Callbac
         stack.push_async_callback(fleet.operator.close)
         for host in (FAST, SLOW):
             await fleet.start_pod(host)
-        status = await fleet.tick_until(lambda found: found.state.finished)
+        status = await fleet.reconcile_until(lambda found: found.state.finished)
         assert 500 <= status.totals.valid <= 500 + 2 * 8

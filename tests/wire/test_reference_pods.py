@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller.observing import ProgressWatch
 from poc_operator.model.conditions import ConditionType
-from poc_operator.model.pods import Container
 from poc_operator.model.status import RoundStatus
-from poc_operator.podapi.client import PodClient
-from poc_operator.runtime.progress import ProgressWatch
+from poc_operator.observed.pods import Container
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.fleet import Fleet
 from tests.support.http_server import serve
@@ -70,7 +70,7 @@ def progressing(status: RoundStatus) -> tuple[str, str]:
 
 
 async def test_a_whole_round(fleet: ReferenceFleet) -> None:
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert status.totals.checked == status.totals.delivered == status.totals.valid >= 400
     assert [(slot.state, slot.session, slot.error) for slot in status.assignments] == [
         ("Done", "vllm1#0", None),
@@ -83,9 +83,9 @@ async def test_a_whole_round(fleet: ReferenceFleet) -> None:
 
 
 async def test_a_restarted_pod_begins_anew(fleet: ReferenceFleet) -> None:
-    before = await fleet.tick_until(computes)
+    before = await fleet.reconcile_until(computes)
     await fleet.start_pod(HOSTS[0])
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     slot = status.assignments[0]
     assert (slot.start, slot.attempts, slot.session) == (0, 2, "vllm3#0")
     assert before.assignments[0].delivered > 0
@@ -95,32 +95,32 @@ async def test_a_restarted_pod_begins_anew(fleet: ReferenceFleet) -> None:
 
 async def test_a_container_that_restarts_between_two_polls_is_noticed(fleet: ReferenceFleet) -> None:
     """Somebody else starts the same slot on the new server: its counters are not taken for the old one's."""
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     request = fleet.servers[HOSTS[0]].request
     assert request is not None
     await fleet.start_pod(HOSTS[0])
     await fleet.servers[HOSTS[0]].start(request)
-    status = await fleet.tick_until(lambda status: status.totals.reissues == 1)
+    status = await fleet.reconcile_until(lambda status: status.totals.reissues == 1)
     assert reasons(fleet) == ["Started", "WorkLost"]
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert status.assignments[0].session == "vllm3#0"
     assert fleet.servers[HOSTS[0]].starts == 1
 
 
 async def test_a_new_operator_adopts_what_runs(fleet: ReferenceFleet) -> None:
-    before = await fleet.tick_until(computes)
+    before = await fleet.reconcile_until(computes)
     fleet.operator = fleet.new_operator()
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert [slot.session for slot in status.assignments] == [slot.session for slot in before.assignments]
     assert [pod.starts for pod in fleet.servers.values()] == [1, 1]
     assert status.totals.reissues == 0
 
 
 async def test_a_start_whose_answer_was_lost_is_adopted(fleet: ReferenceFleet) -> None:
-    await fleet.tick_until(lambda status: status.slots == 2)  # recorded, and on its way
+    await fleet.reconcile_until(lambda status: status.slots == 2)  # recorded, and on its way
     await fleet.operator.close()
     fleet.operator = fleet.new_operator()
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert [pod.starts for pod in fleet.servers.values()] == [1, 1]
     assert [slot.attempts for slot in status.assignments] == [1, 1]
 
@@ -128,7 +128,7 @@ async def test_a_start_whose_answer_was_lost_is_adopted(fleet: ReferenceFleet) -
 async def test_a_pod_that_stands_still_is_stopped_and_told_again(
     fleet: ReferenceFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     fleet.servers[HOSTS[0]].hangs = True
     seconds = 0.0
 
@@ -138,9 +138,9 @@ async def test_a_pod_that_stands_still_is_stopped_and_told_again(
         return seconds
 
     fleet.operator._watch = ProgressWatch(clock)
-    await fleet.tick_until(lambda status: status.assignments[0].stalls == 1)
+    await fleet.reconcile_until(lambda status: status.assignments[0].stalls == 1)
     fleet.servers[HOSTS[0]].hangs = False
-    await fleet.tick_until(complete)
+    await fleet.reconcile_until(complete)
     assert fleet.servers[HOSTS[0]].starts == 2
     assert reasons(fleet) == ["Started", "Stalled", "WorkLost", "Completed"]
 
@@ -150,7 +150,7 @@ async def test_foreign_work_is_waited_for_and_not_stopped(fleet: ReferenceFleet)
         async with httpx.AsyncClient() as client:
             url = f"http://{host}:{fleet.port}{API_PREFIX}/init/generate"
             assert (await client.post(url, json=FOREIGN)).status_code == 200
-    status = await fleet.tick_until(lambda status: bool(status.conditions))
+    status = await fleet.reconcile_until(lambda status: bool(status.conditions))
     reason, message = progressing(status)
     assert reason == "PodsBusy"
     assert "round without id, height 1" in message
@@ -158,32 +158,32 @@ async def test_foreign_work_is_waited_for_and_not_stopped(fleet: ReferenceFleet)
         assert pod.request is not None
         assert pod.request.block_hash == "other"
         await pod.stop()
-    await fleet.tick_until(complete)
+    await fleet.reconcile_until(complete)
 
 
 async def test_suspension_and_resumption(fleet: ReferenceFleet) -> None:
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     fleet.suspend(True)
-    await fleet.tick_until(lambda status: status.state == "Suspended")
+    await fleet.reconcile_until(lambda status: status.state == "Suspended")
     assert [pod.request for pod in fleet.servers.values()] == [None, None]
     fleet.suspend(False)
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert [(slot.start, slot.error) for slot in status.assignments] == [(0, None)] * 2
 
 
 async def test_a_refusal_is_forgotten_with_the_start_that_it_answered(fleet: ReferenceFleet) -> None:
     fleet.servers[HOSTS[0]].engine_runs = False
-    status = await fleet.tick_until(lambda status: any(slot.error for slot in status.assignments))
+    status = await fleet.reconcile_until(lambda status: any(slot.error for slot in status.assignments))
     assert status.assignments[0].error == "Engine not available"
     fleet.suspend(True)
-    await fleet.tick_until(lambda status: status.state == "Suspended")
+    await fleet.reconcile_until(lambda status: status.state == "Suspended")
     fleet.servers[HOSTS[0]].engine_runs = True
     fleet.suspend(False)
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
 
 
 async def test_a_deleted_round_stops_its_pods(fleet: ReferenceFleet) -> None:
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     assert await fleet.operator.stop_all() == 0
     assert [pod.request for pod in fleet.servers.values()] == [None, None]
 
@@ -193,5 +193,5 @@ async def test_the_distance_protocol_is_refused_with_the_pods_reason(receiver: C
         fleet = ReferenceFleet(stack, receiver, client, rTarget="1.4", artifact=None)
         fleet.servers = {}
         await fleet.start_pod(HOSTS[0])
-        status = await fleet.tick_until(lambda status: any(slot.error for slot in status.assignments))
+        status = await fleet.reconcile_until(lambda status: any(slot.error for slot in status.assignments))
         assert "params" in (status.assignments[0].error or "")

@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from poc_operator.clients.errors import StaleRound
+from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.status import RoundState, RoundStatus
-from poc_operator.podapi.client import PodClient
-from poc_operator.store.errors import StaleRound
 from tests.support.callback_receiver import CallbackReceiver
 from tests.support.fleet import Fleet
 
@@ -44,16 +44,16 @@ def assert_nothing_lost_nothing_twice(fleet: Fleet, status: RoundStatus) -> None
 
 
 async def test_a_round_is_computed_and_delivered_exactly_once(fleet: Fleet) -> None:
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert_nothing_lost_nothing_twice(fleet, status)
     assert status.pods == "2/2"
     assert [event.reason for event in fleet.events] == ["Started", "Completed"]
 
 
 async def test_an_operator_killed_in_mid_round_is_replaced_without_a_trace(fleet: Fleet) -> None:
-    before = await fleet.tick_until(computes)
+    before = await fleet.reconcile_until(computes)
     fleet.operator = fleet.new_operator()
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert_nothing_lost_nothing_twice(fleet, status)
     assert [slot.session for slot in status.assignments] == [slot.session for slot in before.assignments]
     assert status.totals.reissues == 0
@@ -63,17 +63,17 @@ async def test_an_operator_killed_in_mid_round_is_replaced_without_a_trace(fleet
 async def test_an_operator_killed_between_record_and_action(fleet: Fleet, after_write: bool) -> None:
     fleet.store.fault, fleet.store.fault_after_write = StaleRound("killed"), after_write
     with pytest.raises(StaleRound):
-        await fleet.operator.tick()
+        await fleet.operator.reconcile()
     fleet.operator = fleet.new_operator()
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert_nothing_lost_nothing_twice(fleet, status)
     assert [slot.attempts for slot in status.assignments] == [1, 1]
 
 
 async def test_a_restarted_pod_goes_on_after_what_was_delivered(fleet: Fleet) -> None:
-    before = await fleet.tick_until(computes)
+    before = await fleet.reconcile_until(computes)
     await fleet.start_pod(HOSTS[0])
-    status = await fleet.tick_until(complete)
+    status = await fleet.reconcile_until(complete)
     assert status.totals.reissues == 1
     assert status.assignments[0].start >= before.assignments[0].delivered > 0
     received = set(fleet.receiver.nonces)
@@ -82,10 +82,10 @@ async def test_a_restarted_pod_goes_on_after_what_was_delivered(fleet: Fleet) ->
 
 
 async def test_a_deleted_round_stops_its_pods(fleet: Fleet) -> None:
-    await fleet.tick_until(computes)
+    await fleet.reconcile_until(computes)
     assert await fleet.operator.stop_all() == 0
 
 
 async def test_a_round_that_is_gone_is_not_driven(fleet: Fleet) -> None:
     fleet.store.round = None
-    assert await fleet.operator.tick() is False
+    assert await fleet.operator.reconcile() is False

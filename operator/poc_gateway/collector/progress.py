@@ -8,7 +8,7 @@ from sqlalchemy import Connection, RowMapping, select
 from poc_gateway.rounds.registry import terms_of
 from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.store import schema
-from poc_operator.model.collected import CollectedRound, CollectedSlot
+from poc_operator.observed.gateway import CollectedRound, CollectedSlot
 
 
 def progress(connection: Connection, namespace: str, name: str, uid: str | None) -> CollectedRound | None:

@@ -24,7 +24,7 @@ from poc_gateway.rounds.registry import Fits, KnownRound, RoundDeleted, Rounds
 from poc_gateway.rounds.terms import RoundTerms
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_operator.model.collected import CollectedRound
+from poc_operator.observed.gateway import CollectedRound
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 
 _log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from poc_gateway.network.template import RoundTemplate
-from poc_operator.model.pods import PodView
+from poc_operator.clients.errors import PodError
+from poc_operator.clients.pods.client import PodClient, base_url
+from poc_operator.clients.pods.reference import ReferenceStatus
 from poc_operator.model.round import Round
-from poc_operator.podapi.client import PodClient, base_url
-from poc_operator.podapi.errors import PodError
-from poc_operator.podapi.reference import ReferenceStatus
+from poc_operator.observed.pods import PodView
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 from vllm_poc.wire.messages import PowState, StatusResponse
 
@@ -22,7 +22,10 @@ _CONCURRENCY = 100
 
 
 class Cluster(Protocol):
-    """The API server; `poc_operator.store.requested.RequestedRounds` is one. Errors are of ``store.errors``."""
+    """The API server; `poc_operator.clients.kube.requested.RequestedRounds` is one.
+
+    Errors are of ``clients.errors``.
+    """
 
     async def list_rounds(self) -> list[Round]:
         """Return the network's rounds."""

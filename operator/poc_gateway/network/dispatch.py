@@ -16,9 +16,8 @@ from typing import Any
 from poc_gateway.network.chunks import request_of, values_of
 from poc_gateway.network.cluster import Backend, Backends
 from poc_gateway.network.work import Work
-from poc_operator.model.pods import PodView
-from poc_operator.podapi.errors import NotAPodOfOurs, PodError
-from poc_operator.store.errors import StoreError
+from poc_operator.clients.errors import NotAPodOfOurs, PodError, StoreError
+from poc_operator.observed.pods import PodView
 from vllm_poc.wire.generate import GenerateRequest
 
 _log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from time import monotonic
 from poc_gateway.errors import Refusal
 from poc_gateway.network.cluster import Cluster
 from poc_gateway.network.template import RoundTemplate, asked_of, name_of
+from poc_operator.clients.errors import RoundInvalid, StaleRound
 from poc_operator.model.round import Round
 from poc_operator.model.status import RoundState
-from poc_operator.store.errors import RoundInvalid, StaleRound
 from vllm_poc.wire.messages import InitGenerateRequest
 
 #: An operator that runs has looked at a round well before.

@@ -24,10 +24,10 @@ from poc_gateway.network.rounds import NetworkRounds
 from poc_gateway.network.template import RoundTemplate
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_operator.clients.pods.client import PodClient
 from poc_operator.model import names
-from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
-from poc_operator.podapi.client import PodClient
+from poc_operator.observed.pods import PodView
 from vllm_poc.wire.messages import PowState
 
 

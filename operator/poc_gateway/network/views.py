@@ -8,8 +8,8 @@ from typing import Any, Literal
 from poc_gateway.network.cluster import Backend as ReadyPod
 from poc_gateway.network.messages import FIRST_PORT, Backend, NodeStatus, PodStatus
 from poc_gateway.network.rounds import waits_for_operator
-from poc_operator.model.pods import PodView
 from poc_operator.model.round import Round
+from poc_operator.observed.pods import PodView
 from vllm_poc.wire.messages import Protocol, RoundConfig, RoundStats
 
 Overall = Literal["GENERATING", "MIXED", "IDLE"]

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from poc_gateway.errors import Refusal
 from poc_gateway.network.access import RETRY_AFTER
 from poc_gateway.network.chunks import size_of
-from poc_operator.podapi.errors import PodError, PodRefused
+from poc_operator.clients.errors import PodError, PodRefused
 from vllm_poc.wire.generate import GenerateRequest
 
 #: Chunks of one request that may fail in a row.

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 
 import kopf
 
+from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller.leader_election import LeaderElection
+from poc_operator.controller.manager import Manager
+from poc_operator.controller.metrics import serve_metrics
 from poc_operator.model import names
-from poc_operator.podapi.client import PodClient
-from poc_operator.podapi.collector import CollectorClient
-from poc_operator.runtime.operator import Operator
-from poc_operator.runtime.web import serve_metrics
-from poc_operator.store.lease import Lease
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +34,25 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.execution.default_backoff = 2
     memo.until_end = stack = AsyncExitStack()
     pods = PodClient(os.environ.get("POC_POD_TOKEN") or None)
-    memo.operator = operator = await Operator.create(
-        pods, _collector(memo.options.gateway_url), memo.options.lease_namespace, memo.options.identity
+    memo.manager = manager = await Manager.create(
+        pods, _gateway(memo.options.gateway_url), memo.options.lease_namespace, memo.options.identity
     )
-    stack.push_async_callback(operator.close)
-    await operator.lease.acquire()
-    stack.push_async_callback(operator.lease.release)
-    for task in (_end_without(operator.lease), operator.check_watches(memo.options.namespace)):
+    stack.push_async_callback(manager.close)
+    await manager.lease.acquire()
+    stack.push_async_callback(manager.lease.release)
+    for task in (_end_without(manager.lease), manager.check_watches(memo.options.namespace)):
         stack.callback(asyncio.create_task(task).cancel)
     try:
-        await stack.enter_async_context(serve_metrics(operator.metrics, memo.options.metrics_port))
+        await stack.enter_async_context(serve_metrics(manager.metrics, memo.options.metrics_port))
     except OSError as error:
         raise kopf.PermanentError(f"--metrics-port: {error}") from error
 
 
-def _collector(url: str | None) -> CollectorClient | None:
-    return CollectorClient(url, os.environ.get("POC_GATEWAY_TOKEN") or None) if url is not None else None
+def _gateway(url: str | None) -> GatewayClient | None:
+    return GatewayClient(url, os.environ.get("POC_GATEWAY_TOKEN") or None) if url is not None else None
 
 
-async def _end_without(lease: Lease) -> None:
+async def _end_without(lease: LeaderElection) -> None:
     """End the process at once when the lease is lost. The pods go on; whoever has the lease adopts them."""
     await lease.keep()
     log.critical("the lease is lost to %s: ending at once, so that no two operators act", lease.holder)
@@ -69,9 +69,9 @@ async def end(memo: kopf.Memo, **_: object) -> None:
 
 @kopf.on.probe(id="rounds")
 async def operator_works(memo: kopf.Memo, **_: object) -> str:
-    """Liveness: fails when a watch is deaf, so that Kubernetes restarts the process. No round decides about it."""
-    operator: Operator = memo.operator
-    ailments = operator.ailments()
-    if ailments:
-        raise kopf.PermanentError(f"{len(ailments)} ailments, the first: {ailments[0]}")
+    """Liveness: fails when a watch is stale, so that Kubernetes restarts the process. No round decides about it."""
+    manager: Manager = memo.manager
+    findings = manager.health_findings()
+    if findings:
+        raise kopf.PermanentError(f"{len(findings)} findings, the first: {findings[0]}")
     return "ok"

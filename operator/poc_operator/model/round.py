@@ -8,9 +8,9 @@ from typing import Any, Self
 from pydantic import Field
 
 from poc_operator.model.base import ApiModel
-from poc_operator.model.pods import PodView
 from poc_operator.model.spec import RoundSpec
 from poc_operator.model.status import RoundStatus
+from poc_operator.observed.pods import PodView
 
 
 class Metadata(ApiModel):

@@ -4,13 +4,12 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from poc_operator.model.collected import CollectedRound, CollectedSlot
-from poc_operator.model.gateway import GatewayReport
-from poc_operator.model.pods import PodReport, PodView
 from poc_operator.model.round import Metadata, Round
 from poc_operator.model.spec import RoundSpec
 from poc_operator.model.status import Assignment, RoundStatus, SlotState
-from poc_operator.plan.snapshot import Snapshot
+from poc_operator.observed.gateway import CollectedRound, CollectedSlot, GatewayReport
+from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.rounds.snapshot import Snapshot
 from vllm_poc.wire.messages import ModelLimits, PowState, StatusResponse
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

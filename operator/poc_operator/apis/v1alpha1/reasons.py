@@ -25,6 +25,7 @@ class Reason(StrEnum):
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
     FRAUD_DETECTED = "FraudDetected"
     GATEWAY_UNREACHABLE = "GatewayUnreachable"
+    INTERNAL_ERROR = "InternalError"
     K_DIM_TOO_LARGE = "KDimTooLarge"
     MODEL_MISMATCH = "ModelMismatch"
     MODEL_UNSUPPORTED = "ModelUnsupported"
@@ -55,6 +56,7 @@ class Reason(StrEnum):
     STOPPING = "Stopping"
     SUSPENDED = "Suspended"
     THEORY_DISAGREES = "TheoryDisagrees"
+    TOO_MANY_SLOTS = "TooManySlots"
     WORK_LOST = "WorkLost"
 
 
@@ -126,6 +128,18 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "has no results of `proofs.round`.",
         "Create them; the validation waits until `startDeadlineSeconds`. The message says what is missing.",
         _VALIDATION,
+    ),
+    Reason.INTERNAL_ERROR: Explanation(
+        "Progressing=False, Degraded=True",
+        "The operator failed on this object. It tries again, at first after seconds, later every 5 min; others go on.",
+        "The message and the operator's log say why. Another spec is tried at once. If the message names a field, "
+        "delete the object and create it with another value.",
+    ),
+    Reason.TOO_MANY_SLOTS: Explanation(
+        "Failed=True",
+        "Without `nodes.groups` the round would have more than 10 000 slots, since so many pods match.",
+        "Select fewer pods, or set `nodes.groups`.",
+        _ROUND,
     ),
     Reason.START_DEADLINE_EXCEEDED: Explanation(
         "Failed=True",

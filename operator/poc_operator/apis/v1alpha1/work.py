@@ -94,12 +94,12 @@ def _immutability(spec: type[ApiModel], properties: dict[str, Any]) -> Rule:
         for name, field in spec.model_fields.items()
         if names[name] not in mutable
     }
-    changed = ", ".join(f"({same}) ? '' : {cel_text(name)}" for name, same in same.items())
+    changed = " + ".join(f"({rule} ? '' : {cel_text(f'{name} ')})" for name, rule in same.items())
     remedy = "cannot be changed: delete the object and create a new one"
     return Rule(
-        rule=" && ".join(f"({same})" for same in same.values()),
+        rule=" && ".join(same.values()),
         message=f"all but {', '.join(sorted(mutable))} {remedy}",
-        message_expression=f"[{changed}].filter(name, name != '').join(', ') + ' {remedy}'",
+        message_expression=f"{changed} + {cel_text(remedy)}",
     )
 
 
@@ -111,7 +111,7 @@ def _is_same(name: str, *, optional: bool) -> str:
     if not optional:
         return f"self.{name} == oldSelf.{name}"
     there = f"has(self.{name})"
-    return f"{there} == has(oldSelf.{name}) && (!{there} || self.{name} == oldSelf.{name})"
+    return f"({there} == has(oldSelf.{name}) && (!{there} || self.{name} == oldSelf.{name}))"
 
 
 class ProtocolSpec(WorkSpec):

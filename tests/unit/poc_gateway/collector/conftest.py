@@ -16,8 +16,8 @@ from poc_gateway.outbox.outbox import Outbox
 from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_operator.clients.errors import StoreUnavailable
 from poc_operator.model.round import Round
-from poc_operator.store.errors import StoreUnavailable
 from tests.support.deliveries import JSON, path
 from tests.support.http_server import free_port, serve
 

@@ -2,7 +2,7 @@
 import aiohttp
 import pytest
 
-from poc_operator.model.passwords import round_password
+from poc_operator.clients.gateway import round_password
 from tests.support.deliveries import JSON, a_round, artifacts, path
 from tests.unit.poc_gateway.collector.conftest import Start
 

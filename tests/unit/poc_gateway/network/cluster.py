@@ -17,11 +17,11 @@ from poc_gateway.outbox.outbox import Outbox
 from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
-from poc_operator.model.pods import PodView
+from poc_operator.clients.errors import RoundInvalid, StaleRound, StoreError
+from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState, Totals
-from poc_operator.podapi.client import PodClient
-from poc_operator.store.errors import RoundInvalid, StaleRound, StoreError
+from poc_operator.observed.pods import PodView
 from tests.support.http_server import free_port, serve
 from tests.support.pod import Pod, running_pod
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from poc_gateway.network.rounds import NetworkRounds
-from poc_operator.store.errors import RoundInvalid, StoreUnavailable
+from poc_operator.clients.errors import RoundInvalid, StoreUnavailable
 from tests.unit.poc_gateway.network.cluster import World, running_world
 from tests.unit.poc_gateway.network.requests import BLOCK, INIT, PARAMS, error_of
 

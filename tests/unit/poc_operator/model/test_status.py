@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from poc_operator.clients.kube.rounds import _merge_patch
 from poc_operator.model.base import ApiModel
 from poc_operator.model.conditions import Condition, merge_conditions
 from poc_operator.model.round import Metadata
 from poc_operator.model.spec import RoundSpec
 from poc_operator.model.status import Assignment, RoundStatus, SlotState
-from poc_operator.plan.plan import plan
-from poc_operator.store.rounds import _merge_patch
+from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, look, says
 
 CRD = yaml.safe_load(Path("crds/pocrounds.yaml").read_text())
@@ -31,7 +31,7 @@ def test_models_and_crd_have_the_same_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"start": 2_000_000, "valid_before": 2_000_000}, {"end": 2_000_000}], ids=["given out again", "portions"]
+    "more", [{"start": 2_000_000, "valid_before": 2_000_000}, {"end": 2_000_000}], ids=["given out again", "allowances"]
 )
 def test_a_thousand_slots_fit(more: dict[str, int]) -> None:
     slots = [

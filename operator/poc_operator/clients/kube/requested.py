@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds that a program creates on request and finds again by a label, and the pods that will work on them."""
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from poc_operator.clients.errors import RoundInvalid, StoreUnavailable
+from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
+from poc_operator.clients.kube.rounds import readable
+from poc_operator.model import names
+from poc_operator.model.round import Round
+from poc_operator.observed.pods import PodView
+
+_INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
+
+
+class RequestedRounds:
+    """The PoCRounds of one namespace that carry ``labels``. Errors are of ``clients.errors``."""
+
+    def __init__(self, api: client.ApiClient, namespace: str, labels: Mapping[str, str]) -> None:
+        self._api = api
+        self._objects = client.CustomObjectsApi(api)
+        self._core = client.CoreV1Api(api)
+        self._namespace = namespace
+        self._labels = dict(labels)
+        self._kind: dict[str, Any] = {
+            "group": names.GROUP,
+            "version": names.VERSION,
+            "plural": names.PLURAL,
+            "namespace": namespace,
+            "_request_timeout": REQUEST_SECONDS,
+        }
+
+    async def list_rounds(self) -> list[Round]:
+        """Return the rounds as they are now."""
+        async with api_errors():
+            found: Any = await self._objects.list_namespaced_custom_object(
+                label_selector=_selector(self._labels), **self._kind
+            )
+            return list(readable(found["items"]))
+        raise self._missing()
+
+    async def create(self, name: str, spec: Mapping[str, Any]) -> Round:
+        """Create a round; StaleRound if there is one of this name, RoundInvalid if its spec is refused."""
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "metadata": {"name": name, "labels": self._labels},
+            "spec": dict(spec),
+        }
+        async with api_errors():
+            try:
+                made: Any = await self._objects.create_namespaced_custom_object(body=body, **self._kind)
+            except ApiException as error:
+                if error.status in _INVALID:
+                    raise RoundInvalid(_message(error)) from error
+                raise
+            return Round.parse(made)
+        raise self._missing()
+
+    async def finish(self, name: str) -> None:
+        """Let a round end now, as if its stop was reached; nothing happens if it is gone."""
+        async with api_errors():
+            await self._objects.patch_namespaced_custom_object(
+                name=name, body={"spec": {"finish": True}}, _content_type="application/merge-patch+json", **self._kind
+            )
+
+    async def list_pods(self, match_labels: Mapping[str, str]) -> list[PodView]:
+        """Return the namespace's pods with these labels."""
+        async with api_errors():
+            pods: Any = await self._core.list_namespaced_pod(
+                self._namespace, label_selector=_selector(match_labels), _request_timeout=REQUEST_SECONDS
+            )
+            return [PodView.parse(body) for body in self._api.sanitize_for_serialization(pods.items)]  # type: ignore[no-untyped-call]
+        raise self._missing()
+
+    def _missing(self) -> StoreUnavailable:
+        return StoreUnavailable(
+            f'the API server knows no namespace "{self._namespace}", or no {names.KIND}: create it, or install the CRD'
+        )
+
+
+def _selector(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in labels.items())
+
+
+def _message(error: ApiException) -> str:
+    try:
+        return str(json.loads(error.body or "")["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {error.status}: {error.reason}"

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed calls to one pod. Every call has a time limit, every answer a size limit."""
+
+from http import HTTPStatus
+from typing import Self, TypeVar
+
+import aiohttp
+from pydantic import TypeAdapter, ValidationError
+from yarl import URL
+
+from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRefused, PodTimeout, PodUnreachable
+from poc_operator.clients.http import read_bounded
+from poc_operator.clients.pods import reference
+from poc_operator.clients.pods.reference import Command, Status
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ErrorResponse, ExtendRequest, InitGenerateRequest
+
+#: A status with its lists left out is about 1 KiB; no state or command is near this.
+MAX_BODY_BYTES = 64 * 2**10
+
+#: The distances of 1 000 nonces take about 60 KiB; no result is near this.
+MAX_RESULT_BYTES = 1024 * 2**10
+
+#: Seconds for a status poll: a pod that needs longer counts as not answering.
+STATUS_SECONDS = 5.0
+
+#: Seconds for a start: the pod may have to wait for the forward pass in flight.
+START_SECONDS = 30.0
+
+#: Seconds for a stop: the pod flushes its results first, 30 s at most.
+STOP_SECONDS = 60.0
+
+#: Seconds for named nonces, which may have to wait for chat. A large model computes a few of them per second.
+GENERATE_SECONDS = 300.0
+
+Answer = TypeVar("Answer")
+
+_STATUS: TypeAdapter[Status] = TypeAdapter(Status)
+
+_COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
+
+_RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(GeneratedResponse | ValidatedResponse)
+
+
+class PodClient:
+    """REST client for all pods; one pooled session. Errors are of ``clients.errors``."""
+
+    def __init__(self, token: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=600), headers=headers, trust_env=False
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def status(self, base: str) -> Status:
+        """Return the pod's state and counters, without the lists of valid nonces."""
+        url = URL(f"{base}/status").with_query(lists="false")
+        return await self._call("GET", url, STATUS_SECONDS, _STATUS)
+
+    async def start(self, base: str, request: InitGenerateRequest) -> Command:
+        """Start a slot; safe to repeat, since the request carries the round's id."""
+        body = request.model_dump(mode="json", exclude_none=True)
+        return await self._call("POST", URL(f"{base}/init/generate"), START_SECONDS, _COMMAND, body)
+
+    async def extend(self, base: str, request: ExtendRequest) -> Command:
+        """Let a round compute on; PodBusy if the pod does not generate it."""
+        return await self._call("POST", URL(f"{base}/extend"), START_SECONDS, _COMMAND, request.model_dump())
+
+    async def stop(self, base: str, round_id: str | None) -> Command:
+        """Stop the round, unless the pod computes another one by now; without an id, whatever it computes.
+
+        Results are flushed first.
+        """
+        url = URL(f"{base}/stop").with_query({"round_id": round_id} if round_id is not None else {})
+        return await self._call("POST", url, STOP_SECONDS, _COMMAND)
+
+    async def generate(self, base: str, request: GenerateRequest) -> GeneratedResponse | ValidatedResponse:
+        """Compute named nonces. The pod drops the work when this call is cancelled."""
+        body = request.model_dump(mode="json", exclude_none=True)
+        url = URL(f"{base}/generate")
+        return await self._call("POST", url, GENERATE_SECONDS, _RESULT, body, limit=MAX_RESULT_BYTES)
+
+    async def _call(
+        self,
+        method: str,
+        url: URL,
+        seconds: float,
+        answer: TypeAdapter[Answer],
+        body: object | None = None,
+        *,
+        limit: int = MAX_BODY_BYTES,
+    ) -> Answer:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        call = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False)
+        try:
+            async with call as response:
+                return _parse(response.status, await _read(response, limit), answer)
+        except TimeoutError as error:
+            raise PodTimeout(f"no answer within {seconds:g} s") from error
+        except aiohttp.ClientError as error:
+            raise PodUnreachable(str(error) or type(error).__name__) from error
+
+
+def base_url(host: str, port: int) -> str:
+    """Return the address of a pod's PoC routes."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{API_PREFIX}"
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    body = await read_bounded(response, limit)
+    if body is None:
+        raise NotAPodOfOurs(f"the answer exceeds {limit} bytes")
+    return body
+
+
+def _parse(status: int, body: bytes, answer: TypeAdapter[Answer]) -> Answer:
+    if status != HTTPStatus.OK:
+        raise _error(status, body)
+    try:
+        return answer.validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:])  # the first says whose answer it was taken for
+        raise NotAPodOfOurs(f"not an answer of the PoC protocol: {field}: {first['msg']}"[:MAX_TEXT]) from error
+
+
+def _error(status: int, body: bytes) -> PodError:
+    try:
+        answer = ErrorResponse.model_validate_json(body)
+    except ValidationError:
+        if status == HTTPStatus.NOT_FOUND:
+            return NotAPodOfOurs("HTTP 404: the server has no PoC routes; start vLLM with --enable-poc")
+        return reference.refusal(status, body) or NotAPodOfOurs(f"HTTP {status} without an explanation")
+    if answer.reason == "RoundConflict":
+        return PodBusy(answer.reason, answer.detail)
+    return PodRefused(answer.reason, answer.detail)

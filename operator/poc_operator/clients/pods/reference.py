@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods that run the protocol's reference implementation, told in the words of ours.
+
+Such a pod knows neither rounds nor sessions, begins every slot at index 0, and says nothing about a
+round that is over. Its container's id stands for the session, what it computes is recognised by
+comparing the round's parameters, and what it has processed counts as delivered: nothing tells how
+much of that its receiver got.
+"""
+
+import json
+from http import HTTPStatus
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Tag, ValidationError
+
+from poc_operator.clients.errors import PodBusy, PodRefused
+from poc_operator.model.round import Round
+from poc_operator.observed.pods import PodView
+from vllm_poc.wire.messages import (
+    MAX_TEXT,
+    CommandResponse,
+    Index,
+    PowState,
+    Protocol,
+    RoundConfig,
+    RoundStats,
+    StatusResponse,
+    WireMessage,
+)
+
+
+class ReferenceConfig(WireMessage):
+    """What a reference pod computes."""
+
+    block_hash: str
+    block_height: Index
+    public_key: str
+    node_id: Index
+    node_count: Index
+    group_id: Index
+    n_groups: Index
+    seq_len: Index
+    k_dim: Index
+
+
+class ReferenceStatus(WireMessage):
+    """``GET status`` of a reference pod; ``config`` is null while it is idle."""
+
+    status: Literal[PowState.IDLE, PowState.GENERATING]
+    config: ReferenceConfig | None = None
+    stats: RoundStats | None = None
+
+
+class ReferenceCommand(WireMessage):
+    """A reference pod's answer to a start or a stop; what it says beside that it was done is not needed."""
+
+    status: Literal["OK"]
+
+
+class _ReferenceError(WireMessage):
+    detail: object
+
+
+def _whose(answer: object) -> str:
+    fields = answer.get("pow_status", answer) if isinstance(answer, dict) else {}
+    return "ours" if isinstance(fields, dict) and "session_id" in fields else "reference"
+
+
+#: An answer without a session is the reference's. One with a session must be all that ours must be.
+Status = Annotated[
+    Annotated[StatusResponse, Tag("ours")] | Annotated[ReferenceStatus, Tag("reference")], Discriminator(_whose)
+]
+
+Command = Annotated[
+    Annotated[CommandResponse, Tag("ours")] | Annotated[ReferenceCommand, Tag("reference")], Discriminator(_whose)
+]
+
+
+def as_ours(answer: ReferenceStatus, pod: PodView, round_: Round) -> StatusResponse:
+    """Return a reference pod's status as one of our pods would have put it."""
+    stats, config = answer.stats or RoundStats(), answer.config
+    processed = stats.total_processed
+    return StatusResponse(
+        status=answer.status,
+        state=answer.status,
+        config=RoundConfig(**config.model_dump(), protocol=Protocol.ARTIFACT, batch_size=0) if config else None,
+        stats=stats,
+        total_checked=processed,
+        total_valid=processed,
+        rate_per_second=stats.nonces_per_second,
+        session_id=pod.server(round_.spec.port),
+        round_id=round_.id if config is not None and _is_of(round_, config) else None,
+        next_index=processed,
+        delivered_index=processed,
+        delivered_valid=processed,
+    )
+
+
+def _is_of(round_: Round, config: ReferenceConfig) -> bool:
+    """Whether the pod computes a slot of this round; which one, ``config`` tells."""
+    spec = round_.spec
+    wanted = (spec.block_hash, spec.block_height, spec.public_key, spec.nodes.count, round_.status.groups)
+    runs = (config.block_hash, config.block_height, config.public_key, config.node_count, config.n_groups)
+    artifact = spec.artifact is not None and (spec.model.seq_len, spec.artifact.k_dim)
+    return wanted == runs and artifact == (config.seq_len, config.k_dim)
+
+
+_REASONS = {HTTPStatus.UNPROCESSABLE_ENTITY: "InvalidRequest", HTTPStatus.SERVICE_UNAVAILABLE: "EngineNotReady"}
+
+
+def refusal(status: int, body: bytes) -> PodRefused | None:
+    """Return why a reference pod declined; None if the answer is not one of its refusals."""
+    try:
+        detail = _ReferenceError.model_validate_json(body).detail
+    except ValidationError:
+        return None
+    text = (detail if isinstance(detail, str) else json.dumps(_without_input(detail)))[:MAX_TEXT]
+    if status == HTTPStatus.CONFLICT:
+        return PodBusy("RoundConflict", text) if isinstance(detail, str) else PodRefused("ModelMismatch", text)
+    return PodRefused(_REASONS[HTTPStatus(status)], text) if status in _REASONS else None
+
+
+def _without_input(detail: object) -> object:
+    """Return FastAPI's list of mistakes without what was sent: the callback address in it has a password."""
+    if not isinstance(detail, list):
+        return detail
+    return [
+        {key: told for key, told in mistake.items() if key != "input"}
+        for mistake in detail
+        if isinstance(mistake, dict)
+    ]

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The moving parts: one process, one loop per object.
+
+- ``manager``: what the process has once: connections, the pod cache, the loops.
+- ``reconciler``: one object's loop: read, observe, plan, record, act.
+- ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
+- ``leader_election``, ``health``, ``metrics``, ``logs``: what the process owes its cluster.
+
+What to do is decided in the plans (``rounds``), how to ask stands in ``clients``, kopf is in ``handlers``::
+
+    handlers (kopf) ──► manager ──► reconciler ──► observe ──► plan ──► record ──► act
+                                        ▲                                          │
+                                        └────────── wake: answers, pods, spec ─────┘
+"""

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan orders, and what pods answer. Orders run beside the round's loop, one at a time for each pod: a pod
+that is slow to answer holds up no other. Named nonces are asked for beside everything else.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
+
+from poc_operator.clients.errors import PodBusy, PodError, PodRefused, StoreError, StoreForbidden
+from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.pods.client import PodClient, base_url
+from poc_operator.controller.logs import RoundLogger, of
+from poc_operator.model.conditions import Reason
+from poc_operator.observed.pods import Answer, PodReport, PodView
+from poc_operator.rounds.snapshot import (
+    Action,
+    AskPod,
+    DeletePod,
+    DeleteRound,
+    ExtendPod,
+    RoundEvent,
+    StartPod,
+    StopPod,
+)
+from vllm_poc.wire.messages import CommandResponse
+
+Emit = Callable[[RoundEvent], None]
+
+
+class PodActions:
+    """The actions of one round that are under way, and what pods answered to them. ``wake`` is set by news."""
+
+    def __init__(
+        self, *, store: RoundStore, client: PodClient, emit: Emit, wake: asyncio.Event, log: RoundLogger
+    ) -> None:
+        self._store = store
+        self._client = client
+        self._emit = emit
+        self._wake = wake
+        self._log = log
+        # Answers to the starts of the last tick: what the pods' next reports cannot tell.
+        self._started: dict[str, str] = {}
+        self._refusals: dict[str, tuple[str, str]] = {}
+        self._undeletable: set[str] = set()  # pod uids that the user was told of
+        self._in_flight: dict[str, asyncio.Task[None]] = {}  # by pod uid
+
+    def begin(self, port: int, actions: Sequence[Action]) -> None:
+        """Take these actions, but none on a pod that has one under way."""
+        for action in actions:
+            if not isinstance(action, DeleteRound | AskPod) and action.pod.uid not in self._in_flight:
+                task = asyncio.create_task(self._take(port, action))
+                self._in_flight[action.pod.uid] = task
+                task.add_done_callback(partial(self._done, action.pod.uid))
+
+    async def finish(self) -> None:
+        """Wait for what is under way."""
+        await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """Give up what is under way; the next process finds out what became of it."""
+        for task in self._in_flight.values():
+            task.cancel()
+        await self.finish()
+
+    def with_answer(self, uid: str, report: PodReport) -> PodReport:
+        """Return the report with what the pod answered to its last start."""
+        return dataclasses.replace(
+            report,
+            started=self._started.pop(uid, None),
+            refusal=self._refusals.get(uid),
+            in_flight=uid in self._in_flight,
+        )
+
+    def forget_refusals(self, starting: Container[str | None]) -> None:
+        """Forget the refusals of pods that are not to be started any more."""
+        self._refusals = {uid: refusal for uid, refusal in self._refusals.items() if uid in starting}
+
+    def _done(self, uid: str, task: asyncio.Task[None]) -> None:
+        del self._in_flight[uid]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("an action failed", exc_info=error)
+
+    async def _take(self, port: int, action: StartPod | ExtendPod | StopPod | DeletePod) -> None:
+        match action:
+            case StartPod():
+                await self._start(port, action)
+            case ExtendPod():
+                await self._extend(port, action)
+            case StopPod():
+                await self._stop(port, action)
+            case DeletePod(pod=pod):
+                await self._delete(pod)
+
+    async def _start(self, port: int, start: StartPod) -> None:
+        pod = start.pod
+        self._refusals.pop(pod.uid, None)
+        try:
+            answer = await self._client.start(base_url(pod.ip or "", port), start.request)
+            self._started[pod.uid] = (
+                answer.pow_status.session_id if isinstance(answer, CommandResponse) else pod.server(port)
+            )
+            self._wake.set()
+        except PodBusy as error:
+            # What it computes is this slot, as after an answer that was lost, or other work: the next poll tells.
+            self._log.info("start: %s", error, extra=of(pod))
+        except PodRefused as error:
+            self._refusals[pod.uid] = (error.reason, str(error))
+        except PodError as error:
+            # The outcome is unknown; the next poll tells, and a repeated start is harmless.
+            self._log.warning("start: %s", error, extra=of(pod))
+
+    async def _extend(self, port: int, extend: ExtendPod) -> None:
+        try:
+            await self._client.extend(base_url(extend.pod.ip or "", port), extend.request)
+        except PodError as error:
+            # What became of its round, or of the limit, the next poll tells.
+            self._log.info("extend: %s", error, extra=of(extend.pod))
+
+    async def _stop(self, port: int, stop: StopPod) -> None:
+        try:
+            await self._client.stop(base_url(stop.pod.ip or "", port), stop.round_id)
+            self._wake.set()
+        except PodBusy:
+            self._log.info("stop: the pod computes another round by now", extra=of(stop.pod))
+        except PodError as error:
+            self._log.warning("stop: %s", error, extra=of(stop.pod))
+
+    async def _delete(self, pod: PodView) -> None:
+        try:
+            await self._store.delete_pod(pod)
+        except StoreForbidden as error:
+            if pod.uid not in self._undeletable:
+                self._undeletable.add(pod.uid)
+                message = f"pod {pod.name} cannot be deleted ({error}): install the chart with rbac.deletePods=true"
+                self._emit(RoundEvent(reason=Reason.STALLED, message=message, warning=True))
+        except StoreError as error:
+            self._log.warning("deletion: %s", error, extra=of(pod))
+
+
+_Key = tuple[str, str]  # pod uid, key of the ask
+
+
+class PodAsks:
+    """What one round asks its pods. ``wake`` is set when one has a result."""
+
+    def __init__(self, *, client: PodClient, wake: asyncio.Event) -> None:
+        self._client = client
+        self._wake = wake
+        self._tasks: dict[_Key, asyncio.Task[None]] = {}
+        self._answers: dict[str, Answer] = {}  # the last one of each pod, by uid
+
+    def keep(self, port: int, asks: Iterable[AskPod]) -> None:
+        """Ask these, once each, and cancel all others."""
+        wanted = {(ask.pod.uid, ask.key): ask for ask in asks}
+        for key in self._tasks.keys() - wanted.keys():
+            self._tasks.pop(key).cancel()
+        for key in wanted.keys() - self._tasks.keys():
+            self._tasks[key] = asyncio.create_task(self._ask(port, wanted[key]))
+
+    async def cancel(self) -> None:
+        """Cancel all; the pods drop the work."""
+        tasks = list(self._tasks.values())
+        self.keep(0, ())
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def answer_of(self, uid: str) -> Answer | None:
+        """Return the pod's last answer."""
+        return self._answers.get(uid)
+
+    async def _ask(self, port: int, ask: AskPod) -> None:
+        try:
+            result = await self._client.generate(base_url(ask.pod.ip or "", port), ask.request)
+        except PodError as error:
+            # No news: the next look is early enough, so that tries have a pause between them.
+            self._answers[ask.pod.uid] = Answer(key=ask.key, error=str(error))
+        else:
+            self._answers[ask.pod.uid] = Answer(key=ask.key, result=result)
+            self._wake.set()

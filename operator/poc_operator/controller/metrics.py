@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics of the operator, and the port that they are read from.
+
+No label names a round or a pod, so their number is bounded. Counters of nonces count each round's progress beyond
+what was reached before: a new process begins with what the status says, and nonces that are computed anew after a
+loss are not counted twice.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as CounterMetric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from poc_operator.model.status import RoundState, RoundStatus, SlotState, Totals
+from poc_operator.rounds.snapshot import RoundEvent, Snapshot
+
+_POLL_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 5, 10)
+
+_PLAN_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
+
+_NONCES = ("checked", "valid", "delivered")
+
+
+@dataclass
+class _Known:
+    status: RoundStatus
+    most: Totals
+    silent: float
+    seen: float
+
+
+class Metrics(Collector):
+    """What the operator counts and measures; also the collector of what its rounds are doing now."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._rounds: dict[str, _Known] = {}
+        registry = self._registry
+        self._nonces = {
+            name: CounterMetric(f"poc_nonces_{name}", f"Nonces {name}.", registry=registry) for name in _NONCES
+        }
+        self._reissues = CounterMetric("poc_reissues", "Slots given out again.", ["cause"], registry=registry)
+        self._events = CounterMetric("poc_events", "Events on rounds.", ["reason"], registry=registry)
+        self.poll_seconds = Histogram(
+            "poc_poll_seconds", "One poll of all pods of a round.", buckets=_POLL_BUCKETS, registry=registry
+        )
+        self.plan_seconds = Histogram("poc_plan_seconds", "One plan.", buckets=_PLAN_BUCKETS, registry=registry)
+        self._poll_errors = CounterMetric(
+            "poc_poll_errors", "Pods that did not answer a poll as they should.", ["kind"], registry=registry
+        )
+        self._round_errors = CounterMetric(
+            "poc_internal_errors", "Failures of the operator on a round.", ["kind"], registry=registry
+        )
+        self._store_errors = CounterMetric(
+            "poc_api_server_errors", "Failed requests to the API server.", ["kind"], registry=registry
+        )
+        registry.register(self)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def poll_failed(self, error: Exception) -> None:
+        """Count a pod that did not answer a poll as it should."""
+        self._poll_errors.labels(type(error).__name__).inc()
+
+    def round_failed(self, error: Exception) -> None:
+        """Count a failure of the operator on a round."""
+        self._round_errors.labels(type(error).__name__).inc()
+
+    def api_server_failed(self, error: Exception) -> None:
+        """Count a failed request to the API server."""
+        self._store_errors.labels(type(error).__name__).inc()
+
+    def planned(self, snapshot: Snapshot, status: RoundStatus, events: Iterable[RoundEvent]) -> None:
+        """Count what a recorded plan brought."""
+        for event in events:
+            self._events.labels(event.reason).inc()
+            if event.loss is not None:
+                self._reissues.labels(event.loss).inc()
+        uid, before = snapshot.round.metadata.uid, snapshot.round.status
+        most = self._count(self._rounds[uid].most if uid in self._rounds else before.totals, status.totals)
+        silent = [snapshot.report_of(share).silent_seconds for share in status.shares if share.state.active]
+        self._rounds[uid] = _Known(status=status, most=most, silent=max(silent, default=0.0), seen=monotonic())
+
+    def round_gone(self, uid: str) -> None:
+        """Forget a round that is finished or deleted."""
+        self._rounds.pop(uid, None)
+
+    def _count(self, most: Totals, totals: Totals) -> Totals:
+        gains = {name: max(0, getattr(totals, name) - getattr(most, name)) for name in _NONCES}
+        for name, gain in gains.items():
+            self._nonces[name].inc(gain)
+        return most.model_copy(update={name: getattr(most, name) + gain for name, gain in gains.items()})
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the rounds that are being reconciled do now."""
+        known = list(self._rounds.values())
+        states = Counter(str(round_.status.state) for round_ in known)
+        yield _gauge("poc_rounds", "Rounds that are being reconciled.", states, RoundState)
+        slots = Counter(str(slot.state) for round_ in known for slot in round_.status.assignments)
+        yield _gauge("poc_slots", "Slots of the rounds that are being reconciled.", slots, SlotState)
+        working = [round_ for round_ in known if any(share.state.active for share in round_.status.shares)]
+        oldest = max((round_.silent + monotonic() - round_.seen for round_ in working), default=0.0)
+        yield GaugeMetricFamily(
+            "poc_oldest_report_seconds", "Age of the oldest report of a pod that has a slot.", value=oldest
+        )
+        checks = [round_.status.cross_check for round_ in known]
+        deviating = sum(len(check.deviating) for check in checks if check is not None)
+        yield GaugeMetricFamily(
+            "poc_pods_deviating", "Pods that computed something else than most of their round.", value=deviating
+        )
+
+
+def _gauge(name: str, text: str, counts: Mapping[str, int], states: Iterable[str]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(name, text, labels=["state"])
+    for state in states:
+        gauge.add_metric([state], counts.get(state, 0))
+    return gauge
+
+
+@asynccontextmanager
+async def serve_metrics(metrics: Metrics, port: int, *, host: str | None = None) -> AsyncIterator[None]:
+    """Serve ``GET /metrics`` until the block ends. OSError if the port is taken."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator asks and remembers so that a plan can see the world: pods, their reports, the gateway.
+
+`PodCache` has the pods as the watch tells of them, in a plain dictionary: a kopf index over many pods delays every
+handler at start. `poll` asks all pods of a round. `ProgressWatch` measures what no single poll can tell; a new process
+starts to count anew, which only delays what is done about such a pod. `GatewayObserver` asks the gateway beside the
+poll of the pods, which it never holds up for long.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from poc_operator.clients.errors import GatewayError, PodError
+from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.pods.client import PodClient, base_url
+from poc_operator.clients.pods.reference import ReferenceStatus, as_ours
+from poc_operator.controller.logs import RoundLogger, RoundRef
+from poc_operator.model.checks import Proof, RoundSample, parse_proofs
+from poc_operator.model.round import Round
+from poc_operator.observed.gateway import GatewayReport
+from poc_operator.observed.pods import PodReport, PodView
+from vllm_poc.wire.messages import PowState, Protocol, StatusResponse
+
+#: Seconds for which a deleted pod is remembered that the cluster took away: often it says so and deletes the pod in
+#: one breath, and the rounds must learn of both. Less than the time between two checks of the watches.
+MEMORY_SECONDS = 30.0
+
+
+class PodCache:
+    """Pods by uid. ``clock`` returns seconds of any monotonic clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pods: dict[str, PodView] = {}
+        self._forget_at: dict[str, float] = {}  # of deleted pods, by uid
+
+    def put(self, pod: PodView) -> bool:
+        """Remember the pod; return whether anything that matters to a round changed."""
+        changed = self._pods.get(pod.uid) != pod
+        self._pods[pod.uid] = pod
+        return changed
+
+    def remove(self, pod: PodView) -> bool:
+        """Forget a deleted pod, though not at once if the cluster took it away; return whether it was known."""
+        known = pod.uid in self._pods
+        if known and pod.disrupted:
+            self._pods[pod.uid] = dataclasses.replace(pod, gone=True)
+            self._forget_at[pod.uid] = self._clock() + MEMORY_SECONDS
+        else:
+            self._pods.pop(pod.uid, None)
+        return known
+
+    def matching(self, round_: Round) -> list[PodView]:
+        """Return the pods of the round's namespace that its selector matches."""
+        for uid in [uid for uid, moment in self._forget_at.items() if moment <= self._clock()]:
+            del self._pods[uid], self._forget_at[uid]
+        return [pod for pod in self._pods.values() if round_.selects(pod)]
+
+
+#: Polls in flight at once; a poll is cheap, 1 000 pods take about a second. Up to so many pods that do not answer
+#: make a poll no longer than one of them does.
+_CONCURRENCY = 500
+
+
+async def poll(
+    client: PodClient, pods: Iterable[PodView], round_: Round, failed: Callable[[PodError], None]
+) -> dict[str, PodReport]:
+    """Ask every pod that has an address for its status. Pods that do not answer yield their error."""
+    limit = asyncio.Semaphore(_CONCURRENCY)
+
+    async def ask(pod: PodView, ip: str) -> tuple[str, PodReport]:
+        async with limit:
+            try:
+                answer = await client.status(base_url(ip, round_.spec.port))
+                return pod.uid, _report(answer, pod, round_)
+            except PodError as error:
+                failed(error)
+                return pod.uid, PodReport(error=str(error))
+
+    asks = [ask(pod, pod.ip) for pod in pods if pod.ip and not pod.gone]
+    return dict(await asyncio.gather(*asks))
+
+
+def _report(answer: StatusResponse | ReferenceStatus, pod: PodView, round_: Round) -> PodReport:
+    if isinstance(answer, StatusResponse):
+        return PodReport(status=answer)
+    return PodReport(status=as_ours(answer, pod, round_), resumes=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """What changes when a pod gets on: its session and round, how far it is, what held it back."""
+
+    session: str
+    round_id: str | None
+    computed: int
+    held_back: float
+
+
+class ProgressWatch:
+    """Measures the pods of one round. ``clock`` returns seconds of any monotonic clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._answered: dict[str, float] = {}
+        self._moved: dict[str, tuple[Mark, float]] = {}
+
+    def measured(self, uid: str, report: PodReport) -> PodReport:
+        """Return the report with ``stalled_seconds`` and ``silent_seconds``."""
+        now = self._clock()
+        status = report.status
+        if status is None:
+            return replace(report, silent_seconds=now - self._answered.setdefault(uid, now))
+        self._answered[uid] = now
+        mark = _mark(status)
+        if self._moved.get(uid, (None, now))[0] != mark or _excused(status):
+            self._moved[uid] = (mark, now)
+        return replace(report, stalled_seconds=now - self._moved[uid][1])
+
+    def forget_others(self, uids: Iterable[str]) -> None:
+        """Forget every pod but these."""
+        known = set(uids)
+        for memory in (self._answered, self._moved):
+            for uid in memory.keys() - known:
+                del memory[uid]
+
+
+def _mark(status: StatusResponse) -> Mark:
+    return Mark(
+        session=status.session_id,
+        round_id=status.round_id,
+        computed=status.next_index,
+        held_back=status.held_back_seconds,
+    )
+
+
+def _excused(status: StatusResponse) -> bool:
+    """Whether the pod has nothing to get on with, or waits for the receiver of its results."""
+    if status.end_index is not None and status.next_index >= status.end_index:
+        return True
+    return status.state is not PowState.GENERATING or status.delivery_error is not None
+
+
+#: Least seconds between two questions.
+ASK_SECONDS = 2.0
+
+#: So long one look waits for an answer; one that comes later is for the next look.
+WAIT_SECONDS = 0.5
+
+
+class GatewayObserver:
+    """The answers about one round. ``clock`` returns seconds of any monotonic clock."""
+
+    def __init__(self, client: GatewayClient, ref: RoundRef, log: RoundLogger, clock: Callable[[], float]) -> None:
+        self._client = client
+        self._ref = ref
+        self._log = log
+        self._clock = clock
+        self._asked = float("-inf")
+        self._asking: asyncio.Task[None] | None = None
+        self._samples: dict[RoundSample, Sequence[Proof]] = {}  # the one that was read
+        self._report = GatewayReport(callback=client.callback_url(*ref))
+
+    async def observe(self) -> GatewayReport:
+        """Return what is known, after a question if one is due."""
+        if self._asking is None and self._clock() - self._asked >= ASK_SECONDS:
+            self._asked = self._clock()
+            self._asking = asyncio.create_task(self._ask())
+        if self._asking is not None:
+            await asyncio.wait({self._asking}, timeout=WAIT_SECONDS)
+        return self._report
+
+    async def proofs(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
+        """Return the results of another round that the gateway picked, or why they cannot be had.
+
+        They are read once: the gateway may pick others while that round goes on.
+        """
+        if source not in self._samples:
+            found = await self._sample(source, protocol)
+            if isinstance(found, str):
+                return found
+            self._samples = {source: found}
+        return self._samples[source]
+
+    async def _sample(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
+        where = f'the gateway\'s sample of round "{source.name}"'
+        try:
+            body = await self._client.sample(self._ref.namespace, source.name, source.nonces, source.seed)
+        except GatewayError as error:
+            return f"{where} cannot be had: {error}"
+        if body is None:
+            return f'the gateway has no results of a round "{source.name}" in namespace "{self._ref.namespace}"'
+        return parse_proofs(where, body, protocol)
+
+    async def cancel(self) -> None:
+        """Give up the question that is under way."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+
+    async def _ask(self) -> None:
+        # As exact as the times of the plan, so that "later" means the same for both.
+        asked = datetime.now(UTC).replace(microsecond=0)
+        try:
+            collected = await self._client.progress(*self._ref)
+        except GatewayError as error:
+            if self._report.error != str(error):
+                self._log.warning("%s", error)
+            self._report = replace(self._report, error=str(error))
+        else:
+            self._report = replace(self._report, collected=collected, asked=asked, error=None)
+        finally:
+            self._asking = None

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``stop.afterNonces`` and ``stop.afterValid``: how far each slot may go, so that the round hardly overshoots.
+
+Between two polls a pod computes thousands of nonces. So what is left to do is dealt out in allowances of some
+seconds' work, and a pod that reaches the end of its allowance waits for the next.
+"""
+
+import math
+from collections.abc import Sequence
+
+from poc_operator.model.spec import StopSpec
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.rounds.snapshot import ExtendPod, Snapshot, Step
+from vllm_poc.wire.messages import ExtendRequest
+from vllm_poc.wire.partition import MAX_NONCE
+
+#: A allowance is worth so many seconds of its pod; another one is dealt when half of it is done. Several polls fit in.
+ALLOWANCE_SECONDS = 20.0
+
+#: The first allowance, before the pod's rate is known, and the least one, in batches.
+FIRST_BATCHES = 16
+
+LEAST_BATCHES = 2
+
+
+def grant(snapshot: Snapshot, step: Step) -> Step:
+    """Deal allowances to the slots that need one, as long as there is something left."""
+    stop, slots = snapshot.round.spec.stop, step.status.assignments
+    if step.status.stop_time or stop is None or stop.after_seconds is not None:
+        return step
+    needy, left = [slot for slot in slots if _needs_more(snapshot, slot)], _left(stop, slots)
+    if not left and stop.after_valid is not None:
+        # How many of the nonces under way are valid nobody knows. Who has none under way may try a batch.
+        needy = [slot for slot in needy if not _underway(slot)]
+        left = len(needy) * snapshot.round.spec.batch_size
+    allowances = dict[tuple[int, int], int]()
+    for waiting, slot in zip(range(len(needy), 0, -1), needy, strict=True):
+        allowance = min(_wanted(snapshot, slot) - _ahead(slot), math.ceil(left / waiting))
+        allowances[slot.node, slot.group] = allowance
+        left -= allowance
+    return step.extended(assignments=[_extended(slot, allowances.get((slot.node, slot.group))) for slot in slots])
+
+
+def extend_pods(snapshot: Snapshot, step: Step) -> Step:
+    """Tell the pods whose slots may go further than they know."""
+    if step.status.stop_time:
+        return step
+    extensions = [
+        ExtendPod(pod=pod, request=ExtendRequest(round_id=snapshot.round.id, end_index=slot.end))
+        for slot in step.status.assignments
+        if slot.state is SlotState.RUNNING and slot.end is not None and _knows_less(snapshot, slot, slot.end)
+        if (pod := snapshot.pod_of(slot)) is not None
+    ]
+    return step.extended(actions=extensions)
+
+
+def _knows_less(snapshot: Snapshot, slot: Assignment, end: int) -> bool:
+    status = snapshot.report_of(slot).status
+    known = status.end_index if status is not None and status.session_id == slot.session else None
+    return known is not None and known < end
+
+
+def _needs_more(snapshot: Snapshot, slot: Assignment) -> bool:
+    # Pods that cannot resume know nothing of allowances either.
+    dealt = slot.state in (SlotState.STARTING, SlotState.RUNNING) and snapshot.report_of(slot).resumes
+    return dealt and (slot.end is None or 2 * _ahead(slot) < _wanted(snapshot, slot))
+
+
+def _ahead(slot: Assignment) -> int:
+    """Return how many nonces the slot's pod may still compute."""
+    return max(0, (slot.end or 0) - slot.next)
+
+
+def _underway(slot: Assignment) -> int:
+    """Return how many nonces are not computed or not delivered yet, of those that were dealt."""
+    return slot.next + _ahead(slot) - slot.delivered
+
+
+def _wanted(snapshot: Snapshot, slot: Assignment) -> int:
+    batch, status = snapshot.round.spec.batch_size, snapshot.report_of(slot).status
+    if slot.state is not SlotState.RUNNING or status is None or not status.rate_per_second:
+        return FIRST_BATCHES * batch
+    return max(LEAST_BATCHES * batch, math.ceil(ALLOWANCE_SECONDS * status.rate_per_second))
+
+
+def _left(stop: StopSpec, slots: Sequence[Assignment]) -> int:
+    """Return how many nonces may still be dealt out."""
+    if stop.after_nonces is not None:
+        return max(0, stop.after_nonces - sum(slot.next + _ahead(slot) for slot in slots))
+    valid, delivered = sum(slot.valid for slot in slots), sum(slot.delivered for slot in slots)
+    needed = math.ceil(max(0, (stop.after_valid or 0) - valid) * (delivered + 1) / (valid + 1))
+    return max(0, needed - sum(map(_underway, slots)))
+
+
+def _extended(slot: Assignment, allowance: int | None) -> Assignment:
+    if allowance is None:
+        return slot
+    return slot.model_copy(update={"end": min(slot.next + _ahead(slot) + allowance, MAX_NONCE)})

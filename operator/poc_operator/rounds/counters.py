@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose numbers count: the pod's, if they can be true, and the gateway's, which knows more than pods do.
+
+What cannot be true is not counted, so that totals never go backwards. Pods may die before they could tell what they
+have delivered; the gateway has it.
+"""
+
+from datetime import timedelta
+
+from poc_operator.model.conditions import Reason
+from poc_operator.model.status import Assignment
+from poc_operator.rounds.snapshot import RoundEvent, Snapshot
+from vllm_poc.wire.messages import StatusResponse
+
+
+def contradiction(
+    slot: Assignment, status: StatusResponse, capacity: int, settled_before: int | None = None
+) -> str | None:
+    """Return what is wrong with the counters of the slot's pod; None if they can be true.
+
+    Below ``settled_before`` the record is the gateway's, which may know more than the pod does.
+    """
+    order = (status.start_index, status.delivered_index, status.next_index, capacity)
+    if list(order) != sorted(order):
+        return "start_index {}, delivered_index {}, next_index {} of {} nonces are out of order".format(*order)
+    delivered = status.delivered_index - status.start_index
+    if status.delivered_valid + status.delivered_rejected > delivered:
+        counts = f"{status.delivered_valid} valid and {status.delivered_rejected} rejected"
+        return f"{counts} nonces of {delivered} delivered ones are too many"
+    return _fall(slot, status, settled_before)
+
+
+def _fall(slot: Assignment, status: StatusResponse, settled_before: int | None) -> str | None:
+    from_pods = settled_before is None
+    index = settled_before or 0
+    counters = (
+        (from_pods or slot.next > index, "next_index", slot.next, status.next_index),
+        (from_pods or slot.delivered > index, "delivered_index", slot.delivered, status.delivered_index),
+        (from_pods, "delivered_valid", slot.valid - slot.valid_before, status.delivered_valid),
+        (True, "delivered_rejected", slot.rejected - slot.rejected_before, status.delivered_rejected),
+    )
+    falls = (f"{name} falls from {before} to {now}" for told, name, before, now in counters if told and now < before)
+    return next(falls, None)
+
+
+def doubt(slot: Assignment, why: str) -> tuple[Assignment, RoundEvent | None]:
+    """Return the slot with its counters as they were, and the Event that tells the user, once."""
+    mark = f"pod {slot.pod} is not believed"
+    error = f"{mark}: {why}"
+    doubted = slot.model_copy(update={"error": error})
+    if slot.error is not None and slot.error.startswith(mark):
+        return doubted, None
+    return doubted, RoundEvent.warn_of(slot, Reason.REPORT_CONTRADICTORY, error)
+
+
+#: So long the gateway is waited for where its answer matters; then the round goes on with what is known.
+PATIENCE = timedelta(seconds=5)
+
+
+def counted(snapshot: Snapshot, slot: Assignment) -> Assignment:
+    """Return the slot with what the gateway has of it.
+
+    A pod that cannot resume does not know what it has delivered: there the gateway's count stands alone, also if it
+    has nothing yet. The answer may be a moment older than another pod's report, so of those two the larger count is
+    true.
+    """
+    stored = snapshot.collected_of(slot)
+    resumes = snapshot.report_of(slot).resumes
+    if stored is None:
+        nothing = not resumes and snapshot.gateway_answered
+        return slot.model_copy(update={"delivered": 0, "valid": 0}) if nothing else slot
+    told = (slot.delivered, slot.valid) if resumes else (0, 0)
+    delivered = max(told[0], stored.delivered_index)
+    return slot.model_copy(
+        update={
+            "delivered": delivered,
+            "next": max(slot.next, delivered),
+            "valid": max(told[1], stored.stored),
+        }
+    )
+
+
+def settled_before(snapshot: Snapshot, slot: Assignment, capacity: int) -> int | None:
+    """Return the index below which a pod may report less than is recorded, since the gateway told it.
+
+    None without a gateway. What was recorded before the gateway's first answer may all be from it.
+    """
+    if snapshot.gateway is None:
+        return None
+    stored = snapshot.collected_of(slot)
+    return stored.delivered_index if stored is not None else capacity

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened to each slot since the last plan, as its pod's report tells.
+
+``_RULES`` is read from top to bottom; the first rule that has something to say about a slot wins.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.rounds.counters import contradiction, counted, doubt, settled_before
+from poc_operator.rounds.loss import lose, silent_for_long, stall, stalled_for_long
+from poc_operator.rounds.snapshot import Loss, RoundEvent, Snapshot, Step
+from poc_operator.rounds.stop import is_of_slot
+from vllm_poc.wire.messages import PowState, StatusResponse
+
+_COMPUTING = (PowState.GENERATING, PowState.VALIDATING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotView:
+    """One slot, its pod, and what the pod says."""
+
+    snapshot: Snapshot
+    slot: Assignment
+    pod: PodView | None
+    report: PodReport
+
+    @property
+    def status(self) -> StatusResponse | None:
+        """The pod's status, if it answered."""
+        return self.report.status
+
+    @property
+    def ours(self) -> bool:
+        """Whether the pod's last work was this slot of this round."""
+        status = self.status
+        return status is not None and status.round_id == self.snapshot.round.id and is_of_slot(status, self.slot)
+
+    @property
+    def computing(self) -> bool:
+        """Whether the pod computes anything."""
+        return self.status is not None and self.status.state in _COMPUTING
+
+    @property
+    def contradiction(self) -> str | None:
+        """Why the pod's counters cannot be true, if they cannot."""
+        if self.status is None:
+            return None
+        capacity = self.snapshot.partition_of(self.slot).capacity
+        return contradiction(self.slot, self.status, capacity, settled_before(self.snapshot, self.slot, capacity))
+
+    @property
+    def ending(self) -> bool:
+        """Whether the round is being stopped or suspended."""
+        return self.snapshot.round.status.stop_time is not None
+
+
+Change = tuple[Assignment, RoundEvent | None]
+
+Rule = Callable[[SlotView], Change | None]
+
+
+def _idle_slot(view: SlotView) -> Change | None:
+    return None if view.slot.state.active else (view.slot, None)
+
+
+def _pod_gone(view: SlotView) -> Change | None:
+    if view.pod is not None:
+        return None
+    return lose(view.snapshot, view.slot, Loss.POD_GONE, f"pod {view.slot.pod} is gone", unbind=True)
+
+
+def _unreachable(view: SlotView) -> Change | None:
+    if view.status is not None:
+        return None
+    if silent_for_long(view.snapshot, view.slot) and view.slot.state is not SlotState.STALLED:
+        return stall(view.slot, f"has not answered for {view.report.silent_seconds:.0f} s: {view.report.error}")
+    return view.slot.model_copy(update={"error": view.report.error}), None
+
+
+def _start_accepted(view: SlotView) -> Change | None:
+    if view.slot.state is not SlotState.STARTING or view.report.started is None:
+        return None
+    return _confirm(view.slot, view.report.started), None
+
+
+def _doubtful(view: SlotView) -> Change | None:
+    status = view.status
+    if status is None or not (view.ours and view.computing):
+        return None
+    known = view.slot.state is SlotState.STARTING or view.slot.session == status.session_id
+    why = view.contradiction
+    return doubt(view.slot, why) if known and why is not None else None
+
+
+def _runs(view: SlotView) -> Change | None:
+    """The pod computes this round: adopt it if unconfirmed, take its counters if it is the known one."""
+    status = view.status
+    if status is None or not (view.ours and view.computing):
+        return None
+    if view.slot.state is SlotState.STARTING:
+        return _count(view, _confirm(view.slot, status.session_id), status), None
+    if view.slot.session != status.session_id:
+        return None
+    slot = _count(view, view.slot, status)
+    if not stalled_for_long(view.snapshot, slot):
+        return _confirm(slot, status.session_id), None
+    if slot.state is SlotState.STALLED:
+        return slot.model_copy(update={"error": view.slot.error}), None
+    return stall(slot, f"has made no progress for {view.report.stalled_seconds:.0f} s")
+
+
+def _not_started_yet(view: SlotView) -> Change | None:
+    if view.slot.state is not SlotState.STARTING:
+        return None
+    error = "the pod computes other work" if view.computing else None
+    refusal = view.report.refusal
+    return view.slot.model_copy(update={"error": refusal[1] if refusal else error}), None
+
+
+def _stopped(view: SlotView) -> Change | None:
+    """The known session has stopped: as told, at the end of its nonces, by failure, or by somebody."""
+    status = view.status
+    if status is None or not view.ours or view.slot.session != status.session_id:
+        return None
+    slot = view.slot if view.contradiction else _count(view, view.slot, status)
+    if view.slot.state is SlotState.STALLED and not view.ending:
+        return lose(view.snapshot, slot, Loss.STALLED, view.slot.error or f"pod {slot.pod} stalled")
+    if status.state is PowState.FAILED:
+        return lose(view.snapshot, slot, Loss.FAILED, f"pod {slot.pod} failed: {status.error}")
+    if view.ending or slot.next >= view.snapshot.partition_of(slot).capacity:
+        return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
+    return lose(view.snapshot, slot, Loss.STOPPED, f"pod {slot.pod} was stopped by somebody else")
+
+
+def _forgot(view: SlotView) -> Change | None:
+    """The pod says nothing of the slot: it has restarted, or never speaks of rounds that are over."""
+    if view.status is None or view.slot.session != view.status.session_id:
+        return lose(view.snapshot, view.slot, Loss.RESTARTED, f"pod {view.slot.pod} restarted and forgot the round")
+    if view.ending:
+        return view.slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
+    if view.computing and not view.ours:
+        return lose(view.snapshot, view.slot, Loss.STOPPED, f"pod {view.slot.pod} was given other work")
+    return lose(view.snapshot, view.slot, Loss.STOPPED, f"pod {view.slot.pod} stopped and says nothing about it")
+
+
+_RULES: tuple[Rule, ...] = (
+    _idle_slot,
+    _pod_gone,
+    _start_accepted,
+    _unreachable,
+    _doubtful,
+    _runs,
+    _not_started_yet,
+    _stopped,
+    _forgot,
+)
+
+
+def observe(snapshot: Snapshot, step: Step) -> Step:
+    """Bring every slot up to date with its pod's report."""
+    changes = [_observe_slot(snapshot, slot) for slot in step.status.assignments]
+    events = [event for _, event in changes if event]
+    return step.extended(assignments=[slot for slot, _ in changes], events=events)
+
+
+def _observe_slot(snapshot: Snapshot, recorded: Assignment) -> Change:
+    slot = counted(snapshot, recorded)  # what is lost goes on from there
+    view = SlotView(snapshot=snapshot, slot=slot, pod=snapshot.pod_of(slot), report=snapshot.report_of(slot))
+    seen, event = next(change for rule in _RULES if (change := rule(view)))
+    return counted(snapshot, seen), event
+
+
+def _confirm(slot: Assignment, session: str) -> Assignment:
+    return slot.model_copy(update={"state": SlotState.RUNNING, "session": session, "lost": None, "error": None})
+
+
+def _count(view: SlotView, slot: Assignment, status: StatusResponse) -> Assignment:
+    # What is recorded and more than the pod says, the gateway has told; else the pod would not be believed.
+    counters: dict[str, object] = {"next": max(slot.next, status.next_index), "error": None}
+    if view.report.resumes or view.snapshot.gateway is None:
+        counters |= {
+            "delivered": max(slot.delivered, status.delivered_index),
+            "valid": max(slot.valid, slot.valid_before + status.delivered_valid),
+            "rejected": slot.rejected_before + status.delivered_rejected,
+        }
+    # Else only the gateway knows what was delivered, and the pod, which will be gone, must not have said more.
+    return slot.model_copy(update=counters)

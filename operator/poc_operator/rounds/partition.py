@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pod works on which slot.
+
+The number of slots is decided once, from the pods that exist when the first of them is ready, and
+then recorded: a later change would make residue classes overlap.
+"""
+
+from collections.abc import Iterable
+
+from poc_operator.model.spec import MAX_SLOTS
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.observed.pods import PodView
+from poc_operator.rounds.eligibility import computes_other_work, may_replace, usable_pods
+from poc_operator.rounds.snapshot import Snapshot, Step
+
+
+def free_pods(snapshot: Snapshot, assignments: Iterable[Assignment]) -> list[PodView]:
+    """Usable pods without a slot: first those that compute nothing, then those whose work may be replaced."""
+    taken = {slot.uid for slot in assignments if slot.state is not SlotState.WAITING}
+    pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
+    idle = [pod for pod, report in pods if not computes_other_work(snapshot, report)]
+    busy = [pod for pod, report in pods if computes_other_work(snapshot, report) and may_replace(snapshot, report)]
+    return idle + busy
+
+
+def fix_slots(snapshot: Snapshot, step: Step) -> Step:
+    """Decide the residue classes, once: as many groups as asked for, or so that every pod of today gets a slot.
+
+    Pods beyond `MAX_SLOTS` get none. A spec that asks for more has ended the round: `ends.too_many_slots`.
+    """
+    if step.status.slots or step.status.stop_time or not usable_pods(snapshot):
+        return step
+    nodes = snapshot.round.spec.nodes
+    groups = nodes.groups or min(-(-len(snapshot.live_pods) // len(nodes.ids)), MAX_SLOTS // len(nodes.ids))
+    assignments = [
+        Assignment(node=node, group=group, state=SlotState.WAITING) for group in range(groups) for node in nodes.ids
+    ]
+    return step.extended(slots=nodes.count * groups, groups=groups, assignments=assignments)
+
+
+def bind_pods(snapshot: Snapshot, step: Step) -> Step:
+    """Give every slot without a pod a free one."""
+    if step.status.stop_time:
+        return step
+    free = free_pods(snapshot, step.status.assignments)
+    return step.extended(assignments=[_bind(slot, free) for slot in step.status.assignments])
+
+
+def _bind(slot: Assignment, free: list[PodView]) -> Assignment:
+    """Take the first free pod off the list for a waiting slot."""
+    if slot.state is not SlotState.WAITING or not free:
+        return slot
+    pod = free.pop(0)
+    return slot.model_copy(
+        update={
+            "state": SlotState.STARTING,
+            "pod": pod.name,
+            "uid": pod.uid,
+            "session": None,
+            # A slot that was lost has counted its new attempt already.
+            "attempts": max(slot.attempts, 1),
+            "error": None,
+        }
+    )

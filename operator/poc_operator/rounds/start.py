@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts of the slots that are recorded for a pod and not confirmed by it, and where they begin.
+
+A lost slot begins where the gateway's results end, once the gateway was asked after the loss or has had its time. On
+a pod that cannot resume a slot begins anew, whatever ``spec.reissue.policy`` says.
+"""
+
+from collections.abc import Container
+from datetime import datetime
+
+from poc_operator.model.spec import ReissuePolicy
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.rounds.counters import PATIENCE, counted
+from poc_operator.rounds.requests import start_request
+from poc_operator.rounds.snapshot import Snapshot, StartPod, Step
+from poc_operator.rounds.stop import computed_slots
+from vllm_poc.wire.messages import PowState
+
+
+def catch_up(snapshot: Snapshot, step: Step) -> Step:
+    """Let lost slots begin where the gateway's results end, once it was asked after the loss or has had its time."""
+    return step.extended(assignments=[_caught_up(snapshot, slot) for slot in step.status.assignments])
+
+
+def _caught_up(snapshot: Snapshot, slot: Assignment) -> Assignment:
+    if slot.lost is None or slot.state is not SlotState.STARTING or not _knows(snapshot, slot.lost):
+        return slot
+    found: dict[str, object] = {"lost": None}
+    if snapshot.round.spec.reissue.policy is ReissuePolicy.RESUME:
+        found |= {
+            "start": slot.delivered,
+            "next": slot.delivered,
+            "valid_before": slot.valid,
+            "rejected_before": slot.rejected,
+        }
+        if snapshot.is_whole(slot):
+            found["state"] = SlotState.DONE
+    return slot.model_copy(update=found)
+
+
+def _knows(snapshot: Snapshot, lost: datetime) -> bool:
+    gateway = snapshot.gateway
+    if gateway is None or snapshot.now - lost >= PATIENCE:
+        return True
+    return gateway.asked is not None and gateway.asked > lost
+
+
+_COUNTERS = ("start", "next", "delivered", "valid", "valid_before", "rejected", "rejected_before")
+
+_BEGINNING = {**dict.fromkeys(_COUNTERS, 0), "end": None}
+
+
+def rewind(snapshot: Snapshot, step: Step) -> Step:
+    """Let the slots that wait for such a pod's start begin at index 0."""
+    return step.extended(assignments=[_rewound(snapshot, slot) for slot in step.status.assignments])
+
+
+def _rewound(snapshot: Snapshot, slot: Assignment) -> Assignment:
+    if slot.state is not SlotState.STARTING or snapshot.report_of(slot).resumes:
+        return slot
+    return counted(snapshot, slot.model_copy(update=_BEGINNING))
+
+
+def start_pods(snapshot: Snapshot, step: Step) -> Step:
+    """Tell every pod whose slot is recorded and unconfirmed, once it is ready and idle and no other computes it."""
+    if step.status.stop_time:
+        return step
+    computed = computed_slots(snapshot)
+    starts = [
+        StartPod(pod=pod, request=start_request(snapshot, step.status.groups, slot))
+        for slot in step.status.assignments
+        if slot.state is SlotState.STARTING
+        and slot.lost is None
+        and (pod := snapshot.pod_of(slot)) is not None
+        and pod.ready
+        and _may_start(snapshot, slot, computed)
+    ]
+    return step.extended(actions=starts)
+
+
+def _may_start(snapshot: Snapshot, slot: Assignment, computed: Container[tuple[int, int]]) -> bool:
+    status = snapshot.report_of(slot).status
+    idle = status is not None and status.state is not PowState.GENERATING
+    return idle and (slot.node, slot.group) not in computed

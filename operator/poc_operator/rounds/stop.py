@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pods must stop: those of a round that ends or is suspended, orphans, and those whose work is replaced.
+
+An orphan computes a slot of the round that is not its own: a start may arrive long after its sender gave up or died,
+and a pod that was given up for silent may compute on. It is stopped, and until then nobody else is told to compute
+its slot.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+
+from poc_operator.model.conditions import Reason
+from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState
+from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.rounds.counters import PATIENCE
+from poc_operator.rounds.eligibility import computes_other_work, holder, may_replace
+from poc_operator.rounds.snapshot import RoundEvent, Snapshot, Step, StopPod
+from vllm_poc.wire.messages import PowState, StatusResponse
+
+
+def replace_other_work(snapshot: Snapshot, step: Step) -> Step:
+    """Stop older work on the pods that were given a slot."""
+    if step.status.stop_time:
+        return step
+    held = [(slot, pod) for slot in step.status.assignments if (pod := _held_pod(snapshot, slot)) is not None]
+    stops = [StopPod(pod=pod, round_id=_round_id(snapshot, slot)) for slot, pod in held]
+    known = {slot.uid for slot in snapshot.round.status.assignments}
+    events = [_event(slot, snapshot.report_of(slot)) for slot, _ in held if slot.uid not in known]
+    return step.extended(actions=stops, events=events)
+
+
+def _held_pod(snapshot: Snapshot, slot: Assignment) -> PodView | None:
+    report = snapshot.report_of(slot)
+    waits = slot.state is SlotState.STARTING and computes_other_work(snapshot, report)
+    return snapshot.pod_of(slot) if waits and may_replace(snapshot, report) else None
+
+
+def _round_id(snapshot: Snapshot, slot: Assignment) -> str | None:
+    status = snapshot.report_of(slot).status
+    return status.round_id if status is not None else None
+
+
+def _event(slot: Assignment, report: PodReport) -> RoundEvent:
+    message = f"pod {slot.pod} computes {holder(report)}: stopping it (spec.onBusy is Replace)"
+    return RoundEvent(reason=Reason.REPLACED, message=message, warning=True)
+
+
+def is_of_slot(status: StatusResponse, slot: Assignment) -> bool:
+    """Whether the pod's round, if it is this one, is this slot from where it was last given out."""
+    config = status.config
+    same_slot = config is None or (config.node_id, config.group_id) == (slot.node, slot.group)
+    return same_slot and status.start_index == slot.start
+
+
+def computed_slots(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
+    """Return the slots that pods say they compute, by node and group."""
+    configs = (status.config for _, status in _computing(snapshot))
+    return frozenset((config.node_id, config.group_id) for config in configs if config is not None)
+
+
+def stop_orphans(snapshot: Snapshot, step: Step) -> Step:
+    """Stop the pods that compute a slot of this round without having it."""
+    slots = {slot.uid: slot for slot in step.status.assignments if slot.state.active}
+    orphans = [pod for pod, status in _computing(snapshot) if not _owns(slots.get(pod.uid), status)]
+    return step.extended(actions=[StopPod(pod=pod, round_id=snapshot.round.id) for pod in orphans])
+
+
+def _computing(snapshot: Snapshot) -> list[tuple[PodView, StatusResponse]]:
+    """Return the pods that say they compute this round."""
+    polled = [(pod, report.status) for pod in snapshot.live_pods if (report := snapshot.reports.get(pod.uid))]
+    return [
+        (pod, status)
+        for pod, status in polled
+        if status is not None and status.state is PowState.GENERATING and status.round_id == snapshot.round.id
+    ]
+
+
+def _owns(slot: Assignment | None, status: StatusResponse) -> bool:
+    return slot is not None and is_of_slot(status, slot)
+
+
+#: So long a pod that does not answer is waited for when its round ends. One that answers is waited for
+#: until it has stopped.
+STOP_PATIENCE = timedelta(seconds=90)
+
+
+def running_pods(snapshot: Snapshot) -> list[PodView]:
+    """Pods that compute this round, or may do so without our knowledge."""
+    return [
+        pod
+        for slot in snapshot.round.status.assignments
+        if slot.state.active and (pod := snapshot.pod_of(slot)) is not None and _may_compute(snapshot, slot)
+    ]
+
+
+def _may_compute(snapshot: Snapshot, slot: Assignment) -> bool:
+    report = snapshot.report_of(slot)
+    status = report.status
+    if status is None or report.in_flight:
+        return True
+    return status.round_id == snapshot.round.id and status.state is PowState.GENERATING
+
+
+def stop_orders(snapshot: Snapshot, pods: Iterable[PodView]) -> list[StopPod]:
+    """Return the orders for these pods. What does not answer may compute other work by now, and is not told."""
+    heard = (pod for pod in pods if snapshot.reports.get(pod.uid, PodReport()).status is not None)
+    return [StopPod(pod=pod, round_id=snapshot.round.id) for pod in heard]
+
+
+def stop_pods(snapshot: Snapshot, step: Step) -> Step:
+    """Stop every pod that still computes, and settle the slots that nobody computes."""
+    stop_time = step.status.stop_time
+    if stop_time is None:
+        return step
+    pods = running_pods(replace(snapshot, round=snapshot.round.model_copy(update={"status": step.status})))
+    patient = snapshot.now - stop_time < STOP_PATIENCE
+    busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
+    assignments = [_settle(slot, busy) for slot in step.status.assignments]
+    return step.extended(assignments=assignments, actions=stop_orders(snapshot, pods))
+
+
+def _is_heard_of(report: PodReport | None) -> bool:
+    return report is not None and (report.status is not None or report.in_flight)
+
+
+def _settle(slot: Assignment, busy: set[str]) -> Assignment:
+    if slot.state in (SlotState.DONE, SlotState.FAILED) or slot.uid in busy:
+        return slot
+    return slot.model_copy(update={"state": SlotState.DONE})
+
+
+def finish(snapshot: Snapshot, step: Step) -> Step:
+    """Close the round once every pod has stopped."""
+    status = step.status
+    if status.outcome is None or any(share.state.active for share in status.shares):
+        return step
+    undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
+    if undelivered and _gateway_may_know_more(snapshot, status):
+        return step
+    message = status.outcome.message
+    if undelivered:
+        message += f"; {undelivered} computed nonces were not delivered"
+    outcome = status.outcome.model_copy(update={"message": message})
+    failed = outcome.type is RoundState.FAILED
+    event = RoundEvent(reason=outcome.reason, message=message, warning=failed)
+    return step.extended(outcome=outcome, completion_time=snapshot.now, events=[event])
+
+
+def _gateway_may_know_more(snapshot: Snapshot, status: RoundStatus) -> bool:
+    stopped = status.stop_time
+    return snapshot.gateway is not None and stopped is not None and snapshot.now - stopped < PATIENCE

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kube-apiserver with etcd and nothing else: enough to see what it makes of CRDs and objects, within seconds."""
+
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from hack.toolchain.tools import tool_path
+
+_TOKEN = "administrator"  # noqa: S105 - of a server that lives for one test run, on the loopback interface
+_START_SECONDS = 120.0
+_LOG_LINES = 20
+
+
+class ApiServer:
+    """One connection to a running API server, as its administrator."""
+
+    def __init__(self, port: int, authority: Path) -> None:
+        trust = ssl.create_default_context(cafile=str(authority))
+        self._connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=trust)
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: str) -> tuple[int, Any]:
+        """Return the status and the JSON of the answer."""
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": kind}
+        sent = json.dumps(body) if body is not None else None
+        self._connection.request(method, f"{path}?{urlencode(query)}", sent, headers)
+        answer = self._connection.getresponse()
+        text = answer.read()
+        return answer.status, json.loads(text) if text[:1] == b"{" else text.decode()
+
+    def install(self, crd: Mapping[str, Any]) -> None:
+        """Create a CRD, or replace it, and wait until it is served."""
+        name = crd["metadata"]["name"]
+        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        status, answer = self.request("POST", path, crd)
+        if status != HTTPStatus.CREATED:
+            raise AssertionError(f"the API server refuses the CRD {name}: {answer}")
+        _until(lambda: self._is_established(f"{path}/{name}"), f"CRD {name} is served")
+
+    def _is_established(self, path: str) -> bool:
+        conditions = self.request("GET", path)[1].get("status", {}).get("conditions")
+        return any(found["type"] == "Established" and found["status"] == "True" for found in conditions or ())
+
+
+@contextmanager
+def api_server() -> Iterator[ApiServer]:
+    """Run an API server on free ports of the loopback interface."""
+    with tempfile.TemporaryDirectory(prefix="poc-api-server-") as folder:
+        home = Path(folder)
+        (home / "tokens.csv").write_text(f"{_TOKEN},{_TOKEN},{_TOKEN},system:masters\n")
+        etcd, peer, port = (_free_port() for _ in range(3))
+        with _running(home, "etcd", _etcd(home, etcd, peer)):
+            subprocess.run(["openssl", "genrsa", "-out", home / "account.key"], check=True, capture_output=True)
+            with _running(home, "kube-apiserver", _kube_apiserver(home, port, etcd)) as process:
+                yield _ready(home, port, process)
+
+
+def _etcd(home: Path, port: int, peer: int) -> list[str]:
+    client, others = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
+    return [
+        f"--data-dir={home / 'etcd'}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={others}",
+        f"--initial-advertise-peer-urls={others}",
+        f"--initial-cluster=default={others}",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]
+
+
+def _kube_apiserver(home: Path, port: int, etcd: int) -> list[str]:
+    return [
+        f"--etcd-servers=http://127.0.0.1:{etcd}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+        f"--cert-dir={home / 'certificates'}",
+        f"--token-auth-file={home / 'tokens.csv'}",
+        "--authorization-mode=AlwaysAllow",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={home / 'account.key'}",
+        f"--service-account-signing-key-file={home / 'account.key'}",
+        "--disable-admission-plugins=ServiceAccount",
+    ]
+
+
+def _ready(home: Path, port: int, process: "subprocess.Popen[bytes]") -> ApiServer:
+    certificate = home / "certificates" / "apiserver.crt"
+
+    def is_ready() -> bool:
+        if process.poll() is not None:
+            raise AssertionError(f"kube-apiserver ended: {_tail(home / 'kube-apiserver.log')}")
+        try:
+            return certificate.exists() and ApiServer(port, certificate).request("GET", "/readyz")[0] == HTTPStatus.OK
+        except OSError:
+            return False
+
+    _until(is_ready, "kube-apiserver is ready")
+    return ApiServer(port, certificate)
+
+
+@contextmanager
+def _running(home: Path, name: str, flags: list[str]) -> "Iterator[subprocess.Popen[bytes]]":
+    with (home / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen([tool_path(name), *flags], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def _until(holds: Any, what: str) -> None:  # noqa: ANN401 - any callable
+    end = time.monotonic() + _START_SECONDS
+    while not holds():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {_START_SECONDS:.0f} s: {what}")
+        time.sleep(0.2)
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

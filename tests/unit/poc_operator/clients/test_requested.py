@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to the API server about rounds that are created on request, and what is made of its answers."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio import client
+
+from poc_operator.clients.errors import RoundInvalid, StaleRound, StoreForbidden, StoreUnavailable
+from poc_operator.clients.kube.requested import RequestedRounds
+from tests.unit.poc_operator.build import a_round
+
+ROUNDS = "/apis/poc.gonka.ai/v1alpha1/namespaces/ns/pocrounds"
+PODS = "/api/v1/namespaces/ns/pods"
+SPEC = a_round().spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class Api:
+    """Answers rounds and pods, or with ``fault`` a status and a message; keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.fault: tuple[int, str] | None = None
+        self.seen: list[tuple[str, str, dict[str, str], Any]] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        self.seen.append((request.method, request.path, dict(request.query), body))
+        if self.fault is not None:
+            status, message = self.fault
+            return web.json_response({"kind": "Status", "code": status, "message": message}, status=status)
+        if request.path == PODS:
+            pod = {"metadata": {"name": "a", "namespace": "ns", "uid": "u"}, "status": {"podIP": "10.0.0.1"}}
+            return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": [pod]})
+        if request.method == "GET":
+            return web.json_response({"items": [_made("one")]})
+        return web.json_response(_made("one"), status=201 if request.method == "POST" else 200)
+
+
+def _made(name: str) -> dict[str, Any]:
+    metadata = {
+        "name": name,
+        "namespace": "ns",
+        "uid": "u",
+        "generation": 1,
+        "resourceVersion": "1",
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+    }
+    return {"metadata": metadata, "spec": SPEC}
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[tuple[Api, RequestedRounds]]:
+    api, app = Api(), web.Application()
+    app.router.add_route("*", "/{path:.*}", api.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    connection = client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+    yield api, RequestedRounds(connection, "ns", {"poc.gonka.ai/origin": "network"})
+    await connection.close()  # type: ignore[no-untyped-call]
+    await runner.cleanup()
+
+
+async def test_what_is_sent(api: tuple[Api, RequestedRounds]) -> None:
+    server, rounds = api
+    assert (await rounds.create("one", SPEC)).metadata.name == "one"
+    assert [found.metadata.name for found in await rounds.list_rounds()] == ["one"]
+    assert [pod.ip for pod in await rounds.list_pods({"a": "b", "c": "d"})] == ["10.0.0.1"]
+    await rounds.finish("one")
+    labels = {"poc.gonka.ai/origin": "network"}
+    created, listed, pods, finished = server.seen
+    assert created[:2] == ("POST", ROUNDS)
+    assert created[3]["metadata"] == {"name": "one", "labels": labels}
+    assert (created[3]["kind"], created[3]["spec"]) == ("PoCRound", SPEC)
+    assert listed[:3] == ("GET", ROUNDS, {"labelSelector": "poc.gonka.ai/origin=network"})
+    assert pods[:3] == ("GET", PODS, {"labelSelector": "a=b,c=d"})
+    assert (*finished[:2], finished[3]) == ("PATCH", f"{ROUNDS}/one", {"spec": {"finish": True}})
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [
+        (422, RoundInvalid, "spec.blockHash: must be"),
+        (400, RoundInvalid, "spec.blockHash: must be"),
+        (409, StaleRound, ""),
+        (403, StoreForbidden, "HTTP 403"),
+        (500, StoreUnavailable, "HTTP 500"),
+        (404, StoreUnavailable, 'no namespace "ns", or no PoCRound'),
+    ],
+)
+async def test_refusals(api: tuple[Api, RequestedRounds], status: int, error: type[Exception], message: str) -> None:
+    server, rounds = api
+    server.fault = (status, "spec.blockHash: must be the block's hash")
+    with pytest.raises(error) as caught:
+        await rounds.create("one", SPEC)
+    assert type(caught.value) is error
+    assert message in str(caught.value)
+
+
+async def test_a_round_that_is_gone_needs_no_end(api: tuple[Api, RequestedRounds]) -> None:
+    server, rounds = api
+    server.fault = (404, "not found")
+    await rounds.finish("one")
+    with pytest.raises(StoreUnavailable):
+        await rounds.list_rounds()

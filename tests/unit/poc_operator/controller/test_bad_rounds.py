@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round on which the operator fails tells so itself, is tried again less and less often, and harms no other."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from poc_operator.clients.errors import StoreUnavailable, UnreadableRound
+from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller import manager as module
+from poc_operator.controller.leader_election import LeaderElection
+from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.manager import Manager
+from poc_operator.controller.reconciler import Reconciler
+from poc_operator.model.conditions import Condition
+from poc_operator.model.round import Round
+from poc_operator.model.status import RoundStatus
+from poc_operator.observed.pods import PodView
+from poc_operator.rounds.snapshot import RoundEvent
+from tests.support.lease_api import lease_api
+from tests.unit.poc_operator import build
+from tests.unit.poc_operator.build import a_pod, says
+
+#: A spec that no schema lets pass, and that the models do not know to be wrong.
+POISON: Mapping[str, Mapping[str, Any]] = {
+    "port beyond 65535": {"callbackURL": "http://h:99999/x"},
+    "host that is none": {"callbackURL": "http://[zz]/"},
+    "target beyond all": {"rTarget": "3"},
+    "empty hash": {"blockHash": ""},
+    "no batch": {"batchSize": 0},
+}
+
+
+def a_round(**spec: Any) -> Round:  # noqa: ANN401
+    """A round that was created long ago and may start still."""
+    return build.a_round(startDeadlineSeconds=10**9, **spec)
+
+
+class Rounds:
+    """A store of a bad round and a good one. ``fault`` is raised when the bad one is read."""
+
+    def __init__(self, bad: Round, fault: Exception | None = None) -> None:
+        self.rounds = {"bad": bad, "good": a_round()}
+        self.fault = fault
+        self.reads: dict[str, list[float]] = {"bad": [], "good": []}
+        self.conditions: dict[str, tuple[str, str, str]] = {}
+        self.reported = asyncio.Event()
+
+    async def get(self, namespace: str, name: str) -> Round | None:
+        """Return one of them."""
+        self.reads[name].append(time.monotonic())
+        if name == "bad" and self.fault is not None:
+            raise self.fault
+        return self.rounds[name]
+
+    async def write_status(self, round_: Round, status: RoundStatus) -> None:
+        """Store the status of the good one, which is planned first."""
+        name = next(name for name, known in self.rounds.items() if known.spec == round_.spec)
+        self.rounds[name] = round_.model_copy(update={"status": status})
+
+    async def write_conditions(self, namespace: str, name: str, conditions: Sequence[Condition], message: str) -> None:
+        """Store conditions."""
+        self.conditions |= {found.type: (name, found.status, found.reason) for found in conditions}
+        self.reported.set()
+
+    async def proofs(self, round_: Round) -> Sequence[object]:
+        """Return none."""
+        return ()
+
+    async def list_rounds(self, namespaces: Collection[str]) -> list[Round]:
+        """Return both, as the watch tells of them."""
+        return list(self.rounds.values())
+
+    async def list_pods(self, round_: Round) -> list[PodView]:
+        """Return the pod."""
+        return [a_pod("a")]
+
+
+class Answering:
+    """A pod that is idle."""
+
+    async def status(self, base: str) -> object:
+        """Answer a poll."""
+        return says().status
+
+    async def start(self, base: str, request: object) -> object:
+        """Take a start and never answer."""
+        return await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def driven(rounds: Rounds, events: list[RoundEvent]) -> AsyncIterator[Manager]:
+    """An operator that drives both."""
+    async with lease_api() as (_, connection):
+        lease = LeaderElection(connection, "ns", "me", time.monotonic)
+        await lease.acquire()
+        operator = Manager(cast(RoundStore, rounds), lease, cast(PodClient, Answering()))
+        operator.pod_changed(a_pod("a"))
+        loops = [
+            asyncio.create_task(operator.run(name, operator.reconciler(RoundRef("ns", name, name), events.append)))
+            for name in rounds.rounds
+        ]
+        yield operator
+        assert not any(loop.done() for loop in loops)
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+
+
+async def failed(rounds: Rounds) -> list[RoundEvent]:
+    """Drive both until the bad one has told, and a while on; return the bad one's Events."""
+    events = list[RoundEvent]()
+    async with driven(rounds, events) as operator:
+        await asyncio.wait_for(rounds.reported.wait(), 5)
+        assert rounds.conditions == {
+            "Progressing": ("bad", "False", "InternalError"),
+            "Degraded": ("bad", "True", "InternalError"),
+        }
+        await asyncio.sleep(1.0)
+        assert operator.health_findings() == []
+    pauses = [after - before for before, after in zip(rounds.reads["bad"], rounds.reads["bad"][1:], strict=False)]
+    assert 2 <= len(pauses) <= 4
+    assert pauses == sorted(pauses)
+    assert len(rounds.reads["good"]) >= 10
+    return [event for event in events if event.reason == "InternalError"]
+
+
+@pytest.mark.parametrize("spec", POISON.values(), ids=POISON.keys())
+async def test_a_spec_that_cannot_be_planned(spec: Mapping[str, Any]) -> None:
+    events = await failed(Rounds(a_round(**spec)))
+    assert len(events) == 1
+    assert events[0].warning
+
+
+async def test_any_exception_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = a_round(blockHeight=666)
+    real = Reconciler._observe
+
+    async def look(self: Any, round_: Round) -> Any:  # noqa: ANN401
+        if round_.spec.block_height == bad.spec.block_height:
+            raise RuntimeError("a defect")
+        return await real(self, round_)
+
+    monkeypatch.setattr(Reconciler, "_observe", look)
+    events = await failed(Rounds(bad))
+    assert events[0].message.startswith("RuntimeError: a defect; the round stands still")
+
+
+async def test_a_round_that_cannot_be_read() -> None:
+    fault = UnreadableRound("spec.proofs.inline.0.nonce: Input should be greater than or equal to 0", 1)
+    events = await failed(Rounds(a_round(), fault))
+    assert "spec.proofs.inline.0.nonce" in events[0].message
+
+
+async def test_another_spec_is_tried_at_once() -> None:
+    rounds = Rounds(a_round(callbackURL="http://[zz]/"))
+    async with driven(rounds, []) as operator:
+        await asyncio.wait_for(rounds.reported.wait(), 5)
+        await asyncio.sleep(0.5)
+        reads = len(rounds.reads["bad"])
+        operator.round_changed("bad", 1)
+        operator.pod_changed(a_pod("a", ip="10.0.0.2"))
+        await asyncio.sleep(0)
+        assert len(rounds.reads["bad"]) == reads
+        operator.round_changed("bad", 2)
+        await asyncio.sleep(0.02)
+        assert len(rounds.reads["bad"]) == reads + 1
+
+
+async def test_a_tick_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECONCILE_SECONDS", 0.1)
+    rounds = Rounds(a_round())
+    hang = asyncio.Event()
+
+    async def get(namespace: str, name: str) -> Round | None:
+        if name == "bad":
+            await hang.wait()
+        return rounds.rounds[name]
+
+    monkeypatch.setattr(rounds, "get", get)
+    async with driven(rounds, []):
+        await asyncio.wait_for(rounds.reported.wait(), 5)
+
+
+async def test_the_api_servers_failure_is_no_round_s() -> None:
+    rounds = Rounds(a_round(), StoreUnavailable("away"))
+    async with driven(rounds, []):
+        await asyncio.sleep(0.5)
+        assert rounds.conditions == {}
+        assert len(rounds.reads["bad"]) >= 5

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A watch that misses a change is found by the second list that shows it; a slow one is not blamed."""
+
+import time
+from collections.abc import Collection
+from typing import cast
+
+import pytest
+
+from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.controller.health import StaleWatchCheck
+from poc_operator.controller.observing import PodCache
+from poc_operator.model.round import Round
+from poc_operator.model.status import RoundState, RoundStatus
+from poc_operator.observed.pods import PodView
+from tests.unit.poc_operator.build import UID, a_pod, a_round
+
+
+class Lists:
+    """What the API server lists."""
+
+    def __init__(self, round_: Round, *pods: PodView) -> None:
+        self.rounds = [round_]
+        self.pods = list(pods)
+
+    async def list_rounds(self, namespaces: Collection[str]) -> list[Round]:
+        """Return the rounds."""
+        return self.rounds
+
+    async def list_pods(self, round_: Round) -> list[PodView]:
+        """Return the pods."""
+        return self.pods
+
+
+class Watched:
+    """A check over lists and what the watch told."""
+
+    def __init__(self, *listed: PodView, told: Collection[PodView] = (), driven: Collection[str] = (UID,)) -> None:
+        self.lists = Lists(a_round(), *listed)
+        self.cache = PodCache(time.monotonic)
+        for pod in told:
+            self.cache.put(pod)
+        self._check = StaleWatchCheck(cast(RoundStore, self.lists), self.cache, lambda: driven)
+
+    async def missed(self) -> list[str]:
+        """Check once more."""
+        await self._check.check([])
+        return self._check.missed
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [([a_pod("a")], []), ([], [a_pod("a")]), ([a_pod("a", ready=False)], [a_pod("a")])],
+    ids=["added", "deleted", "modified"],
+)
+async def test_a_missed_change_is_found_by_the_second_list(listed: list[PodView], told: list[PodView]) -> None:
+    watched = Watched(*listed, told=told)
+    assert await watched.missed() == []
+    assert await watched.missed() == ["pod ns/a is not what the watch told"]
+
+
+async def test_a_watch_that_catches_up_is_healthy() -> None:
+    watched = Watched(a_pod("a"))
+    assert await watched.missed() == []
+    watched.cache.put(a_pod("a"))
+    assert await watched.missed() == []
+
+
+async def test_a_pod_that_changes_all_the_time_is_not_missed() -> None:
+    watched = Watched(a_pod("a", ip="10.0.0.1"), told=[a_pod("a", ip="10.0.0.0")])
+    for address in range(1, 4):
+        assert await watched.missed() == []
+        watched.cache.put(a_pod("a", ip=f"10.0.0.{address}"))
+        watched.lists.pods = [a_pod("a", ip=f"10.0.0.{address + 1}")]
+
+
+async def test_a_round_that_nobody_drives() -> None:
+    watched = Watched(driven=())
+    assert await watched.missed() == []
+    assert await watched.missed() == ["round ns/r is not reconciled"]
+    watched.lists.rounds = [a_round(RoundStatus(state=RoundState.COMPLETE))]
+    assert await watched.missed() == []

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop around each round: it turns only while the lease is held, and at once when there is news for its round."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+
+from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller.leader_election import LeaderElection
+from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.manager import Manager
+from poc_operator.model.round import Round
+from poc_operator.model.status import RoundState, RoundStatus
+from tests.support.lease_api import lease_api
+from tests.unit.poc_operator.build import UID, a_pod, a_round
+
+
+class GoneRound:
+    """A store whose round does not exist, which counts how often it is asked."""
+
+    reads = 0
+
+    async def get(self, namespace: str, name: str) -> Round | None:
+        """Return nothing."""
+        self.reads += 1
+        return None
+
+
+async def test_rounds_stand_still_without_the_lease() -> None:
+    async with lease_api() as (_, connection), PodClient() as client:
+        store, lease = GoneRound(), LeaderElection(connection, "ns", "me", time.monotonic)
+        operator = Manager(cast(RoundStore, store), lease, client)
+        reconciler = operator.reconciler(RoundRef("ns", "r", UID), lambda _: None)
+        assert await operator._reconcile(reconciler) is True
+        assert store.reads == 0
+        await lease.acquire()
+        assert await operator._reconcile(reconciler) is False
+        assert store.reads == 1
+
+
+class StandingRound(GoneRound):
+    """A store whose round stays as it is."""
+
+    async def get(self, namespace: str, name: str) -> Round | None:
+        """Return the round."""
+        self.reads += 1
+        return a_round(RoundStatus(state=RoundState.COMPLETE), ttlSecondsAfterFinished=10**9)
+
+
+@asynccontextmanager
+async def driving(store: StandingRound) -> AsyncIterator[Manager]:
+    """Drive the round; its first look is over."""
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = LeaderElection(connection, "ns", "me", time.monotonic)
+        await lease.acquire()
+        operator = Manager(cast(RoundStore, store), lease, client)
+        loop = asyncio.create_task(operator.run(UID, operator.reconciler(RoundRef("ns", "r", UID), lambda _: None)))
+        while not store.reads:  # noqa: ASYNC110 - the store is no event
+            await asyncio.sleep(0.001)
+        yield operator
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+News = Callable[[Manager], None]
+
+
+@pytest.mark.parametrize(
+    ("news", "looks"),
+    [
+        (lambda operator: operator.round_changed(UID, 2), 1),
+        (lambda operator: operator.round_changed(UID, 1), 0),
+        (lambda operator: operator.round_changed("another round", 2), 0),
+        (lambda operator: operator.pod_changed(a_pod("a")), 1),
+        (lambda operator: operator.pod_changed(a_pod("a", labels={})), 0),
+        (lambda operator: operator.pod_changed(a_pod("a", namespace="other")), 0),
+    ],
+    ids=["spec", "own status", "another round", "own pod", "another pod", "pod of another namespace"],
+)
+async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks: int) -> None:
+    store = StandingRound()
+    async with driving(store) as operator:
+        news(operator)
+        await asyncio.sleep(0.1)
+        assert store.reads == 1 + looks
+
+
+async def test_a_deleted_pod_is_news_for_its_round() -> None:
+    store = StandingRound()
+    async with driving(store) as operator:
+        operator.pod_changed(a_pod("a"))
+        await asyncio.sleep(0.1)
+        operator.pod_deleted(a_pod("a"))
+        operator.pod_deleted(a_pod("unknown"))
+        await asyncio.sleep(0.1)
+        assert store.reads == 3

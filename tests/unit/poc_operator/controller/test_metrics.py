@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: bounded labels, counters that never fall and count nothing twice."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from poc_operator.clients.errors import PodTimeout, StaleRound
+from poc_operator.controller.metrics import Metrics
+from poc_operator.model.conditions import Reason
+from poc_operator.model.status import RoundStatus, SlotState, Totals
+from poc_operator.observed.pods import PodReport
+from poc_operator.rounds.snapshot import Loss, RoundEvent
+from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, look
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    families = text_string_to_metric_families(metrics.text().decode())
+    return next(s.value for family in families for s in family.samples if (s.name, s.labels) == (name, labels))
+
+
+def planned(metrics: Metrics, before: int, after: int, *events: RoundEvent) -> None:
+    status = a_status(a_slot(), totals=Totals(checked=before))
+    silent = PodReport(error="no answer", silent_seconds=40)
+    step: RoundStatus = status.model_copy(update={"totals": Totals(checked=after)})
+    metrics.planned(look(a_round(status), (a_pod("a"), silent)), step, events)
+
+
+def test_nonces_count_beyond_what_was_reached_before() -> None:
+    metrics = Metrics()
+    for before, after, total in ((1000, 1010, 10), (1010, 1000, 10), (1000, 1008, 10), (1008, 1015, 15)):
+        planned(metrics, before, after)
+        assert value(metrics, "poc_nonces_checked_total") == total
+    assert value(metrics, "poc_nonces_valid_total") == 0
+
+
+def test_rounds_and_slots_by_state() -> None:
+    metrics = Metrics()
+    planned(metrics, 0, 1)
+    assert value(metrics, "poc_slots", state=SlotState.RUNNING) == 1
+    assert value(metrics, "poc_slots", state=SlotState.STALLED) == 0
+    assert value(metrics, "poc_rounds", state="Pending") == 1
+    assert 40 <= value(metrics, "poc_oldest_report_seconds") < 100
+    metrics.round_gone(UID)
+    assert value(metrics, "poc_rounds", state="Pending") == 0
+    assert value(metrics, "poc_oldest_report_seconds") == 0
+
+
+def test_causes_reasons_and_kinds() -> None:
+    metrics = Metrics()
+    planned(metrics, 0, 1, RoundEvent(reason=Reason.WORK_LOST, message="", loss=Loss.RESTARTED))
+    metrics.poll_failed(PodTimeout("no answer within 5 s"))
+    metrics.api_server_failed(StaleRound("changed"))
+    assert value(metrics, "poc_reissues_total", cause="Restarted") == 1
+    assert value(metrics, "poc_events_total", reason="WorkLost") == 1
+    assert value(metrics, "poc_poll_errors_total", kind="PodTimeout") == 1
+    assert value(metrics, "poc_api_server_errors_total", kind="StaleRound") == 1
+
+
+def test_a_slot_that_was_given_up_is_no_reissue() -> None:
+    metrics = Metrics()
+    planned(metrics, 0, 1, RoundEvent(reason=Reason.WORK_LOST, message=""))
+    assert b"poc_reissues_total{" not in metrics.text()

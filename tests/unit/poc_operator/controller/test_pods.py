@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods that are gone, and how long they are remembered."""
+
+import dataclasses
+
+from poc_operator.controller.observing import MEMORY_SECONDS, PodCache
+from tests.unit.poc_operator.build import a_pod, a_round
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_deleted_pod_is_forgotten_at_once() -> None:
+    cache = PodCache(Clock())
+    cache.put(a_pod("a"))
+    assert cache.remove(a_pod("a"))
+    assert not cache.remove(a_pod("a"))
+    assert cache.matching(a_round()) == []
+
+
+def test_rounds_learn_that_the_cluster_took_a_pod_away_even_if_it_tells_only_once() -> None:
+    clock = Clock()
+    cache = PodCache(clock)
+    cache.put(a_pod("a"))
+    taken = dataclasses.replace(a_pod("a"), disrupted=True)
+    assert cache.remove(taken)
+    assert cache.matching(a_round()) == [dataclasses.replace(taken, gone=True)]
+    clock.now = MEMORY_SECONDS
+    assert cache.matching(a_round()) == []

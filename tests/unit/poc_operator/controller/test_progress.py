@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a pod has got nothing done."""
+
+import pytest
+
+from poc_operator.controller.observing import ProgressWatch
+from poc_operator.observed.pods import PodReport
+from tests.unit.poc_operator.build import says
+from vllm_poc.wire.messages import PowState
+
+COMPUTING = says(PowState.GENERATING, next_index=10)
+SILENT = PodReport(error="no answer")
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def seconds(*looks: tuple[float, PodReport]) -> tuple[float, float]:
+    """Return (stalled, silent) after looking at a pod so many seconds after each other."""
+    clock = Clock()
+    watch = ProgressWatch(clock)
+    report = PodReport()
+    for pause, seen in looks:
+        clock.now += pause
+        report = watch.measured("a", seen)
+    return report.stalled_seconds, report.silent_seconds
+
+
+@pytest.mark.parametrize(
+    ("second", "stalled"),
+    [
+        pytest.param(COMPUTING, 30, id="nothing new"),
+        pytest.param(says(PowState.GENERATING, next_index=11), 0, id="progress"),
+        pytest.param(says(PowState.GENERATING, next_index=10, held_back_seconds=1), 0, id="chat held it back"),
+        pytest.param(says(PowState.GENERATING, next_index=10, delivery_error="HTTP 500"), 0, id="receiver down"),
+        pytest.param(says(PowState.GENERATING, next_index=10, session="s2"), 0, id="restarted"),
+        pytest.param(says(PowState.GENERATING, next_index=10, round_id="other"), 0, id="another round"),
+        pytest.param(says(PowState.IDLE, next_index=10), 0, id="nothing to do"),
+    ],
+)
+def test_stalled(second: PodReport, stalled: float) -> None:
+    assert seconds((0, COMPUTING), (30, second)) == (stalled, 0)
+
+
+def test_silence_is_counted_from_the_last_answer() -> None:
+    assert seconds((0, COMPUTING), (5, SILENT), (5, SILENT)) == (0, 10)
+    assert seconds((0, SILENT), (7, SILENT)) == (0, 7)
+    assert seconds((0, COMPUTING), (5, SILENT), (5, COMPUTING)) == (10, 0)
+
+
+def test_pods_that_are_gone_are_forgotten() -> None:
+    clock = Clock()
+    watch = ProgressWatch(clock)
+    watch.measured("a", COMPUTING)
+    watch.forget_others(["b"])
+    clock.now += 50
+    assert watch.measured("a", COMPUTING).stalled_seconds == 0

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters are written now and then, everything else at once; what is held back is not forgotten."""
+
+from typing import Any, cast
+
+import pytest
+
+from poc_operator.clients.errors import StoreUnavailable
+from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.controller.reconciler import COUNTERS_SECONDS, StatusRecorder
+from poc_operator.model.round import Round
+from poc_operator.model.status import RoundStatus, SlotState, Totals
+from tests.unit.poc_operator.build import a_round, a_slot, a_status
+
+
+class Written:
+    """A store that keeps what was written last, and a clock."""
+
+    def __init__(self) -> None:
+        self.round = a_round(a_status(a_slot()))
+        self.writes = 0
+        self.fault: Exception | None = None
+        self.seconds = 1000.0
+        self.recorder = StatusRecorder(cast(RoundStore, self), lambda: self.seconds)
+
+    async def write_status(self, round_: Round, status: RoundStatus) -> None:
+        """Write."""
+        if self.fault is not None:
+            raise self.fault
+        self.writes += 1
+        self.round = round_.model_copy(update={"status": status})
+
+    async def record(self, status: RoundStatus, after: float = 0) -> int:
+        """Record a status ``after`` seconds; return how many writes it took."""
+        self.seconds += after
+        before = self.writes
+        await self.recorder.record(self.round, status)
+        return self.writes - before
+
+    @property
+    def newest(self) -> RoundStatus:
+        """The status that the next plan starts from."""
+        return self.recorder.newest(self.round).status
+
+
+def counted(count: int, **slot: Any) -> RoundStatus:  # noqa: ANN401
+    """A status in which the slot has delivered ``count`` nonces."""
+    message = f"1 pods compute {count} nonces/s"
+    totals = Totals(checked=count, delivered=count)
+    return a_status(a_slot(next=count, delivered=count, **slot), totals=totals, message=message)
+
+
+async def test_counters_are_written_now_and_then() -> None:
+    written = Written()
+    assert await written.record(counted(1)) == 1
+    assert await written.record(counted(2), after=COUNTERS_SECONDS - 1) == 0
+    assert await written.record(counted(3), after=1) == 1
+    assert await written.record(counted(4)) == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"state": SlotState.STALLED}, {"session": "s2"}, {"start": 2}, {"attempts": 2}, {"error": "away"}]
+)
+async def test_everything_else_is_written_at_once(change: dict[str, object]) -> None:
+    written = Written()
+    await written.record(counted(1))
+    assert await written.record(counted(2, **change)) == 1
+
+
+async def test_what_is_held_back_is_what_the_next_plan_starts_from() -> None:
+    written = Written()
+    await written.record(counted(1))
+    await written.record(counted(2))
+    assert written.round.status == counted(1)
+    assert written.newest == counted(2)
+    written.round = a_round(counted(1), suspend=True)
+    assert written.newest == counted(2)
+
+
+async def test_it_gives_way_to_what_somebody_else_has_written() -> None:
+    written = Written()
+    await written.record(counted(1))
+    await written.record(counted(2))
+    written.round = a_round(counted(5))
+    assert written.newest == counted(5)
+
+
+async def test_it_is_still_known_after_a_write_that_failed() -> None:
+    written = Written()
+    await written.record(counted(1))
+    await written.record(counted(2))
+    written.fault = StoreUnavailable("away")
+    with pytest.raises(StoreUnavailable):
+        await written.record(counted(3), after=COUNTERS_SECONDS)
+    assert written.newest == counted(2)
+    written.fault = None
+    assert await written.record(counted(3)) == 1
+    assert written.newest == counted(3)
+
+
+async def test_nothing_new_is_not_written() -> None:
+    written = Written()
+    assert await written.record(written.round.status) == 0

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds that stop after so many nonces: how far each slot may go."""
+
+from typing import Any
+
+import pytest
+
+from poc_operator.model.status import Assignment, RoundStatus, SlotState
+from poc_operator.observed.pods import PodReport
+from poc_operator.rounds.allowance import FIRST_BATCHES
+from poc_operator.rounds.plan import plan
+from poc_operator.rounds.snapshot import ExtendPod, StartPod, Step
+from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.messages import PowState
+
+BATCH = 10
+FIRST = FIRST_BATCHES * BATCH
+NODES = {"first": 0, "last": 1, "count": 2}
+
+
+def planned(status: RoundStatus | None, *reports: PodReport, **stop: int) -> Step:
+    round_ = a_round(status, stop=stop or None, batchSize=BATCH, nodes=NODES)
+    return plan(look(round_, *((a_pod(name), report) for name, report in zip("ab", reports, strict=False))))
+
+
+def slot(name: str, node: int, **fields: Any) -> Assignment:  # noqa: ANN401
+    return a_slot(name, node=node, session=f"s-{name}", **fields)
+
+
+def report(name: str, node: int, **fields: Any) -> PodReport:  # noqa: ANN401
+    return says(PowState.GENERATING, session=f"s-{name}", **fields)
+
+
+def running(*slots: Assignment) -> RoundStatus:
+    return a_status(*slots, slots=2, groups=1)
+
+
+def ends(step: Step) -> list[int | None]:
+    return [found.end for found in step.status.assignments]
+
+
+def extensions(step: Step) -> dict[str, int]:
+    return {act.pod.name: act.request.end_index for act in step.actions if isinstance(act, ExtendPod)}
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ({"after_nonces": 10_000}, [FIRST, FIRST]),
+        ({"after_nonces": 101}, [51, 50]),
+        ({"after_valid": 30}, [15, 15]),
+    ],
+)
+def test_the_first_portions(stop: dict[str, int], expected: list[int]) -> None:
+    step = planned(None, says(session="s-a"), says(session="s-b"), **stop)
+    assert ends(step) == expected
+    starts = [action.request.end_index for action in step.actions if isinstance(action, StartPod)]
+    assert starts == expected
+
+
+@pytest.mark.parametrize("stop", [{}, {"after_seconds": 60}])
+def test_other_rounds_have_no_portions(stop: dict[str, int]) -> None:
+    assert ends(planned(None, says(session="s-a"), says(session="s-b"), **stop)) == [None, None]
+
+
+def test_a_pod_that_has_done_half_of_its_portion_gets_more_in_time() -> None:
+    slots = slot("a", 0, next=900, end=1000), slot("b", 1, next=100, end=1000)
+    fast = report("a", 0, next_index=900, end_index=1000, rate_per_second=50)
+    slow = report("b", 1, next_index=100, end_index=1000, rate_per_second=5)
+    step = planned(running(*slots), fast, slow, after_nonces=100_000)
+    assert ends(step) == [900 + 50 * 20, 1000]
+    assert extensions(step) == {"a": 1900}
+
+
+def test_no_more_is_dealt_than_is_left() -> None:
+    slots = slot("a", 0, next=900, end=1000), slot("b", 1, next=900, end=900)
+    reports = [
+        report(name, node, next_index=900, end_index=end, rate_per_second=500)
+        for node, (name, end) in enumerate([("a", 1000), ("b", 900)])
+    ]
+    step = planned(running(*slots), *reports, after_nonces=2001)
+    assert ends(step) == [1051, 950]
+    assert sum(end or 0 for end in ends(step)) == 2001
+
+
+def test_a_pod_that_has_not_heard_is_told_again() -> None:
+    slots = slot("a", 0, next=10, end=5000), slot("b", 1, next=10, end=5000)
+    deaf = report("a", 0, next_index=10, end_index=1000, rate_per_second=1)
+    knows = report("b", 1, next_index=10, end_index=5000, rate_per_second=1)
+    assert extensions(planned(running(*slots), deaf, knows, after_nonces=10_000)) == {"a": 5000}
+
+
+def test_a_pod_that_knows_no_portions_is_left_alone() -> None:
+    slots = slot("a", 0, next=10, end=20), slot("b", 1, next=10, end=20)
+    step = planned(running(*slots), report("a", 0, next_index=10), report("b", 1, next_index=10), after_nonces=10_000)
+    assert extensions(step) == {}
+
+
+def test_the_valid_share_so_far_tells_how_many_nonces_are_needed() -> None:
+    counted = {"next": 999, "delivered": 999, "valid": 99, "end": 999}
+    slots = slot("a", 0, **counted), slot("b", 1, state=SlotState.DONE)
+    told = {"next_index": 999, "delivered_index": 999, "delivered_valid": 99, "end_index": 999}
+    step = planned(running(*slots), report("a", 0, **told, rate_per_second=1000), after_valid=199)
+    assert ends(step)[0] == 999 + 1000
+
+
+@pytest.mark.parametrize(("delivered", "end"), [(1000, 1000 + BATCH), (999, 1000)])
+def test_for_the_last_valid_nonces_each_idle_pod_tries_a_batch(delivered: int, end: int) -> None:
+    slots = (
+        slot("a", 0, next=1000, delivered=delivered, valid=890, end=1000),
+        slot("b", 1, next=1000, delivered=900, valid=890, end=1500),
+    )
+    told = {"next_index": 1000, "delivered_valid": 890, "rate_per_second": 1000}
+    reports = (
+        report("a", 0, **told, delivered_index=delivered, end_index=1000),
+        report("b", 1, **told, delivered_index=900, end_index=1500),
+    )
+    step = planned(running(*slots), *reports, after_valid=1781)
+    assert ends(step) == [end, 1500]
+
+
+def test_a_lost_slot_gets_a_new_portion() -> None:
+    slots = slot("a", 0, next=90, delivered=50, end=100), slot("b", 1, next=10, end=500)
+    step = planned(
+        running(*slots), says(session="new"), report("b", 1, next_index=10, end_index=500), after_nonces=10_000
+    )
+    lost = step.status.assignments[0]
+    assert (lost.state, lost.start, lost.end) == (SlotState.STARTING, 50, 50 + FIRST)
+
+
+def test_a_round_that_ends_deals_nothing() -> None:
+    status = running(slot("a", 0, next=10, end=20)).model_copy(update={"stop_time": NOW})
+    step = planned(status, report("a", 0, next_index=20, end_index=20), after_nonces=10_000)
+    assert ends(step) == [20]
+    assert extensions(step) == {}

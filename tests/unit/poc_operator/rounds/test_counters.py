@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters that cannot be true are not counted, and the user is told once."""
+
+from typing import Any
+
+import pytest
+
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.observed.pods import PodReport
+from poc_operator.rounds.plan import plan
+from poc_operator.rounds.snapshot import Step
+from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.messages import PowState
+
+KNOWN = {"start": 4, "next": 20, "delivered": 16, "valid": 7, "valid_before": 2, "rejected": 1}
+SLOT = a_slot().model_copy(update=KNOWN)
+TRUE: dict[str, Any] = {
+    "start_index": 4,
+    "next_index": 20,
+    "delivered_index": 16,
+    "delivered_valid": 5,
+    "delivered_rejected": 1,
+}
+
+
+def planned(slot: Assignment, state: PowState = PowState.GENERATING, **fields: Any) -> Step:  # noqa: ANN401 - fields of StatusResponse
+    report: PodReport = says(state, round_id="round-uid", **TRUE | fields)
+    return plan(look(a_round(a_status(slot)), (a_pod("a"), report)))
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ({"next_index": 19}, "next_index falls from 20 to 19"),
+        ({"delivered_index": 15}, "delivered_index falls from 16 to 15"),
+        ({"delivered_valid": 4}, "delivered_valid falls from 5 to 4"),
+        ({"delivered_rejected": 0}, "delivered_rejected falls from 1 to 0"),
+        ({"delivered_index": 21}, "out of order"),
+        ({"next_index": 2**31}, None),
+        ({"next_index": 2**31 - 1, "delivered_valid": 12}, "12 valid and 1 rejected nonces of 12 delivered ones"),
+    ],
+)
+def test_what_cannot_be_true_is_not_counted(lie: dict[str, Any], why: str | None) -> None:
+    step = planned(SLOT, **lie)
+    slot = step.status.assignments[0]
+    if why is None:
+        assert (slot.next, slot.error) == (2**31, None)
+        return
+    assert {name: getattr(slot, name) for name in KNOWN} == KNOWN
+    assert slot.state is SlotState.RUNNING
+    assert slot.error is not None
+    assert slot.error.startswith("pod a is not believed: ")
+    assert why in slot.error
+    assert [(event.reason, event.warning) for event in step.events] == [("ReportContradictory", True)]
+    assert planned(slot, **lie).events == []
+
+
+def test_a_slot_has_no_more_nonces_than_fit() -> None:
+    slot = SLOT.model_copy(update={"group": 1})
+    round_ = a_round(a_status(slot, groups=2))
+    report = says(PowState.GENERATING, **TRUE | {"next_index": 2**30 + 1})
+    assert "out of order" in (plan(look(round_, (a_pod("a"), report))).status.assignments[0].error or "")
+
+
+def test_a_pod_that_tells_the_truth_again_is_believed() -> None:
+    doubted = planned(SLOT, next_index=19).status.assignments[0]
+    slot = planned(doubted, next_index=30).status.assignments[0]
+    assert (slot.next, slot.error) == (30, None)
+
+
+def test_a_stopped_pod_is_told_again_from_what_was_believed() -> None:
+    slot = planned(SLOT, PowState.STOPPED, next_index=2**31, delivered_index=10).status.assignments[0]
+    assert (slot.state, slot.start, slot.valid) == (SlotState.STARTING, 16, 7)
+
+
+def test_a_lie_adopts_nothing() -> None:
+    starting = SLOT.model_copy(update={"state": SlotState.STARTING, "session": None, "start": 4, "next": 4})
+    lying = says(PowState.GENERATING, **TRUE | {"next_index": 5})
+    slot = plan(look(a_round(a_status(starting)), (a_pod("a"), lying))).status.assignments[0]
+    assert slot.state is SlotState.STARTING

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gateway's answer does to slots: their counts, and where they begin after a loss."""
+
+import dataclasses
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from poc_operator.model.conditions import Reason
+from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState
+from poc_operator.observed.gateway import GatewayReport
+from poc_operator.observed.pods import PodReport
+from poc_operator.rounds.counters import PATIENCE
+from poc_operator.rounds.plan import plan
+from poc_operator.rounds.snapshot import StartPod, Step
+from tests.unit.poc_operator.build import CALLBACK, NOW, a_pod, a_round, a_slot, a_status, has, look, says
+from vllm_poc.wire.messages import PowState
+
+GENERATING, IDLE, STOPPED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED
+RUNNING = a_slot(next=12, delivered=8, valid=3)
+SILENT = GatewayReport(callback=CALLBACK, error="gateway http://gateway:8080: no answer within 5 s")
+NOTHING = GatewayReport(callback=CALLBACK, asked=NOW)
+
+
+def planned(
+    slot: Assignment | RoundStatus,
+    report: PodReport,
+    gateway: GatewayReport | None,
+    *,
+    after: float = 0,
+    **spec: Any,  # noqa: ANN401
+) -> Step:
+    status = slot if isinstance(slot, RoundStatus) else a_status(slot)
+    return plan(look(a_round(status, **spec), (a_pod("a"), report), after=after, gateway=gateway))
+
+
+def starts(step: Step) -> list[tuple[int, str]]:
+    orders = [action.request for action in step.actions if isinstance(action, StartPod)]
+    return [(order.start_index, str(order.url)) for order in orders]
+
+
+def degraded(step: Step) -> tuple[str, str]:
+    condition = next(found for found in step.status.conditions if found.type == "Degraded")
+    return condition.reason, condition.message
+
+
+@pytest.mark.parametrize(
+    ("gateway", "resumes", "counts"),
+    [
+        pytest.param(has((5, 11)), True, (12, 11, 5), id="the gateway knows more"),
+        pytest.param(has((2, 6)), True, (12, 9, 4), id="its answer is older"),
+        pytest.param(has((14, 14)), True, (14, 14, 14), id="the pod's report is older"),
+        pytest.param(has((2, 6)), False, (12, 6, 2), id="a reference pod only guesses"),
+        pytest.param(has(), True, (12, 9, 4), id="nothing stored yet"),
+        pytest.param(has(), False, (12, 0, 0), id="nothing of a reference pod stored yet"),
+        pytest.param(NOTHING, True, (12, 9, 4), id="the round is unknown yet"),
+        pytest.param(NOTHING, False, (12, 0, 0), id="the reference pod's round is unknown yet"),
+        pytest.param(SILENT, False, (12, 8, 3), id="no answer yet about a reference pod"),
+        pytest.param(SILENT, True, (12, 9, 4), id="no answer yet"),
+    ],
+)
+def test_counts(gateway: GatewayReport, resumes: bool, counts: tuple[int, int, int]) -> None:
+    report = says(GENERATING, next_index=12, delivered_index=9, delivered_valid=4)
+    step = planned(RUNNING, dataclasses.replace(report, resumes=resumes), gateway)
+    slot = step.status.assignments[0]
+    assert (slot.next, slot.delivered, slot.valid) == counts
+    assert (step.status.totals.checked, step.status.totals.delivered, step.status.totals.valid) == counts
+    assert [event.reason for event in step.events] == []
+
+
+def test_a_pod_that_knows_less_than_the_gateway_told_is_believed() -> None:
+    ahead = a_slot(next=20, delivered=20, valid=9)
+    report = says(GENERATING, next_index=15, delivered_index=12, delivered_valid=4)
+    for gateway in (has((9, 20)), SILENT):
+        step = planned(ahead, report, gateway)
+        assert (list(step.events), step.status.assignments[0].error) == ([], None)
+    assert [event.reason for event in planned(ahead, report, has((3, 10))).events] == [Reason.REPORT_CONTRADICTORY]
+    assert [event.reason for event in planned(ahead, report, None).events] == [Reason.REPORT_CONTRADICTORY]
+
+
+def test_pods_deliver_to_the_gateway() -> None:
+    starting = a_slot(state=SlotState.STARTING)
+    step = planned(starting, says(IDLE), SILENT, callbackURL="http://network:1/x")
+    assert starts(step) == [(0, CALLBACK)]
+
+
+RESTARTED = says(IDLE, session="s2")
+
+
+def test_lost_work_begins_where_the_gateway_ends() -> None:
+    lost = planned(RUNNING, RESTARTED, has((3, 8)))
+    assert lost.status.assignments[0].lost == NOW
+    assert starts(lost) == []
+    assert "starts again at index 8, or later if the gateway has more by then" in lost.events[0].message
+    old = planned(lost.status, RESTARTED, has((5, 10), asked=0), after=1)
+    assert starts(old) == [], "this answer may be older than the loss"
+    fresh = planned(old.status, RESTARTED, has((6, 12), asked=2), after=2)
+    assert starts(fresh) == [(12, CALLBACK)]
+    slot = fresh.status.assignments[0]
+    assert (slot.start, slot.next, slot.valid_before, slot.lost) == (12, 12, 6, None)
+    later = planned(fresh.status, RESTARTED, has((9, 15), asked=4), after=4)
+    assert starts(later) == [(12, CALLBACK)], "what a pod may have been told by now stays"
+
+
+def test_a_gateway_that_does_not_answer_is_waited_for_only_so_long() -> None:
+    lost = planned(RUNNING, RESTARTED, SILENT)
+    patience = PATIENCE.total_seconds()
+    assert starts(planned(lost.status, RESTARTED, SILENT, after=patience - 1)) == []
+    assert starts(planned(lost.status, RESTARTED, SILENT, after=patience)) == [(8, CALLBACK)]
+
+
+def test_policy_restart_begins_at_the_first_nonce_and_counts_what_is_stored() -> None:
+    restart = {"policy": "Restart"}
+    lost = planned(RUNNING, RESTARTED, has((3, 8)), reissue=restart)
+    again = planned(lost.status, RESTARTED, has((3, 8), asked=2), after=2, reissue=restart)
+    assert starts(again) == [(0, CALLBACK)]
+    slot = again.status.assignments[0]
+    assert (slot.start, slot.delivered, slot.valid) == (0, 8, 3)
+    running = says(GENERATING, session="s2", next_index=4, delivered_index=2, delivered_valid=1)
+    on = planned(again.status, running, has((3, 8), asked=4), after=4, reissue=restart)
+    assert (on.status.assignments[0].state, on.status.totals.delivered) == (SlotState.RUNNING, 8)
+
+
+def test_a_reference_pod_begins_anew_and_nothing_counts_twice() -> None:
+    lost = planned(RUNNING, RESTARTED, has((8, 8)))
+    idle = dataclasses.replace(RESTARTED, resumes=False)
+    again = planned(lost.status, idle, has((8, 8), asked=2), after=2)
+    assert starts(again) == [(0, CALLBACK)]
+    assert (again.status.totals.delivered, again.status.totals.valid) == (8, 8)
+
+
+@pytest.mark.parametrize("before", [GatewayReport(callback=CALLBACK), NOTHING, SILENT])
+def test_who_takes_over_from_a_reference_pod_leaves_no_hole(before: GatewayReport) -> None:
+    """What it computed and nobody got is computed again."""
+    guess = says(GENERATING, next_index=2048, delivered_index=2048, delivered_valid=2048)
+    running = planned(a_slot(), dataclasses.replace(guess, resumes=False), before, stop=None)
+    assert running.status.totals.delivered == 0
+
+    def look_at(status: RoundStatus, gateway: GatewayReport, after: float) -> Step:
+        return plan(look(a_round(status, stop=None), (a_pod("b"), says(IDLE)), after=after, gateway=gateway))
+
+    lost = look_at(running.status, before, 1)
+    assert lost.status.assignments[0].uid == "b"
+    told = look_at(lost.status, has((512, 512), asked=3), 3)
+    assert starts(told) == [(512, CALLBACK)]
+    silent = look_at(lost.status, SILENT, 1 + PATIENCE.total_seconds())
+    assert starts(silent) == [(0, CALLBACK)]
+
+
+def test_an_operator_without_the_gateway_goes_on_at_once() -> None:
+    lost = planned(RUNNING, RESTARTED, SILENT)
+    assert starts(planned(lost.status, RESTARTED, None)) == [(8, "None")]
+
+
+def test_a_gateway_that_does_not_answer_degrades_the_round() -> None:
+    step = planned(RUNNING, says(GENERATING, next_index=12, delivered_index=8, delivered_valid=3), SILENT)
+    assert step.status.state is RoundState.RUNNING
+    reason, message = degraded(step)
+    assert reason == Reason.GATEWAY_UNREACHABLE
+    assert message.startswith("gateway http://gateway:8080: no answer within 5 s; pods compute on")
+
+
+def test_conflicting_results_are_told_with_their_slots() -> None:
+    slots = [a_slot(group=0), a_slot("b", group=1)]
+    report = says(GENERATING)
+    pods = [(a_pod("a"), report), (a_pod("b"), says(IDLE))]
+    step = plan(look(a_round(a_status(*slots)), *pods, gateway=has((3, 3), conflicts=2)))
+    assert degraded(step) == (
+        Reason.RESULTS_CONFLICT,
+        "results came twice and differ: node 0 group 0 (pod a: 2); the first ones are kept",
+    )
+
+
+def test_a_round_is_not_over_while_the_gateway_may_know_more() -> None:
+    """A reference pod says nothing after its stop; what it sent last the gateway tells a moment later."""
+    outcome = {"type": "Complete", "reason": "Completed", "message": "enough"}
+    ending = a_status(a_slot(next=12, delivered=8), stop_time=NOW, outcome=outcome)
+    report = dataclasses.replace(says(IDLE), resumes=False)
+    waiting = planned(ending, report, has((8, 8)), after=1)
+    assert waiting.status.state is RoundState.STOPPING
+    told = planned(waiting.status, report, has((12, 12), asked=2), after=2)
+    assert (told.status.state, told.status.totals.delivered) == (RoundState.COMPLETE, 12)
+    missing = planned(waiting.status, report, has((8, 8), asked=5), after=PATIENCE / timedelta(seconds=1))
+    assert degraded(missing) == (Reason.DELIVERY_INCOMPLETE, "4 computed nonces were not delivered to the gateway")

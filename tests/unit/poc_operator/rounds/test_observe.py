@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened to a slot, told from its pod's report."""
+
+import pytest
+
+from poc_operator.model.status import Assignment, SlotState
+from poc_operator.observed.pods import PodReport
+from poc_operator.rounds.observe import observe
+from poc_operator.rounds.snapshot import Snapshot, Step
+from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.messages import PowState
+
+GENERATING, IDLE, STOPPED, FAILED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED, PowState.FAILED
+
+
+def observed(snapshot: Snapshot) -> Assignment:
+    return observe(snapshot, Step(status=snapshot.round.status)).status.assignments[0]
+
+
+STARTING = a_slot(state=SlotState.STARTING)
+RUNNING = a_slot(next=10, delivered=8, valid=3)
+OURS = {"round_id": "round-uid"}
+
+
+@pytest.mark.parametrize(
+    ("slot", "report", "expected"),
+    [
+        pytest.param(STARTING, says(GENERATING), {"state": SlotState.RUNNING, "session": "s1"}, id="adopted"),
+        pytest.param(
+            STARTING,
+            says(IDLE).__class__(started="s9", status=says(IDLE).status),
+            {"state": SlotState.RUNNING, "session": "s9"},
+            id="start accepted",
+        ),
+        pytest.param(STARTING, says(IDLE), {"state": SlotState.STARTING, "error": None}, id="not told yet"),
+        pytest.param(
+            STARTING,
+            says(GENERATING, round_id="other"),
+            {"state": SlotState.STARTING, "error": "the pod computes other work"},
+            id="foreign round",
+        ),
+        pytest.param(
+            RUNNING,
+            says(GENERATING, next_index=20, delivered_index=16, delivered_valid=5, rate_per_second=2.5),
+            {"next": 20, "delivered": 16, "valid": 5, "attempts": 1},
+            id="progress",
+        ),
+        pytest.param(
+            RUNNING,
+            PodReport(error="no answer within 5 s"),
+            {"state": SlotState.RUNNING, "next": 10, "error": "no answer within 5 s"},
+            id="unreachable keeps everything",
+        ),
+        pytest.param(
+            RUNNING,
+            says(IDLE, session="s2"),
+            {
+                "state": SlotState.STARTING,
+                "start": 8,
+                "next": 8,
+                "valid_before": 3,
+                "attempts": 2,
+                "session": None,
+            },
+            id="restarted resumes at what was delivered",
+        ),
+        pytest.param(
+            RUNNING,
+            says(GENERATING, round_id="other"),
+            {"state": SlotState.STARTING, "attempts": 2},
+            id="another round took the pod",
+        ),
+        pytest.param(
+            RUNNING,
+            says(FAILED, error="the engine died", delivered_index=9, delivered_valid=4, next_index=10, **OURS),
+            {"state": SlotState.STARTING, "start": 9, "valid_before": 4, "attempts": 2},
+            id="failed pod resumes at its own count",
+        ),
+        pytest.param(
+            RUNNING,
+            says(STOPPED, **OURS),
+            {"state": SlotState.STARTING, "attempts": 2},
+            id="stopped by somebody",
+        ),
+        pytest.param(
+            RUNNING,
+            says(IDLE, next_index=2**31, delivered_index=2**31, delivered_valid=3, **OURS),
+            {"state": SlotState.DONE},
+            id="all nonces computed",
+        ),
+    ],
+)
+def test_slot_with_its_pod(slot: Assignment, report: PodReport, expected: dict[str, object]) -> None:
+    slot = observed(look(a_round(a_status(slot)), (a_pod("a"), report)))
+    assert {name: getattr(slot, name) for name in expected} == expected
+
+
+def test_slot_of_a_pod_that_is_gone_waits_for_another() -> None:
+    slot = observed(look(a_round(a_status(RUNNING)), (a_pod("a", gone=True), says(GENERATING))))
+    assert (slot.state, slot.pod, slot.uid, slot.start) == (SlotState.WAITING, None, None, 8)
+    assert slot.error == "pod a is gone"
+
+
+@pytest.mark.parametrize(
+    ("reissue", "error"),
+    [
+        ({"policy": "Never"}, "spec.reissue.policy is Never"),
+        ({"limitPerPod": 0}, "spec.reissue.limitPerPod of 0 is used up"),
+        ({"limit": 0}, "spec.reissue.limit of 0 is used up"),
+    ],
+)
+def test_lost_work_is_given_up_when_the_budget_is_used_up(reissue: dict[str, object], error: str) -> None:
+    slot = observed(look(a_round(a_status(RUNNING), reissue=reissue), (a_pod("a"), says(session="s2"))))
+    assert slot.state is SlotState.FAILED
+    assert slot.error is not None
+    assert error in slot.error
+
+
+@pytest.mark.parametrize("reissue", [{"limitPerPod": 1}, {"limit": 1}])
+def test_what_the_cluster_disrupts_is_free_of_charge(reissue: dict[str, object]) -> None:
+    used_up = RUNNING.model_copy(update={"attempts": 2})
+    status = a_status(used_up, totals={"reissues": 1})
+    lost = observed(look(a_round(status, reissue=reissue), (a_pod("a", gone=True), None)))
+    assert lost.state is SlotState.FAILED
+    spared = observed(look(a_round(status, reissue=reissue), (a_pod("a", gone=True, disrupted=True), None)))
+    assert (spared.state, spared.attempts, spared.disruptions) == (SlotState.WAITING, 3, 1)
+    assert spared.error == "pod a is gone (disrupted by the cluster)"
+
+
+def test_policy_restart_begins_at_the_first_nonce() -> None:
+    round_ = a_round(a_status(RUNNING), reissue={"policy": "Restart"})
+    slot = observed(look(round_, (a_pod("a"), says(session="s2"))))
+    assert (slot.start, slot.next, slot.valid, slot.valid_before) == (0, 0, 0, 0)
+
+
+def test_work_lost_while_stopping_is_not_given_out_again() -> None:
+    round_ = a_round(a_status(RUNNING, stop_time=NOW))
+    slot = observed(look(round_, (a_pod("a"), says(session="s2"))))
+    assert (slot.state, slot.delivered, slot.attempts) == (SlotState.DONE, 8, 1)
+
+
+def test_lost_work_is_told_by_one_event() -> None:
+    snapshot = look(a_round(a_status(RUNNING)), (a_pod("a"), says(session="s2")))
+    events = observe(snapshot, Step(status=snapshot.round.status)).events
+    assert [(event.reason, event.warning) for event in events] == [("WorkLost", True)]
+    assert "starts again at index 8" in events[0].message

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residue classes are fixed once, and pods are bound to them."""
+
+import pytest
+
+from poc_operator.model.status import SlotState
+from poc_operator.rounds.plan import plan
+from poc_operator.rounds.snapshot import StartPod
+from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.messages import PowState
+
+
+@pytest.mark.parametrize(
+    ("pods", "nodes", "groups", "slots"),
+    [
+        (1, {"first": 0, "last": 0, "count": 1}, 1, 1),
+        (2, {"first": 0, "last": 0, "count": 1}, 2, 2),
+        (2, {"first": 0, "last": 1, "count": 2}, 1, 2),
+        (3, {"first": 2, "last": 3, "count": 10}, 2, 20),
+    ],
+)
+def test_every_pod_gets_a_slot(pods: int, nodes: dict[str, int], groups: int, slots: int) -> None:
+    step = plan(look(a_round(nodes=nodes), *((a_pod(f"p{i}"), says()) for i in range(pods))))
+    status = step.status
+    assert (status.groups, status.slots) == (groups, slots)
+    bound = [slot for slot in status.assignments if slot.pod]
+    assert len(bound) == len({(slot.node, slot.group) for slot in bound}) == pods
+    assert {slot.node for slot in status.assignments} == set(range(nodes["first"], nodes["last"] + 1))
+
+
+def test_a_pod_that_still_loads_has_its_slot_kept() -> None:
+    loading = a_pod("b", ready=False, ip=None)
+    step = plan(look(a_round(), (a_pod("a"), says()), (loading, None)))
+    assert step.status.slots == 2
+    assert [slot.state for slot in step.status.assignments] == [SlotState.STARTING, SlotState.WAITING]
+
+
+def test_the_number_of_groups_can_be_fixed() -> None:
+    """Several clusters of one host must agree on it, whatever pods each of them has."""
+    step = plan(look(a_round(nodes={"first": 1, "last": 1, "count": 3, "groups": 4}), (a_pod("a"), says())))
+    assert (step.status.slots, step.status.groups) == (12, 4)
+    assert [slot.state for slot in step.status.assignments] == [SlotState.STARTING, *[SlotState.WAITING] * 3]
+
+
+def test_pods_without_a_slot_are_told_of() -> None:
+    status = a_status(a_slot("a"))
+    step = plan(look(a_round(status), (a_pod("a"), says(PowState.GENERATING)), (a_pod("b"), says())))
+    assert step.status.message.endswith("; 1 more have no slot (the 1 slots are fixed at the start)")
+
+
+def test_slots_never_change_when_pods_come() -> None:
+    status = a_status(a_slot("a"))
+    step = plan(look(a_round(status), (a_pod("a"), says(PowState.GENERATING)), (a_pod("b"), says())))
+    assert step.status.slots == 1
+    assert [slot.pod for slot in step.status.assignments] == ["a"]
+
+
+def test_start_carries_the_slot_and_the_round() -> None:
+    step = plan(look(a_round(), (a_pod("a"), says()), (a_pod("b"), says())))
+    starts = [action for action in step.actions if isinstance(action, StartPod)]
+    assert [(s.pod.name, s.request.group_id, s.request.n_groups) for s in starts] == [
+        ("a", 0, 2),
+        ("b", 1, 2),
+    ]
+    assert {s.request.round_id for s in starts} == {"round-uid"}
+    assert {s.request.r_target for s in starts} == {1.4}
+
+
+def test_start_of_the_artifact_protocol() -> None:
+    round_ = a_round(rTarget=None, artifact={"kDim": 5}, model={"name": "demo", "seqLen": 9, "strongRng": True})
+    action = plan(look(round_, (a_pod("a"), says()))).actions[0]
+    assert isinstance(action, StartPod)
+    assert action.request.params is not None
+    assert (action.request.params.k_dim, action.request.params.seq_len) == (5, 9)
+    assert action.request.poc_stronger_rng
+    assert action.request.r_target is None
+
+
+def test_a_busy_pod_is_not_told_to_start() -> None:
+    busy = says(PowState.GENERATING, round_id="other")
+    step = plan(look(a_round(), (a_pod("a"), says()), (a_pod("b"), busy)))
+    assert [action.pod.name for action in step.actions if isinstance(action, StartPod)] == ["a"]
+
+
+def test_a_lost_slot_moves_to_a_free_pod() -> None:
+    gone = a_slot("a", next=10, delivered=8)
+    step = plan(look(a_round(a_status(gone)), (a_pod("b"), says())))
+    action = step.actions[0]
+    assert isinstance(action, StartPod)
+    assert (action.pod.name, action.request.start_index) == ("b", 8)
+    assert step.status.totals.reissues == 1

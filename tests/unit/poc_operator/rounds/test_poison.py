@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specs and states at the edge of what a plan can express: each is planned, in bounded time and memory."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from poc_operator.model.checks import parse_proofs
+from poc_operator.model.conditions import Reason
+from poc_operator.model.spec import MAX_SLOTS, Selector
+from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState
+from poc_operator.rounds.plan import plan
+from poc_operator.rounds.snapshot import StartPod
+from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.partition import MAX_NONCE
+
+CAPACITY = MAX_NONCE // 2 + 1  # of each of two slots
+WHOLE: dict[str, Any] = {"next": CAPACITY, "delivered": CAPACITY, "valid": 5}
+
+
+def test_a_spec_with_too_many_slots_fails_its_round_at_once() -> None:
+    round_ = a_round(nodes={"first": 0, "last": 19_999, "count": 20_000, "groups": 64})
+    step = plan(look(round_, (a_pod("a"), says())))
+    assert step.status.assignments == []
+    outcome = step.status.outcome
+    assert outcome is not None
+    assert (outcome.type, outcome.reason) == (RoundState.FAILED, Reason.TOO_MANY_SLOTS)
+    assert "spec.nodes makes 1280000 slots, at most 10000 are allowed" in outcome.message
+
+
+def test_as_many_slots_as_are_allowed_are_made() -> None:
+    round_ = a_round(nodes={"first": 0, "last": 624, "count": 625, "groups": 16})
+    assert len(plan(look(round_, (a_pod("a"), says()))).status.assignments) == MAX_SLOTS
+
+
+def test_more_pods_than_slots_leave_some_without_one() -> None:
+    pods = [(a_pod(f"p{number}"), says() if number == 0 else None) for number in range(6_001)]
+    step = plan(look(a_round(nodes={"first": 0, "last": 5_999, "count": 6_000}), *pods))
+    assert (step.status.groups, len(step.status.assignments)) == (1, 6_000)
+
+
+@pytest.mark.parametrize("nonce", [-1, 2**31])
+def test_a_proof_beyond_int32_is_refused_with_its_place(nonce: int) -> None:
+    found = parse_proofs("key", f'[{{"nonce": {nonce}, "distance": "1"}}]', Protocol.DISTANCE)
+    assert isinstance(found, str)
+    assert "0.nonce: Input should be" in found
+
+
+@pytest.mark.parametrize(
+    ("slot", "status"),
+    [
+        pytest.param(
+            a_slot(state=SlotState.DONE, session="s1", **WHOLE), {"stop_time": NOW, "start_time": NOW}, id="resumed"
+        ),
+        pytest.param(a_slot(**WHOLE), {}, id="its pod restarted"),
+        pytest.param(a_slot(state=SlotState.STARTING, lost=NOW - timedelta(minutes=1), **WHOLE), {}, id="caught up"),
+    ],
+)
+def test_a_slot_without_a_nonce_left_is_done(slot: Assignment, status: dict[str, object]) -> None:
+    other = a_slot(None, SlotState.WAITING, node=1)
+    round_ = a_round(a_status(slot, other, groups=1, **status), nodes={"first": 0, "last": 1, "count": 2}, stop=None)
+    step = plan(look(round_, (a_pod("a"), says(session="s2"))))
+    found = step.status.assignments[0]
+    assert (found.state, found.delivered, found.valid) == (SlotState.DONE, CAPACITY, 5)
+    assert not [action for action in step.actions if isinstance(action, StartPod) and action.request.node_id == 0]
+
+
+def test_an_endless_time_to_live_is_planned() -> None:
+    status = RoundStatus(state=RoundState.COMPLETE, completion_time=NOW)
+    assert plan(look(a_round(status, ttlSecondsAfterFinished=10**12), after=10**6)).actions == ()
+
+
+@pytest.mark.parametrize("labels", [{"a": "b,c=d"}, {"a": "b c"}, {"a,b": "c"}, {"a": "-"}, {"a": "x" * 64}])
+def test_a_selector_that_no_label_can_match_is_not_sent_to_the_api_server(labels: dict[str, str]) -> None:
+    assert Selector(match_labels=labels).query is None
+
+
+def test_a_selector_is_sent_as_it_is_written() -> None:
+    assert Selector(match_labels={"a.b/c": "d", "e": ""}).query == "a.b/c=d,e="

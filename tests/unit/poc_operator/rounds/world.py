@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model of the world around ``plan()``: pods that compute, a receiver that keeps what they
+deliver, and operators that record a plan, act on it, and may die in between."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from poc_operator.model.round import Round
+from poc_operator.model.status import Assignment
+from poc_operator.observed.gateway import GatewayReport
+from poc_operator.observed.pods import PodReport
+from poc_operator.rounds.plan import plan
+from poc_operator.rounds.snapshot import DeletePod, Snapshot, StartPod, Step, StopPod
+from tests.unit.poc_operator.build import CALLBACK, UID, a_pod, a_round, has, look
+from vllm_poc.server.payloads import round_config
+from vllm_poc.wire.messages import InitGenerateRequest, ModelLimits, PowState, StatusResponse
+
+SlotKey = tuple[int, int]  # node, group
+PodAction = StartPod | StopPod | DeletePod
+
+
+def key(slot: Assignment) -> SlotKey:
+    """Which slot a record is of."""
+    return slot.node, slot.group
+
+
+def slot_of(start: StartPod) -> SlotKey:
+    """Which slot is to be started."""
+    return start.request.node_id, start.request.group_id
+
+
+def is_valid(index: int) -> bool:
+    """Whether a slot's nonce is valid: every third, from the first on."""
+    return index % 3 == 0
+
+
+def valid_below(index: int) -> int:
+    """How many of a slot's first ``index`` nonces are valid."""
+    return (index + 2) // 3
+
+
+@dataclass
+class SimPod:
+    """A pod with the semantics of docs/reference/pod-api.md. A restart makes a new session."""
+
+    name: str
+    session: int = 0
+    state: PowState = PowState.IDLE
+    request: InitGenerateRequest | None = None
+    next: int = 0
+    delivered: int = 0
+    answers: bool = True
+    silent_seconds: float = 0.0
+    stalled_seconds: float = 0.0
+
+    @property
+    def slot(self) -> SlotKey | None:
+        """The slot that it computes now."""
+        computes = self.request is not None and self.state is PowState.GENERATING
+        return (self.request.node_id, self.request.group_id) if computes and self.request is not None else None
+
+    def start(self, request: InitGenerateRequest) -> str | None:
+        """Return the session that accepted the start; None if another slot is being computed."""
+        if self.state is PowState.GENERATING and self.request is not None:
+            return self.session_id if self.request.same_work(request) else None
+        self.request, self.state, self.stalled_seconds = request, PowState.GENERATING, 0.0
+        self.next = self.delivered = request.start_index
+        return self.session_id
+
+    def restart(self) -> None:
+        """Forget everything but the name."""
+        self.session += 1
+        self.request, self.state, self.next, self.delivered = None, PowState.IDLE, 0, 0
+        self.stalled_seconds = 0.0
+
+    @property
+    def session_id(self) -> str:
+        """As in the status."""
+        return f"{self.name}-{self.session}"
+
+    def report(self) -> PodReport:
+        """Answer a poll."""
+        if not self.answers:
+            return PodReport(error="no answer within 5 s", silent_seconds=self.silent_seconds)
+        start = self.request.start_index if self.request else 0
+        status = StatusResponse(
+            status=self.state,
+            state=self.state,
+            session_id=self.session_id,
+            round_id=self.request.round_id if self.request else None,
+            config=round_config(self.request) if self.request else None,
+            start_index=start,
+            next_index=self.next,
+            delivered_index=self.delivered,
+            delivered_valid=valid_below(self.delivered) - valid_below(start),
+            model=ModelLimits(names=["demo"], max_seq_len=1024, hidden_size=128),
+        )
+        return PodReport(status=status, stalled_seconds=self.stalled_seconds)
+
+
+@dataclass
+class World:
+    """The stored round, the pods by name, and what is on its way between operator and pods."""
+
+    round: Round = field(
+        default_factory=lambda: a_round(
+            nodes={"first": 0, "last": 0, "count": 1, "groups": 2},
+            stop={"afterNonces": 90},
+            startDeadlineSeconds=10**9,
+            pollFailureSeconds=10**9,
+            reissue={"policy": "Resume", "limitPerPod": 10**6, "limit": 10**6},
+        )
+    )
+    pods: dict[str, SimPod] = field(default_factory=dict)
+    in_flight: dict[str, PodAction] = field(default_factory=dict)
+    abandoned: list[StartPod] = field(default_factory=list)  # still on their way, though nobody waits for them
+    started: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, tuple[str, str]] = field(default_factory=dict)
+    received: dict[SlotKey, set[int]] = field(default_factory=lambda: defaultdict(set))
+    seconds: float = 0.0
+    made: int = 0
+    gateway: GatewayReport | None = None
+    gateway_answers: bool = True
+
+    def use_gateway(self) -> None:
+        """Let the operator know a gateway, which stores what pods deliver."""
+        self.gateway = GatewayReport(callback=CALLBACK)
+
+    def add_pod(self) -> None:
+        """Add a pod that never was there before."""
+        self.made += 1
+        self.pods[f"p{self.made}"] = SimPod(f"p{self.made}")
+
+    def look(self) -> Snapshot:
+        """What the operator sees now."""
+        pods = [(a_pod(name), self._report(name, pod)) for name, pod in self.pods.items()]
+        self._ask_gateway()
+        return look(self.round, *pods, after=self.seconds, gateway=self.gateway)
+
+    def _ask_gateway(self) -> None:
+        if self.gateway is not None and self.gateway_answers:
+            stored = [sorted(index for index in self.received[0, group] if is_valid(index)) for group in (0, 1)]
+            counts = [(len(valid), valid[-1] + 1 if valid else 0) for valid in stored]
+            self.gateway = has(*counts, asked=self.seconds)
+        elif self.gateway is not None:
+            self.gateway = replace(self.gateway, error="no answer within 5 s")
+
+    def _report(self, name: str, pod: SimPod) -> PodReport:
+        report = pod.report()
+        return PodReport(
+            status=report.status,
+            error=report.error,
+            stalled_seconds=report.stalled_seconds,
+            silent_seconds=report.silent_seconds,
+            started=self.started.pop(name, None),
+            refusal=self.refusals.get(name),
+            in_flight=name in self.in_flight,
+        )
+
+    def reconcile(self, *, dies_before_acting: bool = False) -> tuple[Snapshot, Step]:
+        """Plan, record, act: as the reconciler does."""
+        snapshot = self.look()
+        step = plan(snapshot)
+        self.round = self.round.model_copy(update={"status": step.status})
+        if dies_before_acting:
+            self.replace_operator()
+            return snapshot, step
+        for action in step.actions:
+            assert isinstance(action, PodAction)
+            if self.in_flight.setdefault(action.pod.uid, action) is action and isinstance(action, StartPod):
+                self.refusals.pop(action.pod.uid, None)
+        return snapshot, step
+
+    def replace_operator(self) -> None:
+        """Kill the operator. What it sent may still arrive; what it knew beside the record is lost."""
+        self.abandoned += [action for action in self.in_flight.values() if isinstance(action, StartPod)]
+        self.in_flight, self.started, self.refusals = {}, {}, {}
+        self.gateway = GatewayReport(callback=CALLBACK) if self.gateway is not None else None
+
+    def land(self, name: str, *, answered: bool = True) -> None:
+        """Let the request to this pod arrive; its answer may be lost."""
+        action, pod = self.in_flight.pop(name), self.pods.get(name)
+        if pod is None:
+            return
+        match action:
+            case StartPod(request=request):
+                session = pod.start(request)
+                if answered and session is not None:
+                    self.started[name] = session
+                elif answered:
+                    self.refusals[name] = ("RoundConflict", "another round runs")
+            case StopPod(round_id=round_id):
+                self._stop(pod, round_id)
+            case DeletePod():
+                del self.pods[name]
+
+    def _stop(self, pod: SimPod, round_id: str | None) -> None:
+        if pod.request is None or pod.slot is None or round_id not in (None, pod.request.round_id):
+            return
+        self.deliver(pod, pod.next)
+        pod.state = PowState.STOPPED
+
+    def deliver(self, pod: SimPod, until: int) -> None:
+        """Let the receiver accept a pod's results up to ``until``."""
+        if pod.slot is not None and pod.request is not None and pod.request.round_id == UID:
+            self.received[pod.slot] |= set(range(pod.delivered, until))
+        pod.delivered = until
