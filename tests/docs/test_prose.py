@@ -36,7 +36,7 @@ def sentences(text: str) -> list[str]:
 
 
 def words(sentence: str) -> int:
-    return len(re.findall(r"[\w'’-]+", sentence))
+    return len(re.findall(r"[\w'-]+", sentence))
 
 
 @pytest.mark.parametrize("page", _WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
