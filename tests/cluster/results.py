@@ -6,7 +6,7 @@ from typing import Any
 
 from poc_operator.model.round import Round
 from poc_operator.model.status import Assignment
-from tests.support.receiver import Receiver
+from tests.support.fakes.receiver import Receiver
 from vllm_poc.wire.partition import NonceSlot
 
 Body = dict[str, Any]

@@ -14,7 +14,7 @@ from hack.toolchain.common import UserError, wait_until
 from poc_operator.model.names import API_VERSION, KIND
 from poc_operator.model.round import Round
 from tests.cluster.gateway import wait_until_forwarded
-from tests.support.cluster import diagnosis
+from tests.support.servers.cluster import diagnosis
 
 SECONDS = 60.0
 LABEL = "poc-test"

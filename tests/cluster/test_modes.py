@@ -15,7 +15,7 @@ from poc_operator.model.conditions import Reason
 from poc_operator.rounds.calibration import valid_rate
 from tests.cluster.results import Value, items
 from tests.cluster.rounds import ARTIFACT, Rounds
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
 

@@ -16,7 +16,7 @@ from poc_operator.observed.pods import PodView
 from tests.cluster.pods import generate, ready_pods, replace, status_of, wait_for_replacement
 from tests.cluster.results import Value, indices_by_slot, items, slots
 from tests.cluster.rounds import ARTIFACT, SPEC, Rounds
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 

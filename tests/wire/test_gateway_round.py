@@ -11,9 +11,9 @@ from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import observing as collection
 from poc_operator.model.conditions import ConditionType, Reason
 from poc_operator.model.status import RoundState, RoundStatus
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import Fleet
-from tests.support.gateway import TOKEN, Gateway, gateway
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.gateway import TOKEN, Gateway, gateway
+from tests.support.servers.fleet import Fleet
 from tests.wire.test_reference_pods import ReferenceFleet
 from tests.wire.test_round import HOSTS, complete, computes
 

@@ -10,10 +10,10 @@ import pytest
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.conditions import Reason
 from poc_operator.model.status import RoundState, RoundStatus
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fake_engine import distance, vector
-from tests.support.fleet import Fleet
-from tests.support.pod import Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.engine import distance, vector
+from tests.support.servers.fleet import Fleet
+from tests.support.servers.pod import Pod
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 NAMED: dict[str, Any] = {"nodes": None, "stop": None, "callbackURL": None}

@@ -9,8 +9,8 @@ import pytest
 
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.status import RoundState
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import Fleet
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.fleet import Fleet
 from vllm_poc.wire.partition import NonceSlot
 
 FAST, SLOW = "127.0.0.1", "127.0.0.2"

@@ -10,8 +10,8 @@ import pytest
 from poc_operator.clients.errors import StaleRound
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.model.status import RoundState, RoundStatus
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import Fleet
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.fleet import Fleet
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 

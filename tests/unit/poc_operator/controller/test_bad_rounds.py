@@ -22,7 +22,7 @@ from poc_operator.model.round import Round
 from poc_operator.model.status import RoundStatus
 from poc_operator.observed.pods import PodView
 from poc_operator.rounds.snapshot import RoundEvent
-from tests.support.lease_api import lease_api
+from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import a_pod, says
 

@@ -16,7 +16,7 @@ from poc_operator.controller.logs import RoundRef
 from poc_operator.controller.manager import Manager
 from poc_operator.model.round import Round
 from poc_operator.model.status import RoundState, RoundStatus
-from tests.support.lease_api import lease_api
+from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 
