@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The walks name files that exist, do not grow, and name every file that takes part."""
 
-import asyncio
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +16,7 @@ from poc_gateway.store.rounds import Rounds
 from tests.docs.pages import ROOT
 from tests.docs.walks import FOLDER, files_called, steps
 from tests.support.builders import forwarding
-from tests.support.builders.deliveries import artifacts, path, pocround
+from tests.support.builders.deliveries import a_round, artifacts, path
 from tests.support.fakes.callback_receiver import callback_receiver
 from tests.support.servers.pod import ARTIFACT, SLOT, running_pod
 
@@ -32,6 +32,7 @@ LONGEST = {
 #: Files that take part and tell nothing about the walk's subject.
 BESIDE = {
     "image/vllm_poc/server/metrics.py": "counts",
+    "image/vllm_poc/wire/messages.py": "the base of all messages",
     "operator/poc_gateway/errors.py": "what a refusal looks like; nothing is refused",
     "operator/poc_gateway/settings.py": "values",
     "operator/poc_gateway/store/engine.py": "how SQLite and PostgreSQL are opened",
@@ -81,8 +82,7 @@ async def test_start_and_first_delivery(monkeypatch: pytest.MonkeyPatch) -> None
         await pod.status()
         with files_called("image/vllm_poc") as called:
             answer = await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
-            while not receiver.payloads:
-                await asyncio.sleep(0.01)
+            await forwarding.until(lambda: bool(receiver.payloads))
     assert answer.status_code == 200
     _compare(called, _part("generate", None))
 
@@ -90,9 +90,9 @@ async def test_start_and_first_delivery(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_delivery(tmp_path: Path) -> None:
     settings = forwarding.settings()
     async with forwarding.Receiver().served() as receiver:
-        found = pocround(callbackURL=receiver.url)
+        found = a_round(callbackURL=receiver.url)
 
-        async def read_round(_namespace: str, _name: str) -> object:
+        async def read_round(_namespace: str, _name: str) -> Any:  # noqa: ANN401 - a PoCRound
             return found
 
         with files_called("operator/poc_gateway", "image/vllm_poc/wire") as called:
@@ -102,12 +102,11 @@ async def test_a_delivery(tmp_path: Path) -> None:
             app = inside_app(
                 Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
             )
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-                async with forwarding.running(outbox):
-                    called.clear()
-                    answer = await http.post(path(), content=artifacts(range(4)))
-                    await forwarding.until(lambda: bool(receiver.accepted))
+            http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+            async with http, forwarding.running(outbox):
+                called.clear()
+                answer = await http.post(path(), content=artifacts(range(4)))
+                await forwarding.until(lambda: bool(receiver.accepted))
         database.close()
     assert answer.status_code == 200
     _compare(called, _part("delivery", None))
