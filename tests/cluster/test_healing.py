@@ -10,7 +10,7 @@ import pytest
 
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
-from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed.pods import PodView
 from tests.cluster.pods import ready_pods, wait_for_replacement

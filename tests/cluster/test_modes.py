@@ -49,7 +49,7 @@ def test_what_honest_pods_delivered_is_no_fraud(kube: Kube, rounds: Rounds, arti
     assert done.verdict is not None
     assert (done.verdict.total, done.verdict.mismatches, done.verdict.fraud) == (COUNT, 0, False)
     assert done.outcome is not None
-    assert done.outcome.reason is Reason.NO_FRAUD_DETECTED
+    assert done.outcome.reason == Reason.NO_FRAUD_DETECTED
 
 
 def test_a_sample_of_what_the_gateway_has_is_no_fraud(rounds: Rounds, artifacts: dict[int, Value]) -> None:

@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 from poc_gateway.rounds.registry import KnownRound, write_down
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.support.deliveries import vector
 
 #: When the artifact of nonce 0 arrived; every other one came a millisecond per nonce later.

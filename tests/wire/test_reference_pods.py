@@ -13,7 +13,7 @@ from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.observing import ProgressWatch
 from poc_operator.observed.pods import Container
 from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import Fleet
+from tests.support.fleet import RoundFleet
 from tests.support.http_server import serve
 from tests.support.reference_pod import ReferencePod, reference_pod
 from tests.unit.poc_operator.build import a_pod
@@ -31,7 +31,7 @@ FOREIGN = {
 }
 
 
-class ReferenceFleet(Fleet):
+class ReferenceFleet(RoundFleet):
     """A fleet of reference pods; a restart keeps the pod and changes its container's id."""
 
     containers = 0
@@ -60,7 +60,7 @@ async def fleet(receiver: CallbackReceiver) -> AsyncIterator[ReferenceFleet]:
         yield fleet
 
 
-def reasons(fleet: Fleet) -> list[str]:
+def reasons(fleet: RoundFleet) -> list[str]:
     return [event.reason for event in fleet.events]
 
 

@@ -16,6 +16,7 @@ from poc_gateway.outbox.outbox import Outbox
 from poc_gateway.rounds.registry import Rounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import StoreUnavailable
 from tests.support.deliveries import JSON, path
 from tests.support.http_server import free_port, serve
