@@ -6,6 +6,11 @@ PYTHON ?= python3
 
 export PYTHONDONTWRITEBYTECODE := 1
 
+# The theme's banner about its successor is no news: docs/develop/decisions has a page on it.
+MKDOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs
+# mike looks for mkdocs on the PATH.
+MIKE := PATH="$(CURDIR)/.venv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mike
+
 .PHONY: help
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -31,11 +36,12 @@ verify: .venv/.lock ## Fail if a generated file differs from what `make generate
 	PYTHONPATH=operator:image .venv/bin/python -m hack.generate --verify
 
 .PHONY: check
-check: .venv/.lock verify ## Format, lint, types, layers, generated files
+check: .venv/.lock verify ## Format, lint, types, layers, generated files, links of the docs site
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy operator image hack benchmarks tests
 	PYTHONPATH=operator:image .venv/bin/lint-imports
+	$(MKDOCS) build --strict --quiet
 
 .PHONY: test-unit
 test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster; both sides of the REST contract
@@ -69,8 +75,8 @@ test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in 
 	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/long
 
 .PHONY: test-cluster
-test-cluster: .venv/.lock toolchain ## Both charts, real rounds and bad input on a real cluster
-	.venv/bin/pytest -m cluster tests/chart tests/cluster
+test-cluster: .venv/.lock toolchain ## Both charts, real rounds, bad input and the pages of docs/ on a real cluster
+	.venv/bin/pytest -m cluster tests/chart tests/cluster tests/docs
 
 .PHONY: chaos
 chaos: .venv/.lock toolchain ## Random faults on simulated pods and a real API server (MINUTES=10 SEED=1)
@@ -87,6 +93,20 @@ toolchain:
 .PHONY: images
 images: toolchain ## Build the images and print their names
 	@$(PYTHON) -m hack.images
+
+.PHONY: docs
+docs: .venv/.lock ## Build the docs site into build/site
+	$(MKDOCS) build --strict
+
+.PHONY: docs-serve
+docs-serve: .venv/.lock ## Serve the docs site, and rebuild it as you type
+	$(MKDOCS) serve
+
+.PHONY: docs-version
+docs-version: .venv/.lock ## Add the docs site as a version to the branch gh-pages (VERSION=0.1)
+	@test -n '$(VERSION)' || { echo 'VERSION is not set: for example make docs-version VERSION=0.1' >&2; exit 1; }
+	$(MIKE) deploy --update-aliases $(VERSION) latest
+	$(MIKE) set-default latest
 
 .PHONY: format
 format: .venv/.lock ## Format the code

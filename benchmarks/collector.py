@@ -22,8 +22,8 @@ import uvloop
 from benchmarks.figures import Figures, quantile, report
 from hack.images.site import ROOT
 from tests.simulation.gateway_process import gateway
-from tests.support.deliveries import JSON, K_DIM, ROUND, encoded, path, round_body
-from tests.support.postgres import postgres
+from tests.support.builders.deliveries import JSON, K_DIM, ROUND, encoded, path, round_body
+from tests.support.servers.postgres import postgres
 
 BATCH = 32
 CONNECTIONS = 64

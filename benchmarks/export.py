@@ -22,14 +22,14 @@ from sqlalchemy import Connection
 
 from benchmarks.figures import Figures, report
 from poc_gateway.errors import install_handlers
-from poc_gateway.results.routes import router
-from poc_gateway.rounds.registry import KnownRound, write_down
+from poc_gateway.query.routes import router
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import create_engine
-from poc_gateway.store.migrate import migrate
-from tests.support.deliveries import K_DIM, a_round
-from tests.support.http_server import free_port
+from poc_gateway.store.migrations import migrate
+from poc_gateway.store.rounds import KnownRound, write_down
+from tests.support.builders.deliveries import K_DIM, a_round
+from tests.support.servers.http_server import free_port
 
 SLOTS = 8
 SPAN = 100_000  # artifacts of one transaction

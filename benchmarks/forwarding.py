@@ -14,7 +14,7 @@ from pathlib import Path
 from sqlalchemy import Connection, func, insert, select
 
 from benchmarks.receiver import accepting
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import artifacts, rounds, slots

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from benchmarks.gpu_shapes import flops_per_nonce
-from tests.support.batches import a_batch
+from tests.support.builders.batches import a_batch
 from vllm import LLM
 from vllm_poc.server.sizes import Rehearsed, RehearsedSize, longest_part, rehearse
 from vllm_poc.worker.batches import BatchRequest, BatchResult, Rehearsal

@@ -20,7 +20,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from tests.simulation.manifests import round_manifest
 from tests.simulation.session import Session
 from tests.simulation.world import World, world
-from tests.support.metrics import parse
+from tests.support.checks.metrics import parse
 
 READY_SECONDS = 300.0
 START_SECONDS = 120.0

@@ -43,9 +43,7 @@ def program() -> None:
 def _deploy_to_current(operator: Path | None, worker: Path | None) -> Kube:
     for option, path in (("OPERATOR_VALUES", operator), ("WORKER_VALUES", worker)):
         if path is None:
-            raise UserError(
-                f"{option} is not set: name a file with Helm values for your cluster; docs/quick-start.md shows one."
-            )
+            raise UserError(f"{option} is not set: name a file with Helm values, as in docs/start/quick-start.md.")
         if not path.is_file():
             raise UserError(f"{option}: {path} does not exist.")
     kube = current_kube()

@@ -13,11 +13,11 @@ from kubernetes.aio.config import ConfigException
 from pydantic import ValidationError
 
 from poc_gateway import logs
-from poc_gateway.network.cluster import LABELS
-from poc_gateway.network.template import RoundTemplate
-from poc_gateway.process import run
+from poc_gateway.node_api.cluster import LABELS
+from poc_gateway.node_api.pocrounds import RoundTemplate
+from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
-from poc_gateway.store.errors import DatabaseError
+from poc_gateway.store.engine import DatabaseError
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.kube.connection import connect
 from poc_operator.clients.kube.objects import ObjectStore

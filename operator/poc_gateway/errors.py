@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from poc_gateway.store.errors import DatabaseError, DatabaseFull
+from poc_gateway.store.engine import DatabaseError, DatabaseFull
 from poc_operator.clients.errors import StoreUnavailable
 from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse, FieldError
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
 #: Seconds after which a client may try again what failed for want of a database or an API server.
 RETRY_SECONDS = 5
-_RETRY = {"Retry-After": str(RETRY_SECONDS)}
+RETRY_AFTER = {"Retry-After": str(RETRY_SECONDS)}
 _MEANINGS = {
     400: "The address or the body cannot be read, or is of something else",
     401: "The token is missing or wrong",
@@ -61,6 +61,11 @@ def invalid(status: HTTPStatus, entries: Sequence[Mapping[str, Any]], *, skip: i
     fields = [_field_error(entry, skip) for entry in entries]
     detail = "; ".join(f"{error.field}: {error.message}" if error.field else error.message for error in fields[:3])
     return Refusal(status, "InvalidRequest", detail, errors=fields)
+
+
+def field_refusal(field: str, message: str, status: HTTPStatus = HTTPStatus.UNPROCESSABLE_ENTITY) -> Refusal:
+    """Return a refusal about one field of the request."""
+    return Refusal(status, "InvalidRequest", f"{field}: {message}", errors=[FieldError(field=field, message=message)])
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -109,14 +114,14 @@ async def _not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
 async def _database_failed(_: Request, error: DatabaseError) -> JSONResponse:
     _log.warning("the database failed: %s", error)
     if isinstance(error, DatabaseFull):
-        return Refusal(HTTPStatus.INSUFFICIENT_STORAGE, "StorageFull", str(error), headers=_RETRY).response()
-    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "DatabaseUnavailable", str(error), headers=_RETRY).response()
+        return Refusal(HTTPStatus.INSUFFICIENT_STORAGE, "StorageFull", str(error), headers=RETRY_AFTER).response()
+    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "DatabaseUnavailable", str(error), headers=RETRY_AFTER).response()
 
 
 async def _api_server_failed(_: Request, error: StoreUnavailable) -> JSONResponse:
     _log.warning("the API server cannot be asked: %s", error)
     detail = f"the Kubernetes API server cannot be asked ({error}): try again later"
-    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "ApiServerUnavailable", detail, headers=_RETRY).response()
+    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "ApiServerUnavailable", detail, headers=RETRY_AFTER).response()
 
 
 async def _crashed(request: Request, error: Exception) -> JSONResponse:

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway's metrics: counters of what arrives, and gauges read from the database when they are scraped."""
+"""All series of the gateway: counters of what arrives and what goes out, and gauges read from the database."""
 
 import logging
 import time
 from collections.abc import Iterator
+from typing import Literal
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import Connection, Select, and_, func, select
 
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.room import size_bytes
+from poc_gateway.store.disk_space import size_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +22,31 @@ STORED = Counter("poc_gateway_stored", "Artifacts stored")
 DUPLICATES = Counter("poc_gateway_duplicate", "Artifacts that were stored already, with the same content")
 CONFLICTS = Counter("poc_gateway_conflict", "Artifacts that were stored already, with other content")
 REFUSED = Counter("poc_gateway_refused", "Artifacts refused", ["reason"])
+
+
+#: What is sent: an artifact of a round, or a callback row (a verdict, a job's result).
+Content = Literal["artifact", "callback"]
+#: Why a post was not accepted; ``address`` is one that the settings forbid.
+FailureKind = Literal["address", "connection", "timeout", "http_3xx", "http_4xx", "http_5xx"]
+_FAILURES: tuple[FailureKind, ...] = ("address", "connection", "timeout", "http_3xx", "http_4xx", "http_5xx")
+
+FORWARDED = Counter("poc_gateway_forwarded", "Results that their receiver has accepted", ["content"])
+DEAD = Counter("poc_gateway_dead", "Results that their receiver refused for good", ["content"])
+FAILURES = Counter("poc_gateway_forward_failures", "Posts to receivers that were not accepted", ["kind"])
+OPEN_CIRCUITS = Gauge("poc_gateway_open_circuits", "Receivers' hosts that cannot be reached, tried one post at a time")
+
+
+def _begin_at_zero() -> None:
+    # A series that appears with its first event hides that event from rate().
+    content: Content
+    for content in ("artifact", "callback"):
+        FORWARDED.labels(content)
+        DEAD.labels(content)
+    for kind in _FAILURES:
+        FAILURES.labels(kind)
+
+
+_begin_at_zero()
 
 
 class DatabaseGauges(Collector):
@@ -46,10 +72,10 @@ class DatabaseGauges(Collector):
 
 
 def _values(connection: Connection) -> dict[str, tuple[str, float]]:
-    moments = [connection.scalar(query) for query in (_oldest_artifact(), _oldest_letter(), _oldest_callback())]
+    moments = [connection.scalar(query) for query in (_oldest_artifact(), _oldest_late_item(), _oldest_callback())]
     oldest = min((moment for moment in moments if moment is not None), default=None)
     age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
-    dead = connection.scalar(select(func.count()).where(schema.letters.c.state == "dead")) or 0
+    dead = connection.scalar(select(func.count()).where(schema.late_items.c.state == "dead")) or 0
     pending = connection.scalar(_not_forwarded()) or 0
     return {
         "backlog_artifacts": ("Artifacts stored and neither forwarded nor dead", float(pending - dead)),
@@ -76,8 +102,8 @@ def _oldest_artifact() -> Select[int]:
     return select(func.min(first_of_slot)).select_from(schema.slots).where(waiting)
 
 
-def _oldest_letter() -> Select[int]:
-    return select(func.min(schema.letters.c.since)).where(schema.letters.c.state == "waiting")
+def _oldest_late_item() -> Select[int]:
+    return select(func.min(schema.late_items.c.since)).where(schema.late_items.c.state == "waiting")
 
 
 def _oldest_callback() -> Select[int]:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.simulation.engine import Work
 from tests.simulation.session import Session
 from vllm_poc.wire.partition import NonceSlot

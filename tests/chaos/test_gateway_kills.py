@@ -18,9 +18,9 @@ from aiohttp.test_utils import TestServer
 
 from poc_gateway.store.database import Database
 from tests.simulation.kept_process import KeptProcess
-from tests.support.callback_receiver import payload_nonces
-from tests.support.deliveries import JSON, artifacts, path, round_body
-from tests.support.http_server import free_port
+from tests.support.builders.deliveries import JSON, artifacts, path, round_body
+from tests.support.fakes.callback_receiver import payload_nonces
+from tests.support.servers.http_server import free_port
 
 log = logging.getLogger(__name__)
 logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

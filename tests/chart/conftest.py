@@ -4,7 +4,7 @@
 import pytest
 
 from hack.deploy.kube import Kube
-from tests.support.cluster import deployed
+from tests.support.servers.cluster import deployed
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
 from tests.cluster.rounds import Rounds
-from tests.support.cluster import deployed
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
+from tests.support.servers.cluster import deployed
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,7 +11,7 @@ from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE, PODS
 from hack.toolchain.common import wait_until
 from poc_operator.observed.pods import PodView
-from tests.support.cluster import diagnosis
+from tests.support.servers.cluster import diagnosis
 from vllm_poc.wire.generate import GeneratedResponse
 from vllm_poc.wire.messages import API_PREFIX, StatusResponse
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
-from tests.support.receiver import Receiver
+from tests.support.fakes.receiver import Receiver
 from vllm_poc.wire.partition import NonceSlot
 
 Body = dict[str, Any]

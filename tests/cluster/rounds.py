@@ -14,7 +14,7 @@ from hack.toolchain.common import UserError, wait_until
 from poc_operator.apis.v1alpha1.meta import API_VERSION
 from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.cluster.gateway import wait_until_forwarded
-from tests.support.cluster import diagnosis
+from tests.support.servers.cluster import diagnosis
 
 SECONDS = 60.0
 LABEL = "poc-test"

@@ -16,8 +16,8 @@ from poc_operator.observed.pods import PodView
 from tests.cluster.pods import ready_pods, wait_for_replacement
 from tests.cluster.results import indices_by_slot
 from tests.cluster.rounds import ARTIFACT, Rounds, is_running
-from tests.support.cluster import ready
-from tests.support.receiver import Receiver
+from tests.support.fakes.receiver import Receiver
+from tests.support.servers.cluster import ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480, func_only=True)]
 

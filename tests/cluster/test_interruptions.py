@@ -8,12 +8,13 @@ import pytest
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError, wait_until
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.cluster.gateway import results_of, wait_until_forwarded
 from tests.cluster.pods import ready_pods, replace, statuses, wait_for_replacement
 from tests.cluster.results import indices_by_slot
 from tests.cluster.rounds import ARTIFACT, Rounds, hold, is_running
-from tests.support.cluster import ready
-from tests.support.receiver import Receiver
+from tests.support.fakes.receiver import Receiver
+from tests.support.servers.cluster import ready
 from vllm_poc.wire.messages import PowState
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480, func_only=True)]

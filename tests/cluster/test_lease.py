@@ -9,7 +9,7 @@ import pytest
 from hack.deploy.kube import Kube
 from hack.deploy.releases import OPERATOR, SYSTEM_NAMESPACE
 from hack.toolchain.common import wait_until
-from tests.support.cluster import ready
+from tests.support.servers.cluster import ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
 

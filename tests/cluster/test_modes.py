@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from poc_operator.rounds.calibration import valid_rate
 
 from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.calibrations.target import valid_rate
 from tests.cluster.results import Value, items
 from tests.cluster.rounds import ARTIFACT, Rounds
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
 

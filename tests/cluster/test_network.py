@@ -16,7 +16,7 @@ from hack.deploy.releases import NAMESPACE, PODS
 from hack.toolchain.common import wait_until
 from tests.cluster.gateway import network_of, wait_until_forwarded
 from tests.cluster.results import items
-from tests.support.receiver import Receiver
+from tests.support.fakes.receiver import Receiver
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
 

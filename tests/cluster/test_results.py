@@ -11,11 +11,12 @@ from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.local import SERVED_NAME
 from hack.deploy.releases import NAMESPACE, PODS
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed.pods import PodView
 from tests.cluster.pods import generate, ready_pods, replace, status_of, wait_for_replacement
 from tests.cluster.results import Value, indices_by_slot, items, slots
 from tests.cluster.rounds import ARTIFACT, SPEC, Rounds
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
@@ -30,7 +31,7 @@ STRONG = {"name": SERVED_NAME, "seqLen": 64, "strongRng": True}
 class Complete:
     """A round that is complete, and what its receiver got."""
 
-    round: Round
+    round: PoCRound
     receiver: Receiver
     spec: dict[str, Any]
 

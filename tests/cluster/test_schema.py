@@ -8,7 +8,7 @@ import pytest
 
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import crd
-from tests.support.api_server import ApiServer, api_server
+from tests.support.servers.api_server import ApiServer, api_server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 

@@ -21,6 +21,15 @@ _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>\w*)(?P<rest>.*
 _TITLE = re.compile(r'title="([^"]+)"')
 _MARK = re.compile(r"^ *<!-- test: (?P<kind>cluster|none)(?:, (?P<reason>.+))? -->$")
 
+#: The pages of docs/ with blocks for a cluster, in the order in which they are read.
+CLUSTER_PAGES = (
+    "start/quick-start.md",
+    "operate/rounds.md",
+    "operate/gateway.md",
+    "develop/local-cluster.md",
+    "operate/uninstall.md",
+)
+
 SHELL = "sh"
 TRANSCRIPT = "console"
 

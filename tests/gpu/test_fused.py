@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch", reason="needs the worker environment")
 
-from tests.support.batches import a_batch  # noqa: E402
+from tests.support.builders.batches import a_batch  # noqa: E402
 
 _log = logging.getLogger(__name__)
 

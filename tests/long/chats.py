@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
 from tests.vllm.client import K_DIM, Client
 from tests.vllm.server import MODEL_NAME
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tests.support.http_server import free_port
+from tests.support.servers.http_server import free_port
 
 #: Answers that are no HTTP, or hardly.
 GARBAGE = (

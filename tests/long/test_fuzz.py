@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.long.conftest import Report
-from tests.support.fuzz import ANSWER_SECONDS, SETTINGS, check_answer, requests
+from tests.support.builders.fuzz import ANSWER_SECONDS, SETTINGS, check_answer, requests
 from tests.vllm.client import Client
 from tests.vllm.server import serving
 from vllm_poc.wire.messages import API_PREFIX

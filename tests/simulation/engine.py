@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from tests.support.fake_engine import FakeEngineClient
+from tests.support.fakes.engine import FakeEngineClient
 
 
 @dataclass

@@ -11,7 +11,7 @@ import aiohttp
 
 from hack.cluster.layout import admin_kubeconfig
 from tests.simulation.kept_process import KeptProcess
-from tests.support.http_server import free_port
+from tests.support.servers.http_server import free_port
 
 TOKEN = "token-of-the-simulation"  # noqa: S105 - guards nothing but this
 REQUEST = aiohttp.ClientTimeout(total=5)

@@ -22,10 +22,10 @@ import uvloop
 
 from hack.images.site import ROOT
 from poc_gateway import logs
-from poc_gateway.process import run
+from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
 from poc_operator.apis.v1alpha1.round import PoCRound
-from tests.support.http_server import free_port
+from tests.support.servers.http_server import free_port
 
 START_SECONDS = 30.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hack.cluster.layout import admin_kubeconfig
 from tests.simulation.gateway import TOKEN, Gateway
 from tests.simulation.kept_process import KeptProcess
-from tests.support.http_server import free_port
+from tests.support.servers.http_server import free_port
 
 
 class OperatorProcess(KeptProcess):

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from tests.support.callback_receiver import payload_nonces
-from tests.support.http_server import free_port
+from tests.support.fakes.callback_receiver import payload_nonces
+from tests.support.servers.http_server import free_port
 
 ADDRESS = "127.0.0.1"
 MAX_BODY_BYTES = 2**24

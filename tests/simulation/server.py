@@ -9,7 +9,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tests.simulation.session import Session
-from tests.support.http_server import free_port
+from tests.support.servers.http_server import free_port
 
 
 class FleetServer:

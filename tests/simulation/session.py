@@ -9,7 +9,7 @@ from time import monotonic
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.simulation.engine import RecordingEngine
-from tests.support.pod import Pod, lifespan
+from tests.support.servers.pod import Pod, lifespan
 from vllm_poc.wire.messages import API_PREFIX
 
 

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.support.metrics import parse
+from tests.support.checks.metrics import parse
 from vllm_poc.wire.messages import API_PREFIX
 
 REQUEST_SECONDS = 60

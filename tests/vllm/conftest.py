@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
 from tests.vllm.families import FAMILIES, Family, is_servable
 from tests.vllm.server import serving
 

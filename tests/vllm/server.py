@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hack.vllm.environment import ROOT
-from tests.support.http_server import free_port
+from tests.support.servers.http_server import free_port
 from tests.vllm.client import Client
 from tests.vllm.device import SERVER_FLAGS
 

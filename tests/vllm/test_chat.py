@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.receiver import Receiver, receiving
+from tests.support.fakes.receiver import Receiver, receiving
 from tests.vllm.client import Client
 from tests.vllm.families import CHECKSUMS, FAMILIES, Family
 

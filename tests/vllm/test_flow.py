@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
-from tests.support.batches import a_batch  # noqa: E402
+from tests.support.builders.batches import a_batch  # noqa: E402
 from vllm_poc.worker.batches import BatchRequest, BatchResult  # noqa: E402
 from vllm_poc.worker.flow import Flow  # noqa: E402
 from vllm_poc.worker.work import Work  # noqa: E402

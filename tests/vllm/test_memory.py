@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
-from tests.support.batches import a_batch  # noqa: E402
+from tests.support.builders.batches import a_batch  # noqa: E402
 from vllm_poc.worker.memory import Memory  # noqa: E402
 from vllm_poc.worker.recipe import Recipe  # noqa: E402
 from vllm_poc.worker.results import drawn_bytes  # noqa: E402

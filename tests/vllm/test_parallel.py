@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.receiver import Receiver
+    from tests.support.fakes.receiver import Receiver
     from tests.vllm.client import Client
     from tests.vllm.reference import Reference
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.support.receiver import Receiver
+from tests.support.fakes.receiver import Receiver
 from tests.vllm.client import ROUND, Client, decode
 from tests.vllm.device import BATCH_TOLERANCE, DISTANCE_TOLERANCE
 

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from tests.support.batches import a_batch
+from tests.support.builders.batches import a_batch
 from tests.vllm.client import Client
 from tests.vllm.device import BATCH_TOLERANCE
 from tests.vllm.server import serving

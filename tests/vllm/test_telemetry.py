@@ -4,7 +4,7 @@
 import re
 import time
 
-from tests.support.receiver import Receiver
+from tests.support.fakes.receiver import Receiver
 from tests.vllm.client import Client
 
 COMPUTED = 'poc_nonces_computed_total{protocol="artifact",work="round"}'

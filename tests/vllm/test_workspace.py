@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.support.batches import a_batch
+from tests.support.builders.batches import a_batch
 from tests.vllm.device import ON_GPU
 from tests.vllm.families import Family
 

@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 
 from poc_operator.controller import reconciler as recording
-from tests.support.callback_receiver import CallbackReceiver, callback_receiver
-from tests.support.pod import Pod, running_pod
+from tests.support.fakes.callback_receiver import CallbackReceiver, callback_receiver
+from tests.support.servers.pod import Pod, running_pod
 
 VLLM_VERSION = "0.32.0"
 QUICK = {

@@ -13,8 +13,8 @@ import pytest
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.clients.pods import client as podapi
 from poc_operator.clients.pods.client import PodClient
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import AsgiApp, RoundFleet
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.fleet import AsgiApp, RoundFleet
 from tests.wire.test_round import assert_nothing_lost_nothing_twice, complete, computes
 
 HONEST, LIAR = "127.0.0.1", "127.0.0.2"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from vllm_poc.wire.messages import API_PREFIX
 
 PASSWORD = "0123456789abcdef"  # noqa: S105 - of this test alone

@@ -11,8 +11,8 @@ from poc_operator.__main__ import gateway_url
 from poc_operator.clients import gateway as collector
 from poc_operator.clients.errors import GatewayError
 from poc_operator.clients.gateway import GatewayClient, round_password
-from tests.support.gateway import TOKEN, Gateway, gateway
-from tests.support.http_server import free_port
+from tests.support.fakes.gateway import TOKEN, Gateway, gateway
+from tests.support.servers.http_server import free_port
 
 ROUND = ("ns", "r", "round-uid")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fuzz import PROOF
-from tests.support.pod import DISTANCE, SLOT, Pod
+from tests.support.builders.fuzz import PROOF
+from tests.support.servers.pod import DISTANCE, SLOT, Pod
 from vllm_poc.wire.messages import API_PREFIX, ErrorResponse
 
 START = DISTANCE | SLOT | {"round_id": "r"}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.callback_receiver import CallbackReceiver, payload_nonces
-from tests.support.fake_engine import distance, vector
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver, payload_nonces
+from tests.support.fakes.engine import distance, vector
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from vllm_poc.server.posting import SEARCH_LIMIT
 from vllm_poc.wire.messages import PowState, StatusResponse
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot

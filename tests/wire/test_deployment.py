@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.pod import ARTIFACT, SLOT, Pod
+from tests.support.servers.pod import ARTIFACT, SLOT, Pod
 from tests.wire.test_requests import error_of
 from vllm_poc.wire.messages import API_PREFIX
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.pod import Pod
+from tests.support.servers.pod import Pod
 from tests.wire.conftest import VLLM_VERSION
 from vllm_poc.wire.messages import API_PREFIX
 

@@ -10,8 +10,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.support.fuzz import ANSWER_SECONDS, SETTINGS, check_answer, requests
-from tests.support.pod import Pod
+from tests.support.builders.fuzz import ANSWER_SECONDS, SETTINGS, check_answer, requests
+from tests.support.servers.pod import Pod
 from vllm_poc.wire.messages import API_PREFIX
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "400"))

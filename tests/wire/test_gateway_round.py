@@ -13,9 +13,9 @@ from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import observing as collection
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import RoundFleet, ValidationFleet
-from tests.support.gateway import TOKEN, Gateway, gateway
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.gateway import TOKEN, Gateway, gateway
+from tests.support.servers.fleet import RoundFleet, ValidationFleet
 from tests.wire.test_reference_pods import ReferenceFleet
 from tests.wire.test_round import HOSTS, complete, computes
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import distance
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod, running_pod
+from tests.support.fakes.engine import distance
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod, running_pod
 from vllm_poc.wire.messages import InitGenerateRequest, PowState
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
 

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fake_engine import distance, vector
-from tests.support.http_server import free_port, serve
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.engine import distance, vector
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE
 from tests.wire.test_requests import error_of
 from vllm_poc.wire.messages import API_PREFIX, PowState

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE
 from vllm_poc.wire.messages import PowState
 

@@ -6,9 +6,9 @@ from time import time
 
 import pytest
 
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.metrics import parse
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.support.checks.metrics import parse
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_phases import VALID, batch
 
 ROUND_NONCES = 'poc_nonces_computed_total{protocol="distance",work="round"}'

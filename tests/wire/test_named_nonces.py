@@ -14,10 +14,10 @@ from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus
 from poc_operator.clients.pods.client import PodClient
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fake_engine import distance, vector
-from tests.support.fleet import CalibrationFleet, RoundFleet, ValidationFleet
-from tests.support.pod import Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.engine import distance, vector
+from tests.support.servers.fleet import CalibrationFleet, RoundFleet, ValidationFleet
+from tests.support.servers.pod import Pod
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 DISTANCE: dict[str, Any] = {"artifact": None, "rTarget": "1.41"}

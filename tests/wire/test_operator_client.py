@@ -14,9 +14,9 @@ from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRef
 from poc_operator.clients.pods import client as podapi
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference import ReferenceCommand, ReferenceStatus
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.http_server import free_port, serve
-from tests.support.pod import DISTANCE, SLOT, Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import DISTANCE, SLOT, Pod
 from vllm_poc.wire.messages import CommandResponse, InitGenerateRequest, PowState, StatusResponse
 
 

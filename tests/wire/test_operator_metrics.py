@@ -5,8 +5,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from poc_operator.controller.metrics import serve_metrics
-from tests.support.fleet import RoundFleet
-from tests.support.http_server import free_port
+from tests.support.servers.fleet import RoundFleet
+from tests.support.servers.http_server import free_port
 from tests.wire.test_round import HOSTS, complete, computes, fleet  # noqa: F401 - a fixture
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fake_engine import distance
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.engine import distance
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE, expected_nonces
 from tests.wire.test_requests import error_of
 from vllm_poc.wire.messages import PowState

@@ -6,8 +6,8 @@ from time import monotonic
 
 import pytest
 
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 
 POC_FIRST = {"PRIORITY": "poc-first"}
 INFERENCE = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]

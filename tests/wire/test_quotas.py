@@ -9,8 +9,8 @@ import pytest
 
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.pods.client import PodClient
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import RoundFleet
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.fleet import RoundFleet
 from vllm_poc.wire.partition import NonceSlot
 
 FAST, SLOW = "127.0.0.1", "127.0.0.2"

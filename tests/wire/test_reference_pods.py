@@ -12,10 +12,10 @@ from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.observing import ProgressWatch
 from poc_operator.observed.pods import Container
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import RoundFleet
-from tests.support.http_server import serve
-from tests.support.reference_pod import ReferencePod, reference_pod
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.reference_pod import ReferencePod, reference_pod
+from tests.support.servers.fleet import RoundFleet
+from tests.support.servers.http_server import serve
 from tests.unit.poc_operator.build import a_pod
 from tests.wire.test_round import complete, computes
 from vllm_poc.wire.messages import API_PREFIX

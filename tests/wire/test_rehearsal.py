@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.pod import ARTIFACT, SLOT, Pod
+from tests.support.servers.pod import ARTIFACT, SLOT, Pod
 from vllm_poc.wire.messages import PowState
 from vllm_poc.worker.batches import MOST_PREPARED
 

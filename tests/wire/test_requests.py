@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fake_engine import distance, vector
-from tests.support.pod import ARTIFACT, DISTANCE, ROUND, SLOT, Pod
+from tests.support.fakes.engine import distance, vector
+from tests.support.servers.pod import ARTIFACT, DISTANCE, ROUND, SLOT, Pod
 from vllm_poc.wire.messages import API_PREFIX, ErrorResponse
 
 START = DISTANCE | SLOT

@@ -11,8 +11,8 @@ from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.errors import StaleObject
 from poc_operator.clients.pods.client import PodClient
-from tests.support.callback_receiver import CallbackReceiver
-from tests.support.fleet import RoundFleet
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.fleet import RoundFleet
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import vector
-from tests.support.known_answers import ANSWERS
-from tests.support.pod import ARTIFACT, Pod
+from tests.support.builders.known_answers import ANSWERS
+from tests.support.fakes.engine import vector
+from tests.support.servers.pod import ARTIFACT, Pod
 from tests.wire.test_requests import error_of
 from vllm_poc.wire.artifacts import encode_vector
 
@@ -64,7 +64,7 @@ async def test_whatever_is_no_near_vector_is_a_mismatch(pod: Pod, received: str)
 @pytest.mark.parametrize("threshold", ["0.02", "0.2", "0.4"])
 async def test_known_answers(pod: Pod, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any], threshold: str) -> None:
     cases = ANSWERS["validation_cases"]
-    monkeypatch.setattr("tests.support.fake_engine.vector", lambda nonce, k_dim: cases["computed_b64"])
+    monkeypatch.setattr("tests.support.fakes.engine.vector", lambda nonce, k_dim: cases["computed_b64"])
     params = ARTIFACT["params"] | {"k_dim": cases["k_dim"]}
     artifacts = [{"nonce": 1, "vector_b64": case["received_b64"]}]
     fields = {"params": params, "nonces": [1], "wait": True, "stat_test": {"dist_threshold": float(threshold)}}

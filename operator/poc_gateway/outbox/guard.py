@@ -28,7 +28,7 @@ class AddressRefused(OSError):  # noqa: N818 - reads as a state
     """The settings forbid to post there. An OSError, so that the HTTP client takes it for one of the connection."""
 
 
-class Guard:
+class AddressGuard:
     """Checks addresses against ``receiver_allow`` and ``receiver_private``."""
 
     def __init__(self, settings: Settings) -> None:

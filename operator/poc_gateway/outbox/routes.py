@@ -10,12 +10,11 @@ from sqlalchemy import Connection
 from yarl import URL
 
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.outbox import deadletters
-from poc_gateway.outbox.deadletters import Counts, DeadLetter
-from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.rounds.lookup import newest
-from poc_gateway.rounds.registry import KnownRound
+from poc_gateway.outbox import ledger
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.ledger import Counts
 from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import KnownRound, newest
 from vllm_poc.wire.messages import Nonce
 
 _ROUND = "/rounds/{namespace}/{name}"
@@ -35,6 +34,15 @@ class Forwarding(BaseModel):
     #: Why the last payload was not accepted; null while payloads are.
     last_error: str | None
     next_try_seconds: float
+
+
+class DeadLetter(BaseModel):
+    """``slot`` is the slot's first nonce, ``since`` milliseconds since 1970."""
+
+    nonce: int
+    slot: int
+    reason: str
+    since: int
 
 
 class DeadLetters(BaseModel):
@@ -66,7 +74,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
 
         def read(connection: Connection) -> tuple[KnownRound, Counts]:
             known = _found(connection, namespace, name)
-            return known, deadletters.counts(connection, known.id)
+            return known, ledger.counts(connection, known.id)
 
         known, counts = await database.read(read)
         if known.terms.receiver is None:
@@ -90,7 +98,8 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
 
         def read(connection: Connection) -> list[DeadLetter]:
             known = _found(connection, namespace, name)
-            return deadletters.page(connection, known.id, after=after, limit=limit)
+            found = ledger.dead_letters(connection, known.id, after=after, limit=limit)
+            return [DeadLetter(**row) for row in found]
 
         page = await database.read(read)
         return DeadLetters(dead_letters=page, next=page[-1].nonce if len(page) == limit else None)
@@ -101,7 +110,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
 
         def write(connection: Connection) -> int:
             known = _found(connection, namespace, name)
-            return deadletters.replay(connection, known.id, request.nonces if request is not None else None)
+            return ledger.replay(connection, known.id, request.nonces if request is not None else None)
 
         count = await database.write(write)
         outbox.wake()

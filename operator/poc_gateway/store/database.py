@@ -16,10 +16,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from sqlalchemy import Connection, Engine
 
-from poc_gateway.store.engine import create_engine
-from poc_gateway.store.errors import DatabaseUnavailable, translated
-from poc_gateway.store.migrate import migrate
-from poc_gateway.store.room import keeps_room
+from poc_gateway.store.disk_space import cannot_shrink
+from poc_gateway.store.engine import DatabaseUnavailable, create_engine, translated
+from poc_gateway.store.migrations import migrate
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ TURN_SECONDS = 30.0
 #: Most writes that wait for theirs.
 MOST_WAITING = 1_024
 _READERS = 4
-_KEEPS_ROOM = (
+_CANNOT_SHRINK = (
     "the database file does not shrink when rounds are deleted, though their room is used again: to change that, "
     "stop the gateway and run PRAGMA auto_vacuum=INCREMENTAL; VACUUM on the file"
 )
@@ -77,8 +76,8 @@ class Database:
         try:
             migrate(engine)
             with engine.connect() as connection:
-                if keeps_room(connection):
-                    _log.warning(_KEEPS_ROOM)
+                if cannot_shrink(connection):
+                    _log.warning(_CANNOT_SHRINK)
         except Exception as error:
             engine.dispose()
             raise translated(error) from error

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection to SQLite or PostgreSQL, with the settings that make a commit durable."""
+"""The connection to SQLite or PostgreSQL, with the settings that make a commit durable, and what can go wrong with it.
+
+DatabaseError
+ ├── DatabaseFull         its disk or its limit is full: nothing was stored
+ └── DatabaseUnavailable  it does not answer, or is locked by another process: try again later
+"""
 
 import sqlite3
 from typing import Any
 
+import psycopg
 import sqlalchemy
 from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 #: Seconds that a connection waits for a database that is locked or does not answer.
 WAIT_SECONDS = 5.0
@@ -29,6 +36,18 @@ _PRAGMAS = (
     f"cache_size=-{_CACHE_KIB}",
     f"busy_timeout={int(WAIT_SECONDS * 1000)}",
 )
+
+
+class DatabaseError(Exception):
+    """A read or a write failed, and has changed nothing."""
+
+
+class DatabaseFull(DatabaseError):  # noqa: N818 - reads as a state
+    """There is no room for more."""
+
+
+class DatabaseUnavailable(DatabaseError):  # noqa: N818
+    """The database cannot be used at the moment."""
 
 
 def create_engine(url: str) -> Engine:
@@ -64,3 +83,23 @@ def _sqlite(url: sqlalchemy.URL) -> Engine:
         connection.exec_driver_sql("BEGIN")
 
     return engine
+
+
+def translated(error: Exception) -> Exception:
+    """Return our error for the driver's where a caller can do something about it, else ``error`` itself."""
+    if isinstance(error, PoolTimeout):
+        return DatabaseUnavailable("every connection to the database is in use")
+    # COPY is the driver's own, whose errors SQLAlchemy does not see.
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if not isinstance(cause, sqlite3.Error | psycopg.Error):
+        return error
+    text = str(cause).strip()
+    if isinstance(cause, psycopg.errors.DiskFull) or _is_full_sqlite(cause):
+        return DatabaseFull(f"the database's disk is full ({text}): free space or lower the retention")
+    if isinstance(cause, sqlite3.OperationalError | psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction):
+        return DatabaseUnavailable(f"the database cannot be used ({text})")
+    return error
+
+
+def _is_full_sqlite(cause: object) -> bool:
+    return isinstance(cause, sqlite3.OperationalError) and cause.sqlite_errorcode == sqlite3.SQLITE_FULL

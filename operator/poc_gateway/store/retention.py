@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exi
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.room import give_back, used_bytes
+from poc_gateway.store.disk_space import release_free_pages, used_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -41,15 +41,15 @@ class Retention:
         self._forget = forget
 
     async def run(self) -> None:
-        """Look once in a while until cancelled; a failure waits for the next look."""
+        """Sweep once in a while until cancelled; a failure waits for the next sweep."""
         while True:
             try:
-                await self.look()
+                await self.sweep()
             except Exception:
                 _log.exception("old rounds could not be deleted, which is tried again in %.0f s", PERIOD_SECONDS)
             await asyncio.sleep(PERIOD_SECONDS)
 
-    async def look(self) -> None:
+    async def sweep(self) -> None:
         """Go on with deletions that a process before this one has begun, then delete what is due now."""
         for begun in await self._database.read(lambda one: one.execute(_BEGUN).all()):
             await self._delete(begun)
@@ -57,17 +57,17 @@ class Retention:
         kept, limit = self._settings.retention_seconds, self._settings.retention_bytes
         since = now - kept * _MS if kept else 0
         if kept:
-            await self._delete_while(lambda _: True, quiet_since=since, letters_since=since)
+            await self._delete_while(lambda _: True, quiet_since=since, refused_since=since)
         if limit:
             running = now - RUNNING_SECONDS * _MS
-            await self._delete_while(lambda one: used_bytes(one) > limit, quiet_since=running, letters_since=since)
-        while await self._database.write(give_back):
+            await self._delete_while(lambda one: used_bytes(one) > limit, quiet_since=running, refused_since=since)
+        while await self._database.write(release_free_pages):
             pass
 
-    async def _delete_while(self, due: Callable[[Connection], bool], *, quiet_since: int, letters_since: int) -> None:
-        query = deletable(quiet_since, letters_since)
+    async def _delete_while(self, due: Callable[[Connection], bool], *, quiet_since: int, refused_since: int) -> None:
+        query = deletable(quiet_since, refused_since)
         while oldest := await self._database.read(lambda one: one.execute(query).first() if due(one) else None):
-            # Something may have arrived since: the next look finds another round, or none.
+            # Something may have arrived since: the next sweep finds another round, or none.
             if await self._database.write(partial(begin, may_be=query, round_id=oldest.id)):
                 await self._delete(oldest)
 
@@ -79,10 +79,10 @@ class Retention:
         _log.info("deleted the round %s, which is no longer kept", uid)
 
 
-def deletable(quiet_since: int, letters_since: int) -> Select[int, str]:
+def deletable(quiet_since: int, refused_since: int) -> Select[int, str]:
     """Return the query of rounds that may be deleted, the oldest first.
 
-    Nothing has arrived for them since ``quiet_since``, and nothing was refused since ``letters_since``.
+    Nothing has arrived for them since ``quiet_since``, and nothing was refused since ``refused_since``.
     """
     rounds = schema.rounds.c
     may_be = and_(
@@ -90,8 +90,8 @@ def deletable(quiet_since: int, letters_since: int) -> Select[int, str]:
         rounds.created_at < quiet_since,
         ~_of_slots(_heard_of(quiet_since)),
         or_(rounds.receiver.is_(None), ~_of_slots(_waits())),
-        ~_of_slots(_refused(letters_since)),
-        ~_callback(letters_since),
+        ~_of_slots(_refused(refused_since)),
+        ~_callback(refused_since),
     )
     return select(rounds.id, rounds.uid).where(may_be).order_by(rounds.created_at).limit(1)
 
@@ -137,14 +137,14 @@ def _heard_of(since: int) -> ColumnElement[bool]:
 
 def _waits() -> ColumnElement[bool]:
     # What the outbox itself goes by. Never counts: a commit that was repeated may have counted twice.
-    slots, letters = schema.slots.c, schema.letters.c
-    letter = exists().where(letters.slot_id == slots.id, letters.state == "waiting").correlate(schema.slots)
-    return or_(slots.last_nonce > slots.forwarded_nonce, letter)
+    slots, late_items = schema.slots.c, schema.late_items.c
+    late = exists().where(late_items.slot_id == slots.id, late_items.state == "waiting").correlate(schema.slots)
+    return or_(slots.last_nonce > slots.forwarded_nonce, late)
 
 
 def _refused(since: int) -> ColumnElement[bool]:
-    slots, letters = schema.slots.c, schema.letters.c
-    young = and_(letters.slot_id == slots.id, letters.state == "dead", letters.since >= since)
+    slots, late_items = schema.slots.c, schema.late_items.c
+    young = and_(late_items.slot_id == slots.id, late_items.state == "dead", late_items.since >= since)
     return exists().where(young).correlate(schema.slots)
 
 

@@ -49,7 +49,7 @@ ROUND_IS_KEPT = rounds.c.deleted_at.is_(None)
 #: The slots of a round that this cluster serves. ``slot`` is the offset, the slot's first nonce.
 #:
 #: ``stored`` counts artifacts, ``last_nonce`` is the largest stored. ``forwarded`` counts what the receiver has
-#: accepted; every artifact up to ``forwarded_nonce`` has been accepted by it or is in ``letters``.
+#: accepted; every artifact up to ``forwarded_nonce`` has been accepted by it or is in ``late_items``.
 slots = Table(
     "slots",
     metadata,
@@ -93,9 +93,9 @@ conflicts = Table(
 )
 
 #: Artifacts that are not forwarded in the order of their nonces. ``waiting``: to be sent by itself, since it arrived
-#: late or is replayed. ``dead``: the receiver refused it for good, for this ``reason``.
-letters = Table(
-    "letters",
+#: late or is replayed. ``dead``, a dead letter: the receiver refused it for good, for this ``reason``.
+late_items = Table(
+    "late_items",
     metadata,
     _slot_key(),
     Column("nonce", Integer, primary_key=True, autoincrement=False),
@@ -131,3 +131,12 @@ callbacks = Table(
     Column("reason", Text),
     Column("created_at", BigInteger, nullable=False),
 )
+
+
+def one_line(text: str) -> str:
+    """Return the text as one line of printable characters.
+
+    PostgreSQL refuses NUL in a text, and no database takes half a surrogate pair; the log is one line per event.
+    """
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(printable.split())

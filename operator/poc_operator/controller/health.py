@@ -2,7 +2,7 @@
 """Whether the watches still tell what happens, found out by listing now and then.
 
 A watch can break without an error. What a list shows and the watch has not told by the next list, a
-minute later, was missed: the watch is stale. docs/design has the page on it.
+minute later, was missed: the watch is stale. docs/develop/decisions has the page on it.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable

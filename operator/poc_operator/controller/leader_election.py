@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Lease that lets one operator act at a time; docs/design says why it is ours and what it cannot do."""
+"""The Lease that lets one operator act at a time; docs/develop/decisions says why it is ours and what it cannot do."""
 
 import asyncio
 import logging

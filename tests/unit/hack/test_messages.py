@@ -16,7 +16,7 @@ from hack.cluster.parts import Part
 from hack.demo.progress import follow
 from hack.toolchain import common, tools
 from hack.toolchain.common import UserError
-from tests.support.http_server import free_port
+from tests.support.servers.http_server import free_port
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from poc_gateway.store.database import Database
-from tests.support.postgres import PostgresServer, postgres
+from tests.support.servers.postgres import PostgresServer, postgres
 
 
 @pytest.fixture(scope="session")

@@ -17,20 +17,20 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from poc_gateway.app import Parts, inside_app, network_app
-from poc_gateway.network import dispatch, rounds
-from poc_gateway.network.messages import NetworkGenerate
-from poc_gateway.network.service import Network
-from poc_gateway.outbox.outbox import Outbox
-from poc_gateway.rounds.registry import Rounds
+from poc_gateway.node_api import dispatch, pocrounds
+from poc_gateway.node_api.messages import NetworkGenerate
+from poc_gateway.node_api.service import NodeApi
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.process import Components, inside_app, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from tests.support.gateway_answers import Fuzzing
-from tests.support.gateway_requests import TOKEN, Request, Target, cases, requests
-from tests.support.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets
-from tests.unit.poc_gateway.network.cluster import World, running_world
-from tests.unit.poc_gateway.network.requests import BLOCK, INIT, PARAMS, URL, validation
+from poc_gateway.store.rounds import Rounds
+from tests.support.builders.gateway_requests import TOKEN, Request, Target, cases, requests
+from tests.support.builders.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets
+from tests.support.checks.gateway_answers import Fuzzing
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
+from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, URL, validation
 
 #: Requests of the three runs together: to the inside's app on both databases, and to the network's.
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "400"))
@@ -73,10 +73,10 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.ERROR, name)
 
 
-def _parts(database: Database, network: Network | None) -> Parts:
+def _parts(database: Database, node_api: NodeApi | None) -> Components:
     values = Settings.from_environment(SETTINGS)
     known, outbox = Rounds(database, read_round), Outbox(database, values)
-    return Parts(settings=values, database=database, rounds=known, outbox=outbox, network=network)
+    return Components(settings=values, database=database, rounds=known, outbox=outbox, node_api=node_api)
 
 
 def _fuzz(
@@ -118,7 +118,7 @@ def test_the_inside(database: Database) -> None:
 
 
 def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(pocrounds, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.05)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
@@ -132,7 +132,7 @@ def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _fuzz_network(runner: asyncio.Runner, world: World) -> None:
     async def prepare() -> str:
         await store_seeds(world.database)
-        return (await world.network.jobs.submit(NetworkGenerate.model_validate(QUEUED))).request_id
+        return (await world.service.jobs.submit(NetworkGenerate.model_validate(QUEUED))).request_id
 
     def state() -> object:
         # Jobs end on their own, and then write callbacks: of them only which there are.
@@ -146,6 +146,6 @@ def _fuzz_network(runner: asyncio.Runner, world: World) -> None:
 
     target = Target({"request_id": runner.run(prepare())}, NETWORK_BODIES)
     before = rows(world.database)
-    app = network_app(_parts(world.database, world.network))
+    app = network_app(_parts(world.database, world.service))
     _fuzz(runner, app, state, [target], "the network")
     check_seeds(before, rows(world.database))

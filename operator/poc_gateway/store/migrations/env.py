@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs migrations on the connection that `poc_gateway.store.migrate` brings along."""
+"""Runs migrations on the connection that `poc_gateway.store.migrations.migrate` brings along."""
 
 from alembic import context
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from poc_gateway.store.database import Database
-from tests.support.forwarding import Receiver
+from tests.support.builders.forwarding import Receiver
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 
 from sqlalchemy import select
 
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import callbacks
-from tests.support.forwarding import Receiver, add_callback, running, settings, until
+from tests.support.builders.forwarding import Receiver, add_callback, running, settings, until
 
 
 async def states(database: Database) -> list[tuple[str, str | None]]:

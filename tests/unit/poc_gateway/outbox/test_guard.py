@@ -5,11 +5,11 @@ import socket
 
 import pytest
 
-from poc_gateway.outbox.guard import AddressInfo, AddressRefused, Guard
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.guard import AddressGuard, AddressInfo, AddressRefused
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
-from tests.support.forwarding import Receiver, add_round, running, settings, store, until
+from tests.support.builders.forwarding import Receiver, add_round, running, settings, store, until
 
 
 def info(address: str) -> AddressInfo:
@@ -44,16 +44,16 @@ def info(address: str) -> AddressInfo:
 )
 def test_addresses_that_are_not_public_are_refused(address: str) -> None:
     with pytest.raises(AddressRefused, match="is not a public address: if results may be sent there, add its range"):
-        Guard(Settings()).open_socket(info(address))
+        AddressGuard(Settings()).open_socket(info(address))
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "64:ff9b::808:808"])
 def test_public_addresses_are_not(address: str) -> None:
-    Guard(Settings()).open_socket(info(address)).close()
+    AddressGuard(Settings()).open_socket(info(address)).close()
 
 
 def test_private_ranges_may_be_permitted() -> None:
-    guard = Guard(settings(receiver_private="10.0.0.0/8,fd00::/8"))
+    guard = AddressGuard(settings(receiver_private="10.0.0.0/8,fd00::/8"))
     for address in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::1"):
         guard.open_socket(info(address)).close()
     with pytest.raises(AddressRefused):
@@ -80,12 +80,12 @@ def test_private_ranges_may_be_permitted() -> None:
 )
 def test_urls_that_are_refused(url: str, message: str) -> None:
     with pytest.raises(AddressRefused, match=message):
-        Guard(settings(receiver_allow="*.example.org,host")).url(url)
+        AddressGuard(settings(receiver_allow="*.example.org,host")).url(url)
 
 
 @pytest.mark.parametrize("url", ["http://a.example.org/x", "https://HOST:8443/a%252Fb", "http://a.example.org./"])
 def test_urls_that_are_not(url: str) -> None:
-    guarded = Guard(settings(receiver_allow="*.example.org,Host")).url(url)
+    guarded = AddressGuard(settings(receiver_allow="*.example.org,Host")).url(url)
     assert guarded.raw_path == "/" + url.split("/", 3)[3]
 
 

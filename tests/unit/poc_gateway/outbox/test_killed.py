@@ -6,9 +6,9 @@ import multiprocessing
 from collections import Counter
 from pathlib import Path
 
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.store.database import Database
-from tests.support.forwarding import Receiver, add_round, running, settings, store, until
+from tests.support.builders.forwarding import Receiver, add_round, running, settings, store, until
 
 KILLS = 5
 

@@ -5,16 +5,15 @@ import pytest
 from aiohttp import web
 from sqlalchemy import select
 
-from poc_gateway.outbox import deadletters
-from poc_gateway.outbox.forwarder import SEARCH_LIMIT
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox import ledger
+from poc_gateway.outbox.forward import SEARCH_LIMIT, Outbox
 from poc_gateway.store.database import Database
-from poc_gateway.store.schema import letters
-from tests.support.forwarding import Post, Receiver, add_round, running, settings, store, until
+from poc_gateway.store.schema import late_items
+from tests.support.builders.forwarding import Post, Receiver, add_round, running, settings, store, until
 
 
 async def dead(database: Database) -> dict[int, str]:
-    query = select(letters.c.nonce, letters.c.reason).where(letters.c.state == "dead")
+    query = select(late_items.c.nonce, late_items.c.reason).where(late_items.c.state == "dead")
     return dict(await database.read(lambda connection: connection.execute(query).all()))
 
 
@@ -44,15 +43,19 @@ async def test_dead_letters_are_sent_again_when_asked_for(database: Database, re
     await store(database, round_id, range(6))
     async with running(Outbox(database, settings())) as outbox:
         await until(lambda: len(receiver.nonces) == 4)
-        assert await database.write(lambda connection: deadletters.replay(connection, round_id, [3, 5])) == 1
+        assert await database.write(lambda connection: ledger.replay(connection, round_id, [3, 5])) == 1
         outbox.wake()
         await until(lambda: [post.nonces for post in receiver.posts].count([3]) == 2)
-        assert set(await dead(database)) == {1, 3}  # still refused, and buried again
+
+        async def dead_again() -> bool:
+            return set(await dead(database)) == {1, 3}
+
+        await until(dead_again)  # what it answered is written down a moment later
         receiver.answer = lambda _: 200
-        assert await database.write(lambda connection: deadletters.replay(connection, round_id, None)) == 2
+        assert await database.write(lambda connection: ledger.replay(connection, round_id, None)) == 2
         outbox.wake()
         await until(lambda: len(receiver.nonces) == 6)
-    counts = await database.read(lambda connection: deadletters.counts(connection, round_id))
+    counts = await database.read(lambda connection: ledger.counts(connection, round_id))
     assert counts == (0, 6, 0, 0)
 
 

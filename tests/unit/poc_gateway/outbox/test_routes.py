@@ -7,10 +7,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from poc_gateway.outbox.outbox import Outbox
+from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.routes import router
 from poc_gateway.store.database import Database
-from tests.support.forwarding import Receiver, add_round, running, settings, store, until
+from tests.support.builders.forwarding import Receiver, add_round, running, settings, store, until
 
 ROUND = "/rounds/default/round"
 

@@ -8,12 +8,11 @@ import psycopg
 import pytest
 from sqlalchemy import Connection, event, text
 
-from poc_gateway.health import Health
+from poc_gateway.server.health import Health
 from poc_gateway.store import database as database_module
 from poc_gateway.store.database import Database
-from poc_gateway.store.engine import create_engine
-from poc_gateway.store.errors import DatabaseFull, DatabaseUnavailable, translated
-from tests.support.held_write import HeldWrite
+from poc_gateway.store.engine import DatabaseFull, DatabaseUnavailable, create_engine, translated
+from tests.support.fakes.held_write import HeldWrite
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select, update
 
-from poc_gateway.rounds.registry import write_down
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
+from poc_gateway.store.disk_space import size_bytes, used_bytes
 from poc_gateway.store.retention import CHUNK_ROWS, Retention, begin, deletable
-from poc_gateway.store.room import size_bytes, used_bytes
-from tests.support.deliveries import a_round, vector
+from poc_gateway.store.rounds import write_down
+from tests.support.builders.deliveries import a_round, vector
 
 DAY = 86_400
 RECEIVER = "http://receiver"
@@ -45,14 +45,14 @@ async def add(database: Database, uid: str, *, days: float, count: int = 3, **ch
 async def letter(database: Database, slot: int, nonce: int, *, state: str, days: float) -> None:
     since = now_ms() - int(days * DAY * 1000)
     values = {"slot_id": slot, "nonce": nonce, "state": state, "reason": "HTTP 400", "since": since}
-    await database.write(lambda one: one.execute(schema.letters.insert().values(values)))
+    await database.write(lambda one: one.execute(schema.late_items.insert().values(values)))
 
 
 async def look(database: Database, *, seconds: int = 0, size: int = 0) -> list[str]:
     """Let the retention look once; return the uids that it told were deleted."""
     forgotten: list[str] = []
     names = {"POC_GATEWAY_RETENTION_SECONDS": str(seconds), "POC_GATEWAY_RETENTION_BYTES": str(size)}
-    await Retention(database, Settings.from_environment(names), forgotten.append).look()
+    await Retention(database, Settings.from_environment(names), forgotten.append).sweep()
     return forgotten
 
 

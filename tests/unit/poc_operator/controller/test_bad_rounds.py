@@ -21,7 +21,7 @@ from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.reconciler import Reconciler
 from poc_operator.planning.snapshot import WorkEvent
-from tests.support.lease_api import lease_api
+from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import a_pod, newborn, says
 

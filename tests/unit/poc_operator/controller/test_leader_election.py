@@ -10,7 +10,7 @@ import pytest
 
 from poc_operator.controller import leader_election as leases
 from poc_operator.controller.leader_election import DURATION_SECONDS, RENEW_SECONDS, LeaderElection
-from tests.support.lease_api import LeaseApi, lease_api
+from tests.support.fakes.lease_api import LeaseApi, lease_api
 
 
 async def until(reached: Callable[[], bool], seconds: float = 20) -> None:

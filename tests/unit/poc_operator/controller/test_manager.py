@@ -17,7 +17,7 @@ from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
-from tests.support.lease_api import lease_api
+from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 

@@ -41,7 +41,7 @@ def valid_below(index: int) -> int:
 
 @dataclass
 class SimPod:
-    """A pod with the semantics of docs/pod-api.md. A restart makes a new session."""
+    """A pod with the semantics of docs/reference/pod-api.md. A restart makes a new session."""
 
     name: str
     session: int = 0

@@ -10,7 +10,7 @@ import pytest
 def device() -> Iterator[None]:
     """Make tensors on a GPU if there is one."""
     torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
-    from tests.support.tensors import DEVICE  # noqa: PLC0415 - needs torch
+    from tests.support.builders.tensors import DEVICE  # noqa: PLC0415 - needs torch
 
     with torch.device(DEVICE):
         yield

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.known_answers import ANSWERS, F16_ULP, UNIT_ABS, label
+from tests.support.builders.known_answers import ANSWERS, F16_ULP, UNIT_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.tensors import DEVICE, assert_close, bits, known_hidden, seed_rows, ulp_distance  # noqa: E402
+from tests.support.builders.tensors import DEVICE, assert_close, bits, known_hidden, seed_rows, ulp_distance  # noqa: E402
 from vllm_poc.maths import artifact  # noqa: E402
 from vllm_poc.maths.reflections import reflect_chain  # noqa: E402
 from vllm_poc.maths.sampling import hashes, unit_normal  # noqa: E402

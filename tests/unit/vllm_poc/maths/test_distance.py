@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.known_answers import ANSWERS, BLOCK_HASH, UNIT_ABS, label
+from tests.support.builders.known_answers import ANSWERS, BLOCK_HASH, UNIT_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.tensors import DEVICE, assert_close, known_hidden, seed_rows  # noqa: E402
+from tests.support.builders.tensors import DEVICE, assert_close, known_hidden, seed_rows  # noqa: E402
 from vllm_poc.maths import distance  # noqa: E402
 from vllm_poc.maths.sampling import normal, unit_normal  # noqa: E402
 from vllm_poc.maths.seeds import seed_tensor  # noqa: E402

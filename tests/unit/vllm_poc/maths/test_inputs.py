@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.known_answers import ANSWERS, BLOCK_HASH, F16_ULP, NORMAL_ABS, PUBLIC_KEY, label
+from tests.support.builders.known_answers import ANSWERS, BLOCK_HASH, F16_ULP, NORMAL_ABS, PUBLIC_KEY, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.tensors import assert_close, bits, ulp_distance  # noqa: E402
+from tests.support.builders.tensors import assert_close, bits, ulp_distance  # noqa: E402
 from vllm_poc.maths.inputs import fill_inputs  # noqa: E402
 from vllm_poc.maths.seeds import input_seeds  # noqa: E402
 

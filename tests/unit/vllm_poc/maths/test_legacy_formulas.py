@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.known_answers import ANSWERS, BLOCK_HASH, PUBLIC_KEY, UNIT_ABS, label
+from tests.support.builders.known_answers import ANSWERS, BLOCK_HASH, PUBLIC_KEY, UNIT_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 pytest.importorskip("numpy", reason="numpy is not installed: run in the worker environment")
 
-from tests.support import legacy_formulas as legacy  # noqa: E402
-from tests.support.tensors import assert_close, known_hidden  # noqa: E402
+from tests.support.builders import legacy_formulas as legacy  # noqa: E402
+from tests.support.builders.tensors import assert_close, known_hidden  # noqa: E402
 from vllm_poc.maths.reflections import normalise  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.known_answers import ANSWERS, BLOCK_HASH, F16_ULP, UNIT_ABS, label
+from tests.support.builders.known_answers import ANSWERS, BLOCK_HASH, F16_ULP, UNIT_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.tensors import DEVICE, assert_close, bits, ulp_distance  # noqa: E402
+from tests.support.builders.tensors import DEVICE, assert_close, bits, ulp_distance  # noqa: E402
 from vllm_poc.maths.reflections import layer_vectors, normalise, reflect, reflect_chain  # noqa: E402
 from vllm_poc.maths.sampling import normal, unit_normal  # noqa: E402
 

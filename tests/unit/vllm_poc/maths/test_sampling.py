@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.known_answers import ANSWERS, NORMAL_ABS, UNIFORM_ABS, label
+from tests.support.builders.known_answers import ANSWERS, NORMAL_ABS, UNIFORM_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
-from tests.support.tensors import DEVICE, assert_close  # noqa: E402
+from tests.support.builders.tensors import DEVICE, assert_close  # noqa: E402
 from vllm_poc.maths import sampling  # noqa: E402
 from vllm_poc.maths.seeds import seed_tensor  # noqa: E402
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.known_answers import ANSWERS, BLOCK_HASH, PUBLIC_KEY, label
+from tests.support.builders.known_answers import ANSWERS, BLOCK_HASH, PUBLIC_KEY, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 

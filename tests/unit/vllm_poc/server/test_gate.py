@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import FakeOutputProcessor
+from tests.support.fakes.engine import FakeOutputProcessor
 from vllm_poc.server.engine import OutputProcessor, VllmEngine
 from vllm_poc.server.gate import BusyShare, ChatGate
 from vllm_poc.server.settings import Settings

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.metrics import parse
+from tests.support.checks.metrics import parse
 
 PROGRAM = """
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.known_answers import ANSWERS
+from tests.support.builders.known_answers import ANSWERS
 from vllm_poc.wire.artifacts import decode_vector, encode_vector
 
 KNOWN = ANSWERS["encode_vector"]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.support.known_answers import ANSWERS, label
+from tests.support.builders.known_answers import ANSWERS, label
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
 
 

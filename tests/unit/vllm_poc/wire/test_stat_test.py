@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.known_answers import ANSWERS, label
+from tests.support.builders.known_answers import ANSWERS, label
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.stat_test import is_fraud, is_mismatch, p_value
 

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pods deliver: read as it is written, then checked against the terms of its round.
+
+A message may be anything: what reading it takes stays in proportion to its size.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from http import HTTPStatus
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from poc_gateway.errors import Refusal, invalid
+from poc_gateway.store.rounds import KnownRound, RoundTerms
+from vllm_poc.wire.artifacts import Artifact, vector_bytes
+from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
+from vllm_poc.wire.messages import Nonce, Protocol
+
+#: Values of one message: four lists of 100 000, the nonces that one request may name, with room to spare.
+MOST_VALUES = 500_000
+#: Entries of one message that may be unreadable. A pod halves what is refused, until those are alone that are bad.
+MOST_MALFORMED = 1_000
+
+Message = TypeVar("Message", bound=Callback)
+Item = TypeVar("Item")
+Value = bytes | float
+
+
+class Fault(StrEnum):
+    """Why an artifact is refused; also a metric's label."""
+
+    MALFORMED = "Malformed"
+    UNKNOWN_SLOT = "UnknownSlot"
+    WRONG_NODE = "WrongNode"
+    BAD_VECTOR = "BadVector"
+    BAD_DISTANCE = "BadDistance"
+
+
+class Refused(NamedTuple):
+    """An artifact that is not stored; without a nonce if that could not be read."""
+
+    nonce: int | None
+    reason: Fault
+
+
+class CheckedArtifact(NamedTuple):
+    """An artifact that may be stored: the row of its slot, its nonce, and its vector or distance."""
+
+    slot_id: int
+    nonce: int
+    value: Value
+
+
+@dataclass
+class Delivery:
+    """What a message holds after every check."""
+
+    known: KnownRound
+    checked: list[CheckedArtifact] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+
+def read_generated(known: KnownRound, body: bytes) -> Delivery:
+    """Check a ``/generated`` message; Refusal if it is of another round or cannot be read."""
+    terms, delivery = known.terms, Delivery(known)
+    if terms.protocol is Protocol.ARTIFACT:
+        artifacts, delivery.refused = _parse_artifacts(body)
+        require_same_round(terms, artifacts)
+        _require_same("encoding.k_dim", artifacts.encoding.k_dim, terms.k_dim)
+        vector = partial(vector_bytes, k_dim=artifacts.encoding.k_dim)
+        items = ((artifact.nonce, artifact.vector_b64) for artifact in artifacts.artifacts)
+        _check_each(delivery, artifacts.node_id, items, vector, Fault.BAD_VECTOR)
+    else:
+        distances, delivery.refused = _parse_distances(body)
+        require_same_round(terms, distances)
+        distance = partial(_distance, r_target=terms.r_target or 0.0)
+        pairs = zip(distances.nonces, distances.dist, strict=True)
+        _check_each(delivery, distances.node_id, pairs, distance, Fault.BAD_DISTANCE)
+    return delivery
+
+
+def require_same_round(terms: RoundTerms, message: Callback) -> None:
+    """Raise Refusal unless the message names the block and the key of the round."""
+    for name in ("public_key", "block_hash", "block_height"):
+        _require_same(name, getattr(message, name), getattr(terms, name))
+
+
+def _require_same(name: str, value: object, expected: object) -> None:
+    if value != expected:
+        detail = f"{name} is {value}, but the round that this address is of has {expected}: deliver to its own"
+        raise Refusal(HTTPStatus.BAD_REQUEST, "WrongRound", detail)
+
+
+def parse(model: type[Message], body: bytes) -> Message:
+    """Return the message in ``body``; Refusal if it is none."""
+    _require_few_values(body)
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _check_each(
+    delivery: Delivery,
+    node_id: int,
+    items: Iterable[tuple[int, Item]],
+    value: Callable[[Item], Value],
+    fault: Fault,
+) -> None:
+    slots, node_count = delivery.known.slots, delivery.known.terms.node_count
+    stride = node_count * delivery.known.terms.n_groups
+    for nonce, item in items:
+        offset = nonce % stride
+        slot_id = slots.get(offset)
+        if slot_id is None:
+            delivery.refused.append(Refused(nonce, Fault.UNKNOWN_SLOT))
+        elif offset % node_count != node_id:
+            delivery.refused.append(Refused(nonce, Fault.WRONG_NODE))
+        else:
+            try:
+                delivery.checked.append(CheckedArtifact(slot_id, nonce, value(item)))
+            except ValueError:
+                delivery.refused.append(Refused(nonce, fault))
+
+
+def _distance(value: float, r_target: float) -> float:
+    if not 0 <= value < r_target:
+        raise ValueError
+    return value
+
+
+class _Artifacts(GeneratedArtifacts):
+    """Stops at the first bad entry: an error takes a hundred times the memory of what it is about."""
+
+    artifacts: Annotated[list[Artifact], FailFast()]
+
+
+class _Distances(GeneratedDistances):
+    """Stops at the first bad entry of each list."""
+
+    nonces: Annotated[list[Nonce], FailFast()]
+    dist: Annotated[list[float], FailFast()]
+
+
+#: One entry of each list, in their order.
+_ARTIFACT = TypeAdapter(tuple[Artifact])
+_DISTANCE = TypeAdapter(tuple[Nonce, float], config=ConfigDict(allow_inf_nan=False))
+
+
+def _parse_artifacts(body: bytes) -> tuple[GeneratedArtifacts, list[Refused]]:
+    """Return the message without the artifacts that cannot be read, and these; Refusal if it is none."""
+    return _parse(_Artifacts, ("artifacts",), _ARTIFACT, body)
+
+
+def _parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
+    """Return the message without the nonces that cannot be read, or their distance; Refusal if it is none."""
+    return _parse(_Distances, ("nonces", "dist"), _DISTANCE, body)
+
+
+def _require_few_values(body: bytes) -> None:
+    # Vectors, hashes and numbers have none of these characters, and every value but the first comes after one.
+    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        detail = f"the message has more than {MOST_VALUES} values: send fewer results at once"
+        raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
+
+
+Entry = TypeAdapter[tuple[Artifact]] | TypeAdapter[tuple[Nonce, float]]
+
+
+def _parse(model: type[Message], lists: Sequence[str], entry: Entry, body: bytes) -> tuple[Message, list[Refused]]:
+    """Return the message, whose ``lists`` run parallel, without the entries that cannot be read."""
+    _require_few_values(body)
+    try:
+        message = model.model_validate_json(body)
+    except ValidationError as error:
+        places = [each["loc"] for each in error.errors(include_url=False, include_context=False, include_input=False)]
+        if not all(place[1:] and place[0] in lists for place in places):
+            raise _invalid(error) from None
+    else:
+        _require_parallel(lists, message.__dict__)
+        return message, []
+    raw: Any = from_json(body)
+    _require_parallel(lists, raw)
+    good, refused = _sieved(entry, zip(*(raw[name] for name in lists), strict=True))
+    columns = {name: [one[place] for one in good] for place, name in enumerate(lists)}
+    return model.model_validate(raw | columns), refused
+
+
+def _sieved(entry: Entry, entries: Iterable[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], list[Refused]]:
+    good, refused = list[tuple[Any, ...]](), list[Refused]()
+    for one in entries:
+        try:
+            good.append(entry.validate_python(one))
+        except ValidationError:
+            refused.append(Refused(_nonce(one[0]), Fault.MALFORMED))
+            if len(refused) > MOST_MALFORMED:
+                detail = f"more than {MOST_MALFORMED} of the artifacts cannot be read: correct the sender"
+                raise Refusal(HTTPStatus.BAD_REQUEST, "ArtifactsRefused", detail) from None
+    return good, refused
+
+
+def _require_parallel(lists: Sequence[str], raw: Mapping[str, Any]) -> None:
+    if len({len(raw[name]) for name in lists}) > 1:
+        detail = f"{' and '.join(lists)} differ in length: send one entry of each per nonce"
+        raise Refusal(HTTPStatus.BAD_REQUEST, "InvalidRequest", detail)
+
+
+def _nonce(entry: Any) -> int | None:  # noqa: ANN401 - any JSON
+    nonce = entry.get("nonce") if isinstance(entry, dict) else entry
+    return nonce if isinstance(nonce, int) and not isinstance(nonce, bool) else None
+
+
+def _invalid(error: ValidationError) -> Refusal:
+    entries = error.errors(include_url=False, include_context=False, include_input=False)
+    return invalid(HTTPStatus.BAD_REQUEST, entries)

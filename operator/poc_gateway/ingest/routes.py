@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes that pods deliver to."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from poc_gateway import metrics
+from poc_gateway.errors import Refusal, documented
+from poc_gateway.ingest.deliveries import Delivery, Fault, parse, read_generated, require_same_round
+from poc_gateway.ingest.storing import Intake, StoreResult
+from poc_gateway.outbox import ledger
+from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Fits, KnownRound, RoundDeleted, Rounds, RoundTerms
+from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
+
+_log = logging.getLogger(__name__)
+#: Nonces that a line of the log names.
+_MOST_LOGGED = 5
+
+
+class RefusedArtifact(BaseModel):
+    """An artifact that was not stored, without a nonce if that could not be read."""
+
+    nonce: int | None
+    reason: Fault
+
+
+class Receipt(BaseModel):
+    """What became of a ``/generated`` message; the counts are of artifacts."""
+
+    stored: int
+    duplicates: int
+    conflicts: int
+    refused: list[RefusedArtifact]
+
+
+def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) -> APIRouter:
+    """Return the routes; ``stored`` is called when there may be something new to forward."""
+    callbacks = APIRouter(
+        prefix="/callbacks/{namespace}/{name}/{uid}",
+        responses=documented(401, 404, 422, 503, 507),
+    )
+    intake = Intake(database)
+
+    @callbacks.post(
+        "/generated", response_model=Receipt, openapi_extra=_body_of(GeneratedArtifacts, GeneratedDistances)
+    )
+    async def generated(namespace: str, name: str, uid: str, request: Request) -> JSONResponse:
+        """Store artifacts, each nonce once. The answer is given when they are durable; one bad one costs no other."""
+        body = await request.body()
+        known = await _find(rounds, namespace, name, uid, lambda candidate: _read(candidate, body))
+        delivery = _read(known, body)
+        _account_received(delivery)
+        result = await intake.store(delivery)
+        if result is None:
+            raise _deleted(rounds, uid)
+        _account_stored(known.terms, result)
+        if result.stored:
+            stored()
+        return JSONResponse(_receipt(delivery, result))
+
+    @callbacks.post("/validated", openapi_extra=_body_of(Callback))
+    async def validated(namespace: str, name: str, uid: str, request: Request) -> dict[str, str]:
+        """Store a verdict, to be passed on to the round's receiver if it has one."""
+        body = await request.body()
+
+        def check(candidate: KnownRound) -> None:
+            # The rest is for the receiver to judge; older pods leave out what is new.
+            require_same_round(candidate.terms, parse(Callback, body))
+
+        known = await _find(rounds, namespace, name, uid, check)
+        check(known)
+        text, receiver = body.decode(), known.terms.receiver
+        if not await database.write(lambda connection: ledger.add_verdict(connection, known.id, receiver, text)):
+            raise _deleted(rounds, uid)
+        stored()
+        return {"status": "OK"}
+
+    return callbacks
+
+
+async def _find(rounds: Rounds, namespace: str, name: str, uid: str, fits: Fits) -> KnownRound:
+    try:
+        known = await rounds.find(namespace, name, uid, fits)
+    except RoundDeleted as error:
+        raise _deleted(rounds, uid) from error
+    if known is None:
+        raise _unknown(namespace, name, uid)
+    return known
+
+
+def _unknown(namespace: str, name: str, uid: str) -> Refusal:
+    detail = f"nothing is known of a PoCRound {namespace}/{name} with uid {uid}: deliver to a round that exists"
+    return Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
+
+
+def _deleted(rounds: Rounds, uid: str) -> Refusal:
+    # For its age, since it was found or a moment before: a pod that still computes begins it anew.
+    rounds.forget(uid)
+    detail = f"the round {uid} was deleted a moment ago, or is being deleted: deliver again"
+    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "RoundDeleted", detail, headers={"Retry-After": "1"})
+
+
+def _read(known: KnownRound, body: bytes) -> Delivery:
+    uid = known.terms.uid
+    try:
+        delivery = read_generated(known, body)
+    except Refusal as error:
+        metrics.REFUSED.labels(error.body.reason).inc()
+        _log.warning("round %s: a delivery is refused: %s", uid, error.detail)
+        raise
+    if delivery.refused and not delivery.checked:
+        summary = _account_received(delivery)
+        detail = f"none of the artifacts can be one of the round {uid} ({summary}): correct the sender"
+        raise Refusal(HTTPStatus.BAD_REQUEST, "ArtifactsRefused", detail)
+    return delivery
+
+
+def _account_received(delivery: Delivery) -> str:
+    metrics.RECEIVED.inc(len(delivery.checked) + len(delivery.refused))
+    faults = Counter(refused.reason for refused in delivery.refused)
+    for fault, count in faults.items():
+        metrics.REFUSED.labels(fault).inc(count)
+    summary = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
+    if summary:
+        _log.warning("round %s: artifacts are refused: %s", delivery.known.terms.uid, summary)
+    return summary
+
+
+def _account_stored(terms: RoundTerms, result: StoreResult) -> None:
+    metrics.STORED.inc(result.stored)
+    metrics.DUPLICATES.inc(result.duplicates)
+    if result.conflicts:
+        metrics.CONFLICTS.inc(len(result.conflicts))
+        some = ", ".join(f"{nonce} of slot {terms.offset_of(nonce)}" for nonce in result.conflicts[:_MOST_LOGGED])
+        _log.warning("round %s: %d nonces came again with other content: %s", terms.uid, len(result.conflicts), some)
+
+
+def _receipt(delivery: Delivery, result: StoreResult) -> dict[str, object]:
+    return {
+        "stored": result.stored,
+        "duplicates": result.duplicates,
+        "conflicts": len(result.conflicts),
+        "refused": [refused._asdict() for refused in delivery.refused],
+    }
+
+
+def _body_of(*models: type[BaseModel]) -> dict[str, Any]:
+    """Return FastAPI's ``openapi_extra`` for a route whose body is one of ``models`` as JSON."""
+    schemas = [_inlined(schema, schema.get("$defs", {})) for schema in (model.model_json_schema() for model in models)]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"anyOf": schemas}}}}}
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON
+    # References are to the schema itself, which is not where the document ends up with it.
+    if isinstance(schema, list):
+        return [_inlined(entry, definitions) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(value, definitions) for name, value in schema.items() if name != "$defs"}

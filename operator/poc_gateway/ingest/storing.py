@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storing deliveries: each nonce once, with its slot's counts in the same transaction.
+
+What arrives during one commit is stored together in the next.
+"""
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import psycopg
+from sqlalchemy import Connection, select
+
+from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery, Value
+from poc_gateway.outbox import ledger
+from poc_gateway.outbox.ledger import SlotArrivals
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseError, DatabaseUnavailable
+
+#: Artifacts of one commit, unless a single delivery has more: so few that the first need not wait long.
+COMMIT_ARTIFACTS = 4_096
+#: Most artifacts that wait: some seconds' worth, in memory as much as a hundred megabytes.
+MOST_WAITING = 250_000
+
+_COLUMNS = ("slot_id", "nonce", "vector", "distance", "received_at")
+#: Of PostgreSQL, for the same columns.
+_TYPES = ("int8", "int4", "bytea", "float8", "int8")
+
+#: slot_id, nonce, vector, distance, received_at
+Row = tuple[int, int, bytes | None, float | None, int]
+#: slot_id, nonce
+Key = tuple[int, int]
+
+
+@dataclass
+class StoreResult:
+    """What became of a delivery: counts, and the nonces whose stored content is another."""
+
+    stored: int = 0
+    duplicates: int = 0
+    conflicts: list[int] = field(default_factory=list)
+
+
+_Waiting = tuple[Delivery, "asyncio.Future[StoreResult | None]"]
+
+
+class Intake:
+    """The deliveries on their way to the database. One per process."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting = deque[_Waiting]()
+        self._artifacts = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def store(self, delivery: Delivery) -> StoreResult | None:
+        """Store a delivery and return what became of it once it is durable; None if its round was deleted meanwhile.
+
+        DatabaseError if the database fails or is far behind; then nothing is stored.
+        """
+        if self._artifacts > MOST_WAITING:
+            raise DatabaseUnavailable(f"the database is behind: {self._artifacts} artifacts wait")
+        done: asyncio.Future[StoreResult | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((delivery, done))
+        self._artifacts += len(delivery.checked)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return await done
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                await self._commit(self._next())
+        finally:
+            self._task = None
+
+    def _next(self) -> list[_Waiting]:
+        batch = [self._waiting.popleft()]
+        artifacts = len(batch[0][0].checked)
+        while self._waiting and artifacts + len(self._waiting[0][0].checked) <= COMMIT_ARTIFACTS:
+            batch.append(self._waiting.popleft())
+            artifacts += len(batch[-1][0].checked)
+        self._artifacts -= artifacts
+        return batch
+
+    async def _commit(self, batch: list[_Waiting]) -> None:
+        deliveries = [delivery for delivery, _ in batch]
+        now = time.time_ns() // 1_000_000
+        try:
+            outcomes = await self._database.write(lambda connection: store(connection, deliveries, now))
+        except Exception as error:
+            if len(batch) == 1 or isinstance(error, DatabaseError):
+                _fail(batch, error)
+                return
+            # One of them took the others along: each by itself.
+            for one in batch:
+                await self._commit([one])
+            return
+        for (_, done), outcome in zip(batch, outcomes, strict=True):
+            if not done.done():
+                done.set_result(outcome)
+
+
+def _fail(batch: list[_Waiting], error: Exception) -> None:
+    for _, done in batch:
+        if not done.done():
+            done.set_exception(error)
+
+
+def store(connection: Connection, deliveries: Sequence[Delivery], now: int) -> list[StoreResult | None]:
+    """Store the deliveries in their order; None for one whose round was deleted meanwhile, or is being deleted."""
+    slots = ledger.slots_of(connection, {found.slot_id for delivery in deliveries for found in delivery.checked})
+    alive = [all(found.slot_id in slots for found in delivery.checked) for delivery in deliveries]
+    late = {
+        (found.slot_id, found.nonce)
+        for delivery, lives in zip(deliveries, alive, strict=True)
+        if lives
+        for found in delivery.checked
+        if found.nonce <= slots[found.slot_id].before
+    }
+    transaction = _Transaction(slots, _values(connection, late), now)
+    results = [transaction.take(delivery) if lives else None for delivery, lives in zip(deliveries, alive, strict=True)]
+    transaction.write(connection)
+    return results
+
+
+class _Transaction:
+    def __init__(self, slots: Mapping[int, SlotArrivals], known: dict[Key, Value], now: int) -> None:
+        self._slots = slots
+        self._known = known
+        self._now = now
+        self._artifacts: list[Row] = []
+        self._conflicts: list[Row] = []
+
+    def take(self, delivery: Delivery) -> StoreResult:
+        result = StoreResult()
+        forwards = delivery.known.terms.receiver is not None
+        for found in delivery.checked:
+            slot_id, nonce, value = found
+            slot = self._slots[slot_id]
+            if nonce > slot.last:
+                slot.last = nonce
+            elif (known := self._known.get((slot_id, nonce))) is not None:
+                self._met_again(found, known, slot, result)
+                continue
+            elif forwards and nonce <= slot.before:
+                # The outbox may have passed it; what is new in this transaction it has not seen.
+                slot.late.append(nonce)
+            self._known[slot_id, nonce] = value
+            self._artifacts.append(self._row(found))
+            slot.stored += 1
+            result.stored += 1
+        return result
+
+    def write(self, connection: Connection) -> None:
+        if self._artifacts:
+            _insert_artifacts(connection, self._artifacts)
+        if self._conflicts:
+            columns = ("slot_id", "nonce", "vector", "distance", "received_at")
+            rows = [dict(zip(columns, row, strict=True)) for row in self._conflicts]
+            connection.execute(schema.conflicts.insert(), rows)
+        ledger.arrived(connection, self._slots, self._now)
+
+    def _met_again(self, found: CheckedArtifact, known: Value, slot: SlotArrivals, result: StoreResult) -> None:
+        if known == found.value:
+            slot.duplicates += 1
+            result.duplicates += 1
+        else:
+            slot.conflicts += 1
+            result.conflicts.append(found.nonce)
+            self._conflicts.append(self._row(found))
+
+    def _row(self, found: CheckedArtifact) -> Row:
+        slot_id, nonce, value = found
+        if isinstance(value, bytes):
+            return slot_id, nonce, value, None, self._now
+        return slot_id, nonce, None, value, self._now
+
+
+def _insert_artifacts(connection: Connection, rows: Sequence[Row]) -> None:
+    """Insert rows that are not there yet: what everything waits for, so on each database in the way that is fastest."""
+    columns = ", ".join(_COLUMNS)
+    if connection.dialect.name == "sqlite":
+        # SQLAlchemy's own insert handles each value by itself: twice as long here, three times on PostgreSQL.
+        connection.exec_driver_sql(f"INSERT INTO artifacts ({columns}) VALUES (?, ?, ?, ?, ?)", list(rows))  # noqa: S608
+        return
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, psycopg.Connection)  # noqa: S101 - `create_engine` made it
+    with driver.cursor().copy(f"COPY artifacts ({columns}) FROM STDIN (FORMAT BINARY)") as copy:
+        copy.set_types(_TYPES)
+        for row in rows:
+            copy.write_row(row)
+
+
+def _values(connection: Connection, keys: Collection[Key]) -> dict[Key, Value]:
+    columns = schema.artifacts.c
+    nonces = defaultdict[int, list[int]](list)
+    for slot_id, nonce in sorted(keys):
+        nonces[slot_id].append(nonce)
+    values: dict[Key, Value] = {}
+    query = select(columns.nonce, columns.vector, columns.distance)
+    for slot_id, of_slot in nonces.items():
+        for some in ledger.in_parts(of_slot):
+            rows = connection.execute(query.where(columns.slot_id == slot_id, columns.nonce.in_(some)))
+            for nonce, vector, distance in rows:
+                values[slot_id, nonce] = distance if vector is None else vector
+    return values

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``POST generate``: what is queued is written down first, so that a restart of the gateway takes it up again.
+
+queued -> completed or failed; a queued job of which a pod has begun a chunk is told as running. A result and its
+callbacks become durable together, so that neither is there without the other.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from uuid import uuid4
+
+from sqlalchemy import Connection, exists, select
+
+from poc_gateway.errors import Refusal
+from poc_gateway.node_api.cluster import ReadyPods
+from poc_gateway.node_api.dispatch import Dispatcher, Work
+from poc_gateway.node_api.messages import FIRST_PORT
+from poc_gateway.node_api.verdicts import Result, callbacks_of, check_validation, result_of
+from poc_gateway.outbox import ledger
+from poc_gateway.settings import Settings
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.schema import one_line
+from vllm_poc.wire.generate import GenerateRequest, JobResponse, JobState
+
+_log = logging.getLogger(__name__)
+
+#: Nonces that may wait or be computed at once.
+MAX_QUEUED_NONCES = 100_000
+#: Pause before a result is written again that the database did not take.
+_RETRY_SECONDS = 1.0
+#: Seconds that a result is kept.
+KEEP_SECONDS = 300
+
+_jobs, _callbacks = schema.jobs.c, schema.callbacks.c
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """What ``GET generate/{id}`` tells of; ``result`` is JSON."""
+
+    state: str
+    result: str | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended: with a result (JSON) and its callbacks (URL and JSON), or with an error."""
+
+    job_id: str
+    result: str | None = None
+    error: str | None = None
+    callbacks: Sequence[tuple[str, str]] = ()
+
+
+class Jobs:
+    """The requests for named nonces. `start` takes up those of an earlier process."""
+
+    def __init__(self, database: Database, ready_pods: ReadyPods, settings: Settings) -> None:
+        self._database = database
+        self._settings = settings
+        self._dispatcher = Dispatcher(ready_pods)
+        self._works: dict[str, Work] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Take up queued jobs, and begin to give out work."""
+        self._spawn(self._dispatcher.run())
+        for job_id, request in await self._database.read(unfinished_jobs):
+            parsed = GenerateRequest.model_validate_json(request)
+            self._follow(job_id, parsed, self._dispatcher.add(parsed))
+
+    async def close(self) -> None:
+        """Stop the work; queued jobs are taken up by the next process."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def compute(self, request: GenerateRequest) -> Result:
+        """Return the result of a request whose client waits. Refusal if there is none."""
+        self._admit(request)
+        values = await self._dispatcher.finish(self._dispatcher.add(request))
+        return result_of(request, _new_id(), values)
+
+    async def submit(self, request: GenerateRequest) -> JobResponse:
+        """Queue a request; refused with 429 if too many nonces are queued."""
+        self._admit(request)
+        job_id, text = _new_id(), request.model_dump_json(exclude_none=True)
+        # Counted from here on, since the next request may come while this one is written.
+        work = self._dispatcher.add(request)
+        try:
+            await self._database.write(lambda connection: insert_job(connection, job_id, text))
+        except BaseException:
+            self._dispatcher.drop(work)
+            raise
+        self._follow(job_id, request, work)
+        return JobResponse(status=JobState.QUEUED, request_id=job_id, queued_count=self._dispatcher.nonces)
+
+    async def find(self, job_id: str) -> str:
+        """Return the JSON of a job's state or result; refused with 404 if there is none."""
+        row = await self._database.read(lambda connection: find_job(connection, job_id))
+        if row is None:
+            detail = f"no request {job_id}: results are kept for {KEEP_SECONDS} s"
+            raise Refusal(HTTPStatus.NOT_FOUND, "JobNotFound", detail)
+        if row.result is not None:
+            return row.result
+        work = self._works.get(job_id)
+        state = JobState.RUNNING if work is not None and work.begun else JobState(row.state)
+        fields = {"status": state, "request_id": job_id, "error": row.error}
+        return JobResponse.model_validate(fields).model_dump_json(exclude_none=True)
+
+    def _admit(self, request: GenerateRequest) -> None:
+        check_validation(request)
+        queued = self._dispatcher.nonces + len(request.nonces)
+        if queued > MAX_QUEUED_NONCES:
+            detail = f"Queue full: {queued} nonces would be queued, and {MAX_QUEUED_NONCES} may; try again later"
+            raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail, headers={"Retry-After": "30"})
+
+    def _follow(self, job_id: str, request: GenerateRequest, work: Work) -> None:
+        self._works[job_id] = work
+        self._spawn(self._perform(job_id, request, work))
+
+    async def _perform(self, job_id: str, request: GenerateRequest, work: Work) -> None:
+        try:
+            result = result_of(request, job_id, await self._dispatcher.finish(work))
+        except Refusal as error:
+            await self._write(JobEnd(job_id, error=error.detail))
+        else:
+            found = callbacks_of(request, result, self._settings.payload_artifacts) if request.receiver else []
+            callbacks = [(f"{request.receiver}{path}", body.model_dump_json(exclude_none=True)) for path, body in found]
+            await self._write(JobEnd(job_id, result.model_dump_json(exclude_none=True), callbacks=callbacks))
+        finally:
+            del self._works[job_id]
+
+    async def _write(self, end: JobEnd) -> None:
+        while True:
+            try:
+                return await self._database.write(lambda connection: finish_job(connection, end))
+            except DatabaseError as error:
+                _log.warning("the result of request %s waits: %s", end.job_id, error)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("work of the network's routes failed", exc_info=task.exception())
+
+
+def _new_id() -> str:
+    return f"{FIRST_PORT}:{uuid4().hex}"
+
+
+def insert_job(connection: Connection, job_id: str, request: str) -> None:
+    """Write a queued job down, and delete those that are over and whose callbacks have gone out."""
+    _expire(connection)
+    values = {"id": job_id, "request": request, "state": JobState.QUEUED, "created_at": ledger.now()}
+    connection.execute(schema.jobs.insert().values(**values))
+
+
+def unfinished_jobs(connection: Connection) -> Sequence[tuple[str, str]]:
+    """Return id and request of the jobs that have not ended, oldest first."""
+    found = select(_jobs.id, _jobs.request).where(_jobs.finished_at.is_(None)).order_by(_jobs.created_at)
+    return [(row.id, row.request) for row in connection.execute(found)]
+
+
+def find_job(connection: Connection, job_id: str) -> JobRow | None:
+    """Return a job; None if there is none, or its result is older than it is kept."""
+    where = (_jobs.id == job_id) & (_jobs.finished_at.is_(None) | (_jobs.finished_at > _oldest()))
+    row = connection.execute(select(_jobs.state, _jobs.result, _jobs.error).where(where)).first()
+    return JobRow(*row) if row is not None else None
+
+
+def finish_job(connection: Connection, end: JobEnd) -> None:
+    """Write a job's end down, with its callbacks. Its request is dropped, since it may be large."""
+    ended = {
+        "state": JobState.COMPLETED if end.error is None else JobState.FAILED,
+        "result": end.result,
+        # A pod's words are in it.
+        "error": one_line(end.error) if end.error is not None else None,
+        "request": "{}",
+        "finished_at": ledger.now(),
+    }
+    connection.execute(schema.jobs.update().where(_jobs.id == end.job_id).values(**ended))
+    ledger.add_job_callbacks(connection, end.job_id, end.callbacks)
+
+
+def _expire(connection: Connection) -> None:
+    waits = exists().where((_callbacks.job_id == _jobs.id) & (_callbacks.state == "waiting"))
+    connection.execute(schema.jobs.delete().where((_jobs.finished_at <= _oldest()) & ~waits))
+
+
+def _oldest() -> int:
+    return ledger.now() - KEEP_SECONDS * 1000

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The area of rounds: start one, stop it, tell how it stands.
+
+Twice: in the words of the network's node (``/api/v1/inference/pow``), and in those of a single pod (``/api/v1/pow``).
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from fastapi import APIRouter
+
+from poc_gateway.errors import documented
+from poc_gateway.node_api.messages import (
+    FIRST_PORT,
+    Backend,
+    BackendFailure,
+    FanOut,
+    NetworkInit,
+    NodeStatus,
+    PodCommand,
+    PodStatus,
+)
+from poc_gateway.node_api.pocrounds import waits_for_operator
+from poc_gateway.node_api.service import Service
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.observed.pods import PodView
+from vllm_poc.wire.messages import PowState, Protocol, RoundConfig, RoundStats
+
+Overall = Literal["GENERATING", "MIXED", "IDLE"]
+
+#: What keeps a body from being taken on.
+CHANGES = documented(409, 422)
+
+node, pod = APIRouter(), APIRouter()
+
+
+@node.post("/init/generate", responses=CHANGES, response_model_exclude_none=True)
+async def node_init_generate(body: NetworkInit, service: Service) -> FanOut:
+    """Let the cluster generate; a repeat with the same content changes nothing."""
+    round_, pods = await service.init_generate(body)
+    groups = round_.status.groups or round_.spec.nodes.groups or len(pods)
+    return fan_out(pods, backends=len(pods), n_groups=groups, detail=note(round_, pods))
+
+
+@node.post("/stop", response_model_exclude_none=True)
+async def node_stop(service: Service) -> FanOut:
+    """End the round and wait until its results are flushed. Queued work goes on."""
+    return stopped(*await service.stop())
+
+
+@node.get("/status", response_model_exclude_none=True)
+async def get_node_status(service: Service) -> NodeStatus:
+    """Tell what the pods do."""
+    return node_status(*await service.observe())
+
+
+@pod.post("/init/generate", responses=CHANGES, response_model_exclude_none=True)
+async def pod_init_generate(body: NetworkInit, service: Service) -> PodCommand:
+    """Let the cluster generate; a repeat with the same content changes nothing."""
+    return pod_command(PowState.GENERATING, note(*await service.init_generate(body)))
+
+
+@pod.post("/stop", response_model_exclude_none=True)
+async def pod_stop(service: Service) -> PodCommand:
+    """End the round and wait until its results are flushed. Queued work goes on."""
+    left, _ = await service.stop()
+    return pod_command(PowState.STOPPED, unstopped(left))
+
+
+@pod.get("/status")
+async def get_pod_status(service: Service) -> PodStatus:
+    """Tell what the cluster does, as if it was one pod."""
+    return pod_status(*await service.observe())
+
+
+def overall(round_: PoCRound | None) -> Overall:
+    """GENERATING if every slot has a pod that computes it, MIXED if some have."""
+    slots = round_.status.assignments if round_ is not None else []
+    active = sum(slot.state.active for slot in slots)
+    if not active:
+        return "IDLE"
+    return "GENERATING" if active == len(slots) else "MIXED"
+
+
+def backends(pods: Sequence[PodView], status: dict[str, str] | str) -> list[Backend]:
+    """Number the pods; their status is one for all, or by uid where it is not IDLE."""
+    words = [status if isinstance(status, str) else status.get(pod.uid, "IDLE") for pod in pods]
+    return [Backend(port=FIRST_PORT + place, status=word) for place, word in enumerate(words)]
+
+
+def node_status(round_: PoCRound | None, pods: Sequence[PodView]) -> NodeStatus:
+    """Return the node's status."""
+    slots = round_.status.assignments if round_ is not None else []
+    generating = {slot.uid: "GENERATING" for slot in slots if slot.uid is not None and slot.state.active}
+    return NodeStatus(
+        status=overall(round_) if pods else "NO_BACKENDS",
+        backends=backends(pods, generating),
+        detail=note(round_, pods),
+    )
+
+
+def note(round_: PoCRound | None, pods: Sequence[PodView]) -> str | None:
+    """Say what keeps the round from being computed, as far as the network can do nothing about it."""
+    if round_ is None:
+        return None
+    if (unseen := waits_for_operator(round_)) is not None:
+        return unseen
+    return None if pods else f"round {round_.metadata.name} waits: no pod is ready"
+
+
+def pod_status(round_: PoCRound | None, pods: Sequence[PodView]) -> PodStatus:
+    """Return the status of the whole as a single pod's."""
+    computing = overall(round_) != "IDLE"
+    word: Literal["GENERATING", "IDLE"] = "GENERATING" if computing else "IDLE"
+    if round_ is None:
+        return PodStatus(status=word, stats=RoundStats(), state=word)
+    totals, rate = round_.status.totals, float(round_.status.totals.rate)
+    return PodStatus(
+        status=word,
+        config=_config(round_) if computing else None,
+        stats=RoundStats(total_processed=totals.checked, nonces_per_second=rate),
+        state=word,
+        total_checked=totals.checked,
+        total_valid=totals.valid,
+        elapsed_seconds=_elapsed(round_),
+        rate_per_second=rate,
+        r_target=float(round_.spec.r_target) if round_.spec.r_target is not None else None,
+        detail=note(round_, pods),
+    )
+
+
+def _elapsed(round_: PoCRound) -> float:
+    start = round_.status.start_time
+    return max(0.0, (datetime.now(UTC) - start).total_seconds()) if start is not None else 0.0
+
+
+def _config(round_: PoCRound) -> RoundConfig:
+    spec = round_.spec
+    return RoundConfig(
+        block_hash=spec.block_hash,
+        block_height=spec.block_height,
+        public_key=spec.public_key,
+        node_id=spec.nodes.first,
+        node_count=spec.nodes.count,
+        group_id=0,
+        n_groups=round_.status.groups,
+        seq_len=spec.model.seq_len,
+        k_dim=spec.artifact.k_dim if spec.artifact is not None else None,
+        protocol=spec.protocol,
+        model=spec.model.name,
+        batch_size=spec.batch_size,
+        url=spec.callback_url,
+        poc_stronger_rng=spec.model.strong_rng,
+        use_layer_hooks=spec.protocol is Protocol.ARTIFACT,
+        use_sign_flips=spec.protocol is Protocol.DISTANCE,
+    )
+
+
+def unstopped(round_: PoCRound | None) -> str | None:
+    """Say why a stopped round has yet to end; None if there is none."""
+    if round_ is None:
+        return None
+    name, status = round_.metadata.name, round_.status
+    if status.observed_generation < round_.metadata.generation:
+        return f"round {name} was told to end, but the operator has not picked that up yet: look whether it runs"
+    return f"round {name} is {status.state} and will end by itself: {status.message or 'its results are flushed'}"
+
+
+def fan_out(pods: Sequence[PodView], **fields: Any) -> FanOut:  # noqa: ANN401 - fields of FanOut
+    """Return the node's answer to a call that changed the state of these pods."""
+    return FanOut(results=backends(pods, "OK"), **fields)
+
+
+def stopped(left: PoCRound | None, pods: Sequence[PodView]) -> FanOut:
+    """Return the node's answer to a stop; what is left to be done is an error of the first pod."""
+    detail = unstopped(left)
+    errors = [BackendFailure(port=FIRST_PORT, error=detail)] if detail else []
+    return fan_out(pods, errors=errors, detail=detail)
+
+
+def pod_command(state: PowState, detail: str | None) -> PodCommand:
+    """Return a pod's answer to a call that changed its state."""
+    return PodCommand(pow_status={"status": state}, detail=detail)

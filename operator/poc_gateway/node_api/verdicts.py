@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is made of computed nonces: the answer, and the callbacks that say the same.
+
+The fraud test is put to all nonces of a request together, whichever pods computed them.
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from poc_gateway.errors import Refusal, field_refusal
+from vllm_poc.wire.artifacts import Artifact, Encoding, decode_vector
+from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.messages import WireMessage
+from vllm_poc.wire.stat_test import StatTest, is_mismatch, p_value
+
+#: By nonce: a vector as base64, a distance, or None where the pod had no finite result.
+Values = Mapping[int, str | float | None]
+Result = GeneratedResponse | ValidatedResponse
+
+
+def check_validation(request: GenerateRequest) -> None:
+    """Refuse with 400 artifacts that are not of exactly the request's nonces."""
+    missing, foreign = request.unmatched()
+    if missing or foreign:
+        message = (
+            "must have one artifact for each of nonces and no other: "
+            f"{len(missing)} are missing, {len(foreign)} are not in nonces"
+        )
+        raise field_refusal("validation.artifacts", message, status=HTTPStatus.BAD_REQUEST)
+
+
+def result_of(request: GenerateRequest, request_id: str, values: Values) -> Result:
+    """Return the answer; Refusal with 503 if there is no verdict, since no nonce could be computed."""
+    if request.validation is not None:
+        return _verdict(request, request_id, values)
+    missing = [nonce for nonce in request.nonces if values[nonce] is None]
+    if request.params is not None:
+        artifacts = [Artifact(nonce=nonce, vector_b64=str(values[nonce])) for nonce in _computed(request, values)]
+        encoding = Encoding(k_dim=request.params.k_dim)
+        return GeneratedResponse(request_id=request_id, not_computed=missing, artifacts=artifacts, encoding=encoding)
+    distances = {nonce: float(values[nonce] or 0) for nonce in _computed(request, values)}
+    valid = {nonce: distance for nonce, distance in distances.items() if distance < (request.r_target or 0)}
+    return GeneratedResponse(
+        request_id=request_id,
+        not_computed=missing,
+        nonces=list(distances),
+        distances=list(distances.values()),
+        total_checked=len(distances),
+        total_valid=len(valid),
+        valid_nonces=list(valid),
+        valid_distances=list(valid.values()),
+    )
+
+
+def callbacks_of(request: GenerateRequest, result: Result, payload_artifacts: int) -> list[tuple[str, WireMessage]]:
+    """Return the callbacks of queued work, as (path below its URL, body)."""
+    about = request.model_dump(include={"public_key", "block_hash", "block_height", "node_id"})
+    if isinstance(result, ValidatedResponse):
+        return [("/validated", ValidatedArtifacts.model_validate(result.model_dump() | about))]
+    about["request_id"] = result.request_id
+    if result.artifacts is not None and result.encoding is not None:
+        found, encoding = result.artifacts, result.encoding
+        parts = [found[start : start + payload_artifacts] for start in range(0, len(found), payload_artifacts)]
+        return [("/generated", GeneratedArtifacts(artifacts=part, encoding=encoding, **about)) for part in parts]
+    nonces, distances = result.valid_nonces or [], result.valid_distances or []
+    return [
+        (
+            "/generated",
+            GeneratedDistances(
+                nonces=nonces[start : start + payload_artifacts],
+                dist=distances[start : start + payload_artifacts],
+                r_target=request.r_target or 0,
+                **about,
+            ),
+        )
+        for start in range(0, len(nonces), payload_artifacts)
+    ]
+
+
+def _computed(request: GenerateRequest, values: Values) -> list[int]:
+    return [nonce for nonce in request.nonces if values[nonce] is not None]
+
+
+def _verdict(request: GenerateRequest, request_id: str, values: Values) -> ValidatedResponse:
+    assert request.validation is not None  # noqa: S101 - the caller looked
+    assert request.params is not None  # noqa: S101 - by the request's own rules
+    test, k_dim = request.stat_test or StatTest(), request.params.k_dim
+    received = {artifact.nonce: artifact.vector_b64 for artifact in request.validation.artifacts}
+    computed = _computed(request, values)
+    if not computed:
+        detail = "no verdict: every nonce came out NaN or infinite on this cluster's pods; check their GPUs"
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NothingComputed", detail)
+    mismatches = [
+        nonce
+        for nonce in computed
+        if is_mismatch(decode_vector(str(values[nonce]), k_dim), received[nonce], test.dist_threshold)
+    ]
+    probability = p_value(len(mismatches), len(computed), test.p_mismatch)
+    return ValidatedResponse(
+        request_id=request_id,
+        n_total=len(computed),
+        n_mismatch=len(mismatches),
+        mismatch_nonces=mismatches,
+        p_value=probability,
+        fraud_detected=probability < test.fraud_threshold,
+        not_computed=[nonce for nonce in request.nonces if values[nonce] is None],
+    )

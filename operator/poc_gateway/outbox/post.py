@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One post to a receiver, and what its answer means."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from enum import Enum, auto
+from http import HTTPStatus
+from time import time
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from poc_gateway import metrics
+from poc_gateway.metrics import FailureKind
+from poc_gateway.outbox.guard import AddressGuard, AddressRefused
+from poc_gateway.settings import Settings
+from poc_gateway.store.schema import one_line
+from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
+
+#: Most bytes of an answer that are read, and most characters of it that are kept.
+ANSWER_BYTES = 4096
+REASON_CHARACTERS = 200
+#: A receiver that asks for more than this is asked again all the same.
+RETRY_AFTER_LIMIT_SECONDS = 3600.0
+
+#: The host, or what stands before it, is in trouble: no other post would fare better.
+_HOST_IN_TROUBLE = {
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.GATEWAY_TIMEOUT,
+}
+_CLIENT_ERRORS = range(400, 500)
+
+
+class Outcome(Enum):
+    """What became of a post."""
+
+    ACCEPTED = auto()
+    #: The receiver refuses the content, and perhaps only a part of it.
+    REFUSED = auto()
+    #: To be tried again. Says nothing of other posts: the network's receiver answers 503 to a round whose time is over.
+    FAILED = auto()
+    #: To be tried again, as everything for this host.
+    UNREACHABLE = auto()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome, with the reason unless the post was accepted."""
+
+    outcome: Outcome
+    reason: str = ""
+    #: Seconds that the receiver asks for before the next post.
+    retry_after: float = 0.0
+
+
+class Poster:
+    """The session that everything is posted through. To be entered inside the event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._seconds = settings.forward_seconds
+        self._guard = AddressGuard(settings)
+        # Without a limit: each round has one post in flight, and slow receivers must not take up all connections.
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=self._guard.open_socket)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=settings.forward_seconds),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def post(self, url: str, body: str) -> Answer:
+        """Post JSON once; every way to fail is an answer."""
+        try:
+            target = self._guard.url(url)
+            async with self._session.post(target, data=body.encode(), allow_redirects=False) as response:
+                return _judged(response.status, response.headers, await _text(response))
+        except AddressRefused as error:
+            return _failed("address", Outcome.FAILED, str(error))
+        except TimeoutError:
+            return _failed("timeout", Outcome.UNREACHABLE, f"no answer within {self._seconds:g} s")
+        except aiohttp.ClientConnectorError as error:
+            if isinstance(error.os_error, AddressRefused):
+                return _failed("address", Outcome.FAILED, str(error.os_error))
+            return _failed("connection", Outcome.UNREACHABLE, str(error))
+        except aiohttp.ClientError as error:
+            return _failed("connection", Outcome.UNREACHABLE, str(error) or type(error).__name__)
+
+
+async def _text(response: aiohttp.ClientResponse) -> str:
+    """Return the answer's beginning as one line. The status counts even if the rest of the answer does not arrive."""
+    body = b""
+    try:
+        while len(body) < ANSWER_BYTES and (more := await response.content.read(ANSWER_BYTES - len(body))):
+            body += more
+    except (aiohttp.ClientError, TimeoutError):
+        response.close()
+    return one_line(body.decode(errors="replace"))[:REASON_CHARACTERS]
+
+
+def _judged(status: int, headers: Mapping[str, str], text: str) -> Answer:
+    if HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
+        return Answer(Outcome.ACCEPTED)
+    reason = f"HTTP {status}: {text}" if text else f"HTTP {status}"
+    if status < HTTPStatus.BAD_REQUEST:
+        return _failed("http_3xx", Outcome.FAILED, f"HTTP {status}: redirects are not followed, name the final address")
+    kind: FailureKind = "http_4xx" if status in _CLIENT_ERRORS else "http_5xx"
+    return _failed(kind, _outcome(status), reason, _retry_after(headers))
+
+
+def _outcome(status: int) -> Outcome:
+    if status in _HOST_IN_TROUBLE:
+        return Outcome.UNREACHABLE
+    if status in _CLIENT_ERRORS and status not in NOT_ABOUT_CONTENT:
+        return Outcome.REFUSED
+    return Outcome.FAILED
+
+
+def _failed(kind: FailureKind, outcome: Outcome, reason: str, retry_after: float = 0.0) -> Answer:
+    metrics.FAILURES.labels(kind).inc()
+    return Answer(outcome, reason, retry_after)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Read Retry-After, seconds or a date; 0 without one, or if it is neither."""
+    value = headers.get("Retry-After", "")
+    try:
+        seconds = float(value) if value.isdecimal() else parsedate_to_datetime(value).timestamp() - time()
+    except (ValueError, OverflowError):  # of which the second is a year beyond what a date can have
+        return 0.0
+    return min(max(seconds, 0.0), RETRY_AFTER_LIMIT_SECONDS)

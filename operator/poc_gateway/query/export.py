@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exporting artifacts in the order of (slot, nonce) as JSON lines, CSV or Parquet, a bounded number at a time.
+
+Every chunk is read in a transaction of its own, so that a slow client keeps neither SQLite's log from being folded into
+the database nor PostgreSQL from vacuuming. What is stored meanwhile is in the result if it comes after what was read.
+"""
+
+import io
+import json
+from abc import ABC, abstractmethod
+from binascii import b2a_base64
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import reduce
+from http import HTTPStatus
+from operator import and_
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from sqlalchemy import Connection, select
+
+from poc_gateway.errors import Refusal
+from poc_gateway.query.messages import ArtifactsQuery, Format
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseUnavailable
+from poc_gateway.store.rounds import KnownRound, RoundTerms
+from vllm_poc.wire.messages import Protocol
+
+#: Artifacts that are read, held in memory and written at once.
+CHUNK_ROWS = 65_536
+#: And fewer of long vectors: so many bytes of them, of which writing makes several copies.
+CHUNK_BYTES = 8 * 2**20
+_BYTES_PER_NUMBER = 2
+
+#: Rows that the driver hands over at once: fewer than make Python's collector of garbage run, which would take more
+#: time than everything else if tens of thousands of tuples lived at a time.
+_DRIVER_ROWS = 512
+
+#: nonce, vector or distance, received_at.
+Columns = tuple[list[int], list[bytes | float], list[int]]
+
+MEDIA_TYPES = {
+    Format.JSONL: "application/x-ndjson",
+    Format.CSV: "text/csv",
+    Format.PARQUET: "application/vnd.apache.parquet",
+}
+#: Key of the terms in a Parquet file's metadata; their value is JSON.
+TERMS_KEY = "poc.round"
+_ANY = ("*/*", "")
+
+
+class Scan:
+    """Walks over the artifacts of a round; each `read` continues where the last one ended."""
+
+    def __init__(self, known: KnownRound, query: ArtifactsQuery) -> None:
+        self._round = known
+        self._before_first = query.nonce_from - 1
+        self._after = self._before_first
+        self._last = query.nonce_to
+        offsets = sorted(known.slots) if query.slot is None else [query.slot]
+        self._left = deque((offset, known.slots[offset]) for offset in offsets)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything was read."""
+        return not self._left
+
+    def read(self, connection: Connection) -> Sequence[tuple[int, Columns]]:
+        """Return the next rows of the next slots; DatabaseUnavailable if the round was deleted meanwhile."""
+        parts, room = list[tuple[int, Columns]](), chunk_rows(self._round.terms)
+        while self._left and room:
+            offset, slot_id = self._left[0]
+            columns = self._fetch(connection, slot_id, room)
+            count = len(columns[0])
+            if count < room:
+                self._left.popleft()
+                self._after = self._before_first
+            else:
+                self._after = columns[0][-1]
+            if count:
+                parts.append((offset, columns))
+            room -= count
+        # Afterwards: what was read before a deletion began is whole.
+        kept = select(schema.rounds.c.id).where(schema.rounds.c.id == self._round.id, schema.ROUND_IS_KEPT)
+        if connection.execute(kept).first() is None:
+            raise DatabaseUnavailable("the round was deleted while it was read: there is nothing left to export")
+        return parts
+
+    def _fetch(self, connection: Connection, slot_id: int, room: int) -> Columns:
+        table = schema.artifacts.c
+        value = table.vector if self._round.terms.protocol is Protocol.ARTIFACT else table.distance
+        query = (
+            select(table.nonce, value, table.received_at)
+            .where(table.slot_id == slot_id, table.nonce > self._after, table.nonce <= self._last)
+            .order_by(table.nonce)
+            .limit(room)
+        )
+        # The driver's tuples: SQLAlchemy would make an object of each.
+        cursor = connection.execute(query).cursor
+        assert cursor is not None  # noqa: S101 - a select has one
+        nonces, values, moments = list[int](), list[bytes | float](), list[int]()
+        while rows := cursor.fetchmany(_DRIVER_ROWS):
+            some_nonces, some_values, some_moments = zip(*rows, strict=True)
+            nonces += some_nonces
+            values += some_values
+            moments += some_moments
+        return nonces, values, moments
+
+
+async def chunks(database: Database, known: KnownRound, query: ArtifactsQuery) -> AsyncGenerator[pa.Table]:
+    """Yield the artifacts that ``query`` asks for, as tables of nonce, slot, node_id, received_at and value.
+
+    ``received_at`` is in milliseconds, ``value`` a vector's bytes or a distance. DatabaseError if the database fails.
+    """
+    scan, left = Scan(known, query), query.limit
+
+    def read(connection: Connection) -> pa.Table:
+        return _filtered(tabulate(known.terms, scan.read(connection)), query)
+
+    while not scan.done and left != 0:
+        table = (await database.read(read)).slice(0, left)
+        if left is not None:
+            left -= table.num_rows
+        if table.num_rows:
+            yield table
+
+
+def chunk_rows(terms: RoundTerms) -> int:
+    """Return how many artifacts of the round are read, held in memory and written at once."""
+    return CHUNK_ROWS if terms.k_dim is None else min(CHUNK_ROWS, rows_within(CHUNK_BYTES, terms.k_dim))
+
+
+def rows_within(size: int, k_dim: int) -> int:
+    """Return how many vectors have ``size`` bytes together, but at least one."""
+    return max(1, size // (_BYTES_PER_NUMBER * k_dim))
+
+
+def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Columns]]) -> pa.Table:
+    """Return the rows of ``parts``, each the first nonce of a slot and its columns, as a table without gaps."""
+    value = pa.float64() if terms.k_dim is None else pa.binary(_BYTES_PER_NUMBER * terms.k_dim)
+    names = {"nonce": pa.int32(), "slot": pa.int32(), "node_id": pa.int32(), "received_at": pa.int64(), "value": value}
+    schema_ = pa.schema(list(names.items()))
+    batches = [_batch(terms, offset, columns, schema_) for offset, columns in parts]
+    return pa.Table.from_batches(batches, schema_).combine_chunks()
+
+
+def _batch(terms: RoundTerms, offset: int, columns: Columns, schema_: pa.Schema) -> pa.RecordBatch:
+    nonces, values, moments = columns
+    count, small = len(nonces), pa.int32()
+    slot = pa.repeat(pa.scalar(offset, small), count)
+    node = pa.repeat(pa.scalar(offset % terms.node_count, small), count)
+    arrays = [pa.array(nonces, small), slot, node, pa.array(moments, pa.int64()), pa.array(values, schema_.types[-1])]
+    return pa.record_batch(arrays, schema=schema_)
+
+
+def _filtered(table: pa.Table, query: ArtifactsQuery) -> pa.Table:
+    conditions = []
+    if query.since is not None:
+        conditions.append(pc.field("received_at") >= query.since)
+    if query.until is not None:
+        conditions.append(pc.field("received_at") < query.until)
+    if query.below is not None:
+        conditions.append(pc.field("value") < query.below)
+    return table.filter(reduce(and_, conditions)).combine_chunks() if conditions else table
+
+
+def accepted(accept: str) -> Format:
+    """Return the first format that the header ``accept`` names, JSON lines if it takes any; 406 if we have none."""
+    by_type = {media: format_ for format_, media in MEDIA_TYPES.items()} | dict.fromkeys(_ANY, Format.JSONL)
+    for part in accept.split(","):
+        media = part.partition(";")[0].strip().lower()
+        if media in by_type:
+            return by_type[media]
+    detail = f"Accept names none of {', '.join(MEDIA_TYPES.values())}: send one of them, or set the parameter format"
+    raise Refusal(HTTPStatus.NOT_ACCEPTABLE, "NotAcceptable", detail)
+
+
+def writer(format_: Format, terms: RoundTerms) -> "Writer":
+    """Return a writer for one answer."""
+    classes: Mapping[Format, Callable[[RoundTerms], Writer]] = {
+        Format.JSONL: _JsonLines,
+        Format.CSV: _Csv,
+        Format.PARQUET: _Parquet,
+    }
+    return classes[format_](terms)
+
+
+class Writer(ABC):
+    """Turns the tables of `chunks` into the bytes of one answer."""
+
+    def __init__(self, terms: RoundTerms) -> None:
+        self._terms = terms
+
+    def begin(self) -> bytes:
+        """Return what comes before all chunks."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, table: pa.Table) -> bytes:
+        """Return what ``table`` adds."""
+
+    def end(self) -> bytes:
+        """Return what comes after all chunks."""
+        return b""
+
+    def _rows(self, table: pa.Table) -> Iterator[tuple[int, int, int, str, str | float]]:
+        # A zone would make Arrow look for the machine's time zone database.
+        moments = pc.strftime(table["received_at"].cast(pa.timestamp("ms")), format="%Y-%m-%dT%H:%M:%SZ")
+        values = table["value"].to_pylist()
+        if self._terms.k_dim is not None:
+            values = [b2a_base64(vector, newline=False).decode() for vector in values]
+        columns = (table[name].to_pylist() for name in ("nonce", "slot", "node_id"))
+        return zip(*columns, moments.to_pylist(), values, strict=True)
+
+
+class _JsonLines(Writer):
+    def chunk(self, table: pa.Table) -> bytes:
+        # Neither base64 nor a moment has a character that JSON escapes, and repr writes a float as JSON does.
+        name = "distance" if self._terms.k_dim is None else "vector_b64"
+        mark = "" if self._terms.k_dim is None else '"'
+        lines = [
+            f'{{"nonce":{nonce},"slot":{slot},"node_id":{node},"received_at":"{moment}","{name}":{mark}{value}{mark}}}\n'
+            for nonce, slot, node, moment, value in self._rows(table)
+        ]
+        return "".join(lines).encode()
+
+
+class _Csv(Writer):
+    def begin(self) -> bytes:
+        name = "distance" if self._terms.k_dim is None else "vector_b64"
+        return f"nonce,slot,node_id,received_at,{name}\r\n".encode()
+
+    def chunk(self, table: pa.Table) -> bytes:
+        lines = [
+            f"{nonce},{slot},{node},{moment},{value}\r\n" for nonce, slot, node, moment, value in self._rows(table)
+        ]
+        return "".join(lines).encode()
+
+
+class _Parquet(Writer):
+    def __init__(self, terms: RoundTerms) -> None:
+        super().__init__(terms)
+        self._sink = _Sink()
+        small, moment = pa.int32(), pa.timestamp("ms", "UTC")
+        fields = [("nonce", small), ("slot", small), ("node_id", small), ("received_at", moment)]
+        fields.append(("distance", pa.float64()) if terms.k_dim is None else ("vector", _vectors(terms.k_dim)))
+        public = {name: value for name, value in asdict(terms).items() if name != "receiver"}
+        self._schema = pa.schema(fields, {TERMS_KEY: json.dumps(public)})
+        self._writer = pq.ParquetWriter(
+            self._sink,
+            self._schema,
+            compression="zstd",
+            use_dictionary=["slot", "node_id"],
+            # Rising numbers: their differences take a fraction of the room.
+            column_encoding={"nonce": "DELTA_BINARY_PACKED", "received_at": "DELTA_BINARY_PACKED"},
+            write_statistics=["nonce", "slot", "node_id", "received_at", "distance"],
+        )
+
+    def chunk(self, table: pa.Table) -> bytes:
+        value = table["value"].combine_chunks()
+        if self._terms.k_dim is not None:
+            value = _as_vectors(value, self._terms.k_dim)
+        columns = [table["nonce"], table["slot"], table["node_id"], table["received_at"], value]
+        moments = columns[3].cast(self._schema.field("received_at").type)
+        table = pa.Table.from_arrays([*columns[:3], moments, value], schema=self._schema)
+        self._writer.write_table(table, row_group_size=table.num_rows)
+        return self._sink.take()
+
+    def end(self) -> bytes:
+        self._writer.close()
+        return self._sink.take()
+
+
+def _vectors(k_dim: int) -> pa.DataType:
+    return pa.list_(pa.field("element", pa.float16(), nullable=False), k_dim)
+
+
+def _as_vectors(values: pa.FixedSizeBinaryArray, k_dim: int) -> pa.FixedSizeListArray:
+    # The bytes are the numbers already: nothing is copied.
+    first, count = values.offset * k_dim, len(values) * k_dim
+    numbers = pa.Array.from_buffers(pa.float16(), count, [None, values.buffers()[1]], offset=first)
+    return pa.FixedSizeListArray.from_arrays(numbers, type=_vectors(k_dim))
+
+
+class _Sink(io.RawIOBase):
+    """A file that is taken away piece by piece while it is written."""
+
+    def __init__(self) -> None:
+        self._pieces = list[bytes]()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        piece = bytes(data)  # type: ignore[call-overload]
+        self._pieces.append(piece)
+        return len(piece)
+
+    def take(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
+        return b"".join(pieces)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routes are asked with, and what they answer.
+
+A parameter that does not exist is refused: a filter misspelt must not be ignored. Moments of answers are RFC 3339 in
+UTC; a vector is base64 of its fp16 numbers, as on the wire.
+"""
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from vllm_poc.wire.messages import Nonce, Protocol
+
+#: Most entries of one page.
+PAGE_LIMIT = 1_000
+#: Most proofs of one sample.
+SAMPLE_LIMIT = 10_000
+
+
+class Format(StrEnum):
+    """How artifacts are written."""
+
+    JSONL = "jsonl"
+    CSV = "csv"
+    PARQUET = "parquet"
+
+
+def _milliseconds(value: object) -> object:
+    if not isinstance(value, str) or value.isdecimal():
+        return value
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise ValueError("must be milliseconds since 1970, or RFC 3339 with a time zone as in 2026-01-31T08:00:00Z")
+    return int(moment.timestamp() * 1000)
+
+
+#: A moment in milliseconds since 1970, as the database has it.
+Moment = Annotated[int, BeforeValidator(_milliseconds), Field(ge=0, lt=2**63)]
+
+
+class _Parameters(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Page(_Parameters):
+    #: ``next`` of the page before.
+    after: int | None = Field(default=None, ge=0, lt=2**63)
+    limit: int = Field(default=100, ge=1, le=PAGE_LIMIT)
+
+
+class RoundsQuery(_Page):
+    """Which rounds."""
+
+    namespace: str | None = None
+    name: str | None = None
+    block_hash: str | None = None
+
+
+class RoundQuery(_Parameters):
+    """Which round of a name; the newest without ``uid``."""
+
+    uid: str | None = None
+
+
+class ConflictsQuery(_Page, RoundQuery):
+    """Which conflicts of a round."""
+
+
+class SampleQuery(RoundQuery):
+    """How many proofs, and the text that decides which."""
+
+    nonces: int = Field(default=200, ge=1, le=SAMPLE_LIMIT)
+    seed: str = Field(default="", max_length=256)
+
+
+class ArtifactsQuery(RoundQuery):
+    """Which artifacts, and how they are written.
+
+    ``from`` and ``nonce_from`` are included, so is ``nonce_to``; ``to`` is not. ``below`` keeps the distances below it:
+    what would be valid if it were the target.
+    """
+
+    format: Format | None = None
+    slot: int | None = None
+    since: Moment | None = Field(default=None, alias="from")
+    until: Moment | None = Field(default=None, alias="to")
+    nonce_from: Nonce = 0
+    nonce_to: Nonce = 2**31 - 1
+    below: float | None = Field(default=None, gt=0)
+    limit: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _has_ranges(self) -> Self:
+        if self.nonce_from > self.nonce_to:
+            raise ValueError(f"nonce_from {self.nonce_from} is above nonce_to {self.nonce_to}: swap them")
+        if self.since is not None and self.until is not None and self.since >= self.until:
+            raise ValueError("from is not before to: swap them")
+        return self
+
+
+class RoundEntry(BaseModel):
+    """A round and its sums. ``dead`` counts artifacts that the receiver refused; ``slots`` those of this cluster."""
+
+    uid: str
+    namespace: str
+    name: str
+    block_hash: str
+    block_height: int
+    public_key: str
+    protocol: Protocol
+    k_dim: int | None
+    r_target: float | None
+    model: str
+    seq_len: int
+    node_count: int
+    n_groups: int
+    created_at: datetime
+    slots: int
+    stored: int
+    duplicates: int
+    conflicts: int
+    forwarded: int
+    dead: int
+
+
+class RoundPage(BaseModel):
+    """Rounds, newest first. ``next`` is ``after`` of the next page; null on the last."""
+
+    rounds: list[RoundEntry]
+    next: int | None
+
+
+class SlotEntry(BaseModel):
+    """A slot and its counts; ``slot`` is its first nonce. ``last_nonce`` and ``forwarded_nonce`` are -1 without any."""
+
+    slot: int
+    node_id: int
+    group_id: int
+    stored: int
+    last_nonce: int
+    duplicates: int
+    conflicts: int
+    forwarded: int
+    forwarded_nonce: int
+    dead: int
+
+
+class RoundDetail(BaseModel):
+    """One round with its slots."""
+
+    round: RoundEntry
+    slots: list[SlotEntry]
+
+
+class SlotArrivals(BaseModel):
+    """How many artifacts of a slot are stored, and when the one of its first and of its last nonce arrived."""
+
+    slot: int
+    node_id: int
+    stored: int
+    first_arrival: datetime | None
+    last_arrival: datetime | None
+
+
+class Histogram(BaseModel):
+    """How many values lie in each of equally wide bins.
+
+    A bin includes its lower edge; ``above`` counts values from the last edge on. ``counted`` of the round's ``stored``
+    artifacts were looked at: all distances, but of vectors an even sample.
+    """
+
+    quantity: str
+    edges: list[float]
+    counts: list[int]
+    above: int
+    counted: int
+    sampled: bool
+
+
+class Summary(BaseModel):
+    """A round at a glance. ``rate`` is artifacts per second between the first and the last arrival."""
+
+    round: RoundEntry
+    first_arrival: datetime | None
+    last_arrival: datetime | None
+    rate: float | None
+    histogram: Histogram
+    slots: list[SlotArrivals]
+
+
+class Conflict(BaseModel):
+    """A result that arrived for a nonce whose stored result is another one."""
+
+    id: int
+    nonce: int
+    slot: int
+    node_id: int
+    received_at: datetime
+    vector_b64: str | None = None
+    distance: float | None = None
+    stored_vector_b64: str | None = None
+    stored_distance: float | None = None
+
+
+class ConflictPage(BaseModel):
+    """Conflicts in the order of their arrival. ``next`` is ``after`` of the next page; absent on the last."""
+
+    conflicts: list[Conflict]
+    next: int | None = None

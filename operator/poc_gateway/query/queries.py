@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routes read from the database."""
+
+from binascii import b2a_base64
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, Select, and_, func, select
+
+from poc_gateway.query.messages import (
+    Conflict,
+    ConflictPage,
+    ConflictsQuery,
+    RoundEntry,
+    RoundPage,
+    RoundsQuery,
+    SlotArrivals,
+    SlotEntry,
+)
+from poc_gateway.store.rounds import KnownRound, RoundTerms, terms_of
+from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, conflicts, late_items, rounds, slots
+from poc_operator.observed.gateway import CollectedRound, CollectedSlot
+
+_COUNTERS = (slots.c.stored, slots.c.duplicates, slots.c.conflicts, slots.c.forwarded)
+
+
+def moment(milliseconds: int) -> datetime:
+    """Return a moment of the database."""
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+def base64_of(vector: bytes | None) -> str | None:
+    """Return a stored vector as it is on the wire."""
+    return b2a_base64(vector, newline=False).decode() if vector is not None else None
+
+
+def round_page(connection: Connection, query: RoundsQuery) -> RoundPage:
+    """Return the newest rounds before ``query.after``."""
+    select_ = select(rounds).where(ROUND_IS_KEPT).order_by(rounds.c.id.desc()).limit(query.limit + 1)
+    if query.after is not None:
+        select_ = select_.where(rounds.c.id < query.after)
+    for column in (rounds.c.namespace, rounds.c.name, rounds.c.block_hash):
+        wanted = getattr(query, column.name)
+        if wanted is not None:
+            select_ = select_.where(column == wanted)
+    found = connection.execute(select_).mappings().all()
+    page = found[: query.limit]
+    return RoundPage(rounds=_entries(connection, page), next=page[-1]["id"] if len(found) > len(page) else None)
+
+
+def progress(connection: Connection, namespace: str, name: str, uid: str | None) -> CollectedRound | None:
+    """Return what is stored of the round, without a ``uid`` of the newest of its name; None if nothing ever was."""
+    named = select(rounds).where(rounds.c.namespace == namespace, rounds.c.name == name, ROUND_IS_KEPT)
+    if uid is not None:
+        named = named.where(rounds.c.uid == uid)
+    row = connection.execute(named.order_by(rounds.c.id.desc()).limit(1)).mappings().first()
+    if row is None:
+        return None
+    query = select(slots).where(slots.c.round_id == row["id"]).order_by(slots.c.slot)
+    terms = terms_of(row)
+    return _collected(terms.uid, [_collected_slot(terms, slot) for slot in connection.execute(query).mappings()])
+
+
+def round_entry(connection: Connection, known: KnownRound) -> RoundEntry:
+    """Return a round's terms and sums."""
+    found = connection.execute(select(rounds).where(rounds.c.id == known.id)).mappings().all()
+    return _entries(connection, found)[0]
+
+
+def slot_entries(connection: Connection, known: KnownRound) -> list[SlotEntry]:
+    """Return the slots of a round in their order."""
+    dead = _dead(late_items.c.slot_id).where(slots.c.round_id == known.id)
+    deaths = _by_key(connection, dead)
+    found = connection.execute(select(slots).where(slots.c.round_id == known.id).order_by(slots.c.slot)).mappings()
+    return [SlotEntry.model_validate({**row, "dead": deaths.get(row["id"], 0)}) for row in found]
+
+
+def slot_arrivals(connection: Connection, known: KnownRound) -> list[SlotArrivals]:
+    """Return the slots of a round with the arrivals of their first and last nonces, which take two look-ups each."""
+    arrival = select(artifacts.c.received_at).where(artifacts.c.slot_id == slots.c.id).limit(1)
+    query = (
+        select(
+            slots.c.slot,
+            slots.c.node_id,
+            slots.c.stored,
+            arrival.order_by(artifacts.c.nonce).scalar_subquery().label("first"),
+            arrival.order_by(artifacts.c.nonce.desc()).scalar_subquery().label("last"),
+        )
+        .where(slots.c.round_id == known.id)
+        .order_by(slots.c.slot)
+    )
+    return [
+        SlotArrivals(
+            slot=row.slot,
+            node_id=row.node_id,
+            stored=row.stored,
+            first_arrival=None if row.first is None else moment(row.first),
+            last_arrival=None if row.last is None else moment(row.last),
+        )
+        for row in connection.execute(query)
+    ]
+
+
+def conflict_page(connection: Connection, known: KnownRound, query: ConflictsQuery) -> ConflictPage:
+    """Return the conflicts of a round after ``query.after``, each with what is stored for its nonce."""
+    same = and_(artifacts.c.slot_id == conflicts.c.slot_id, artifacts.c.nonce == conflicts.c.nonce)
+    stored = (artifacts.c.vector.label("stored_vector"), artifacts.c.distance.label("stored_distance"))
+    select_ = (
+        select(conflicts, slots.c.slot, slots.c.node_id, *stored)
+        .join(slots, slots.c.id == conflicts.c.slot_id)
+        .outerjoin(artifacts, same)
+        .where(slots.c.round_id == known.id, conflicts.c.id > (query.after or 0))
+        .order_by(conflicts.c.id)
+        .limit(query.limit + 1)
+    )
+    found = connection.execute(select_).mappings().all()
+    page = found[: query.limit]
+    entries = [_conflict(row) for row in page]
+    return ConflictPage(conflicts=entries, next=page[-1]["id"] if len(found) > len(page) else None)
+
+
+def _collected_slot(terms: RoundTerms, row: RowMapping) -> CollectedSlot:
+    last = row["last_nonce"]
+    return CollectedSlot(
+        slot=row["slot"],
+        stored=row["stored"],
+        last_nonce=last,
+        delivered_index=terms.slot(row["slot"]).index(last) + 1 if last >= 0 else 0,
+        duplicates=row["duplicates"],
+        conflicts=row["conflicts"],
+        forwarded=row["forwarded"],
+    )
+
+
+def _collected(uid: str, collected: Sequence[CollectedSlot]) -> CollectedRound:
+    return CollectedRound(
+        uid=uid,
+        stored=sum(slot.stored for slot in collected),
+        duplicates=sum(slot.duplicates for slot in collected),
+        conflicts=sum(slot.conflicts for slot in collected),
+        forwarded=sum(slot.forwarded for slot in collected),
+        slots=list(collected),
+    )
+
+
+def _conflict(row: RowMapping) -> Conflict:
+    fields: Mapping[str, Any] = {
+        **row,
+        "received_at": moment(row["received_at"]),
+        "vector_b64": base64_of(row["vector"]),
+        "stored_vector_b64": base64_of(row["stored_vector"]),
+    }
+    return Conflict.model_validate(fields)
+
+
+def _entries(connection: Connection, found: Sequence[RowMapping]) -> list[RoundEntry]:
+    ids = [row["id"] for row in found]
+    columns = [func.sum(column).label(column.name) for column in _COUNTERS]
+    sums = select(slots.c.round_id, func.count().label("slots"), *columns).group_by(slots.c.round_id)
+    totals = {row["round_id"]: row for row in connection.execute(sums.where(slots.c.round_id.in_(ids))).mappings()}
+    deaths = _by_key(connection, _dead(slots.c.round_id).where(slots.c.round_id.in_(ids)))
+    return [
+        RoundEntry.model_validate(
+            {
+                **row,
+                **totals[row["id"]],
+                "created_at": moment(row["created_at"]),
+                "dead": deaths.get(row["id"], 0),
+            }
+        )
+        for row in found
+    ]
+
+
+def _by_key(connection: Connection, query: Select[int, int]) -> dict[int, int]:
+    return {row[0]: row[1] for row in connection.execute(query)}
+
+
+def _dead(key: Any) -> Select[int, int]:  # noqa: ANN401 - a column
+    counts = select(key, func.count()).join(slots, slots.c.id == late_items.c.slot_id)
+    return counts.where(late_items.c.state == "dead").group_by(key)

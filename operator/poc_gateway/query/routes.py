@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes under ``/rounds`` that read what is stored."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import StreamingResponse
+from sqlalchemy import Connection
+
+from poc_gateway.errors import Refusal, documented, field_refusal
+from poc_gateway.query import queries
+from poc_gateway.query.export import MEDIA_TYPES, Writer, accepted, chunks, writer
+from poc_gateway.query.messages import (
+    ArtifactsQuery,
+    ConflictPage,
+    ConflictsQuery,
+    RoundDetail,
+    RoundPage,
+    RoundQuery,
+    RoundsQuery,
+    SampleQuery,
+    Summary,
+)
+from poc_gateway.query.summary import draw, summarise
+from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import KnownRound, load, newest
+from poc_operator.apis.v1alpha1.validation import Proof
+from poc_operator.observed.gateway import CollectedRound
+from vllm_poc.wire.messages import Protocol
+
+
+class Results:
+    """What is stored, read for one answer after the other."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def rounds(self, query: Annotated[RoundsQuery, Query()]) -> RoundPage:
+        """List the rounds that something was delivered for, newest first."""
+        return await self._database.read(lambda connection: queries.round_page(connection, query))
+
+    async def round(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> RoundDetail:
+        """Tell a round's terms, sums and slots."""
+
+        def read(connection: Connection) -> RoundDetail:
+            known = _find(connection, namespace, name, query)
+            slots = queries.slot_entries(connection, known)
+            return RoundDetail(round=queries.round_entry(connection, known), slots=slots)
+
+        return await self._database.read(read)
+
+    async def progress(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> CollectedRound:
+        """Tell how much of a round is stored and forwarded; 404 if nothing was delivered yet."""
+        found = await self._database.read(lambda one: queries.progress(one, namespace, name, query.uid))
+        if found is None:
+            raise _unknown(namespace, name, query)
+        return found
+
+    async def summary(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> Summary:
+        """Tell a round's counts and arrivals, and how its distances or its vectors' norms are spread."""
+        return await summarise(self._database, await self._known(namespace, name, query))
+
+    async def conflicts(self, namespace: str, name: str, query: Annotated[ConflictsQuery, Query()]) -> ConflictPage:
+        """List results that arrived for nonces with another result."""
+
+        def read(connection: Connection) -> ConflictPage:
+            return queries.conflict_page(connection, _find(connection, namespace, name, query), query)
+
+        return await self._database.read(read)
+
+    async def sample(self, namespace: str, name: str, query: Annotated[SampleQuery, Query()]) -> list[Proof]:
+        """Draw proofs for a Validate round; the same seed draws the same while nothing more is stored."""
+
+        def read(connection: Connection) -> list[Proof]:
+            drawn = draw(connection, _find(connection, namespace, name, query), query.nonces, query.seed)
+            return [
+                Proof(
+                    nonce=each.nonce,
+                    vector=queries.base64_of(each.vector),
+                    distance=repr(each.distance) if each.distance is not None else None,
+                )
+                for each in drawn
+            ]
+
+        return await self._database.read(read)
+
+    async def artifacts(
+        self,
+        namespace: str,
+        name: str,
+        query: Annotated[ArtifactsQuery, Query()],
+        accept: Annotated[str, Header()] = "*/*",
+    ) -> StreamingResponse:
+        """Export a round's artifacts in the order of (slot, nonce).
+
+        Without ``format`` the header Accept decides. An export that cannot be finished breaks its connection off.
+        """
+        format_ = query.format or accepted(accept)
+        known = await self._known(namespace, name, query)
+        _refuse_foreign_filters(known, query)
+        file = f"{namespace}-{name}-{known.terms.uid[:8]}.{format_}"
+        headers = {"Content-Disposition": f'attachment; filename="{file}"', "Vary": "Accept"}
+        body = self._body(known, query, writer(format_, known.terms))
+        return StreamingResponse(body, media_type=MEDIA_TYPES[format_], headers=headers)
+
+    async def _known(self, namespace: str, name: str, query: RoundQuery) -> KnownRound:
+        return await self._database.read(lambda connection: _find(connection, namespace, name, query))
+
+    async def _body(self, known: KnownRound, query: ArtifactsQuery, out: Writer) -> AsyncGenerator[bytes]:
+        yield out.begin()
+        async with aclosing(chunks(self._database, known, query)) as tables:
+            async for table in tables:
+                yield await asyncio.to_thread(out.chunk, table)
+        yield await asyncio.to_thread(out.end)
+
+
+def router(database: Database) -> APIRouter:
+    """Return the routes."""
+    routes = APIRouter(prefix="/rounds", responses=documented(401, 422, 503))
+    results, one = Results(database), "/{namespace}/{name}"
+    routes.get("")(results.rounds)
+    of_round = documented(404)
+    exports = documented(404, 406) | {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}
+    routes.get(one, responses=of_round)(results.round)
+    routes.get(f"{one}/progress", responses=of_round)(results.progress)
+    routes.get(f"{one}/summary", responses=of_round)(results.summary)
+    routes.get(f"{one}/conflicts", responses=of_round, response_model_exclude_none=True)(results.conflicts)
+    routes.get(f"{one}/sample", responses=of_round, response_model_exclude_none=True)(results.sample)
+    routes.get(f"{one}/artifacts", responses=exports, response_class=StreamingResponse)(results.artifacts)
+    return routes
+
+
+def _find(connection: Connection, namespace: str, name: str, query: RoundQuery) -> KnownRound:
+    known = load(connection, query.uid) if query.uid is not None else newest(connection, namespace, name)
+    if known is None or (known.terms.namespace, known.terms.name) != (namespace, name):
+        raise _unknown(namespace, name, query)
+    return known
+
+
+def _unknown(namespace: str, name: str, query: RoundQuery) -> Refusal:
+    which = f"{namespace}/{name}" + (f" with uid {query.uid}" if query.uid is not None else "")
+    detail = f"nothing was delivered for a round {which}: GET /rounds lists those that are stored"
+    return Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
+
+
+def _refuse_foreign_filters(known: KnownRound, query: ArtifactsQuery) -> None:
+    if query.slot is not None and query.slot not in known.slots:
+        raise field_refusal("slot", f"{query.slot} is no slot of this round: GET the round to see them")
+    if query.below is not None and known.terms.protocol is Protocol.ARTIFACT:
+        raise field_refusal("below", "the round has vectors and no distances: leave it out")

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round at a glance: counts, arrivals, how its values are spread, and a sample of its artifacts.
+
+A sample is drawn at random, evenly over the slots, without reading all of them.
+"""
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from random import Random
+
+import pyarrow.compute as pc
+from sqlalchemy import Connection, Row, func, select
+
+from poc_gateway.query import queries
+from poc_gateway.query.export import chunks, rows_within
+from poc_gateway.query.messages import ArtifactsQuery, Histogram, RoundEntry, SlotArrivals, Summary
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import KnownRound
+
+_BINS = 20
+#: Vectors that are looked at: enough to see what is wrong with them, few enough to be read at once.
+SAMPLED_VECTORS = 1_000
+#: Upper end of the histogram of norms; an honest vector's is 1.
+_LARGEST_NORM = 2.0
+
+#: Vectors of one sample: all of them are held in memory at once, and then as text.
+SAMPLE_BYTES = 8 * 2**20
+
+#: nonce, vector, distance.
+Drawn = Row[int, bytes | None, float | None]
+_TABLE = schema.artifacts.c
+_COLUMNS = select(_TABLE.nonce, _TABLE.vector, _TABLE.distance).order_by(_TABLE.nonce)
+
+
+async def summarise(database: Database, known: KnownRound) -> Summary:
+    """Return the summary of a round; DatabaseError if the database fails."""
+    entry, slots = await database.read(lambda connection: _counts(connection, known))
+    first = min((slot.first_arrival for slot in slots if slot.first_arrival), default=None)
+    last = max((slot.last_arrival for slot in slots if slot.last_arrival), default=None)
+    seconds = (last - first).total_seconds() if first and last else 0.0
+    return Summary(
+        round=entry,
+        first_arrival=first,
+        last_arrival=last,
+        rate=round(entry.stored / seconds, 3) if seconds > 0 else None,
+        histogram=await _histogram(database, known),
+        slots=slots,
+    )
+
+
+def histogram(quantity: str, places: Mapping[int, int], end: float, *, sampled: bool) -> Histogram:
+    """Return how many values lie in each bin from 0 to ``end``; ``places`` counts them by bin, `_BINS` being above."""
+    above = places.get(_BINS, 0)
+    return Histogram(
+        quantity=quantity,
+        edges=[end * place / _BINS for place in range(_BINS + 1)],
+        counts=[places.get(place, 0) for place in range(_BINS)],
+        above=above,
+        counted=sum(places.values()),
+        sampled=sampled,
+    )
+
+
+def _counts(connection: Connection, known: KnownRound) -> tuple[RoundEntry, list[SlotArrivals]]:
+    return queries.round_entry(connection, known), queries.slot_arrivals(connection, known)
+
+
+async def _histogram(database: Database, known: KnownRound) -> Histogram:
+    if known.terms.r_target is not None:
+        places = await _places_of_distances(database, known, known.terms.r_target)
+        return histogram("distance", places, known.terms.r_target, sampled=False)
+    drawn = await database.read(lambda connection: draw(connection, known, SAMPLED_VECTORS, "summary"))
+    norms = (math.hypot(*struct.unpack(f"<{known.terms.k_dim}e", each.vector or b"")) for each in drawn)
+    places = Counter(min(int(norm / _LARGEST_NORM * _BINS), _BINS) for norm in norms)
+    return histogram("vector norm", places, _LARGEST_NORM, sampled=True)
+
+
+async def _places_of_distances(database: Database, known: KnownRound, end: float) -> Mapping[int, int]:
+    places = Counter[int]()
+    async with aclosing(chunks(database, known, ArtifactsQuery())) as tables:
+        async for table in tables:
+            scaled = pc.floor(pc.multiply(pc.divide(table["value"], end), float(_BINS)))
+            counted = pc.value_counts(pc.min_element_wise(scaled, float(_BINS)))
+            places.update({int(entry["values"]): entry["counts"] for entry in counted.to_pylist()})
+    return places
+
+
+def draw(connection: Connection, known: KnownRound, count: int, seed: str) -> Sequence[Drawn]:
+    """Return ``count`` artifacts in the order of (slot, nonce); all, if there are fewer, and fewer of long vectors.
+
+    The same seed draws the same from the same artifacts. Every slot gives as many as every other, or all it has.
+    """
+    if known.terms.k_dim is not None:
+        count = min(count, rows_within(SAMPLE_BYTES, known.terms.k_dim))
+    random = Random(f"{known.terms.uid}/{seed}")  # noqa: S311 - a sample that can be drawn again, not a secret
+    slots = schema.slots.c
+    stored = connection.execute(select(slots.slot, slots.stored).where(slots.round_id == known.id))
+    shares = share({row.slot: row.stored for row in stored}, count, random)
+    drawn = list[Drawn]()
+    for offset in sorted(shares):
+        drawn += _draw_from(connection, known, offset, shares[offset], random)
+    return drawn
+
+
+def share(stored: Mapping[int, int], count: int, random: Random) -> Mapping[int, int]:
+    """Return how many of ``count`` each slot gives; what the small ones lack is spread over the others."""
+    order = sorted(stored)
+    random.shuffle(order)
+    shares, left = dict[int, int](), count
+    for place, offset in enumerate(sorted(order, key=lambda each: stored[each])):
+        shares[offset] = min(stored[offset], left // (len(order) - place))
+        left -= shares[offset]
+    return shares
+
+
+def _draw_from(connection: Connection, known: KnownRound, offset: int, count: int, random: Random) -> Sequence[Drawn]:
+    """Aim at random nonces of the slot and take the next stored one of each, never one twice."""
+    if not count:
+        return ()
+    here = _TABLE.slot_id == known.slots[offset]
+    first, last = connection.execute(select(func.min(_TABLE.nonce), func.max(_TABLE.nonce)).where(here)).one()
+    aims = random.sample(range(first, last + 1, known.terms.node_count * known.terms.n_groups), count)
+    drawn, free = list[Drawn](), first
+    for aim in sorted(aims):
+        found = connection.execute(_COLUMNS.where(here, _TABLE.nonce >= max(aim, free)).limit(1)).first()
+        if found is None:
+            break
+        drawn.append(found)
+        free = found.nonce + 1
+    if len(drawn) < count:
+        # Aims beyond the last free nonce: begin again at the front, where at most len(drawn) are taken.
+        taken = {each.nonce for each in drawn}
+        front = connection.execute(_COLUMNS.where(here).limit(count))
+        drawn += [each for each in front if each.nonce not in taken][: count - len(drawn)]
+    return sorted(drawn, key=lambda each: each.nonce)

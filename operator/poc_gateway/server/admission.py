@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request must pass before a route sees it: bounds, then who it is from, then what its body is.
+
+These are ASGI middlewares, since a framework reads and parses a body before it runs a route's dependencies, and that is
+the expensive part, which must not be had for nothing.
+"""
+
+import base64
+import hmac
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from email.message import Message as Headed
+from http import HTTPStatus
+from typing import NamedTuple
+
+from pydantic import SecretStr
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from poc_gateway.errors import Refusal
+from poc_operator.clients.gateway import POD_USER, round_password
+
+#: A peer may use so many seconds' worth of requests at once.
+BURST_SECONDS = 4.0
+#: Peers that are remembered; the one that was silent longest is forgotten first.
+MOST_PEERS = 10_000
+#: The bodies of all requests under way may have the size of so many largest ones.
+LARGEST_AT_ONCE = 4
+
+#: Whether a request may pass; a Refusal if it may not.
+Authorize = Callable[[Scope], Refusal | None]
+
+#: What anybody may ask, the kubelet among them.
+OPEN_PATHS = frozenset({"/readyz", "/health", "/openapi.json"})
+_CALLBACKS = "/callbacks/"
+#: Where the uid stands in /callbacks/{namespace}/{name}/{uid}/….
+_UID = 4
+_JSON = "application/json"
+
+
+class BodyLimit(NamedTuple):
+    """The size of the largest body, and the setting that says so."""
+
+    setting: str
+    bytes: int
+
+
+class Peers:
+    """A token bucket per address, kept as the moment at which the bucket is full again."""
+
+    def __init__(self, per_second: float) -> None:
+        self._seconds_each = 1 / per_second
+        self._full_at = OrderedDict[str, float]()
+
+    def wait_seconds(self, address: str, now: float) -> float:
+        """Take one request; return 0 if it may pass, else after how many seconds the next may."""
+        full_at = max(self._full_at.get(address, now), now) + self._seconds_each
+        excess = full_at - now - max(BURST_SECONDS, self._seconds_each)
+        if excess > 0:
+            return excess
+        self._full_at[address] = full_at
+        self._full_at.move_to_end(address)
+        if len(self._full_at) > MOST_PEERS:
+            self._full_at.popitem(last=False)
+        return 0.0
+
+
+class Limits:
+    """Answers 413 to bodies above the limit ``body`` and 429 to peers that ask more often than ``peer_requests``.
+
+    And 503 while the bodies of all requests under way exceed `LARGEST_AT_ONCE` of those, and 400 to addresses with a
+    NUL, a character that PostgreSQL fails to look for.
+    """
+
+    def __init__(self, app: ASGIApp, *, body: BodyLimit, peer_requests: float) -> None:
+        self._app = app
+        self._body = body
+        self._under_way = 0
+        self._peers = Peers(peer_requests)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+        else:
+            await self._bounded(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        address = scope["client"][0] if scope["client"] else ""
+        wait = self._peers.wait_seconds(address, time.monotonic())
+        if wait > 0:
+            detail = "this address sends too many requests: send fewer, larger ones or raise POC_GATEWAY_PEER_REQUESTS"
+            headers = {"Retry-After": str(math.ceil(wait))}
+            return Refusal(HTTPStatus.TOO_MANY_REQUESTS, "TooManyRequests", detail, headers=headers)
+        if b"%00" in scope["query_string"] or "\0" in scope["path"]:
+            detail = "the address has a NUL (%00), which no name has: leave it out"
+            return Refusal(HTTPStatus.BAD_REQUEST, "InvalidRequest", detail)
+        length = Headers(scope=scope).get("content-length", "")
+        return self._too_large() if length.isdecimal() and int(length) > self._body.bytes else None
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A chunked body tells its length only while it arrives, and others may never arrive in full.
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            size = len(message.get("body", b""))
+            taken += size
+            self._under_way += size
+            if taken > self._body.bytes:
+                raise self._too_large()
+            if size and self._under_way > LARGEST_AT_ONCE * self._body.bytes:
+                raise self._busy()
+            return message
+
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._under_way -= taken
+
+    def _busy(self) -> Refusal:
+        most = LARGEST_AT_ONCE * self._body.bytes
+        detail = f"the bodies of all requests under way exceed {most} bytes: send this one again in a moment"
+        return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail, headers={"Retry-After": "1"})
+
+    def _too_large(self) -> Refusal:
+        detail = f"the body exceeds {self._body.bytes} bytes: send less at once or raise {self._body.setting}"
+        return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
+
+
+class Access:
+    """ASGI middleware that answers what ``authorize`` refuses, on every path but the open ones."""
+
+    def __init__(self, app: ASGIApp, *, authorize: Authorize) -> None:
+        self._app = app
+        self._authorize = authorize
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        asks = scope["type"] == "http" and scope["path"] not in OPEN_PATHS
+        refusal = self._authorize(scope) if asks else None
+        await (self._app if refusal is None else refusal.response())(scope, receive, send)
+
+
+def inside_access(token: SecretStr | None) -> Authorize:
+    """Return who may use the inside's port: the token, or for callbacks also the round's password; all without one."""
+
+    def authorize(scope: Scope) -> Refusal | None:
+        if token is None or _has_bearer(scope, token):
+            return None
+        if not scope["path"].startswith(_CALLBACKS):
+            return _unauthorized("send the gateway's token as 'Authorization: Bearer <token>'", "Bearer")
+        uid = (scope["path"].split("/") + [""] * _UID)[_UID]
+        password = round_password(token.get_secret_value(), uid)
+        basic = base64.b64encode(f"{POD_USER}:{password}".encode()).decode()
+        if hmac.compare_digest(_sent(scope).encode(), f"Basic {basic}".encode()):
+            return None
+        detail = f"deliver to the address that the operator gave, with {POD_USER}:<the round's password>@ in it"
+        return _unauthorized(detail, 'Basic realm="poc-gateway"')
+
+    return authorize
+
+
+def network_access(token: SecretStr | None) -> Authorize:
+    """Return who may use the network's port: the token; all without one."""
+
+    def authorize(scope: Scope) -> Refusal | None:
+        if token is None or _has_bearer(scope, token):
+            return None
+        detail = "Authorization: send the header with Bearer and the value of POC_GATEWAY_NETWORK_TOKEN"
+        return _unauthorized(detail, "Bearer")
+
+    return authorize
+
+
+def _has_bearer(scope: Scope, token: SecretStr) -> bool:
+    scheme, _, sent = _sent(scope).partition(" ")
+    is_token = hmac.compare_digest(sent.strip().encode(), token.get_secret_value().encode())
+    return is_token and scheme.lower() == "bearer"
+
+
+def _sent(scope: Scope) -> str:
+    return Headers(scope=scope).get("authorization", "")
+
+
+def _unauthorized(detail: str, challenge: str) -> Refusal:
+    return Refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, headers={"WWW-Authenticate": challenge})
+
+
+class JsonBodies:
+    """Labels a body without a Content-Type as JSON; answers 415 to a body of another type.
+
+    The network's client sends JSON without a Content-Type. Releases of FastAPI differ in what they make of that: some
+    read JSON, newer ones hand the bytes to the route, which refuses them. Here it is labelled before FastAPI sees it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        if scope["type"] != "http" or not _has_body(headers := MutableHeaders(raw=list(scope["headers"]))):
+            await self._app(scope, receive, send)
+            return
+        sent = headers.get("content-type", "").strip()
+        if sent and not is_json(sent):
+            await _unsupported(sent).response()(scope, receive, send)
+            return
+        if not sent:
+            headers["content-type"] = _JSON
+        await self._app({**scope, "headers": headers.raw}, receive, send)
+
+
+def is_json(content_type: str) -> bool:
+    """Return whether a Content-Type is of JSON: ``application/json`` or ``application/*+json``, with any parameters."""
+    headed = Headed()
+    headed["content-type"] = content_type
+    subtype = headed.get_content_subtype()
+    return headed.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def _has_body(headers: MutableHeaders) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip() != "0"
+
+
+def _unsupported(sent: str) -> Refusal:
+    detail = f"Content-Type is {sent}, and bodies are JSON: send {_JSON}, or leave the header out"
+    return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaType", detail)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process: the database, the two apps and the tasks beside them, begun and ended in order.
+
+One app is for the inside of the cluster and one for the network; which of them a request is for, its port says.
+"""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import prometheus_client
+import uvicorn
+from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from poc_gateway.errors import install_handlers
+from poc_gateway.ingest import routes as ingest_routes
+from poc_gateway.metrics import DatabaseGauges
+from poc_gateway.node_api import routes as node_routes
+from poc_gateway.node_api.cluster import Cluster
+from poc_gateway.node_api.pocrounds import RoundTemplate
+from poc_gateway.node_api.service import NodeApi
+from poc_gateway.outbox import routes as outbox_routes
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.query import routes as query_routes
+from poc_gateway.server import health
+from poc_gateway.server.admission import Access, Authorize, BodyLimit, JsonBodies, Limits, inside_access, network_access
+from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database
+from poc_gateway.store.retention import Retention
+from poc_gateway.store.rounds import ReadRound, Rounds
+from poc_operator.clients.pods.client import PodClient
+
+#: Requests that are under way may take this long to finish at the end.
+GRACE_SECONDS = 20
+#: Longer than clients keep a connection that they do not use, so that none is closed under a request.
+KEEP_ALIVE_SECONDS = 75
+#: A fleet of pods may connect at once.
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """What the routes work on. Without a ``node_api`` the network's routes answer that they are not configured."""
+
+    settings: Settings
+    database: Database
+    rounds: Rounds
+    outbox: Outbox
+    node_api: NodeApi | None
+
+
+class Ports:
+    """Serves what arrives at ``network_port`` with the network's app, and everything else with the inside's."""
+
+    def __init__(self, inside: ASGIApp, network: ASGIApp, network_port: int) -> None:
+        self._inside = inside
+        self._network = network
+        self._network_port = network_port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        app = self._network if scope["server"][1] == self._network_port else self._inside
+        await app(scope, receive, send)
+
+
+def inside_app(components: Components) -> FastAPI:
+    """Return the app for pods, the operator and people."""
+    database, settings = components.database, components.settings
+    return _app(
+        "Proof-of-Compute gateway",
+        components,
+        inside_access(settings.token),
+        BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes),
+        ingest_routes.router(database, components.rounds, stored=components.outbox.wake),
+        outbox_routes.router(database, components.outbox),
+        query_routes.router(database),
+    )
+
+
+def network_app(components: Components) -> FastAPI:
+    """Return the app for the network's node."""
+    settings = components.settings
+    return _app(
+        "Proof-of-Compute node",
+        components,
+        network_access(settings.network_token),
+        BodyLimit("POC_GATEWAY_NETWORK_BODY_BYTES", settings.network_body_bytes),
+        node_routes.router(components.node_api),
+    )
+
+
+def _app(title: str, components: Components, authorize: Authorize, body: BodyLimit, *routers: APIRouter) -> FastAPI:
+    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None)
+    for router in (health.router(components.database), *routers):
+        app.include_router(router)
+    install_handlers(app)
+    # What is added last is asked first.
+    app.add_middleware(JsonBodies)
+    app.add_middleware(Access, authorize=authorize)
+    app.add_middleware(Limits, body=body, peer_requests=components.settings.peer_requests)
+    return app
+
+
+class Server(uvicorn.Server):
+    """A server that ends at a signal, but leaves it to the process to end after it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop serving at SIGTERM or SIGINT; uvicorn's own way would kill the process before the database is closed."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
+async def run(settings: Settings, read_round: ReadRound, cluster: Cluster | None = None) -> None:
+    """Serve until SIGTERM, the network's routes on ``cluster``.
+
+    DatabaseError, ValueError or OSError if the database, the round template or a port cannot be used.
+    """
+    async with AsyncExitStack() as stack:
+        database = Database.open(settings.database.get_secret_value())
+        stack.callback(database.close)
+        rounds, outbox = Rounds(database, read_round), Outbox(database, settings)
+        node_api = await _node_api(stack, settings, database, cluster)
+        registry = prometheus_client.REGISTRY
+        registry.register(DatabaseGauges(database))
+        metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=registry)
+        stack.callback(metrics_server.shutdown)
+        components = Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=node_api)
+        await _beside(_serve(components), Retention(database, settings, rounds.forget).run(), outbox.run())
+
+
+async def _node_api(
+    stack: AsyncExitStack, settings: Settings, database: Database, cluster: Cluster | None
+) -> NodeApi | None:
+    if cluster is None or settings.round_template is None:
+        return None
+    token = settings.pod_token.get_secret_value() if settings.pod_token is not None else None
+    client = await stack.enter_async_context(PodClient(token))
+    template = RoundTemplate.load(settings.round_template)
+    node_api = NodeApi(cluster=cluster, template=template, client=client, database=database, settings=settings)
+    await node_api.start()
+    stack.push_async_callback(node_api.close)
+    return node_api
+
+
+async def _beside(serving: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
+    """Run others until the server ends. If one of them fails, all end: a gateway that forwards nothing looks well."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(other) for other in others]
+        await serving
+        for task in tasks:
+            task.cancel()
+
+
+async def _serve(components: Components) -> None:
+    settings = components.settings
+    config = uvicorn.Config(
+        Ports(inside_app(components), network_app(components), settings.network_port),
+        http="httptools",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    await Server(config).serve(sockets=[_listen(settings.port), _listen(settings.network_port)])
+
+
+def _listen(port: int) -> socket.socket:
+    # Pods reach it from other nodes, by whichever protocol the cluster has.
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("0.0.0.0", port), backlog=BACKLOG)  # noqa: S104

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reader follows the pages on a real cluster: the quick start first, the removal last."""
+
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from tests.docs.pages import CLUSTER_PAGES, ROOT, TRANSCRIPT, Block, blocks
+from tests.docs.reader import SECONDS, WORK, Reader, empty, reader
+from tests.docs.schemas import example_files
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2 * SECONDS, func_only=True)]
+
+FIRST, *BETWEEN, LAST = CLUSTER_PAGES
+
+
+@pytest.fixture(scope="module")
+def follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    found = reader(tmp_path_factory.mktemp("reader"))
+    yield found
+    empty(found)
+
+
+def test_the_quick_start_ends_with_results(follower: Reader) -> None:
+    printed = follower.read(FIRST)
+    found = follower.kube.get("--namespace", WORK, "pocround", "round-1")["status"]
+    conditions = {condition["type"]: condition["status"] for condition in found["conditions"]}
+    assert conditions["Complete"] == "True"
+    assert conditions["Degraded"] == "False", found
+    assert found["totals"]["valid"] == found["totals"]["checked"] > 0
+    csv = [line for line in printed.splitlines() if line.count(",") > 1 and line[0].isdigit()]
+    assert len(csv) >= 5, printed
+
+
+def _manifests() -> list[tuple[str, str]]:
+    """Every manifest of the pages and of docs/examples, with the place where it stands."""
+    shown = [(b.where, b.text) for b in blocks() if b.language == "yaml" and "kind:" in b.text and b.kind != "none"]
+    return shown + [(str(path.relative_to(ROOT)), path.read_text()) for path in example_files()]
+
+
+@pytest.mark.parametrize(("where", "text"), _manifests(), ids=[where for where, _ in _manifests()])
+def test_the_api_server_takes_every_manifest(where: str, text: str, follower: Reader) -> None:
+    for document in yaml.safe_load_all(text):
+        # A name of its own: a change of a present round would be judged by other rules.
+        document["metadata"]["name"] += "-new"
+        dry = ("--namespace", WORK, "apply", "--dry-run=server", "--filename", "-")
+        follower.kube.kubectl(*dry, stdin=yaml.safe_dump(document))
+
+
+def _refused() -> tuple[Block, Block]:
+    """The block that the API server refuses, and the transcript of its answer."""
+    (manifest,) = (block for block in blocks() if block.title == "bad.yaml")
+    (transcript,) = (b for b in blocks() if b.language == TRANSCRIPT and "apply --dry-run=server -f bad.yaml" in b.text)
+    return manifest, transcript
+
+
+def test_the_api_server_says_what_the_page_shows(follower: Reader) -> None:
+    manifest, transcript = _refused()
+    (follower.folder / "bad.yaml").write_text(manifest.text)
+    answer = follower.run("kubectl -n poc apply --dry-run=server -f bad.yaml 2>&1 || true")
+    assert answer.strip() == transcript.text.partition("\n")[2].strip()
+
+
+@pytest.mark.parametrize("page", BETWEEN)
+def test_the_commands_of_a_page_run(page: str, follower: Reader) -> None:
+    follower.read(page)
+
+
+def test_everything_can_be_removed(follower: Reader) -> None:
+    follower.read(LAST)
+    left = follower.run("kubectl get all,secret,pvc --all-namespaces -o name; kubectl get crd,clusterrole -o name")
+    assert [line for line in left.splitlines() if "poc" in line] == []

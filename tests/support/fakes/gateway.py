@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gateway in memory on the loopback interface, which can be told to misbehave.
+
+It stores each nonce once, as the real one does, and asks for the same passwords.
+"""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from poc_operator.clients.gateway import round_password
+from poc_operator.observed.gateway import CollectedRound, CollectedSlot
+from tests.support.fakes.callback_receiver import payload_nonces
+
+TOKEN = "gateway-token"  # noqa: S105 - of tests alone
+
+
+class Gateway:
+    """Results of one round by nonce; ``answer`` is the status of answers to the operator, ``delay`` their delay."""
+
+    def __init__(self, stride: int) -> None:
+        self.url = ""
+        self.stride = stride
+        self.stored: set[int] = set()
+        self.duplicates = 0
+        self.conflicts = 0
+        self.uid = ""
+        self.answer = 200
+        self.body: str | None = None
+        self.delay = 0.0
+        self.questions: list[dict[str, str]] = []
+
+    async def generated(self, request: web.Request) -> web.Response:
+        """Store a payload."""
+        self.uid = request.match_info["uid"]
+        wanted = base64.b64encode(f"pod:{round_password(TOKEN, self.uid)}".encode()).decode()
+        if request.headers.get("Authorization") != f"Basic {wanted}":
+            return web.Response(status=401)
+        nonces = payload_nonces(await request.json())
+        self.duplicates += len(self.stored.intersection(nonces))
+        self.stored.update(nonces)
+        return web.json_response({})
+
+    async def ask(self, request: web.Request) -> web.Response:
+        """Tell the operator of the progress, or give it a sample."""
+        self.questions.append({**request.match_info, **request.query})
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.json_response({"reason": "Unauthorized", "detail": "no token"}, status=401)
+        await asyncio.sleep(self.delay)
+        if self.body is not None or self.answer != 200:
+            return web.Response(text=self.body or "", status=self.answer)
+        if not self.uid:
+            return web.json_response({"reason": "RoundUnknown", "detail": "no such round"}, status=404)
+        if request.match_info["what"] == "progress":
+            return web.Response(text=self._progress().model_dump_json())
+        proofs: list[dict[str, Any]] = [{"nonce": nonce, "vector": "AAAAAAAAAAA="} for nonce in sorted(self.stored)]
+        return web.json_response(proofs[: int(request.query["nonces"])])
+
+    def _progress(self) -> CollectedRound:
+        slots = [self._slot(offset) for offset in sorted({nonce % self.stride for nonce in self.stored})]
+        return CollectedRound(
+            uid=self.uid,
+            stored=len(self.stored),
+            duplicates=self.duplicates,
+            conflicts=self.conflicts,
+            forwarded=0,
+            slots=slots,
+        )
+
+    def _slot(self, offset: int) -> CollectedSlot:
+        nonces = [nonce for nonce in self.stored if nonce % self.stride == offset]
+        return CollectedSlot(
+            slot=offset,
+            stored=len(nonces),
+            last_nonce=max(nonces),
+            delivered_index=max(nonces) // self.stride + 1,
+            duplicates=0,
+            conflicts=self.conflicts,
+            forwarded=0,
+        )
+
+
+@asynccontextmanager
+async def gateway(stride: int = 2) -> AsyncIterator[Gateway]:
+    """Run a gateway for a round of ``stride`` slots on a free port."""
+    found = Gateway(stride)
+    app = web.Application(client_max_size=16 * 2**20)
+    app.router.add_post("/callbacks/{namespace}/{name}/{uid}/generated", found.generated)
+    app.router.add_get("/rounds/{namespace}/{name}/{what}", found.ask)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield found
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operator's loop and the pods it drives over HTTP. Only the API server and the engine are fakes, so that they
+can be made to fail at an exact moment."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from time import monotonic
+from typing import Any, Generic, TypeVar, cast
+
+from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import WorkStatus
+from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller.kinds import CalibrationPlanner, Planner, RoundPlanner, Sources, ValidationPlanner
+from poc_operator.controller.logs import ObjectRef
+from poc_operator.controller.metrics import Metrics
+from poc_operator.controller.observing import PodCache
+from poc_operator.controller.reconciler import Reconciler
+from poc_operator.planning.snapshot import Work, WorkEvent
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import Pod, running_pod
+from tests.unit.poc_operator.build import UID, a_calibration, a_pod, a_round, a_validation, newborn
+
+WorkT = TypeVar("WorkT", bound=Work)
+AsgiApp = Callable[..., Awaitable[None]]
+
+
+class MemoryStore(Generic[WorkT]):
+    """One object in memory; ``fault`` is raised by the next write, before or after it took effect.
+
+    ``entry`` is what the entry of every ConfigMap has.
+    """
+
+    def __init__(self, work: WorkT) -> None:
+        self.work: WorkT | None = work
+        self.fault: Exception | None = None
+        self.fault_after_write = False
+        self.entry: str | None = None
+
+    async def get(self, resource: type, namespace: str, name: str) -> WorkT | None:
+        """Return the object."""
+        return self.work
+
+    async def write_status(self, work: WorkT, status: WorkStatus) -> None:
+        """Store the status, as the API server would."""
+        fault, self.fault = self.fault, None
+        if fault is None or self.fault_after_write:
+            stored: Any = work.model_copy(update={"status": type(status).model_validate(status.stored())})
+            self.work = stored
+        if fault is not None:
+            raise fault
+
+    async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
+        """Return the entry."""
+        return self.entry
+
+    async def delete(self, work: WorkT) -> None:
+        """Forget the object."""
+        self.work = None
+
+
+class Fleet(Generic[WorkT]):
+    """Two pods, a receiver, an operator; pods can be restarted, the operator replaced. ``work`` is what they do."""
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        receiver: CallbackReceiver,
+        client: PodClient,
+        *,
+        kind: type[Planner[WorkT]],
+        make: Callable[[int, str], WorkT],
+        gateway: GatewayClient | None = None,
+    ) -> None:
+        """``make`` is given the port of the pods' server and the receiver's address."""
+        self._stack = stack
+        self._client = client
+        self._kind = kind
+        self._gateway = gateway
+        self._servers: dict[str, AsyncExitStack] = {}
+        self._pods = PodCache(time.monotonic)
+        self.port = free_port()
+        self.receiver = receiver
+        self.events: list[WorkEvent] = []
+        self.store = MemoryStore(make(self.port, receiver.url))
+        self.metrics = Metrics()
+        self.operator = self.new_operator()
+
+    def new_operator(self) -> Reconciler[WorkT]:
+        """Return an operator that knows nothing but the stored object."""
+        return Reconciler(
+            self._kind,
+            ObjectRef("ns", "r", UID),
+            sources=Sources(store=cast(ObjectStore, self.store), gateway=self._gateway),
+            client=self._client,
+            pods=self._pods,
+            metrics=self.metrics,
+            emit=self.events.append,
+        )
+
+    async def start_pod(self, host: str, face: Callable[[AsgiApp], AsgiApp] = lambda app: app) -> Pod:
+        """Start a pod, or restart it: a new process, a new session. ``face`` wraps what it serves."""
+        if host in self._servers:
+            await self._servers[host].aclose()
+        servers = self._servers[host] = await self._stack.enter_async_context(AsyncExitStack())
+        pod = await servers.enter_async_context(running_pod())
+        await servers.enter_async_context(serve(face(pod.app), host, self.port))
+        self._pods.put(a_pod(f"pod-{host}", ip=host))
+        return pod
+
+    def change(self, **fields: object) -> None:
+        """Change the spec."""
+        assert self.store.work is not None
+        changed: Any = self.store.work.model_copy(update={"spec": self.store.work.spec.model_copy(update=fields)})
+        self.store.work = changed
+
+    def suspend(self, suspend: bool) -> None:
+        """Set ``spec.suspend``."""
+        self.change(suspend=suspend)
+
+    async def reconcile_until(self, reached: Callable[[Any], bool], seconds: float = 60) -> Any:  # noqa: ANN401
+        """Reconcile until the stored status is as wanted, and return it: it is of the object's kind."""
+        deadline = monotonic() + seconds
+        while monotonic() < deadline:
+            assert self.store.work is not None
+            if reached(self.store.work.status):
+                return self.store.work.status
+            await self.operator.reconcile()
+            # Actions run beside the loop.
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"not reached: {self.store.work}")
+
+
+class RoundFleet(Fleet[PoCRound]):
+    """A fleet for a round of small artifacts that stops after 400 nonces, changed by ``spec`` (camelCase)."""
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        receiver: CallbackReceiver,
+        client: PodClient,
+        *,
+        gateway: GatewayClient | None = None,
+        **spec: Any,  # noqa: ANN401
+    ) -> None:
+        def make(port: int, callback_url: str) -> PoCRound:
+            fields = {"rTarget": None, "callbackURL": callback_url, "stop": {"afterNonces": 400}}
+            return newborn(a_round(**small(port) | fields | spec))
+
+        super().__init__(stack, receiver, client, kind=RoundPlanner, make=make, gateway=gateway)
+
+
+class ValidationFleet(Fleet[PoCValidation]):
+    """A fleet for a validation of small artifacts, changed by ``spec`` (camelCase)."""
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        receiver: CallbackReceiver,
+        client: PodClient,
+        *,
+        gateway: GatewayClient | None = None,
+        **spec: Any,  # noqa: ANN401
+    ) -> None:
+        def make(port: int, _: str) -> PoCValidation:
+            return newborn(a_validation(**small(port) | spec))
+
+        super().__init__(stack, receiver, client, kind=ValidationPlanner, make=make, gateway=gateway)
+
+
+class CalibrationFleet(Fleet[PoCCalibration]):
+    """A fleet for a calibration, changed by ``spec`` (camelCase)."""
+
+    def __init__(self, stack: AsyncExitStack, receiver: CallbackReceiver, client: PodClient, **spec: Any) -> None:  # noqa: ANN401
+        def make(port: int, _: str) -> PoCCalibration:
+            fields = small(port)
+            del fields["artifact"]
+            return newborn(a_calibration(**fields | spec))
+
+        super().__init__(stack, receiver, client, kind=CalibrationPlanner, make=make)
+
+
+def small(port: int) -> dict[str, Any]:
+    """The part of a spec (camelCase) that says what the fake pods serve."""
+    return {
+        "artifact": {"kDim": 4},
+        "model": {"name": "tiny", "seqLen": 64},
+        "batchSize": 8,
+        "port": port,
+    }

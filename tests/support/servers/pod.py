@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pod in this process: an ASGI app that looks like vLLM's, with the PoC middleware, over a fake engine."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from prometheus_client import make_asgi_app
+
+from tests.support.fakes.engine import FakeEngineClient
+from vllm_poc.server.middleware import PocMiddleware
+from vllm_poc.wire.messages import API_PREFIX, StatusResponse
+
+ROUND: dict[str, Any] = {"block_hash": "abc123", "block_height": 7, "public_key": "node1"}
+SLOT: dict[str, Any] = {"node_id": 1, "node_count": 3, "group_id": 1, "n_groups": 2}
+ARTIFACT: dict[str, Any] = ROUND | {"params": {"model": "tiny", "seq_len": 64, "k_dim": 4}}
+DISTANCE: dict[str, Any] = ROUND | {"r_target": 1.405, "seq_len": 64}
+
+
+class Pod:
+    """The pod's HTTP face, and the engine behind it."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngineClient()
+        self.app = FastAPI()
+        self.app.add_middleware(PocMiddleware)
+        self.app.get("/v1/models")(lambda: {"data": ["tiny"]})
+        for path in ("chat/completions", "completions", "responses"):
+            self.app.post(f"/v1/{path}")(_infer)
+        self.app.mount("/metrics", make_asgi_app())
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://pod")
+
+    def become_ready(self) -> None:
+        """Set what vLLM sets in the app's state once its engine runs."""
+        path = SimpleNamespace(name="tiny", model_path="/models/tiny")
+        self.app.state.args = SimpleNamespace()
+        self.app.state.openai_serving_models = SimpleNamespace(base_model_paths=[path])
+        self.app.state.engine_client = self.engine
+
+    async def post(self, route: str, body: object = None) -> httpx.Response:
+        """POST to a PoC route."""
+        return await self.http.post(f"{API_PREFIX}/{route}", json=body)
+
+    async def start(self, body: dict[str, Any]) -> httpx.Response:
+        """Start a round."""
+        return await self.post("init/generate", body)
+
+    async def status(self) -> StatusResponse:
+        """Return the status."""
+        answer = await self.http.get(f"{API_PREFIX}/status")
+        assert answer.status_code == 200, answer.text
+        return StatusResponse.model_validate(answer.json())
+
+    async def reach(self, reached: Callable[[StatusResponse], bool], seconds: float = 10) -> StatusResponse:
+        """Poll the status until ``reached``."""
+        deadline = monotonic() + seconds
+        while not reached(status := await self.status()):
+            assert monotonic() < deadline, f"not reached in {seconds} s: {status}"
+            await asyncio.sleep(0.005)
+        return status
+
+
+async def _infer(seconds: float = 0) -> dict[str, bool]:
+    await asyncio.sleep(seconds)
+    return {"done": True}
+
+
+@asynccontextmanager
+async def running_pod() -> AsyncIterator[Pod]:
+    """Run a pod with its lifespan, ready to serve."""
+    pod = Pod()
+    pod.become_ready()
+    async with lifespan(pod.app), pod.http:
+        yield pod
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Send the ASGI lifespan events that a server sends."""
+    events: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    answers: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    serving = asyncio.create_task(app({"type": "lifespan"}, events.get, answers.put))  # type: ignore[arg-type]
+    await events.put({"type": "lifespan.startup"})
+    assert (await answers.get())["type"] == "lifespan.startup.complete"
+    yield
+    await events.put({"type": "lifespan.shutdown"})
+    await serving

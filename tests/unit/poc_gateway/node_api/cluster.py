@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network's routes over a real database and real pods; only the API server is a stand-in in memory."""
+
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from poc_gateway.node_api.pocrounds import RoundTemplate
+from poc_gateway.node_api.service import NodeApi
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.process import Components, network_app
+from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Rounds
+from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus, Totals
+from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.observed.pods import PodView
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import Pod, running_pod
+
+LABELS = {"poc.gonka.ai/worker": "true"}
+
+
+class MemoryCluster:
+    """Rounds and pods in memory, and what an operator would do about the rounds. ``fault`` is raised by every call,
+    ``refusal`` by `create`."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[str, PoCRound] = {}
+        self.specs: list[dict[str, Any]] = []
+        self.pods: list[PodView] = []
+        self.fault: StoreError | None = None
+        self.refusal: ObjectInvalid | None = None
+        self.operator_runs = True
+        self._uids = itertools.count(1)
+
+    async def list_rounds(self) -> list[PoCRound]:
+        self._fail()
+        return list(self.rounds.values())
+
+    async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:
+        self._fail()
+        if self.refusal is not None:
+            raise self.refusal
+        if name in self.rounds:
+            raise StaleObject("AlreadyExists")
+        self.specs.append(dict(spec))
+        metadata = {
+            "name": name,
+            "namespace": "ns",
+            "uid": f"uid-{next(self._uids)}",
+            "generation": 1,
+            "resourceVersion": "1",
+            "creationTimestamp": datetime.now(UTC),
+        }
+        made = PoCRound.parse({"metadata": metadata, "spec": dict(spec)})
+        self.rounds[name] = made
+        if self.operator_runs:
+            self.run(name, len(self.pods))
+        return made
+
+    async def finish(self, name: str) -> None:
+        self._fail()
+        found = self.rounds[name]
+        metadata = found.metadata.model_copy(update={"generation": 2})
+        spec = found.spec.model_copy(update={"finish": True})
+        self.rounds[name] = found.model_copy(update={"metadata": metadata, "spec": spec})
+        if self.operator_runs:
+            self.set_status(name, state=State.COMPLETE, observed_generation=2)
+
+    async def list_pods(self, selector: LabelSelector) -> list[PodView]:
+        self._fail()
+        return [pod for pod in self.pods if selector.matches(pod.labels)]
+
+    def run(self, name: str, running: int) -> None:
+        """Let the first pods compute the round, and the others wait."""
+        slots = [
+            Assignment(
+                node=self.rounds[name].spec.nodes.first,
+                group=place,
+                uid=pod.uid,
+                pod=pod.name,
+                state=SlotState.RUNNING if place < running else SlotState.WAITING,
+            )
+            for place, pod in enumerate(self.pods)
+        ]
+        totals = Totals(checked=640, valid=600, rate="12.5")
+        fields = {"assignments": slots, "slots": len(slots), "groups": len(slots), "totals": totals}
+        self.set_status(name, state=State.RUNNING, observed_generation=1, start_time=datetime.now(UTC), **fields)
+
+    def set_status(self, name: str, **fields: Any) -> None:  # noqa: ANN401
+        """Change the status of a round."""
+        found = self.rounds[name]
+        self.rounds[name] = found.model_copy(update={"status": found.status.model_copy(update=fields)})
+
+    def age(self, name: str, created: datetime) -> None:
+        """Let a round be as old as that, and unseen by any operator."""
+        found = self.rounds[name]
+        metadata = found.metadata.model_copy(update={"creation_timestamp": created})
+        self.rounds[name] = found.model_copy(update={"metadata": metadata, "status": RoundStatus()})
+
+    def _fail(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+
+class World:
+    """A gateway, its database, its cluster's pods."""
+
+    def __init__(self, stack: AsyncExitStack, folder: Path, settings: Mapping[str, str]) -> None:
+        self.cluster = MemoryCluster()
+        self.pods: dict[str, Pod] = {}
+        self.port = free_port()
+        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "reissue": {"limit": 5}}
+        self.template = RoundTemplate(namespace="ns", spec=spec)
+        self.settings = Settings.from_environment(settings)
+        self._url = f"sqlite:///{folder}/gateway.db"
+        self._stack = stack
+
+    async def open(self) -> None:
+        """Start a gateway process."""
+        self.database = Database.open(self._url)
+        self.client = PodClient()
+        self.service = NodeApi(
+            cluster=self.cluster,
+            template=self.template,
+            client=self.client,
+            database=self.database,
+            settings=self.settings,
+        )
+        await self.service.start()
+        self.app = network_app(
+            Components(
+                settings=self.settings,
+                database=self.database,
+                rounds=Rounds(self.database, _no_round),
+                outbox=Outbox(self.database, self.settings),
+                node_api=self.service,
+            )
+        )
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30)
+
+    async def close(self) -> None:
+        """End the gateway process."""
+        await self.http.aclose()
+        await self.service.close()
+        await self.client.close()
+        self.database.close()
+
+    async def add_pod(self, host: str) -> Pod:
+        """Start a pod and let the API server tell of it."""
+        pod = await self._stack.enter_async_context(running_pod())
+        await self._stack.enter_async_context(serve(pod.app, host, self.port))
+        self.pods[host] = pod
+        self.announce(host)
+        return pod
+
+    def announce(self, host: str) -> None:
+        """Let the API server tell of a ready pod, whether it is there or not."""
+        view = PodView(name=f"pod-{host}", namespace="ns", uid=host, labels=LABELS, ip=host, ready=True)
+        self.cluster.pods.append(view)
+
+    async def post(self, path: str, body: object = None) -> httpx.Response:
+        return await self.http.post(f"/api/v1/{path}", json=body)
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.http.get(f"/api/v1/{path}")
+
+    def rows(self, statement: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+        """Read from the database."""
+        with self.database.engine.connect() as connection:
+            return [dict(row) for row in connection.execute(statement).mappings()]
+
+
+async def _no_round(_: str, __: str) -> None:
+    return None
+
+
+@asynccontextmanager
+async def running_world(folder: Path, *, pods: int, **settings: str) -> AsyncIterator[World]:
+    """Run a gateway in front of some pods."""
+    async with AsyncExitStack() as stack:
+        world = World(stack, folder, settings)
+        for number in range(1, pods + 1):
+            await world.add_pod(f"127.0.0.{number}")
+        await world.open()
+        try:
+            yield world
+        finally:
+            await world.close()

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from poc_gateway.node_api import dispatch, pocrounds
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pocrounds, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(dispatch.Dispatcher.__init__, "__kwdefaults__", {"look_seconds": 0.1})
+    monkeypatch.setattr(dispatch, "REST_SECONDS", 0.2)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    """A gateway in front of two pods."""
+    async with running_world(tmp_path, pods=2) as world:
+        yield world
+
+
+@pytest.fixture
+async def podless(tmp_path: Path) -> AsyncIterator[World]:
+    """A gateway without pods."""
+    async with running_world(tmp_path, pods=0) as world:
+        yield world

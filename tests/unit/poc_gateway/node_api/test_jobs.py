@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named nonces: split over pods, given to others when pods fail, taken up after a restart."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from poc_gateway.node_api import jobs
+from poc_gateway.store import schema
+from poc_gateway.store.database import Database
+from tests.support.fakes.engine import distance, vector
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import ARTIFACT, SLOT
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
+from tests.unit.poc_gateway.node_api.requests import BLOCK, NONCES, PARAMS, URL, error_of, validation
+from tests.unit.poc_gateway.node_api.test_replay import finished
+
+PATH = "inference/pow/generate"
+ARTIFACTS: dict[str, Any] = BLOCK | {"params": PARAMS}
+
+
+async def test_artifacts_come_in_the_order_of_the_nonces(world: World) -> None:
+    nonces = [9, 3, 300, *range(1000, 1100)]
+    body = (await world.post(PATH, ARTIFACTS | {"nonces": nonces, "wait": True})).json()
+    assert body["artifacts"] == [{"nonce": nonce, "vector_b64": vector(nonce, 12)} for nonce in nonces]
+    assert body["encoding"] == {"dtype": "f16", "k_dim": 12, "endian": "le"}
+    assert all(pod.engine.computed for pod in world.pods.values())
+
+
+async def test_distances_are_counted(world: World) -> None:
+    nonces = list(range(50))
+    body = (await world.post("pow/generate", BLOCK | {"r_target": 1.405, "nonces": nonces, "wait": True})).json()
+    valid = [nonce for nonce in nonces if distance(nonce) < 1.405]
+    assert (body["nonces"], body["valid_nonces"], body["total_valid"]) == (nonces, valid, len(valid))
+    assert 0 < len(valid) < 50
+
+
+async def test_results_are_called_back_in_parts(tmp_path: Path) -> None:
+    async with running_world(tmp_path, pods=1, POC_GATEWAY_PAYLOAD_ARTIFACTS="60") as world:
+        queued = (await world.post(PATH, ARTIFACTS | {"nonces": list(range(100)), "url": URL})).json()
+        await finished(world, queued["request_id"])
+        rows = world.rows(select(schema.callbacks))
+    assert [row["url"] for row in rows] == [f"{URL}/generated"] * 2
+    assert [row["body"].count("vector_b64") for row in rows] == [60, 40]
+    assert all(queued["request_id"] in row["body"] for row in rows)
+
+
+async def test_a_chunk_of_a_pod_that_fails_goes_to_another(world: World) -> None:
+    sick, well = world.pods.values()
+    sick.engine.worker_error = "CUDA error"
+    world.announce("127.0.0.3")  # where nobody listens
+    body = (await world.post(PATH, validation(wait=True))).json()
+    assert (body["n_total"], body["n_mismatch"]) == (200, 0)
+    assert sorted(well.engine.computed) == NONCES
+
+
+async def test_pods_that_all_fail_end_the_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poc_gateway.node_api.dispatch.REST_SECONDS", 0.0)
+    monkeypatch.setattr("poc_gateway.node_api.dispatch.FAILURES", 4)
+    for pod in world.pods.values():
+        pod.engine.worker_error = "CUDA error"
+    error = error_of(await world.post(PATH, validation(wait=True)), 503, "PodsFailed")
+    assert "CUDA error" in error.detail
+    queued = (await world.post(PATH, validation())).json()
+    body = await finished(world, queued["request_id"])
+    assert body["status"] == "failed"
+    assert "CUDA error" in body["error"]
+    assert world.rows(select(schema.callbacks)) == []
+
+
+async def test_work_waits_for_a_pod(tmp_path: Path) -> None:
+    async with running_world(tmp_path, pods=0) as world:
+        queued = (await world.post(PATH, validation())).json()
+        assert (await world.get(f"{PATH}/{queued['request_id']}")).json()["status"] == "queued"
+        await world.add_pod("127.0.0.1")
+        assert (await finished(world, queued["request_id"]))["status"] == "completed"
+
+
+async def test_pods_compute_beside_a_round(world: World) -> None:
+    for place, pod in enumerate(world.pods.values()):
+        round_ = ARTIFACT | SLOT | {"group_id": place, "round_id": "r"}
+        assert (await pod.start(round_)).status_code == 200
+    body = (await world.post(PATH, validation(wait=True))).json()
+    assert body["n_total"] == 200
+    assert [(await pod.status()).status for pod in world.pods.values()] == ["GENERATING"] * 2
+
+
+async def test_a_restart_takes_jobs_up(world: World) -> None:
+    for pod in world.pods.values():
+        pod.engine.seconds_per_batch = 0.3
+    ids = [(await world.post(PATH, validation(changed))).json()["request_id"] for changed in (0, 40)]
+    await asyncio.sleep(0.2)
+    assert (await world.get(f"{PATH}/{ids[0]}")).json()["status"] == "running"
+    await world.close()
+    for pod in world.pods.values():
+        pod.engine.seconds_per_batch = 0.001
+    await world.open()
+    assert [(await finished(world, job))["fraud_detected"] for job in ids] == [False, True]
+    assert len(world.rows(select(schema.callbacks))) == 2
+
+
+async def test_a_client_that_goes_away_frees_the_pods(world: World) -> None:
+    for pod in world.pods.values():
+        pod.engine.seconds_per_batch = 0.5
+    port = free_port()
+    async with serve(world.app, "127.0.0.1", port), httpx.AsyncClient(timeout=0.4) as impatient:
+        with pytest.raises(httpx.ReadTimeout):
+            await impatient.post(f"http://127.0.0.1:{port}/api/v1/{PATH}", json=validation(wait=True))
+    for pod in world.pods.values():
+        pod.engine.seconds_per_batch = 0.001
+    body = (await world.post(PATH, ARTIFACTS | {"nonces": [7], "wait": True})).json()
+    assert body["artifacts"] == [{"nonce": 7, "vector_b64": vector(7, 12)}]
+    assert sum(len(pod.engine.computed) for pod in world.pods.values()) < len(NONCES)
+
+
+async def test_a_nonce_without_a_finite_result_leaves_the_sample(world: World) -> None:
+    for pod in world.pods.values():
+        pod.engine.sick[NONCES[3]] = 9
+    body = (await world.post(PATH, validation(5, wait=True))).json()
+    assert (body["n_total"], body["mismatch_nonces"]) == (199, [nonce for nonce in NONCES[:5] if nonce != NONCES[3]])
+    assert body["not_computed"] == [NONCES[3]]
+    for pod in world.pods.values():
+        pod.engine.sick.update(dict.fromkeys(NONCES, 9))
+    error_of(await world.post(PATH, validation(wait=True)), 503, "NothingComputed")
+
+
+async def test_too_many_nonces_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "MAX_QUEUED_NONCES", 300)
+    world.cluster.pods.clear()
+    assert (await world.post(PATH, validation())).json()["queued_count"] == 200
+    answer = await world.post(PATH, validation())
+    assert error_of(answer, 429, "QueueFull").detail.startswith("Queue full: 400 nonces")
+
+
+async def test_results_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = (await world.post(PATH, validation())).json()["request_id"]
+    await finished(world, first)
+    monkeypatch.setattr(jobs, "KEEP_SECONDS", 0)
+    await asyncio.sleep(0.01)
+    error_of(await world.get(f"{PATH}/{first}"), 404, "JobNotFound")
+    # A long id must not push what it means out of the sentence.
+    assert "results are kept" in error_of(await world.get(f"{PATH}/{'x' * 600}"), 404, "JobNotFound").detail
+    await world.post(PATH, validation())
+    # Its callback has yet to go out.
+    assert first in [row["id"] for row in world.rows(select(schema.jobs))]
+    await world.database.write(
+        lambda connection: connection.execute(schema.callbacks.update().values(state="delivered"))
+    )
+    await world.post(PATH, validation())
+    assert first not in [row["id"] for row in world.rows(select(schema.jobs))]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"nonces": [*NONCES, 2]}, 400, "validation.artifacts: must have one artifact for each of nonces"),
+        ({"nonces": [1, 1]}, 422, "nonces must be unique"),
+        ({"nonces": [-1]}, 422, "nonces.0"),
+        ({"params": PARAMS | {"decode": True}}, 422, "params: decode ask for the decode scheme"),
+        ({"params": {"model": "tiny", "seq_len": 5000}}, 422, "params.seq_len: 5000 exceeds"),
+        ({"params": {"model": "huge", "seq_len": 64}}, 409, "params.model: huge"),
+    ],
+)
+async def test_what_is_wrong_is_named(world: World, change: dict[str, Any], status: int, message: str) -> None:
+    answer = await world.post(PATH, validation(wait=True) | change)
+    assert answer.status_code == status, answer.text
+    assert message in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("odd", ["\0", "\ud800", "\n"])
+async def test_whatever_a_pod_says_a_job_ends(database: Database, odd: str) -> None:
+    await database.write(lambda connection: jobs.insert_job(connection, "job", "{}"))
+    ended = jobs.JobEnd("job", error=f"10 pods failed, the last with: CUDA{odd} error")
+    await database.write(lambda connection: jobs.finish_job(connection, ended))
+    row = await database.read(lambda connection: jobs.find_job(connection, "job"))
+    assert row == jobs.JobRow("failed", None, "10 pods failed, the last with: CUDA error")

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds that begin, run and end otherwise than in an epoch where all goes well."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poc_gateway.node_api.pocrounds import NetworkRounds
+from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
+from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of
+
+PREFIXES = ("inference/pow", "pow")
+
+
+async def test_a_distance_round_by_the_pods_routes(world: World) -> None:
+    body = BLOCK | {"r_target": 1.405, "fraud_threshold": 0.01, "callback_url": "http://chain.example/cb"}
+    started = await world.post("pow/init/generate", body)
+    assert started.json() == {"status": "OK", "pow_status": {"status": "GENERATING"}}
+    (spec,) = world.cluster.specs
+    assert (spec["rTarget"], spec["callbackURL"]) == ("1.405", "http://chain.example/cb")
+    assert spec["model"] == {"name": "tiny", "seqLen": 256, "strongRng": False}
+    assert "artifact" not in spec
+    status = (await world.get("pow/status")).json()
+    assert (status["status"], status["state"], status["r_target"]) == ("GENERATING", "GENERATING", 1.405)
+    assert (status["total_checked"], status["total_valid"], status["rate_per_second"]) == (640, 600, 12.5)
+    assert (await world.post("pow/stop")).json() == {"status": "OK", "pow_status": {"status": "STOPPED"}}
+    assert (await world.get("pow/status")).json()["status"] == "IDLE"
+
+
+async def test_a_pods_status_tells_the_round(world: World) -> None:
+    assert (await world.get("pow/status")).json()["config"] is None
+    await world.post("pow/init/generate", INIT | {"batch_size": 8})
+    body = (await world.get("pow/status")).json()
+    told = {name: body["config"][name] for name in ("block_hash", "block_height", "public_key", "node_id", "k_dim")}
+    assert told == {name: BLOCK.get(name, 12) for name in told}
+    assert (body["config"]["node_count"], body["config"]["n_groups"], body["config"]["seq_len"]) == (3, 2, 64)
+    assert body["config"]["batch_size"] == 8
+    assert body["stats"] == {"total_processed": 640, "nonces_per_second": 12.5}
+
+
+@pytest.mark.parametrize(("running", "word"), [(0, "IDLE"), (1, "MIXED"), (2, "GENERATING")])
+async def test_slots_that_wait_are_told(world: World, running: int, word: str) -> None:
+    await world.post("inference/pow/init/generate", INIT)
+    world.cluster.run(next(iter(world.cluster.rounds)), running)
+    assert (await world.get("inference/pow/status")).json()["status"] == word
+
+
+async def test_without_pods_a_round_waits(tmp_path: Path) -> None:
+    async with running_world(tmp_path, pods=0) as world:
+        answer = await world.post("inference/pow/init/generate", INIT)
+        assert (answer.status_code, answer.json()["backends"], answer.json()["results"]) == (200, 0, [])
+        assert answer.json()["detail"].endswith("waits: no pod is ready")
+        assert (await world.get("inference/pow/status")).json()["status"] == "NO_BACKENDS"
+        assert (await world.get("state")).json()["state"] == "STOPPED"
+        error_of(await world.post("inference/up", {"model": "tiny"}), 503, "NoBackends")
+
+
+async def test_an_operator_that_does_not_run_is_told(world: World) -> None:
+    world.cluster.operator_runs = False
+    world.service.rounds = NetworkRounds(world.cluster, world.template, stop_seconds=0.1)
+    fresh = await world.post("inference/pow/init/generate", INIT)
+    assert (fresh.status_code, fresh.json().get("detail")) == (200, None)
+    (name,) = world.cluster.rounds
+    world.cluster.age(name, datetime.now(UTC) - timedelta(seconds=11))
+    for answer in (await world.post("inference/pow/init/generate", INIT), await world.get("inference/pow/status")):
+        assert answer.status_code == 200
+        assert answer.json()["detail"].startswith(f"the operator has not picked up round {name} yet")
+    stopped = await world.post("inference/pow/stop")
+    assert stopped.status_code == 200
+    assert stopped.json()["errors"][0]["error"].startswith(f"round {name} was told to end, but the operator")
+    # What is about to end is not what the client asks for.
+    error_of(await world.post("inference/pow/init/generate", INIT), 409, "RoundConflict")
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+async def test_a_stop_of_nothing_is_fine(podless: World, prefix: str) -> None:
+    assert (await podless.post(f"{prefix}/stop")).status_code == 200
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(
+    ("change", "field", "message"),
+    [
+        ({"node_count": 0}, "node_count", "greater than or equal to 1"),
+        ({"node_id": 3}, "", "node_id 3 must be below node_count 3"),
+        ({"block_hash": None}, "block_hash", "valid string"),
+        ({"url": "chain"}, "url", "valid URL"),
+        (
+            {"params": PARAMS | {"decode": True, "max_tokens": 256}},
+            "params",
+            "decode and max_tokens ask for the decode",
+        ),
+        ({"params": PARAMS | {"other": 1}}, "params.other", "not permitted"),
+        ({"n_groups": 2, "group_id": 1}, "", "group_id, n_groups cannot be told to a cluster"),
+        ({"params": None, "r_target": 1.4, "use_layer_hooks": True}, "", "use_layer_hooks and use_sign_flips"),
+        ({"r_target": 1.4}, "", "either r_target"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    podless: World, prefix: str, change: dict[str, Any], field: str, message: str
+) -> None:
+    error = error_of(await podless.post(f"{prefix}/init/generate", INIT | change), 422, "InvalidRequest")
+    assert error.errors[0].field == field
+    assert message in error.detail
+    assert podless.cluster.rounds == {}
+
+
+async def test_what_the_api_server_refuses_is_passed_on(podless: World) -> None:
+    podless.cluster.refusal = ObjectInvalid(
+        "spec.blockHash: must be the block's hash: 64 hexadecimal digits, without 0x"
+    )
+    error = error_of(await podless.post("pow/init/generate", INIT), 422, "InvalidRequest")
+    assert error.detail.startswith("spec.blockHash")
+
+
+async def test_without_the_api_server_the_client_is_told_to_wait(podless: World) -> None:
+    podless.cluster.fault = StoreUnavailable("HTTP 500: down")
+    for answer in (
+        await podless.post("pow/init/generate", INIT),
+        await podless.post("stop"),
+        await podless.get("state"),
+    ):
+        error_of(answer, 503, "ApiServerUnavailable")
+        assert int(answer.headers["Retry-After"]) > 0
+
+
+@pytest.mark.parametrize("path", ["init", "init/validate", "phase/generate", "phase/validate", "validate"])
+async def test_phases_are_not_served(podless: World, path: str) -> None:
+    assert "init/generate" in error_of(await podless.post(f"pow/{path}", {}), 501, "NotSupported").detail
+
+
+async def test_receivers_outside_the_allow_list_are_refused(tmp_path: Path) -> None:
+    async with running_world(tmp_path, pods=1, POC_GATEWAY_RECEIVER_ALLOW="*.example.org") as world:
+        error = error_of(await world.post("pow/init/generate", INIT), 422, "InvalidRequest")
+        assert error.errors[0].field == "url"
+
+
+@pytest.mark.parametrize("field", ["url", "callback_url"])
+@pytest.mark.parametrize(
+    "url", ["http://user:password@chain.example/cb", "http://user@chain.example", "http://:p@chain"]
+)
+async def test_receivers_with_a_password_are_refused(podless: World, field: str, url: str) -> None:
+    start = {name: value for name, value in INIT.items() if name != "url"} | {field: url}
+    queued = BLOCK | {"params": PARAMS, "nonces": [1], field: url}
+    for path, body in (("init/generate", start), ("generate", queued)):
+        error = error_of(await podless.post(f"pow/{path}", body), 422, "InvalidRequest")
+        assert error.errors[0].field == field
+        assert "take them out" in error.detail
+    assert podless.cluster.rounds == {}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way in which a post can fail is an answer."""
+
+import pytest
+from aiohttp import web
+from prometheus_client import REGISTRY
+
+from poc_gateway.outbox.post import RETRY_AFTER_LIMIT_SECONDS, Outcome, Poster
+from tests.support.builders.forwarding import Receiver, settings
+
+
+def failures(kind: str) -> float:
+    return REGISTRY.get_sample_value("poc_gateway_forward_failures_total", {"kind": kind}) or 0.0
+
+
+@pytest.mark.parametrize("host", ["a..b", ".a", "a" * 64, f"a.{'b' * 64}.example"])
+async def test_a_host_that_is_no_name_is_a_failure(host: str) -> None:
+    before = failures("address")
+    async with Poster(settings()) as poster:
+        answer = await poster.post(f"http://{host}/x", "{}")
+    assert answer.outcome is Outcome.FAILED
+    assert answer.reason.endswith("correct the address")
+    assert failures("address") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("Fri, 31 Dec 99999999999999999999 00:00:00 GMT", 0),
+        ("Fri, 31 Dec 2026 00:00:00 +99999999999", 0),
+        ("Mon, 01 Jan 0001 00:00:00 +2300", 0),
+        ("Mon, 01 Jan 0001 00:00:00 -0000", 0),
+        ("soon", 0),
+        ("1" * 400, RETRY_AFTER_LIMIT_SECONDS),
+        ("Fri, 31 Dec 9999 23:59:59 -2300", RETRY_AFTER_LIMIT_SECONDS),
+    ],
+)
+async def test_no_retry_after_is_too_odd(receiver: Receiver, value: str, seconds: float) -> None:
+    receiver.answer = lambda _: web.Response(status=503, headers={"Retry-After": value})
+    async with Poster(settings()) as poster:
+        answer = await poster.post(receiver.url, "{}")
+    assert (answer.outcome, answer.reason, answer.retry_after) == (Outcome.FAILED, "HTTP 503", seconds)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Without the token no route does anything, not even receive a body."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.admission import OPEN_PATHS
+from poc_gateway.server.process import Components, inside_app, network_app
+from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Rounds
+
+TOKEN = "secret"  # noqa: S105 - a test's
+SETTINGS = {"POC_GATEWAY_TOKEN": TOKEN, "POC_GATEWAY_NETWORK_TOKEN": TOKEN}
+APPS = {"inside": inside_app, "network": network_app}
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Components]:
+    async def no_round(_: str, __: str) -> None:
+        return None
+
+    settings, database = Settings.from_environment(SETTINGS), Database.open(f"sqlite:///{tmp_path}/gateway.db")
+    rounds, outbox = Rounds(database, no_round), Outbox(database, settings)
+    yield Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
+    database.close()
+
+
+async def ask(app: FastAPI, method: str, path: str, authorization: str | None = None) -> tuple[int, bool]:
+    """Send a request with a body; return its status, and whether any of the body was received."""
+    received, statuses = False, list[int]()
+
+    async def receive() -> Message:
+        nonlocal received
+        received = True
+        return {"type": "http.request", "body": b"[[],[]]", "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    headers = [(b"content-type", b"application/json")]
+    if authorization is not None:
+        headers.append((b"authorization", authorization.encode()))
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+        "client": ("192.0.2.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+    await app(scope, receive, send)
+    return statuses[0], received
+
+
+@pytest.mark.parametrize("name", APPS)
+@pytest.mark.parametrize("authorization", [None, "Bearer other", "Bearer", f"Basic {TOKEN}", TOKEN, "Basic cG9kOg=="])
+async def test_without_the_token_no_body_is_received(parts: Components, name: str, authorization: str | None) -> None:
+    app = APPS[name](parts)
+    operations = [(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item]
+    guarded = [one for one in operations if one[1] not in OPEN_PATHS]
+    assert len(guarded) > 8
+    for method, path in guarded:
+        assert await ask(app, method, path, authorization) == (401, False), (method, path)
+        for odd in (f"{path}/", f"/{path}", f"{path}/../readyz"):
+            assert await ask(app, method, odd, authorization) == (401, False), (method, odd)
+
+
+@pytest.mark.parametrize("name", APPS)
+async def test_with_the_token_bodies_are_received(parts: Components, name: str) -> None:
+    app = APPS[name](parts)
+    path = "/rounds/ns/name/dead-letters/replay" if name == "inside" else "/api/v1/pow/generate"
+    for authorization in (f"Bearer {TOKEN}", f"bearer  {TOKEN}"):
+        status, received = await ask(app, "POST", path, authorization)
+        assert (status != 401, received) == (True, True)
+
+
+@pytest.mark.parametrize("name", APPS)
+async def test_the_open_paths_need_no_token(parts: Components, name: str) -> None:
+    for path in OPEN_PATHS:
+        assert (await ask(APPS[name](parts), "GET", path))[0] == 200
