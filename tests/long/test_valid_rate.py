@@ -8,8 +8,8 @@ from statistics import fmean, variance
 from typing import TYPE_CHECKING
 
 import pytest
-from poc_operator.calibrations.target import valid_rate
 
+from poc_operator.calibrations.target import valid_rate
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from poc_operator.controller.observing import ProgressWatch
 from poc_operator.observed.pods import Container
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.reference_pod import ReferencePod, reference_pod
-from tests.support.servers.fleet import Fleet
+from tests.support.servers.fleet import RoundFleet
 from tests.support.servers.http_server import serve
 from tests.unit.poc_operator.build import a_pod
 from tests.wire.test_round import complete, computes
@@ -31,7 +31,7 @@ FOREIGN = {
 }
 
 
-class ReferenceFleet(Fleet):
+class ReferenceFleet(RoundFleet):
     """A fleet of reference pods; a restart keeps the pod and changes its container's id."""
 
     containers = 0
@@ -60,7 +60,7 @@ async def fleet(receiver: CallbackReceiver) -> AsyncIterator[ReferenceFleet]:
         yield fleet
 
 
-def reasons(fleet: Fleet) -> list[str]:
+def reasons(fleet: RoundFleet) -> list[str]:
     return [event.reason for event in fleet.events]
 
 

@@ -138,8 +138,8 @@ def close(snapshot: Snapshot[Work], step: StepT) -> StepT:
     outcome = step.status.outcome
     if outcome is None or any(share.state.active for share in step.status.shares):
         return step
-    failed_ = outcome.type is Result.FAILED
-    event = WorkEvent(reason=Reason(outcome.reason), message=outcome.message, warning=failed_)
+    # Not `Reason(...)`: another version may have recorded a reason that this one does not know.
+    event = WorkEvent(reason=outcome.reason, message=outcome.message, warning=outcome.type is Result.FAILED)
     return step.extended(completion_time=snapshot.now, events=[event])
 
 

@@ -25,15 +25,18 @@ Take = Callable[[SampleT, Answer], SampleT]
 
 
 def observe_samples(
-    snapshot: Snapshot[PoCValidation | PoCCalibration], samples: Iterable[SampleT], take: Take[SampleT]
+    snapshot: Snapshot[PoCValidation | PoCCalibration], samples: Iterable[SampleT], take: Take[SampleT] | None
 ) -> tuple[list[SampleT], list[WorkEvent]]:
-    """Take what the pods answered; a sample whose pod is gone or failed waits for another one."""
+    """Take what the pods answered; a sample whose pod is gone or failed waits for another one.
+
+    Without ``take`` answers are left for later: there is nothing to compare them with yet.
+    """
     seen = [_observe(snapshot, sample, take) for sample in samples]
     return [sample for sample, _ in seen], [event for _, event in seen if event]
 
 
 def _observe(
-    snapshot: Snapshot[PoCValidation | PoCCalibration], sample: SampleT, take: Take[SampleT]
+    snapshot: Snapshot[PoCValidation | PoCCalibration], sample: SampleT, take: Take[SampleT] | None
 ) -> tuple[SampleT, WorkEvent | None]:
     if not sample.state.active:
         return sample, None
@@ -42,7 +45,7 @@ def _observe(
     if snapshot.pod_of(sample) is None:
         return _lost(snapshot, sample, f"pod {sample.pod} is gone")
     answer = snapshot.report_of(sample).answer
-    if answer is None or answer.key != _key(sample):
+    if answer is None or take is None or answer.key != _key(sample):
         return sample, None
     if answer.result is None:
         return _lost(snapshot, sample, f"pod {sample.pod}: {answer.error}")

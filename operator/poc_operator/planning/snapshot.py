@@ -123,7 +123,7 @@ class Loss(StrEnum):
 class WorkEvent:
     """A Kubernetes Event to post on the object; ``loss`` if it tells of a slot that was given out again."""
 
-    reason: Reason
+    reason: str
     message: str
     warning: bool = False
     loss: Loss | None = None

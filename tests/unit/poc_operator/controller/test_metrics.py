@@ -40,7 +40,7 @@ def test_rounds_and_slots_by_state() -> None:
     assert value(metrics, "poc_slots", state=SlotState.STALLED) == 0
     assert value(metrics, "poc_rounds", state="Pending") == 1
     assert 40 <= value(metrics, "poc_oldest_report_seconds") < 100
-    metrics.round_gone(UID)
+    metrics.forget(UID)
     assert value(metrics, "poc_rounds", state="Pending") == 0
     assert value(metrics, "poc_oldest_report_seconds") == 0
 

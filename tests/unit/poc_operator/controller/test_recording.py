@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from poc_operator.apis.v1alpha1.round import RoundStatus, Totals
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.errors import StoreUnavailable
 from poc_operator.clients.kube.objects import ObjectStore
@@ -21,7 +21,7 @@ class Written:
         self.writes = 0
         self.fault: Exception | None = None
         self.seconds = 1000.0
-        self.recorder = StatusRecorder(cast(ObjectStore, self), lambda: self.seconds)
+        self.recorder = StatusRecorder[PoCRound](cast(ObjectStore, self), lambda: self.seconds)
 
     async def write_status(self, round_: PoCRound, status: RoundStatus) -> None:
         """Write."""

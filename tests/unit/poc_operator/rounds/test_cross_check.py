@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.observed.pods import Answer, PodReport
 from poc_operator.planning.snapshot import AskPod
 from poc_operator.rounds.cross_check import deviations
@@ -69,13 +69,13 @@ def test_all_pods_are_asked_for_the_last_nonces_of_one_of_them() -> None:
 
 
 def test_pods_that_agree_are_left_alone_until_the_next_comparison() -> None:
-    step = plan(seen(checking(sampleEvery=60)))
-    done = plan(seen(checking(step.status, sampleEvery=60), answers(step, a=1.4, b=1.4, c=1.4005)))
+    step = plan(seen(checking(intervalSeconds=60)))
+    done = plan(seen(checking(step.status, intervalSeconds=60), answers(step, a=1.4, b=1.4, c=1.4005)))
     assert done.status.cross_check is not None
     assert (done.status.cross_check.pending, done.status.cross_check.deviating) == (False, [])
     assert asks(done) == []
-    assert asks(plan(seen(checking(done.status, sampleEvery=60), after=59))) == []
-    assert {ask.key for ask in asks(plan(seen(checking(done.status, sampleEvery=60), after=60)))} == {"check 2"}
+    assert asks(plan(seen(checking(done.status, intervalSeconds=60), after=59))) == []
+    assert {ask.key for ask in asks(plan(seen(checking(done.status, intervalSeconds=60), after=60)))} == {"check 2"}
 
 
 def test_a_pod_that_differs_is_named_once_in_an_event_and_in_degraded() -> None:

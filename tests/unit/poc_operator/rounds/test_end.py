@@ -66,7 +66,9 @@ def test_a_stopped_pod_completes_the_round() -> None:
         9,
     )
     assert step.status.completion_time == NOW
-    assert step.status.pods == "1/1"
+    status = step.status
+    assert (status.desired, status.running, status.done, status.failed) == (1, 0, 1, 0)
+    assert status.totals.rate == "20.8", "the mean of the 5 s that it ran"
 
 
 def test_undelivered_results_are_told() -> None:
@@ -96,7 +98,7 @@ def test_a_round_without_pods_fails_at_its_start_deadline(age: int, failed: bool
     assert (status.state is State.FAILED) is failed
     if failed:
         assert status.outcome is not None
-        assert status.outcome.reason is Reason.START_DEADLINE_EXCEEDED
+        assert status.outcome.reason == Reason.START_DEADLINE_EXCEEDED
 
 
 def test_pods_that_never_answer_again_fail_the_round() -> None:
@@ -105,7 +107,7 @@ def test_pods_that_never_answer_again_fail_the_round() -> None:
     assert lost.state is State.RUNNING
     failed = plan(look(a_round(lost), (a_pod("a"), None), after=300)).status
     assert failed.outcome is not None
-    assert failed.outcome.reason is Reason.PODS_UNREACHABLE
+    assert failed.outcome.reason == Reason.PODS_UNREACHABLE
 
 
 def test_one_answer_ends_the_poll_failure() -> None:

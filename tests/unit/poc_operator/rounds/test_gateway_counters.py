@@ -114,13 +114,13 @@ def test_a_gateway_that_does_not_answer_is_waited_for_only_so_long() -> None:
 
 def test_policy_restart_begins_at_the_first_nonce_and_counts_what_is_stored() -> None:
     restart = {"policy": "Restart"}
-    lost = planned(RUNNING, RESTARTED, has((3, 8)), reissue=restart)
-    again = planned(lost.status, RESTARTED, has((3, 8), asked=2), after=2, reissue=restart)
+    lost = planned(RUNNING, RESTARTED, has((3, 8)), retry=restart)
+    again = planned(lost.status, RESTARTED, has((3, 8), asked=2), after=2, retry=restart)
     assert starts(again) == [(0, CALLBACK)]
     slot = again.status.assignments[0]
     assert (slot.start, slot.delivered, slot.valid) == (0, 8, 3)
     running = says(GENERATING, session="s2", next_index=4, delivered_index=2, delivered_valid=1)
-    on = planned(again.status, running, has((3, 8), asked=4), after=4, reissue=restart)
+    on = planned(again.status, running, has((3, 8), asked=4), after=4, retry=restart)
     assert (on.status.assignments[0].state, on.status.totals.delivered) == (SlotState.RUNNING, 8)
 
 

@@ -106,9 +106,9 @@ class World:
         default_factory=lambda: a_round(
             nodes={"first": 0, "last": 0, "count": 1, "groups": 2},
             stop={"afterNonces": 90},
-            startDeadlineSeconds=10**9,
-            pollFailureSeconds=10**9,
-            reissue={"policy": "Resume", "limitPerPod": 10**6, "limit": 10**6},
+            startDeadlineSeconds=31_536_000,
+            pollFailureSeconds=31_536_000,
+            retry={"policy": "Resume", "backoffLimitPerSlot": 1000, "backoffLimit": 100_000},
         )
     )
     pods: dict[str, SimPod] = field(default_factory=dict)
