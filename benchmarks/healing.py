@@ -60,7 +60,7 @@ async def program(restarts: int, kills: int, seed: int) -> None:
         await fleet.rounds.create(round_manifest(FLEET, 1, port=fleet.server.port))
         await fleet.rounds.wait_until(FLEET, works, WAIT_SECONDS)
         restarted = [await restart(fleet, random) for _ in range(restarts)]
-        report(f"{restarts} restarts of one of {PODS} pods", spread("reissue_seconds", restarted))
+        report(f"{restarts} restarts of one of {PODS} pods", spread("retry_seconds", restarted))
         adopted = [await adoption(fleet, random) for _ in range(kills)]
         report(f"{kills} operators killed", spread("adoption_seconds", adopted))
 

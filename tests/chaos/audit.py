@@ -101,7 +101,7 @@ def _check_totals(round_: PoCRound, arrived: int, findings: Findings) -> None:
     totals, slots = round_.status.totals, round_.status.assignments
     told = (totals.delivered, totals.valid, totals.checked, totals.rejected)
     findings.demand(told == (arrived, arrived, arrived, 0), f"totals are {totals}, but {arrived} nonces arrived")
-    findings.demand(totals.retries == sum(slot.attempts - 1 for slot in slots), "reissues are not the slots'")
+    findings.demand(totals.retries == sum(slot.attempts - 1 for slot in slots), "retries are not the slots'")
 
 
 def _check_arrivals(slot: Assignment, arrived: set[int], findings: Findings) -> None:

@@ -10,9 +10,9 @@ from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError, wait_until
 from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.cluster.gateway import results_of, wait_until_forwarded
+from tests.cluster.objects import ARTIFACT, Rounds, hold, is_running
 from tests.cluster.pods import ready_pods, replace, statuses, wait_for_replacement
 from tests.cluster.results import indices_by_slot
-from tests.cluster.rounds import ARTIFACT, Rounds, hold, is_running
 from tests.support.fakes.receiver import Receiver
 from tests.support.servers.cluster import ready
 from vllm_poc.wire.messages import PowState

@@ -72,7 +72,7 @@ def round_manifest(name: str, number: int, **spec: Any) -> Manifest:  # noqa: AN
         "selector": {"matchLabels": {LABEL: name}},
         "batchSize": 16,
         # A chaos test may lose a slot more often than a user would accept.
-        "reissue": {"limitPerPod": 1000, "limit": 100_000},
+        "retry": {"backoffLimitPerSlot": 1000, "backoffLimit": 100_000},
         **spec,
     }
     return {"apiVersion": API_VERSION, "kind": PoCRound.KIND.kind, "metadata": {"name": name}, "spec": fields}

@@ -32,8 +32,11 @@ async def client() -> AsyncIterator[PodClient]:
 
 @asynccontextmanager
 async def started(
-    fleet: Callable[..., FleetT], receiver: CallbackReceiver, client: PodClient, **spec: Any
-) -> AsyncIterator[tuple[FleetT, list[Pod]]]:  # noqa: ANN401
+    fleet: Callable[..., FleetT],
+    receiver: CallbackReceiver,
+    client: PodClient,
+    **spec: Any,  # noqa: ANN401
+) -> AsyncIterator[tuple[FleetT, list[Pod]]]:
     """A fleet of three pods."""
     async with AsyncExitStack() as stack:
         made = fleet(stack, receiver, client, **spec)

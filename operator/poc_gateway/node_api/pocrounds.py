@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from poc_gateway.errors import Refusal
 from poc_gateway.node_api.cluster import Cluster
 from poc_operator.apis.v1alpha1.meta import LabelSelector
-from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundSpec
+from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.errors import ObjectInvalid, StaleObject
 from vllm_poc.wire.messages import InitGenerateRequest
@@ -52,8 +53,11 @@ class RoundTemplate(BaseModel):
             raise ValueError(f"{', '.join(foreign)} come with each request: remove them from the template")
         if set(spec.get("nodes") or {}) - {"groups"}:
             raise ValueError("nodes may only have groups: the ids come with each request")
+        unknown = sorted(spec.keys() - aliases(RoundSpec).values())
+        if unknown:
+            raise ValueError(f"a PoCRound's spec has no {', '.join(unknown)}: see `kubectl explain pocround.spec`")
         if "selector" not in spec:
-            raise ValueError("selector.matchLabels is missing: name the labels of the pods that serve the network")
+            raise ValueError("selector is missing: name the labels of the pods that serve the network")
         if not str(LabelSelector.model_validate(spec["selector"])):
             raise ValueError("selector is empty and would take every pod: set matchLabels or matchExpressions")
         return spec

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of policies of a PoCCalibration: reading ``POLICIES`` from top to bottom is reading what the operator does.
+"""The chain of policies of a PoCCalibration: ``POLICIES``, read from top to bottom, is what the operator does.
 
 Each sample has a block hash of its own, derived from the calibration's.
 """

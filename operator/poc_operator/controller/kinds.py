@@ -50,14 +50,14 @@ class Planner(ABC, Generic[WorkT]):
         self._ref = ref
         self._log = log
 
-    async def ask(self, work: WorkT) -> None:  # noqa: B027 - most kinds ask nothing
+    async def ask(self, work: WorkT) -> None:
         """Ask what the plan needs beside the pods. It takes no longer than a poll."""
 
     @abstractmethod
     def plan(self, seen: Snapshot[WorkT]) -> Step[Any]:
         """Return the next status, and the actions to take once it is recorded."""
 
-    def recorded(self, step: Step[Any]) -> None:  # noqa: B027 - most kinds remember nothing
+    def recorded(self, step: Step[Any]) -> None:
         """Remember what the next plan needs of a step that was recorded."""
 
     def computing(self, seen: Snapshot[WorkT]) -> Sequence[PodView]:
@@ -68,7 +68,7 @@ class Planner(ABC, Generic[WorkT]):
         """Return the orders that stop these pods."""
         return ()
 
-    async def close(self) -> None:  # noqa: B027
+    async def close(self) -> None:
         """Give up what is under way."""
 
 
@@ -146,7 +146,7 @@ class ValidationPlanner(Planner[PoCValidation]):
         return parse_proofs(f'key "{key}" of ConfigMap "{name}"', entry, protocol)
 
     async def _sample(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
-        """Return the results that the gateway picked. They are read once: it may pick others while the round goes on."""
+        """Return the results that the gateway picked; read once, as it may pick others while the round goes on."""
         if self._sampled is None:
             found = await self._read_sample(source, protocol)
             if isinstance(found, str):

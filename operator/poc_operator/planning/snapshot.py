@@ -19,15 +19,15 @@ from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
 
 #: An object that asks pods to work.
 Work = PoCRound | PoCValidation | PoCCalibration
-WorkT = TypeVar("WorkT", bound=Work, covariant=True)
+WorkT_co = TypeVar("WorkT_co", bound=Work, covariant=True)
 StatusT = TypeVar("StatusT", bound=WorkStatus)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot(Generic[WorkT]):
+class Snapshot(Generic[WorkT_co]):
     """One look at the world. ``pods`` are those that the object's selector matches."""
 
-    work: WorkT
+    work: WorkT_co
     pods: Sequence[PodView]
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime

@@ -81,7 +81,8 @@ class RequestedRounds:
 
     def _missing(self) -> StoreUnavailable:
         return StoreUnavailable(
-            f'the API server knows no namespace "{self._namespace}", or no {PoCRound.KIND.kind}: create it, or install the CRD'
+            f'the API server knows no namespace "{self._namespace}", or no {PoCRound.KIND.kind}: '
+            "create it, or install the CRD"
         )
 
 

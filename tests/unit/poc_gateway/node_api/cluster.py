@@ -119,7 +119,7 @@ class World:
         self.cluster = MemoryCluster()
         self.pods: dict[str, Pod] = {}
         self.port = free_port()
-        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "reissue": {"limit": 5}}
+        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "retry": {"backoffLimit": 5}}
         self.template = RoundTemplate(namespace="ns", spec=spec)
         self.settings = Settings.from_environment(settings)
         self._url = f"sqlite:///{folder}/gateway.db"
