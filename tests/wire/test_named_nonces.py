@@ -40,8 +40,8 @@ async def started(
     """A fleet of three pods."""
     async with AsyncExitStack() as stack:
         made = fleet(stack, receiver, client, **spec)
-        stack.push_async_callback(lambda: made.operator.close())
         yield made, [await made.start_pod(host) for host in HOSTS]
+        await made.operator.close()
 
 
 def finished(status: WorkStatus) -> bool:
