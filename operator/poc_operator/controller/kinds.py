@@ -19,8 +19,7 @@ from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
-from poc_operator.observed.gateway import GatewayReport
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import GatewayReport, PodView
 from poc_operator.planning.snapshot import Snapshot, Step, StopPod, Work
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot

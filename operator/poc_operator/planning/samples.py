@@ -12,8 +12,8 @@ from poc_operator.apis.v1alpha1.calibration import CalibrationSample, PoCCalibra
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Sample
-from poc_operator.observed.pods import Answer as PodAnswer
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import Answer as PodAnswer
+from poc_operator.observed import PodView
 from poc_operator.planning.eligibility import computes_other_work, usable_pods
 from poc_operator.planning.lifecycle import failed
 from poc_operator.planning.snapshot import AskPod, Snapshot, Work, WorkEvent

@@ -13,7 +13,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.observed import PodReport, PodView
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
 
