@@ -12,17 +12,16 @@ from poc_operator.apis.v1alpha1.calibration import CalibrationSample, PoCCalibra
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Sample
-from poc_operator.observed import Answer as PodAnswer
-from poc_operator.observed import PodView
+from poc_operator.observed import Answer, PodView
 from poc_operator.planning.eligibility import computes_other_work, usable_pods
 from poc_operator.planning.lifecycle import failed
 from poc_operator.planning.snapshot import AskPod, Snapshot, Work, WorkEvent
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
 SampleT = TypeVar("SampleT", Sample, CalibrationSample)
-Answer = GeneratedResponse | ValidatedResponse
-#: What an answer makes of its sample. ValueError if it is about something else.
-Take = Callable[[SampleT, Answer], SampleT]
+PodResult = GeneratedResponse | ValidatedResponse
+#: What a result makes of its sample. ValueError if it is about something else.
+Take = Callable[[SampleT, PodResult], SampleT]
 
 
 def observe_samples(
@@ -55,7 +54,7 @@ def _observe(
     return taken.model_copy(update={"state": SlotState.DONE, "error": None}), None
 
 
-def _taken(sample: SampleT, answer: PodAnswer, take: Take[SampleT]) -> SampleT:
+def _taken(sample: SampleT, answer: Answer, take: Take[SampleT]) -> SampleT:
     if answer.result is None:
         raise ValueError(answer.error)
     return take(sample, answer.result)
