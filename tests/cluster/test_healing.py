@@ -12,7 +12,7 @@ from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.cluster.objects import ARTIFACT, Rounds, is_running
 from tests.cluster.pods import ready_pods, wait_for_replacement
 from tests.cluster.results import indices_by_slot

@@ -12,7 +12,7 @@ from hack.deploy.kube import Kube
 from hack.deploy.local import SERVED_NAME
 from hack.deploy.releases import NAMESPACE, PODS
 from poc_operator.apis.v1alpha1.round import PoCRound
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.cluster.objects import ARTIFACT, SPEC, Rounds
 from tests.cluster.pods import generate, ready_pods, replace, status_of, wait_for_replacement
 from tests.cluster.results import Value, indices_by_slot, items, slots

@@ -12,7 +12,7 @@ from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import observing as collection
+from poc_operator.controller import observing
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.gateway import TOKEN, Gateway, gateway
 from tests.support.servers.fleet import RoundFleet, ValidationFleet
@@ -30,7 +30,7 @@ async def collecting() -> AsyncIterator[Gateway]:
 async def fleet(
     request: pytest.FixtureRequest, collecting: Gateway, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[RoundFleet]:
-    monkeypatch.setattr(collection, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(observing, "ASK_SECONDS", 0.05)
     for name in ("CALLBACK_INTERVAL_SECONDS", "RETRY_FIRST_SECONDS"):
         monkeypatch.setenv(f"VLLM_POC_{name}", "0.01")
     async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:

@@ -32,13 +32,16 @@ async def client() -> AsyncIterator[PodClient]:
 
 @asynccontextmanager
 async def started(
-    fleet: Callable[..., FleetT], receiver: CallbackReceiver, client: PodClient, **spec: Any
+    fleet: Callable[..., FleetT],
+    receiver: CallbackReceiver,
+    client: PodClient,
+    **spec: Any,  # noqa: ANN401
 ) -> AsyncIterator[tuple[FleetT, list[Pod]]]:
     """A fleet of three pods."""
     async with AsyncExitStack() as stack:
         made = fleet(stack, receiver, client, **spec)
-        stack.push_async_callback(lambda: made.operator.close())
         yield made, [await made.start_pod(host) for host in HOSTS]
+        await made.operator.close()
 
 
 def finished(status: WorkStatus) -> bool:

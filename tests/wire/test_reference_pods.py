@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.observing import ProgressWatch
-from poc_operator.observed.pods import Container
+from poc_operator.observed import Container
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.reference_pod import ReferencePod, reference_pod
 from tests.support.servers.fleet import RoundFleet

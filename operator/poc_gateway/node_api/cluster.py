@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference import ReferenceStatus
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 from vllm_poc.wire.messages import PowState, StatusResponse
 

@@ -24,7 +24,7 @@ from poc_gateway.node_api.messages import (
 from poc_gateway.node_api.pocrounds import waits_for_operator
 from poc_gateway.node_api.service import Service
 from poc_operator.apis.v1alpha1.round import PoCRound
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from vllm_poc.wire.messages import PowState, Protocol, RoundConfig, RoundStats
 
 Overall = Literal["GENERATING", "MIXED", "IDLE"]

@@ -21,7 +21,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from vllm_poc.wire.messages import CallbackRequest
 
 

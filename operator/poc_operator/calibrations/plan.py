@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of policies of a PoCCalibration: reading ``POLICIES`` from top to bottom is reading what the operator does.
+"""The chain of policies of a PoCCalibration: ``POLICIES``, read from top to bottom, is what the operator does.
 
 Each sample has a block hash of its own, derived from the calibration's.
 """
@@ -23,7 +23,7 @@ from poc_operator.planning.eligibility import Finding, usable_pods
 from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend, tally
 from poc_operator.planning.requests import named_nonces
 from poc_operator.planning.samples import (
-    Answer,
+    PodResult,
     ask_pods,
     bind_samples,
     extent,
@@ -63,19 +63,19 @@ def observe(snapshot: CalibrationSnapshot, step: CalibrationStep) -> Calibration
     """Take what the pods answered; what another process measured is measured again."""
     measured = dict(step.measured)
 
-    def take(sample: CalibrationSample, answer: Answer) -> CalibrationSample:
-        measured[sample.first] = found = _distances(sample, answer)
-        return sample.model_copy(update={"measured": len(found), "not_computed": len(answer.not_computed)})
+    def take(sample: CalibrationSample, result: PodResult) -> CalibrationSample:
+        measured[sample.first] = found = _distances(sample, result)
+        return sample.model_copy(update={"measured": len(found), "not_computed": len(result.not_computed)})
 
     known = [_unless_forgotten(sample, step) for sample in step.status.samples]
     samples, events = observe_samples(snapshot, known, take)
     return replace(step.extended(samples=samples, events=events), measured=measured)
 
 
-def _distances(sample: CalibrationSample, answer: Answer) -> Sequence[float]:
+def _distances(sample: CalibrationSample, result: PodResult) -> Sequence[float]:
     """Return the distances that were measured. ValueError if the answer is about something else."""
-    found = (answer.distances if isinstance(answer, GeneratedResponse) else None) or []
-    if len(found) + len(answer.not_computed) != sample.count:
+    found = (result.distances if isinstance(result, GeneratedResponse) else None) or []
+    if len(found) + len(result.not_computed) != sample.count:
         raise ValueError(f"its answer has {len(found)} distances instead of {sample.count}")
     return tuple(found)
 

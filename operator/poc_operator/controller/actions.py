@@ -13,7 +13,7 @@ from poc_operator.clients.errors import PodBusy, PodError, PodRefused, StoreErro
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.controller.logs import ObjectLogger, of
-from poc_operator.observed.pods import Answer, PodReport, PodView
+from poc_operator.observed import Answer, PodReport, PodView
 from poc_operator.planning.snapshot import (
     Action,
     AskPod,

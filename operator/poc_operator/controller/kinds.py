@@ -19,8 +19,7 @@ from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
-from poc_operator.observed.gateway import GatewayReport
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import GatewayReport, PodView
 from poc_operator.planning.snapshot import Snapshot, Step, StopPod, Work
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot
@@ -146,7 +145,7 @@ class ValidationPlanner(Planner[PoCValidation]):
         return parse_proofs(f'key "{key}" of ConfigMap "{name}"', entry, protocol)
 
     async def _sample(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
-        """Return the results that the gateway picked. They are read once: it may pick others while the round goes on."""
+        """Return the results that the gateway picked; read once, as it may pick others while the round goes on."""
         if self._sampled is None:
             found = await self._read_sample(source, protocol)
             if isinstance(found, str):

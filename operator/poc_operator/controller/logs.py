@@ -6,7 +6,7 @@ from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 from poc_operator.apis.v1alpha1.meta import API_VERSION, Kind
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 
 
 class ObjectRef(NamedTuple):

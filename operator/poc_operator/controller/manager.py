@@ -23,7 +23,7 @@ from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)
 

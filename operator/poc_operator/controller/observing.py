@@ -19,8 +19,7 @@ from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference import ReferenceStatus, as_ours
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
-from poc_operator.observed.gateway import GatewayReport
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.observed import GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import Work
 from vllm_poc.wire.messages import PowState, StatusResponse
 

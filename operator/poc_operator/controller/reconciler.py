@@ -27,7 +27,7 @@ from poc_operator.controller.kinds import Planner, Sources, WorkT
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, ProgressWatch, poll, selects
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.conditions import internal_error
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot
 

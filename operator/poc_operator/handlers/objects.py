@@ -15,7 +15,7 @@ from poc_operator.controller.actions import Emit
 from poc_operator.controller.kinds import PLANNERS, Planner
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
 #: Seconds for a daemon to end by itself, as when its object is finished, before it is cancelled.

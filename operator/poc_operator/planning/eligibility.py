@@ -6,7 +6,7 @@ What is done about other work, another round of ours or somebody else's, says ``
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec, WorkSpec
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import Snapshot, Work
 from vllm_poc.wire.messages import ModelLimits, PowState
 

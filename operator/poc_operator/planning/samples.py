@@ -12,16 +12,16 @@ from poc_operator.apis.v1alpha1.calibration import CalibrationSample, PoCCalibra
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Sample
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import Answer, PodView
 from poc_operator.planning.eligibility import computes_other_work, usable_pods
 from poc_operator.planning.lifecycle import failed
 from poc_operator.planning.snapshot import AskPod, Snapshot, Work, WorkEvent
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
 SampleT = TypeVar("SampleT", Sample, CalibrationSample)
-Answer = GeneratedResponse | ValidatedResponse
-#: What an answer makes of its sample. ValueError if it is about something else.
-Take = Callable[[SampleT, Answer], SampleT]
+PodResult = GeneratedResponse | ValidatedResponse
+#: What a result makes of its sample. ValueError if it is about something else.
+Take = Callable[[SampleT, PodResult], SampleT]
 
 
 def observe_samples(
@@ -47,13 +47,17 @@ def _observe(
     answer = snapshot.report_of(sample).answer
     if answer is None or take is None or answer.key != _key(sample):
         return sample, None
-    if answer.result is None:
-        return _lost(snapshot, sample, f"pod {sample.pod}: {answer.error}")
     try:
-        taken = take(sample, answer.result)
+        taken = _taken(sample, answer, take)
     except ValueError as error:
         return _lost(snapshot, sample, f"pod {sample.pod}: {error}")
     return taken.model_copy(update={"state": SlotState.DONE, "error": None}), None
+
+
+def _taken(sample: SampleT, answer: Answer, take: Take[SampleT]) -> SampleT:
+    if answer.result is None:
+        raise ValueError(answer.error)
+    return take(sample, answer.result)
 
 
 def _lost(

@@ -13,21 +13,21 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.observed import PodReport, PodView
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
 
 #: An object that asks pods to work.
 Work = PoCRound | PoCValidation | PoCCalibration
-WorkT = TypeVar("WorkT", bound=Work, covariant=True)
+WorkT_co = TypeVar("WorkT_co", bound=Work, covariant=True)
 StatusT = TypeVar("StatusT", bound=WorkStatus)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot(Generic[WorkT]):
+class Snapshot(Generic[WorkT_co]):
     """One look at the world. ``pods`` are those that the object's selector matches."""
 
-    work: WorkT
+    work: WorkT_co
     pods: Sequence[PodView]
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from poc_operator.planning.eligibility import busy_pods, holder, incompatibility
 from poc_operator.planning.snapshot import Snapshot, Work
 

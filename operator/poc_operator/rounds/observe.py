@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import Loss, WorkEvent
 from poc_operator.rounds.counters import contradiction, counted, doubt, settled_before
 from poc_operator.rounds.loss import lose, silent_for_long, stall, stalled_for_long

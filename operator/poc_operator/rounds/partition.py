@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from poc_operator.planning.eligibility import computes_other_work, may_replace, usable_pods
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of policies of a PoCRound: reading ``POLICIES`` from top to bottom is reading what the operator does."""
+"""The chain of policies of a PoCRound: ``POLICIES``, read from top to bottom, is what the operator does."""
 
 from collections.abc import Callable
 

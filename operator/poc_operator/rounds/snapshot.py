@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
-from poc_operator.observed.gateway import CollectedSlot, GatewayReport
+from poc_operator.observed import CollectedSlot, GatewayReport
 from poc_operator.planning.snapshot import Snapshot, Step
 from vllm_poc.wire.partition import NonceSlot
 

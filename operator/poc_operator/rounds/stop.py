@@ -13,7 +13,7 @@ from datetime import timedelta
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
 from poc_operator.planning.lifecycle import close
 from poc_operator.planning.snapshot import StopPod, WorkEvent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of policies of a PoCValidation: reading ``POLICIES`` from top to bottom is reading what the operator does."""
+"""The chain of policies of a PoCValidation: ``POLICIES``, read from top to bottom, is what the operator does."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from poc_operator.planning.eligibility import Finding, usable_pods
 from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend, tally
 from poc_operator.planning.requests import named_nonces
 from poc_operator.planning.samples import (
-    Answer,
+    PodResult,
     ask_pods,
     bind_samples,
     extent,
@@ -59,21 +59,21 @@ def observe(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationSte
         return step.extended(samples=samples, events=events)
     mismatches = list(status.mismatch_nonces)
 
-    def take(sample: Sample, answer: Answer) -> Sample:
-        found = _mismatches(snapshot.work.spec, _part(proofs, sample), answer)
+    def take(sample: Sample, result: PodResult) -> Sample:
+        found = _mismatches(snapshot.work.spec, _part(proofs, sample), result)
         mismatches.extend(found)
-        return sample.model_copy(update={"mismatches": len(found), "not_computed": len(answer.not_computed)})
+        return sample.model_copy(update={"mismatches": len(found), "not_computed": len(result.not_computed)})
 
     samples, events = observe_samples(snapshot, status.samples, take)
     return step.extended(samples=samples, events=events, mismatch_nonces=mismatches[:MAX_NAMED_MISMATCHES])
 
 
-def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], answer: Answer) -> list[int]:
+def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult) -> list[int]:
     """Return the nonces that mismatch. ValueError if the answer is about others."""
-    if isinstance(answer, ValidatedResponse):
-        mismatches, computed = answer.mismatch_nonces, answer.n_total
+    if isinstance(result, ValidatedResponse):
+        mismatches, computed = result.mismatch_nonces, result.n_total
     else:
-        found = dict(zip(answer.nonces or [], answer.distances or [], strict=True))
+        found = dict(zip(result.nonces or [], result.distances or [], strict=True))
         r_target, computed = float(spec.r_target or 0), len(found)
         mismatches = [
             proof.nonce
@@ -81,7 +81,7 @@ def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], answer: Answer) -
             if proof.nonce in found
             and is_distance_mismatch(float(proof.distance or "inf"), found[proof.nonce], r_target)
         ]
-    if computed + len(answer.not_computed) != len(proofs):
+    if computed + len(result.not_computed) != len(proofs):
         raise ValueError(f"its answer is about {computed} nonces instead of {len(proofs)}")
     return mismatches
 

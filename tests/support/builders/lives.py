@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Proof
 from poc_operator.calibrations import plan as calibrations
-from poc_operator.observed.pods import Answer, PodReport, PodView
+from poc_operator.observed import Answer, PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, StartPod, Step
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot

@@ -9,8 +9,7 @@ from poc_operator.apis.v1alpha1.meta import Metadata
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundSpec, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.apis.v1alpha1.validation import PoCValidation, ValidationSpec, ValidationStatus
-from poc_operator.observed.gateway import CollectedRound, CollectedSlot, GatewayReport
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport, PodReport, PodView
 from poc_operator.rounds.snapshot import RoundSnapshot
 from vllm_poc.wire.messages import ModelLimits, PowState, StatusResponse
 

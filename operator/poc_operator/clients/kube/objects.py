@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.clients.errors import UnreadableObject
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
 from poc_operator.clients.kube.objects import readable
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -81,7 +81,8 @@ class RequestedRounds:
 
     def _missing(self) -> StoreUnavailable:
         return StoreUnavailable(
-            f'the API server knows no namespace "{self._namespace}", or no {PoCRound.KIND.kind}: create it, or install the CRD'
+            f'the API server knows no namespace "{self._namespace}", or no {PoCRound.KIND.kind}: '
+            "create it, or install the CRD"
         )
 
 

@@ -15,7 +15,7 @@ from pydantic import Discriminator, Tag, ValidationError
 
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodBusy, PodRefused
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from vllm_poc.wire.messages import (
     MAX_TEXT,
     CommandResponse,

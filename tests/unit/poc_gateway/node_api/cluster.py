@@ -22,7 +22,7 @@ from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus, 
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 

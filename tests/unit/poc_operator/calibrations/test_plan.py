@@ -8,7 +8,7 @@ from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.calibrations.plan import SAMPLES, CalibrationSnapshot, CalibrationStep, Measured, plan
-from poc_operator.observed.pods import Answer, PodReport
+from poc_operator.observed import Answer, PodReport
 from poc_operator.planning.snapshot import AskPod
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, says
 from vllm_poc.wire.generate import GeneratedResponse

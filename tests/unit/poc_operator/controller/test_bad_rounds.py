@@ -85,7 +85,7 @@ class Answering:
 
 @asynccontextmanager
 async def driven(rounds: Rounds, events: list[WorkEvent]) -> AsyncIterator[Manager]:
-    """An operator that drives both."""
+    """An operator that reconciles both."""
     async with lease_api() as (_, connection):
         lease = LeaderElection(connection, "ns", "me", time.monotonic)
         await lease.acquire()

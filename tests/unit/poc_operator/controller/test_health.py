@@ -13,7 +13,7 @@ from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.health import StaleWatchCheck
 from poc_operator.controller.observing import PodCache
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 
@@ -75,7 +75,7 @@ async def test_a_pod_that_changes_all_the_time_is_not_missed() -> None:
         watched.lists.pods = [a_pod("a", ip=f"10.0.0.{address + 1}")]
 
 
-async def test_a_round_that_nobody_drives() -> None:
+async def test_a_round_that_nobody_reconciles() -> None:
     watched = Watched(driven=())
     assert await watched.missed() == []
     assert await watched.missed() == ["PoCRound ns/r is not reconciled"]

@@ -8,7 +8,7 @@ from poc_operator.apis.v1alpha1.round import RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.errors import PodTimeout, StaleObject
 from poc_operator.controller.metrics import Metrics
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import Loss, WorkEvent
 from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, look
 

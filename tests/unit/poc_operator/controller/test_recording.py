@@ -28,7 +28,7 @@ class Written:
         if self.fault is not None:
             raise self.fault
         self.writes += 1
-        self.round = round_.model_copy(update={"status": status})
+        self.round = round_.model_copy(update={"status": RoundStatus.model_validate(status.stored())})
 
     async def record(self, status: RoundStatus, after: float = 0) -> int:
         """Record a status ``after`` seconds; return how many writes it took."""
@@ -101,3 +101,20 @@ async def test_it_is_still_known_after_a_write_that_failed() -> None:
 async def test_nothing_new_is_not_written() -> None:
     written = Written()
     assert await written.record(written.round.status) == 0
+
+
+async def test_errors_are_not_written_again_because_they_are_cut_when_stored() -> None:
+    written = Written()
+    status = a_status(*(a_slot(f"p{index}", group=index, error=f"{index} {'x' * 5000}") for index in range(50)))
+    assert await written.record(status, after=COUNTERS_SECONDS) == 1
+    assert written.newest == status, "this process knows them all"
+    assert await written.record(written.newest, after=COUNTERS_SECONDS) == 0
+    assert await written.record(written.round.status, after=COUNTERS_SECONDS) == 0
+
+
+async def test_a_new_process_writes_nothing_only_because_errors_were_cut() -> None:
+    written = Written()
+    slots = [a_slot("a", error="x" * 5000), a_slot("b", group=1, error="gone")]
+    await written.record(a_status(*slots), after=COUNTERS_SECONDS)
+    written.recorder = StatusRecorder[PoCRound](cast(ObjectStore, written), lambda: written.seconds)
+    assert await written.record(a_status(*slots), after=COUNTERS_SECONDS) == 0

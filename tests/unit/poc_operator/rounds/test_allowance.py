@@ -7,7 +7,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import ExtendPod, StartPod
 from poc_operator.rounds.allowance import FIRST_BATCHES
 from poc_operator.rounds.plan import plan

@@ -7,7 +7,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import PodReport
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says

@@ -8,7 +8,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
-from poc_operator.observed.pods import Answer, PodReport
+from poc_operator.observed import Answer, PodReport
 from poc_operator.planning.snapshot import AskPod
 from poc_operator.rounds.cross_check import deviations
 from poc_operator.rounds.plan import plan

@@ -8,7 +8,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RoundStatus
-from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State
 from poc_operator.planning.snapshot import DeleteWork, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.stop import STOP_PATIENCE
@@ -187,3 +187,24 @@ def test_finish_changes_no_end_that_is_decided() -> None:
     status = plan(look(a_round(failing, finish=True), (a_pod("a"), says(GENERATING)))).status
     assert status.outcome is not None
     assert status.outcome.message == "busy"
+
+
+def test_the_mean_rate_leaves_suspensions_out() -> None:
+    """100 nonces in 10 s, an hour's pause, 100 more in 10 s."""
+    worked = a_status(
+        a_slot(state=SlotState.DONE, pod=None, next=100, delivered=100),
+        start_time=NOW,
+        stop_time=NOW + timedelta(seconds=10),
+    )
+    resumed = plan(look(a_round(worked, stop=None), (a_pod("a"), says()), after=3600)).status
+    assert (resumed.worked_seconds, resumed.start_time, resumed.stop_time) == (10, None, None)
+    running = resumed.model_copy(
+        update={
+            "start_time": NOW + timedelta(seconds=3600),
+            "stop_time": NOW + timedelta(seconds=3610),
+            "outcome": Outcome(type=Result.COMPLETE, reason="Completed", message="enough"),
+            "assignments": [a_slot(state=SlotState.DONE, next=200, delivered=200)],
+        }
+    )
+    over = plan(look(a_round(running, stop=None), (a_pod("a"), says()), after=3615)).status
+    assert (over.state, over.totals.rate) == (State.COMPLETE, "10.0")

@@ -10,8 +10,7 @@ import pytest
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State
-from poc_operator.observed.gateway import GatewayReport
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import GatewayReport, PodReport
 from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE
 from poc_operator.rounds.plan import plan

@@ -5,7 +5,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import PodReport
 from poc_operator.rounds.observe import observe
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says

@@ -6,8 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
-from poc_operator.observed.gateway import GatewayReport
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import GatewayReport, PodReport
 from poc_operator.planning.snapshot import DeletePod, StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep

@@ -11,7 +11,7 @@ import pytest
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Proof, ValidationStatus
-from poc_operator.observed.pods import Answer, PodReport
+from poc_operator.observed import Answer, PodReport
 from poc_operator.planning.snapshot import AskPod
 from poc_operator.validations.plan import ValidationSnapshot, ValidationStep, plan
 from tests.unit.poc_operator.build import NOW, a_pod, a_validation, says

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods as the plan sees them, and what they report."""
+"""What the operator sees: pods, what they report, and what the gateway has. Data only.
+
+Clients make it, plans read it. What is stored in the API server does not belong here but into ``apis``; how things
+are asked belongs into ``clients``. Names that the gateway sends are snake_case on the wire, as all that pods say.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
 
 from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
 from vllm_poc.wire.messages import StatusResponse
@@ -116,3 +123,49 @@ class PodReport:
     in_flight: bool = False
     resumes: bool = True
     answer: Answer | None = None
+
+
+class CollectedSlot(BaseModel):
+    """One slot; ``slot`` is its first nonce.
+
+    ``last_nonce`` is the largest nonce stored, -1 without any; pods deliver in order, so that every index before
+    ``delivered_index`` is settled. ``duplicates`` and ``conflicts`` count deliveries of nonces that were stored
+    already, with the same and with other content; ``forwarded`` what the round's receiver has accepted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    slot: int
+    stored: int
+    last_nonce: int
+    delivered_index: int
+    duplicates: int
+    conflicts: int
+    forwarded: int
+
+
+class CollectedRound(BaseModel):
+    """A round, and the sums over its slots."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    uid: str
+    stored: int
+    duplicates: int
+    conflicts: int
+    forwarded: int
+    slots: list[CollectedSlot]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayReport:
+    """Where the round's pods deliver to, and what of it is stored.
+
+    ``collected`` is what the gateway answered last, None if it had nothing then; ``asked`` is when that question was
+    put, None if none was answered yet. ``error`` says why the last question was not answered.
+    """
+
+    callback: str
+    collected: CollectedRound | None = None
+    asked: datetime | None = None
+    error: str | None = None

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 
 
 def body(restarts: int = 0, **status: Any) -> dict[str, Any]:  # noqa: ANN401 - the API server's JSON

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from poc_operator.apis.v1alpha1.status import SlotState, State
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep

@@ -9,7 +9,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import DeletePod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
