@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the code: few modules of a good size, each with a name of its own, each folder on the map."""
+
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+MAP = ROOT / "docs" / "develop" / "architecture.md"
+#: Package: the most modules that it should have. Room for a kind or a route; more asks for a merge first.
+PACKAGES = {"image/vllm_poc": 65, "operator/poc_gateway": 65, "operator/poc_operator": 65}
+LEAST_MEDIAN, LONGEST, SHORT = 120, 500, 50
+
+#: Names that several folders of a package have, where the folder says which, reviewed one by one.
+SHARED_NAMES = {
+    "image/vllm_poc": {"attention"},
+    "operator/poc_gateway": {"routes", "messages"},
+    "operator/poc_operator": {"plan", "snapshot", "conditions"},
+}
+#: Modules of fewer than 50 lines, with the reason why they stand alone.
+SHORT_MODULES: dict[str, str] = {}
+
+
+def _modules(package: str) -> list[Path]:
+    """The modules of a package, without those that hold a docstring or start a program, and without migrations."""
+    found = (ROOT / package).rglob("*.py")
+    return sorted(p for p in found if p.name not in {"__init__.py", "__main__.py"} and "versions" not in p.parts)
+
+
+def _lines(module: Path) -> int:
+    return len(module.read_text().splitlines())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_are_few_and_of_a_good_size(package: str) -> None:
+    sizes = [_lines(module) for module in _modules(package)]
+    assert len(sizes) <= PACKAGES[package]
+    assert statistics.median(sizes) >= LEAST_MEDIAN
+    assert max(sizes) <= LONGEST
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_name_has_one_meaning(package: str) -> None:
+    names = Counter(module.stem for module in _modules(package))
+    assert {name for name, times in names.items() if times > 1} == SHARED_NAMES[package]
+
+
+def test_a_short_module_has_a_reason() -> None:
+    short = {str(m.relative_to(ROOT)) for package in PACKAGES for m in _modules(package) if _lines(m) < SHORT}
+    assert short == set(SHORT_MODULES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_is_on_the_map(package: str) -> None:
+    text = MAP.read_text()
+    folders = [folder for folder in (ROOT / package).iterdir() if (folder / "__init__.py").is_file()]
+    assert [folder.name for folder in folders if f"`{folder.relative_to(ROOT)}/`" not in text] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_says_what_belongs_in_it(package: str) -> None:
+    inits = [path for path in (ROOT / package).rglob("__init__.py") if "versions" not in path.parts]
+    assert [str(path.relative_to(ROOT)) for path in inits if '"""' not in path.read_text()] == []
