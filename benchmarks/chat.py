@@ -44,7 +44,7 @@ KEEP_SECONDS = 3.0
 #: For many clients at once.
 KV_BLOCKS = 4096
 SHAPE_FLAGS = ["--load-format", "dummy", "--worker-extension-cls", "benchmarks.gpu_worker.MeasuringExtension"]
-SHAPE_FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
+SHAPE_FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware"]
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def _line(row: dict[str, Any]) -> str:
     of_naive = f"  {row['of_naive']:5.2f} x {row['naive']:.1f}" if "naive" in row else ""
     of_serial = f"  {row['of_serial']:5.2f} x one by one" if "of_serial" in row else ""
     return (
-        f"seq_len {row['seq_len']:5}  passes of {row['nonces']:4} in {row['parts']:3}  {row['rate']:9.2f} nonces/s  "
+        f"seq_len {row['seq_len']:5}  passes of {row['nonces']:4} in {row['segments']:3}  {row['rate']:9.2f} nonces/s  "
         f"{row['of_limit']:6.1%} of {row['limit']:.1f} ({row['of_hot_limit']:.1%} when hot){of_naive}{of_serial}  "
         f"slices {row['slice_seconds']['median']:.4f} s, at most {row['slice_seconds']['largest']:.4f} s"
     )

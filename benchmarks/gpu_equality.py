@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_pod import MAX_TOKENS, call, in_calls, request
+from benchmarks.gpu_pod import MAX_TOKENS, call, in_calls
+from tests.support.builders.batches import a_batch
 from vllm import LLM
+from vllm_poc.rpc import BatchRequest, BatchResult
 from vllm_poc.wire.artifacts import decode_vector
-from vllm_poc.worker.batches import BatchRequest, BatchResult
 
 
 def equality(model: LLM, seq_len: int, batch: int, nonces: int) -> dict[str, Any]:
     """Return mean and largest L2 distance of artifacts, and the same of differences of distances; {} for no nonces."""
     if nonces == 0:
         return {}
-    artifacts = request(seq_len, range(nonces), batch)
-    others: BatchRequest = {**artifacts, "protocol": "distance", "layer_hooks": False, "sign_flips": True}
+    artifacts, others = (
+        a_batch(range(nonces), seq_len=seq_len, protocol=protocol, batch=batch) for protocol in ("artifact", "distance")
+    )
     return {
         "artifacts": _spread(torch.linalg.vector_norm(_difference(model, artifacts), dim=1)),
         "distances": _spread(_difference(model, others).abs()),

@@ -6,17 +6,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 from benchmarks.gpu_shapes import flops_per_nonce
 from tests.support.builders.batches import a_batch
 from vllm import LLM
-from vllm_poc.server.sizes import Rehearsed, RehearsedSize, longest_part, rehearse
-from vllm_poc.worker.batches import BatchRequest, BatchResult, Rehearsal
+from vllm_poc.rpc import BatchRequest, BatchResult, PassTiming
+from vllm_poc.server.autotune import TunedPass, fastest_pass, longest_segment
+from vllm_poc.server.scheduler import TunedSliceSize
 
-#: Forward passes of the plain way.
+#: Nonces in a forward pass of the unfused eager baseline.
 NAIVE_NONCES = 32
 #: Most tokens of vLLM's own forward pass.
 MAX_TOKENS = 8192
@@ -39,64 +40,69 @@ class Pod:
         limit = self._gpus * self._peak / flops_per_nonce(config, seq_len)
         row = {"seq_len": seq_len, "peak": self._peak, "limit": limit}
         if self._gpus == 1 and not self._options.no_naive:
-            naive = request(seq_len, range(NAIVE_NONCES))
+            naive = a_batch(range(NAIVE_NONCES), seq_len=seq_len)
             row["naive"] = call(self._model, "poc_bench_naive", naive, self._options.seconds)
         rows = [self._row(row, seq_len, passes) for passes in self._passes(seq_len)]
         _, hot = call(self._model, "poc_bench_peak", self._options.seconds)
         return [row | {"of_hot_limit": row["of_limit"] * self._peak / hot} for row in rows]
 
-    def _passes(self, seq_len: int) -> Iterator[Rehearsed]:
-        """Prepare passes one by one: the workers keep what they prepared last."""
+    def _passes(self, seq_len: int) -> Iterator[TunedPass]:
+        """Capture passes one by one: the workers keep what they captured last."""
         if not self._options.tokens:
             yield asyncio.run(self._chosen(seq_len))
             return
-        part_seconds = longest_part(self._options.slice_seconds)
-        self._rehearsed(seq_len, 1, part_seconds)  # tells what larger ones need
+        segment_seconds = longest_segment(self._options.slice_seconds)
+        self._captured(seq_len, 1, segment_seconds)  # tells what larger ones need
         for tokens in self._options.tokens:
-            yield self._rehearsed(seq_len, max(1, tokens // seq_len), part_seconds)
+            yield self._captured(seq_len, max(1, tokens // seq_len), segment_seconds)
 
-    async def _chosen(self, seq_len: int) -> Rehearsed:
-        async def prepare(nonces: int, part_seconds: float) -> Rehearsal:
-            return self._rehearsal(seq_len, nonces, part_seconds)
+    async def _chosen(self, seq_len: int) -> TunedPass:
+        async def warm_up(nonces: int, segment_seconds: float) -> PassTiming:
+            return self._warmed_up(seq_len, nonces, segment_seconds)
 
-        limit = max(1, self.facts["max_prepared_tokens"] // seq_len)
-        found = await rehearse(prepare, limit=limit, seq_len=seq_len, budget_seconds=self._options.slice_seconds)
+        limit = max(1, self.facts["max_captured_tokens"] // seq_len)
+        found = await fastest_pass(warm_up, limit=limit, seq_len=seq_len, budget_seconds=self._options.slice_seconds)
         if found is None:
             raise SystemExit(f"seq_len {seq_len}: not even the smallest forward pass fits into the memory")
         return found
 
-    def _rehearsed(self, seq_len: int, nonces: int, part_seconds: float) -> Rehearsed:
-        found = self._rehearsal(seq_len, nonces, part_seconds)
+    def _captured(self, seq_len: int, nonces: int, segment_seconds: float) -> TunedPass:
+        found = self._warmed_up(seq_len, nonces, segment_seconds)
         if found["seconds"] is None:
             raise SystemExit(f"seq_len {seq_len}: {nonces} nonces do not fit into the memory")
-        return Rehearsed(nonces, found["seconds"], found["parts"])
+        return TunedPass(nonces, found["seconds"], found["segments"])
 
-    def _rehearsal(self, seq_len: int, nonces: int, part_seconds: float) -> Rehearsal:
-        found: Rehearsal = call(self._model, "poc_rehearse", request(seq_len, range(nonces)), part_seconds)
+    def _warmed_up(self, seq_len: int, nonces: int, segment_seconds: float) -> PassTiming:
+        found: PassTiming = call(self._model, "poc_warm_up", a_batch(range(nonces), seq_len=seq_len), segment_seconds)
         print(f"{nonces} nonces of {seq_len}: {found}", flush=True)
         return found
 
-    def _row(self, row: dict[str, Any], seq_len: int, passes: Rehearsed) -> dict[str, Any]:
+    def _row(self, row: dict[str, Any], seq_len: int, passes: TunedPass) -> dict[str, Any]:
         rate, slices = self._in_slices(seq_len, passes)
         row = row | passes._asdict() | {"rate": rate, "of_limit": rate / row["limit"]}
         row["slice_seconds"] = {"median": slices[len(slices) // 2], "largest": slices[-1]}
         if "naive" in row:
             row["of_naive"] = rate / row["naive"]
         if self._options.profile:
-            message = request(seq_len, range(passes.nonces))
-            row["profile"] = call(self._model, "poc_bench_profile", message, passes.parts * self.facts["stages"])
+            message = a_batch(range(passes.nonces), seq_len=seq_len)
+            row["profile"] = call(self._model, "poc_bench_profile", message, passes.segments * self.facts["stages"])
         if self.facts["stages"] > 1:
             row["of_serial"] = rate / self._serially(seq_len, passes.nonces)
         return row
 
-    def _in_slices(self, seq_len: int, passes: Rehearsed) -> tuple[float, list[float]]:
+    def _in_slices(self, seq_len: int, passes: TunedPass) -> tuple[float, list[float]]:
         """Return the nonces per second in slices one after the other, and the slices' times in order."""
-        size = RehearsedSize(passes, self.facts["stages"], self._options.slice_seconds)
+        size = TunedSliceSize(passes, self.facts["stages"], self._options.slice_seconds)
         done, started, times = 0, 0.0, list[float]()
         for first in count(0, size.nonces):
             starts = range(first, first + size.nonces * (1 + size.ahead), size.nonces)
             nonces, *ahead = (range(start, start + size.nonces) for start in starts)
-            times += [seconds for seconds, _ in in_calls(self._model, request(seq_len, nonces, passes.nonces, ahead))]
+            times += [
+                seconds
+                for seconds, _ in in_calls(
+                    self._model, a_batch(nonces, seq_len=seq_len, batch=passes.nonces, ahead=ahead)
+                )
+            ]
             if started == 0.0:  # the first one has nobody before it who began it
                 started = time.perf_counter()
                 times.clear()
@@ -110,18 +116,10 @@ class Pod:
         """Return the nonces per second of passes each of which waits for the end of the one before."""
         done, started = 0, time.perf_counter()
         while time.perf_counter() - started < self._options.seconds:
-            for _ in in_calls(self._model, request(seq_len, range(done, done + nonces))):
+            for _ in in_calls(self._model, a_batch(range(done, done + nonces), seq_len=seq_len)):
                 pass
             done += nonces
         return done / (time.perf_counter() - started)
-
-
-def request(
-    seq_len: int, nonces: Sequence[int], batch: int | None = None, ahead: Iterable[Sequence[int]] = ()
-) -> BatchRequest:
-    """Return a request of the artifact protocol."""
-    asked = a_batch(nonces, seq_len=seq_len, ahead=ahead)
-    return {**asked, "batch": batch or len(nonces)}
 
 
 def in_calls(model: LLM, message: BatchRequest) -> Iterator[tuple[float, BatchResult]]:

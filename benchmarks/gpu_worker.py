@@ -11,12 +11,10 @@ import torch
 
 from tests.gpu.unfused import UnfusedExtension
 from vllm_poc.maths.sampling import fill_stepwise
-from vllm_poc.worker.batches import BatchRequest
-from vllm_poc.worker.forward import PocModel
-from vllm_poc.worker.limits import model_facts
-from vllm_poc.worker.recipe import Recipe
-from vllm_poc.worker.results import draw, result_values
-from vllm_poc.worker.stage import Stage
+from vllm_poc.rpc import BatchRequest, PassSpec
+from vllm_poc.worker.model.capabilities import model_facts
+from vllm_poc.worker.model_runner import PocModelRunner, Stage
+from vllm_poc.worker.results import draw, result_values, seeds_of
 
 _SIDE = 8192
 #: Size of a quantised weight, of 448 at most, and how many of them share a scale.
@@ -89,16 +87,16 @@ class MeasuringExtension(UnfusedExtension):
 
         The inputs nonce by nonce in many operations, vLLM's eager forward pass for 32 nonces, then the results.
         """
-        runner, recipe = self._poc().stage.runner, Recipe.of(request)
+        adapter, spec = self._poc().stage.adapter, PassSpec.of(request)
         nonces, limits = len(request["nonces"]), model_facts(self.model_runner.vllm_config)
-        limits |= {"max_batch_nonces": nonces, "max_batch_tokens": nonces * recipe.seq_len}
-        stage = PocModel(runner, limits).stage
+        limits |= {"max_batch_nonces": nonces, "max_batch_tokens": nonces * spec.seq_len}
+        stage = PocModelRunner(adapter, limits).stage
         with torch.inference_mode():
-            stage.load(request["block_hash"], recipe)
-            _naive_batch(stage, recipe, request)
+            stage.load(request["block_hash"], spec)
+            _naive_batch(stage, spec, request)
             count, started = 0, time.perf_counter()
             while time.perf_counter() - started < seconds:
-                _naive_batch(stage, recipe, request)
+                _naive_batch(stage, spec, request)
                 count += len(request["nonces"])
             return count / (time.perf_counter() - started)
 
@@ -110,15 +108,15 @@ def _fill_quantised(weight: torch.Tensor, generator: torch.Generator) -> None:
         matrix.copy_((_QUANTISED * numbers).to(weight.dtype))
 
 
-def _naive_batch(stage: Stage, recipe: Recipe, request: BatchRequest) -> None:
-    device, hidden_size = stage.runner.device, stage.limits["hidden_size"]
-    seeds = recipe.seeds(request, request["nonces"]).to(device)
-    inputs = torch.empty(len(seeds), recipe.seq_len, hidden_size, dtype=stage.runner.dtype, device=device)
+def _naive_batch(stage: Stage, spec: PassSpec, request: BatchRequest) -> None:
+    device, hidden_size = stage.adapter.device, stage.limits["hidden_size"]
+    seeds = seeds_of(spec, request, request["nonces"]).to(device)
+    inputs = torch.empty(len(seeds), spec.seq_len, hidden_size, dtype=stage.adapter.dtype, device=device)
     for row, seed in zip(inputs.view(len(seeds), -1), seeds[:, 0], strict=True):
         fill_stepwise(row, seed)
-    hidden = stage.forward(recipe, inputs, {}, len(seeds))
+    hidden = stage.forward(spec, inputs, {}, len(seeds))
     assert isinstance(hidden, torch.Tensor)  # noqa: S101 - one GPU has all layers
-    result_values(hidden, draw(seeds, recipe, hidden=hidden_size), stage.tensors).cpu()
+    result_values(hidden, draw(seeds, spec, hidden=hidden_size), stage.tensors).cpu()
 
 
 def _seconds_of_product(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_poc.kernels import layers, quantised
+from vllm_poc.kernels import layers
 
 #: More than the cache of any card.
 CACHE_BYTES = 256 << 20
@@ -92,7 +92,7 @@ def _norm_and_rotate(positions: Tensor, cos_sin: Tensor, weight: Tensor, heads: 
 def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty_strided((len(x), x.shape[1] // GROUP), (1, len(x)), device="cuda")
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    quantised.quantise(x, out, scales, epsilon=1e-10, powers_of_two=True)
+    layers.quantise(x, out, scales, epsilon=1e-10, powers_of_two=True)
     return out, scales
 
 

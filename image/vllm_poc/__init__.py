@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof of Compute inside a stock vLLM server.
 
-The folders, each importing only those named before it:
+    wire/      the REST contract, shared with operator and gateway; neither torch nor vLLM
+    rpc        messages between the API server's process and the workers
+    maths/     every formula of the protocol; torch alone      kernels/   the same and more in Triton
+    server/    what runs in vLLM's API server process: routes, round state, scheduling, callbacks
+    worker/    what runs in vLLM's worker processes: forward passes on scratch memory, CUDA graphs
+    cli        ``python -m vllm_poc serve MODEL``
 
-- ``wire``: the REST contract; imports neither torch nor vLLM, so that the operator shares it.
-- ``maths``: every formula of the protocol, batched over nonces; needs torch only.
-- ``worker``: what runs in vLLM's worker processes: the scratch KV cache and the forward pass.
-- ``server``: what runs in vLLM's API server process: routes, round state, callbacks.
+vLLM loads two of its classes by official hooks: `vllm_poc.server.app.PocMiddleware` and
+`vllm_poc.worker.extension.PocWorkerExtension`. Server and workers know each other by ``rpc`` alone.
 """

@@ -11,12 +11,12 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from vllm_poc.server import deployment
+from vllm_poc.server.admission import deployment_refusal
+from vllm_poc.server.engine import vllm_version
 from vllm_poc.server.settings import Settings, SettingsError
-from vllm_poc.server.versions import vllm_version
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
-MIDDLEWARE = "vllm_poc.server.middleware.PocMiddleware"
+MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 #: What ``serve`` takes beside vLLM's own options, in any place.
 FLAGS = frozenset({"--enable-poc", "--poc-allow-untested-vllm"})
@@ -97,7 +97,7 @@ def _check_options(options: argparse.Namespace) -> None:
             "--headless starts no API server, and PoC's routes are in it: "
             f"start this node by vLLM's own command, with --worker-extension-cls {EXTENSION_CLASS}."
         )
-    if (refusal := deployment.refusal(options, os.environ)) is not None:
+    if (refusal := deployment_refusal(options, os.environ)) is not None:
         raise UsageError(refusal)
 
 

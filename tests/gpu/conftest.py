@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TEST_SECONDS = 600
 FLAGS = ["--worker-extension-cls", "tests.gpu.unfused.UnfusedExtension"]
-FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware", "--max-num-seqs", "256"]
+FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware", "--max-num-seqs", "256"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -132,7 +132,7 @@ def test_what_is_short(seq_len: int, head_dim: int, expected: bool) -> None:
     ],
 )
 def test_which_layers_attend_so(changed: dict[str, object], expected: bool) -> None:
-    from vllm_poc.worker.fusion.attention import attends_short  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.passes.attention import attends_short  # noqa: PLC0415 - needs vLLM
 
     plain = {"sliding_window": (-1, -1), "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None, "head_size": 128}
     assert attends_short(SimpleNamespace(**(plain | changed)), 64) is expected

@@ -24,14 +24,12 @@ TOKENS = 8192
 MEAN_DISTANCE, LARGEST_DISTANCE = 0.02, 0.1
 #: The same for two distances.
 DISTANCE = 1e-3
-#: Parts of so many seconds leave a pass in one.
+#: Segments of so many seconds leave a pass in one.
 WHOLE = 10.0
 
 
 def request(seq_len: int, protocol: str, nonces: list[int] = NONCES) -> dict[str, Any]:
-    artifact = protocol == "artifact"
-    others = {"protocol": protocol, "k_dim": 12 if artifact else 0, "layer_hooks": artifact, "sign_flips": not artifact}
-    return {**a_batch(nonces, seq_len=seq_len), **others, "batch": TOKENS // seq_len}
+    return {**a_batch(nonces, seq_len=seq_len, protocol=protocol, batch=TOKENS // seq_len)}
 
 
 def answer(client: Client, method: str, *args: object) -> Any:  # noqa: ANN401
@@ -57,7 +55,7 @@ def vectors(result: dict[str, Any]) -> Any:  # noqa: ANN401 - torch need not be 
 def test_artifacts_are_those_of_the_unfused_pass(real_client: Client, seq_len: int) -> None:
     assert answer(real_client, "poc_describe")["fused"]
     asked = request(seq_len, "artifact")
-    answer(real_client, "poc_rehearse", asked | {"nonces": NONCES[: asked["batch"]]}, WHOLE)
+    answer(real_client, "poc_warm_up", asked | {"nonces": NONCES[: asked["batch"]]}, WHOLE)
     found = vectors(computed(real_client, asked))
     expected = vectors(answer(real_client, "poc_test_unfused", asked))
     distances = torch.linalg.vector_norm(found - expected, dim=1)
@@ -81,7 +79,7 @@ def test_the_same_batch_gives_the_same_bits_captured_or_not(real_client: Client,
     asked = request(32, protocol, NONCES[:128])  # no other test prepares passes of this length
     eager = computed(real_client, asked)
     assert computed(real_client, asked) == eager
-    assert answer(real_client, "poc_rehearse", asked, WHOLE)["seconds"] > 0
+    assert answer(real_client, "poc_warm_up", asked, WHOLE)["seconds"] > 0
     assert computed(real_client, asked) == eager
     later = asked | {"nonces": NONCES[128:256]}
     begun = computed(real_client, asked | {"ahead": [later["nonces"]]})
@@ -89,27 +87,27 @@ def test_the_same_batch_gives_the_same_bits_captured_or_not(real_client: Client,
     assert computed(real_client, later)["nonces"] == later["nonces"]
 
 
-def test_a_pass_in_parts_gives_the_same_bits(real_client: Client) -> None:
+def test_a_pass_in_segments_gives_the_same_bits(real_client: Client) -> None:
     facts = answer(real_client, "poc_describe")
     asked = request(256, "artifact", NONCES[:8])
-    assert answer(real_client, "poc_rehearse", asked, WHOLE)["parts"] == 1
+    assert answer(real_client, "poc_warm_up", asked, WHOLE)["segments"] == 1
     whole = computed(real_client, asked)
-    parts = answer(real_client, "poc_rehearse", asked, 1e-4)["parts"]
-    assert parts == facts["num_layers"] // facts["stages"], "no part is less than a layer"
+    segments = answer(real_client, "poc_warm_up", asked, 1e-4)["segments"]
+    assert segments == facts["num_layers"] // facts["stages"], "no segment is less than a layer"
     # What else is computed between two passes, and what is begun ahead and then not wanted, changes nothing.
     for ahead, between in (([], None), ([NONCES[8:16]], None), ([], request(64, "distance", NONCES[:4]))):
         found, calls = real_client.computed(asked | {"ahead": ahead})
-        assert calls == parts * facts["stages"]
+        assert calls == segments * facts["stages"]
         assert found["vectors"] == whole["vectors"]
         if between is not None:
             computed(real_client, between)
-    fewer = answer(real_client, "poc_rehearse", asked, WHOLE)
-    assert fewer["parts"] == 1
+    fewer = answer(real_client, "poc_warm_up", asked, WHOLE)
+    assert fewer["segments"] == 1
 
 
-def test_fewer_nonces_than_were_rehearsed_give_the_same(real_client: Client) -> None:
+def test_fewer_nonces_than_were_captured_give_the_same(real_client: Client) -> None:
     asked = request(64, "artifact", NONCES[:128])
-    answer(real_client, "poc_rehearse", asked, WHOLE)
+    answer(real_client, "poc_warm_up", asked, WHOLE)
     all_of_them = computed(real_client, asked)
     some = computed(real_client, asked | {"nonces": NONCES[:33]})
     assert some["vectors"] == all_of_them["vectors"][:33]

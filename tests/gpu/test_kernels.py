@@ -10,8 +10,8 @@ from torch import Tensor  # noqa: E402
 from torch import dtype as DType  # noqa: E402, N812
 from torch.nn.functional import silu  # noqa: E402
 
-from vllm_poc.kernels import layers, normal, quantised  # noqa: E402
-from vllm_poc.maths import reflections, sampling  # noqa: E402
+from vllm_poc.kernels import layers, normal  # noqa: E402
+from vllm_poc.maths import sampling  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16]
 #: Share of elements that may be rounded the other way where a sum has another order, or a logarithm another last digit.
@@ -87,7 +87,7 @@ def test_reflection(n: int, dtype: DType) -> None:
     x, vector = random(3000, n, dtype=torch.float32), unit(n)
     x = (x - (x @ vector)[:, None] * vector).to(dtype)
     x[:, 0] = 0  # becomes twice the sum, which is next to nothing, so that each of its digits shows
-    expected = reflections.reflect(x, vector)
+    expected = sampling.reflect(x, vector)
     layers.reflect(x, vector)
     assert_same(x, expected, otherwise=0.0 if n % 8 == 0 else OTHERWISE)
 
@@ -105,7 +105,7 @@ def test_norm(n: int, dtype: DType) -> None:
 def test_sum_and_norm(n: int, dtype: DType, reflected: bool) -> None:
     x, residual, weight = (random(3000, n, dtype=dtype, seed=seed) for seed in (4, 5, 6))
     weight, vector = weight[0].contiguous(), unit(n) if reflected else None
-    left, right = (part if vector is None else reflections.reflect(part, vector) for part in (x, residual))
+    left, right = (part if vector is None else sampling.reflect(part, vector) for part in (x, residual))
     total = left.float() + right.float()
     layers.add_norm(x, residual, weight, EPSILON, vector)
     assert_same(residual, total.to(dtype), otherwise=0.0 if n % 8 == 0 or not reflected else OTHERWISE)
@@ -163,7 +163,7 @@ def test_quantisation(n: int, layout: str, powers_of_two: bool, dtype: DType) ->
     strides = {"rows": (groups, 1), "columns": (1, rows), "aligned columns": (1, 304)}[layout]
     scales = torch.empty_strided((rows, groups), strides, device="cuda")
     found = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    quantised.quantise(x, found, scales, epsilon=1e-10, powers_of_two=powers_of_two)
+    layers.quantise(x, found, scales, epsilon=1e-10, powers_of_two=powers_of_two)
     expected, expected_scales = quantise(x, powers_of_two=powers_of_two)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

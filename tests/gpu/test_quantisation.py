@@ -12,8 +12,8 @@ fp8_utils = pytest.importorskip(
 
 from torch import dtype as DType  # noqa: E402, N812
 
-from vllm_poc.worker.fusion.patches import patched  # noqa: E402
-from vllm_poc.worker.fusion.quantisation import quantisation_patches  # noqa: E402
+from vllm_poc.worker.passes.operations import patched  # noqa: E402
+from vllm_poc.worker.passes.quantisation import quantisation_patches  # noqa: E402
 
 
 @pytest.mark.parametrize("rows", [1, 301, 4096])

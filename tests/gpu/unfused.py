@@ -10,10 +10,10 @@ from vllm.model_executor.custom_op import CustomOp
 
 from tests.gpu.memory import MemoryExtension
 from vllm import ir
-from vllm_poc.worker.batches import BatchRequest, BatchResult
-from vllm_poc.worker.forward import PocModel
-from vllm_poc.worker.fusion.patches import Patch, patched
-from vllm_poc.worker.limits import model_facts
+from vllm_poc.rpc import BatchRequest, BatchResult
+from vllm_poc.worker.model.capabilities import model_facts
+from vllm_poc.worker.model_runner import PocModelRunner
+from vllm_poc.worker.passes.operations import Patch, patched
 
 
 class UnfusedExtension(MemoryExtension):
@@ -21,10 +21,10 @@ class UnfusedExtension(MemoryExtension):
 
     def poc_test_unfused(self, request: BatchRequest) -> BatchResult | None:
         """Answer as ``poc_compute``, but slowly."""
-        runner = self._poc().stage.runner
-        compute = PocModel(runner, model_facts(self.model_runner.vllm_config)).prepare(request)
-        with unfused(runner.model):
-            for _ in range(runner.ranks.stages):  # each call takes it through one of them
+        adapter = self._poc().stage.adapter
+        compute = PocModelRunner(adapter, model_facts(self.model_runner.vllm_config)).prepare(request)
+        with unfused(adapter.model):
+            for _ in range(adapter.ranks.stages):  # each call takes it through one of them
                 result = compute()
         torch.cuda.empty_cache()
         return result

@@ -11,7 +11,7 @@ from tests.vllm.client import Client
 
 #: PoC's flags, with an extension that tells the worker's process.
 EXTENSION = ("--worker-extension-cls", "tests.vllm.faults.FaultExtension")
-FLAGS = (*EXTENSION, "--middleware", "vllm_poc.server.middleware.PocMiddleware")
+FLAGS = (*EXTENSION, "--middleware", "vllm_poc.server.app.PocMiddleware")
 
 
 def processes(client: Client) -> list[Path]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: PoC's flags by their parts, since the extension is one that can also tell checksums.
 CHECKSUMS = ("--worker-extension-cls", "tests.vllm.worker_checks.CheckingExtension")
-POC_WITH_CHECKSUMS = (*CHECKSUMS, "--middleware", "vllm_poc.server.middleware.PocMiddleware")
+POC_WITH_CHECKSUMS = (*CHECKSUMS, "--middleware", "vllm_poc.server.app.PocMiddleware")
 # Which of the CPU's two backends is chosen would depend on the CPU, and one of them has no float32.
 _LATENT_ON_CPU = () if ON_GPU else ("--attention-backend", "CPU_MLA")
 

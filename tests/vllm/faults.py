@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from tests.vllm.replay import replay_passes
 from tests.vllm.worker_checks import CheckingExtension
-from vllm_poc.worker.stage import Stage
-from vllm_poc.worker.trial import trial
+from vllm_poc.worker.model_runner import Stage
+from vllm_poc.worker.passes.parity_check import hidden_states
 
 
 class FaultExtension(CheckingExtension):
@@ -28,29 +28,29 @@ class FaultExtension(CheckingExtension):
 
     def poc_test_break_layer(self, rank: int) -> None:
         """Let the model of this rank fail in the middle of a forward pass."""
-        self._poc_model = None  # on all ranks: what was recorded before would not meet the hook
+        self._poc_model_runner = None  # on all ranks: what was recorded before would not meet the hook
         if self.rank == rank:
             self.model_runner.get_model().model.layers[-1].register_forward_hook(_fail)
 
     def poc_test_replay(self) -> None:
-        """Prepare passes for repetition on a CPU too, until the model is made anew."""
+        """Ready passes for repetition on a CPU too, until the model is made anew."""
         replay_passes(self._poc())
 
     def poc_test_anew(self) -> None:
-        """Forget the model, and what was prepared."""
-        self._poc_model = None
+        """Forget the model, and what was captured."""
+        self._poc_model_runner = None
 
     def poc_test_room(self, room: bool) -> None:
         """Let this worker find that a batch fits into its memory, or that none does."""
         self._poc().memory.has_room_for = lambda tokens, drawn=0: room  # type: ignore[method-assign]
 
-    def poc_test_trial(self, failing: int | None) -> list[list[int]] | None:
-        """Run the trial of a way of computing, in which one rank fails; return the shapes of what comes out."""
+    def poc_test_parity(self, failing: int | None) -> list[list[int]] | None:
+        """Compute what the parity check compares, with one rank that fails; return the shapes of what comes out."""
         stage = self._poc().stage
         if self.rank == failing:
-            stage = Stage(stage.runner, stage.limits, stage.pass_)
+            stage = Stage(stage.adapter, stage.limits, stage.pass_)
             stage.forward = _out_of_memory  # type: ignore[assignment,method-assign]
-        found = trial(stage)
+        found = hidden_states(stage)
         return [list(hidden.shape) for hidden in found] if found is not None else None
 
 

@@ -11,10 +11,8 @@ from transformers import AutoModelForCausalLM
 from tests.vllm.client import K_DIM, ROUND
 from vllm_poc.maths.artifact import Selection, artifact_purposes, artifact_vectors
 from vllm_poc.maths.distance import Transform, distance_purposes, distances, random_head, round_target
-from vllm_poc.maths.inputs import fill_inputs
-from vllm_poc.maths.reflections import layer_vectors
-from vllm_poc.maths.seeds import input_seeds, nonce_seeds
-from vllm_poc.worker.hooks import reflected_layers
+from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors, nonce_seeds
+from vllm_poc.worker.passes.plain import reflected_layers
 
 BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
 

@@ -1,54 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes that are replayed in parts on a CPU, which has no CUDA graphs: the last part computes all of it."""
+"""Forward passes that are replayed in segments on a CPU, which has no CUDA graphs: the last one computes all of it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from vllm_poc.worker.programs import Program, Programs
-from vllm_poc.worker.rehearsal import Rehearser
+from vllm_poc.worker.graphs import CapturedPass, GraphCache
+from vllm_poc.worker.warm_up import WarmUp
 
 if TYPE_CHECKING:
-    from vllm_poc.worker.forward import PocModel
-    from vllm_poc.worker.internals import StageOutput
-    from vllm_poc.worker.recipe import Recipe
-    from vllm_poc.worker.stage import Batch
+    from vllm_poc.rpc import PassSpec
+    from vllm_poc.worker.graphs import Batch
+    from vllm_poc.worker.model.adapter import StageOutput
+    from vllm_poc.worker.model_runner import PocModelRunner
 
 
-class _Part:
-    """Stands in for a CUDA graph, and fails unless the part before it was the last that ran."""
+class _Segment:
+    """Stands in for a CUDA graph, and fails unless the segment before it was the last that ran."""
 
     last: tuple[object, int] | None = None
 
-    def __init__(self, program: object, number: int, replay: Callable[[], None] = lambda: None) -> None:
-        self._place = (program, number)
+    def __init__(self, captured: object, number: int, replay: Callable[[], None] = lambda: None) -> None:
+        self._place = (captured, number)
         self._replay = replay
 
     def replay(self) -> None:
-        program, number = self._place
-        if number and _Part.last != (program, number - 1):
-            raise RuntimeError(f"part {number} ran after {_Part.last}")
-        _Part.last = self._place
+        captured, number = self._place
+        if number and _Segment.last != (captured, number - 1):
+            raise RuntimeError(f"segment {number} ran after {_Segment.last}")
+        _Segment.last = self._place
         self._replay()
 
 
-class _ReplayedPrograms(Programs):
+class _ReplayedGraphs(GraphCache):
     def __init__(self) -> None:
-        self._programs = OrderedDict()
+        self._captured = {}
 
-    def make_room(self, recipe: Recipe) -> None:
-        """Forget the recipe's program."""
-        self.forget(recipe)
+    def make_room(self, spec: PassSpec, keep: Collection[PassSpec]) -> None:
+        """Drop what the real one drops."""
+        for known in set(self._captured) - (set(keep) - {spec}):
+            self.forget(known)
 
     def capture(
-        self, recipe: Recipe, seeds: Tensor, received: dict[str, Tensor], batch: Batch, cuts: Sequence[nn.Module]
+        self, spec: PassSpec, seeds: Tensor, received: dict[str, Tensor], batch: Batch, cuts: Sequence[nn.Module]
     ) -> None:
-        """Make a program that computes ``batch`` anew from what then stands in ``seeds`` and ``received``."""
+        """Make a pass that computes ``batch`` anew from what then stands in ``seeds`` and ``received``."""
 
         def computed() -> StageOutput:
             return batch({name: tensor.clone() for name, tensor in received.items()})
@@ -62,13 +62,13 @@ class _ReplayedPrograms(Programs):
                     tensor.copy_(found[name])
 
         output = computed()
-        program = object()
-        parts = [*(_Part(program, number) for number in range(len(cuts))), _Part(program, len(cuts), replay)]
-        self._programs[recipe] = Program(parts, seeds, received, output, None)
+        captured = object()
+        segments = [*(_Segment(captured, number) for number in range(len(cuts))), _Segment(captured, len(cuts), replay)]
+        self._captured[spec] = CapturedPass(segments, seeds, received, output, None)
 
 
-def replay_passes(model: PocModel) -> None:
-    """Let the model prepare its passes for repetition, and in parts, as on a GPU."""
+def replay_passes(runner: PocModelRunner) -> None:
+    """Let the runner ready its passes for repetition, and in segments, as on a GPU."""
     torch.Tensor.pin_memory = lambda tensor: tensor
-    model._programs = _ReplayedPrograms()
-    model._rehearser = Rehearser(model.stage, model._programs, model.memory)
+    runner._graphs = _ReplayedGraphs()
+    runner._warm_up = WarmUp(runner.stage, runner._graphs, runner.memory)

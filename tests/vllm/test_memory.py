@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
 from tests.support.builders.batches import a_batch  # noqa: E402
+from vllm_poc.rpc import PassSpec  # noqa: E402
 from vllm_poc.worker.memory import Memory  # noqa: E402
-from vllm_poc.worker.recipe import Recipe  # noqa: E402
 from vllm_poc.worker.results import drawn_bytes  # noqa: E402
 
 GIB = 2**30
@@ -70,9 +70,8 @@ def test_chats_peak_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("protocol", "expected"), [("artifact", 4 * 5 * 12**2), ("distance", 4 * 5 * 9 * 64)])
 def test_what_seeds_draw_grows_with_the_nonces(protocol: str, expected: int) -> None:
-    asked = a_batch(range(5), seq_len=1)
-    recipe = Recipe.of({**asked, "protocol": protocol})
-    assert drawn_bytes(recipe, 5, hidden=64) == expected
+    spec = PassSpec.of(a_batch(range(5), seq_len=1, protocol=protocol))
+    assert drawn_bytes(spec, 5, hidden=64) == expected
 
 
 def test_a_cpu_has_room_for_all() -> None:

@@ -12,6 +12,7 @@ from urllib.error import URLError
 
 import pytest
 
+from tests.support.builders.batches import a_batch
 from tests.vllm.device import (
     ARTIFACT_TOLERANCE,
     DISTANCE_TOLERANCE,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tests.support.fakes.receiver import Receiver
     from tests.vllm.client import Client
     from tests.vllm.reference import Reference
+    from vllm_poc.rpc import BatchRequest
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 pytestmark = pytest.mark.skipif(WHY_NOT_PARALLEL is not None, reason=str(WHY_NOT_PARALLEL))
@@ -37,20 +39,9 @@ pytestmark = pytest.mark.skipif(WHY_NOT_PARALLEL is not None, reason=str(WHY_NOT
 NONCES = [0, 1, 5, 2**31 - 1]
 FLAGS = ["--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
 FLAGS += [] if ON_GPU else ["--enforce-eager"]
-FLAGS += ["--middleware", "vllm_poc.server.middleware.PocMiddleware"]
+FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware"]
 #: The first call compiles kernels on a GPU.
 ENGINE_SECONDS = 30 if ON_GPU else 5
-#: Four forward passes of a round that is nobody's.
-SLICE = {
-    "block_hash": "b10c",
-    "public_key": "key",
-    "seq_len": 17,
-    "k_dim": 12,
-    "strong_rng": True,
-    "layer_hooks": True,
-    "sign_flips": False,
-    "batch": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -122,22 +113,27 @@ def answer(client: Client, method: str, *args: object) -> Any:  # noqa: ANN401
     return found[0]
 
 
+def a_slice(protocol: str, nonces: list[int], ahead: list[list[int]] | None = None, *, batch: int = 2) -> BatchRequest:
+    """Ask for a slice of a round that is nobody's, in forward passes of ``batch`` nonces."""
+    return a_batch(nonces, seq_len=17, protocol=protocol, batch=batch, ahead=ahead or [], strong_rng=True)
+
+
 def slices(first: int, count: int) -> list[list[int]]:
     """Return the nonces of so many slices from ``first`` on."""
     return [list(range(start, start + 8)) for start in range(first, first + 8 * count, 8)]
 
 
-def computed(client: Client, protocol: str, first: int, ahead: int = 0, **fields: Any) -> tuple[Any, int]:  # noqa: ANN401
+def computed(client: Client, protocol: str, first: int, ahead: int = 0, *, batch: int = 2) -> tuple[Any, int]:
     """Return the answer to a slice that others follow, and how many calls it took."""
     nonces, *following = slices(first, 1 + ahead)
-    return client.computed({**SLICE, "protocol": protocol, "nonces": nonces, "ahead": following, **fields})
+    return client.computed(a_slice(protocol, nonces, following, batch=batch))
 
 
 @pytest.mark.parametrize("protocol", ["artifact", "distance"])
 def test_slices_that_are_begun_ahead_give_the_same_bits(parallel: Client, protocol: str) -> None:
     stages = parallel.workers("poc_describe")[0]["stages"]
-    rehearsal = answer(parallel, "poc_rehearse", {**SLICE, "protocol": protocol, "nonces": [0, 1], "ahead": []}, 1.0)
-    assert rehearsal["seconds"] > 0
+    timing = answer(parallel, "poc_warm_up", a_slice(protocol, [0, 1]), 1.0)
+    assert timing["seconds"] > 0
     alone = [computed(parallel, protocol, first) for first in (0, 8, 16, 24)]
     assert [found["nonces"] for found, _ in alone] == slices(0, 4)
     assert {calls for _, calls in alone} == {stages}
@@ -149,20 +145,20 @@ def test_slices_that_are_begun_ahead_give_the_same_bits(parallel: Client, protoc
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU tests/gpu/test_fused.py does this with CUDA graphs")
 @pytest.mark.parametrize("protocol", ["artifact", "distance"])
-def test_passes_in_parts_go_through_all_stages(parallel: Client, protocol: str) -> None:
+def test_passes_in_segments_go_through_all_stages(parallel: Client, protocol: str) -> None:
     stages = parallel.workers("poc_describe")[0]["stages"]
     alone = [computed(parallel, protocol, first, batch=8)[0] for first in (0, 8, 16, 24)]
     parallel.workers("poc_test_replay")
-    asked = {**SLICE, "protocol": protocol, "nonces": slices(0, 1)[0], "ahead": []}
-    parts = answer(parallel, "poc_rehearse", asked, 1e-9)["parts"]
-    assert parts == (2 if stages > 1 else 5), "as many as the shortest stage has layers"
-    assert computed(parallel, protocol, 0, batch=8) == (alone[0], parts * stages)
+    asked = a_slice(protocol, slices(0, 1)[0])
+    segments = answer(parallel, "poc_warm_up", asked, 1e-9)["segments"]
+    assert segments == (2 if stages > 1 else 5), "as many as the shortest stage has layers"
+    assert computed(parallel, protocol, 0, batch=8) == (alone[0], segments * stages)
     begun = [computed(parallel, protocol, first, stages, batch=8) for first in (0, 8, 16, 24)]
     assert [found for found, _ in begun] == alone
-    assert [calls for _, calls in begun] == [parts * stages, parts, parts, parts]
-    other, _ = computed(parallel, protocol, 5, 0, batch=8, nonces=[5, 6])  # fewer than what is prepared
+    assert [calls for _, calls in begun] == [segments * stages, segments, segments, segments]
+    other, _ = parallel.computed(a_slice(protocol, [5, 6], batch=8))  # fewer than what is captured
     assert other["nonces"] == [5, 6]
-    assert computed(parallel, protocol, 16, stages, batch=8) == (alone[2], parts * stages)
+    assert computed(parallel, protocol, 16, stages, batch=8) == (alone[2], segments * stages)
     parallel.workers("poc_test_anew")
 
 
@@ -191,17 +187,17 @@ def test_a_round_delivers_every_nonce_once(parallel: Client, receiver: Receiver)
     assert nonces == list(range(len(nonces)))
 
 
-def test_a_trial_runs_through_all_ranks(parallel: Client) -> None:
+def test_the_parity_check_runs_through_all_ranks(parallel: Client) -> None:
     shapes = [[4, 128], [4, 128]]  # of the last hidden states
     stages = parallel.workers("poc_describe")[0]["stages"]
-    assert parallel.workers("poc_test_trial", None) == [shapes if stages == 1 else [], shapes]
+    assert parallel.workers("poc_test_parity", None) == [shapes if stages == 1 else [], shapes]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_stage_that_fails_in_a_trial_ends_it_for_all(parallel: Client, failing: int) -> None:
+def test_a_stage_that_fails_in_the_parity_check_ends_it_for_all(parallel: Client, failing: int) -> None:
     if parallel.workers("poc_describe")[0]["stages"] == 1:
         pytest.skip("with tensor parallelism, a rank that fails alone ends the server")
-    assert parallel.workers("poc_test_trial", failing) == [None, None]
+    assert parallel.workers("poc_test_parity", failing) == [None, None]
     assert len(parallel.artifacts(NONCES)) == len(NONCES)
 
 
@@ -238,5 +234,5 @@ def test_a_rank_that_hangs_fails_the_round_in_time(parallel: Client) -> None:
 def test_a_rank_that_fails_between_collectives_ends_the_server(parallel: Client) -> None:
     parallel.workers("poc_test_break_layer", 1)
     parallel.start()
-    assert failed(parallel, 30)["error"].startswith(("poc_compute", "poc_rehearse"))
+    assert failed(parallel, 30)["error"].startswith(("poc_compute", "poc_warm_up"))
     assert ended(parallel, 30), "vLLM must notice that a worker died"

@@ -47,7 +47,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.usefixtures("rank")
 def test_a_model_is_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.limits import refusal  # noqa: PLC0415
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
 
     found = refusal(*build(name, tmp_path))
     assert found is not None
@@ -58,7 +58,7 @@ def test_a_model_is_refused_with_the_reason(name: str, reason: str, tmp_path: Pa
 @pytest.mark.usefixtures("rank")
 def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.limits import refusal  # noqa: PLC0415
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
 
     config, model = build("OPTForCausalLM", tmp_path)
     assert refusal(config, model) is None
@@ -70,12 +70,12 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("rank")
 def test_unknown_places_of_layers_are_refused(tmp_path: Path) -> None:
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.internals import Runner, UnsupportedModelError  # noqa: PLC0415
+    from vllm_poc.worker.model.adapter import ModelAdapter, UnsupportedModelError  # noqa: PLC0415
 
     config, model = build("OPTForCausalLM", tmp_path)
     runner = SimpleNamespace(get_model=lambda: model, device="cpu", vllm_config=config)
     with pytest.raises(UnsupportedModelError, match="no decoder layers in OPTForCausalLM"):
-        Runner(runner)
+        ModelAdapter(runner)
 
 
 def test_linear_attention_is_refused_and_served(model_folder: Path, tmp_path: Path) -> None:

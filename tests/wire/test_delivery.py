@@ -9,7 +9,7 @@ import pytest
 from tests.support.fakes.callback_receiver import CallbackReceiver, payload_nonces
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
-from vllm_poc.server.posting import SEARCH_LIMIT
+from vllm_poc.server.callbacks.delivery import SEARCH_LIMIT
 from vllm_poc.wire.messages import PowState, StatusResponse
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
 

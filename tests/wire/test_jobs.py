@@ -144,7 +144,7 @@ async def test_a_defect_fails_its_job(pod: Pod, monkeypatch: pytest.MonkeyPatch)
     def broken(*_: object) -> None:
         raise TypeError("no result")
 
-    monkeypatch.setattr("vllm_poc.server.payloads.generated", broken)
+    monkeypatch.setattr("vllm_poc.server.callbacks.payloads.generated", broken)
     assert (await ended(pod, await submit(pod, JOB)))["error"] == "TypeError: no result"
 
 

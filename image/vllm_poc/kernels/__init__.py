@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels: what `vllm_poc.maths` and vLLM's layers compute, in one pass over the data. Need a GPU.
 
-They round where the unfused operations round, so that both give the same numbers.
+    normal      inputs and seeded vectors
+    attention   causal attention of short sequences
+    layers      norms, gate, rotation, reflection, quantisation      rows    their sums
+
+They round where the unfused operations round, so that both give the same numbers. Which operation of vLLM one of them
+stands for is decided in `vllm_poc.worker.passes`.
 """

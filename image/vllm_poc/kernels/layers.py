@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elementwise work between the matrix products of a decoder layer. All but `norm` and `gated` work in place.
+"""Elementwise work between the matrix products of a decoder layer, and the quantisation of their inputs.
+
+All but `norm`, `gated` and `quantise` work in place.
 
 The memory is the limit: each element is read once, and many loads are under way at a time.
 """
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 _GATED_BLOCK, _GATED_WARPS = 1024, 4
 #: Heads that a program rotates.
 _HEADS, _HEADS_WARPS = 16, 2
+#: Groups that a program quantises.
+_GROUPS, _GROUPS_WARPS = 32, 4
 
 
 def reflect(x: Tensor, vector: Tensor) -> None:
-    """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.reflections.reflect`."""
+    """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.sampling.reflect`."""
     tokens, n = x.shape
     _reflect_rows[(tokens,)](x, vector, x.stride(0), **rows.launch(n))
 
@@ -74,6 +78,21 @@ def norm_and_rotate(
     grid = (triton.cdiv(tokens * heads, _HEADS),)
     sizes = (tokens * heads, qkv.stride(0), epsilon)
     _norm_rotate[grid](*tensors, *sizes, **numbers, num_warps=_HEADS_WARPS, **rows.EXACT)
+
+
+def quantise(x: Tensor, out: Tensor, scales: Tensor, *, epsilon: float, powers_of_two: bool) -> None:
+    """Put ``x`` ``[rows, n]`` over ``scales`` ``[rows, groups]`` into ``out``, and the scales into ``scales``.
+
+    ``x`` is float16 or bfloat16 and ``out`` float8_e4m3fn, both contiguous; ``scales`` is float32 of any strides. A
+    group is a power of two elements. Its largest magnitude, or ``epsilon`` if that is larger, becomes 448, or less
+    where ``powers_of_two`` asks for scales that are rounded up to such. For finite numbers the bits are those of
+    vLLM's kernel in C++.
+    """
+    tokens, groups = scales.shape
+    numbers = {"COLUMNS": groups, "GROUPS": _GROUPS, "SIZE": x.shape[1] // groups, "POWERS": powers_of_two}
+    sizes = (tokens * groups, scales.stride(0), scales.stride(1))
+    grid = (triton.cdiv(tokens * groups, _GROUPS),)
+    _quantise[grid](x, out, scales, *sizes, epsilon, **numbers, num_warps=_GROUPS_WARPS)
 
 
 @triton.jit
@@ -205,3 +224,40 @@ def _lanes(values):
     """Return the sum of each four elements: ``[rows, threads, lanes that a thread stands for]``."""
     lanes: tl.constexpr = 1 if values.shape[1] == rows.EACH else 2
     return tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // (lanes * rows.EACH), lanes, rows.EACH]), 3)
+
+
+# One program for any number of rows, or a batch of a new size would wait for the compiler.
+@triton.jit(do_not_specialize=["count", "row_stride", "column_stride"])
+def _quantise(
+    x,
+    out,
+    scales,
+    count,
+    row_stride,
+    column_stride,
+    epsilon,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    POWERS: tl.constexpr,
+):
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    inside = group < count
+    place = group.to(tl.int64)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    values = tl.load(x + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), 1), epsilon), 448.0)
+    if POWERS:
+        scale = _power_above(tl.maximum(scale, 1e-10))
+        values *= tl.div_rn(1.0, scale)[:, None]  # exact, as the quotient would be
+    else:
+        values = tl.div_rn(values, scale[:, None])
+    tl.store(out + place, tl.clamp(values, -448.0, 448.0).to(out.dtype.element_ty), mask=inside[:, None])
+    scales += (group // COLUMNS).to(tl.int64) * row_stride + group % COLUMNS * column_stride
+    tl.store(scales, scale, mask=inside)
+
+
+@triton.jit
+def _power_above(x):
+    """Return ``exp2(ceil(log2(x)))``: as 448th parts of 16-bit numbers are no closer to a power, no digit is lost."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

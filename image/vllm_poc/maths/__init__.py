@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol's formulas, batched over nonces. Needs torch, not vLLM."""
+"""The protocol's formulas, batched over nonces. Needs torch, not vLLM.
+
+    sampling             seeds, hashes, normal numbers, inputs, reflections
+    artifact, distance   from a last hidden state to what a protocol delivers
+
+No state and no device of its own: where tensors live and when they are made is the worker's business.
+"""

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_poc.maths.reflections import normalise, reflect_chain
-from vllm_poc.maths.sampling import hashes, unit_normal
+from vllm_poc.maths.sampling import hashes, normalise, reflect_chain, unit_normal
 
 
 def artifact_purposes(k_dim: int) -> list[str]:

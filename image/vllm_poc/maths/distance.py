@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_poc.maths.reflections import normalise, reflect_chain
-from vllm_poc.maths.sampling import normal, uniform, unit_normal
-from vllm_poc.maths.seeds import seed_tensor
+from vllm_poc.maths.sampling import normal, normalise, reflect_chain, seed_tensor, uniform, unit_normal
 
 #: Rows of the random head, the dimension of the sphere.
 OUTPUT_DIM = 8192

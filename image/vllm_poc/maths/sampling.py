@@ -1,20 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers by hashing an index: element j of a vector depends on its seed and j alone.
+"""What seeds give: uniform and normal numbers, a nonce's inputs, unit vectors and the reflections along them.
 
-Hashes are exact; log, cos and sin are the device's float32 functions, so devices differ in the
-last places. Every function is batched over seeds of any shape, written ``S`` below.
+A seed is a 32-bit word of the SHA-256 of a text that names round, key, nonce and purpose:
+
+    seed(s) = first four bytes of SHA-256(UTF-8(s)), big-endian
+
+Numbers come from hashing an index: element j of a vector depends on its seed and j alone. Hashes are exact;
+log, cos and sin are the device's float32 functions, so devices differ in the last places. Every function of
+seeds is batched over seeds of any shape, written ``S`` below.
+
+A reflection is Householder's, ``x <- x - 2 (v . x) v`` along a unit vector v.
 """
 
+from __future__ import annotations
+
+import hashlib
 import math
+import struct
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+#: Sub-seeds of the stronger generator: the whole digest instead of its first four bytes.
+STRONG_SEEDS = 8
 _WORD = 0xFFFF_FFFF
 #: Elements hashed at a time. Their int64 and float32 temporaries take about 40 bytes each.
 CHUNK_ELEMENTS = 1 << 23
 #: Where log would meet zero.
 _SMALLEST_UNIFORM = 1e-10
+
+
+def seed(text: str) -> int:
+    """Return the seed of ``text``, an unsigned 32-bit integer."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def strong_seeds(text: str) -> tuple[int, ...]:
+    """Return the eight unsigned 32-bit integers of the digest of ``text``; the first is `seed`."""
+    return struct.unpack(f">{STRONG_SEEDS}I", hashlib.sha256(text.encode()).digest())
+
+
+def seed_tensor(texts: Iterable[str], device: torch.device) -> Tensor:
+    """Return the seeds of ``texts`` as int64 ``[len(texts)]`` on ``device``."""
+    return torch.tensor([seed(text) for text in texts], dtype=torch.int64, device=device)
+
+
+def input_seeds(block_hash: str, public_key: str, nonce: int, *, strong_rng: bool) -> tuple[int, ...]:
+    """Return the seed of a nonce's inputs, or its eight sub-seeds for the stronger generator."""
+    text = f"{block_hash}_{public_key}_nonce{nonce}"  # no underscore precedes the number here
+    return strong_seeds(text) if strong_rng else (seed(text),)
+
+
+def nonce_seeds(block_hash: str, public_key: str, nonce: int, purposes: Sequence[str]) -> list[int]:
+    """Return a nonce's seed for each of ``purposes``, such as ``signs`` or ``pick_12``."""
+    shared = hashlib.sha256(f"{block_hash}_{public_key}_nonce_{nonce}_".encode())
+    seeds = []
+    for purpose in purposes:
+        digest = shared.copy()
+        digest.update(purpose.encode())
+        seeds.append(int.from_bytes(digest.digest()[:4], "big"))
+    return seeds
+
+
+def fill_inputs(out: Tensor, seeds: Tensor) -> None:
+    """Write the embeddings of the nonces with these `input_seeds` into ``out``, row-major.
+
+    ``out`` is contiguous ``[batch, seq_len, hidden]`` of any float type; ``seeds`` is int64 ``[batch, 1]``, or
+    ``[batch, 8]`` for the stronger generator.
+    """
+    rows = out.view(len(out), -1)
+    if seeds.shape[1] == STRONG_SEEDS:
+        fill_from_strong_seeds(rows, seeds)
+    else:
+        fill_normal(rows, seeds[:, 0])
+
+
+def fill_from_strong_seeds(rows: Tensor, seeds: Tensor) -> None:
+    """Fill ``rows`` ``[batch, n]`` from sub-seeds int64 ``[batch, 8]``.
+
+    With L = ceil(n/8), segment k is the normal vector of length min(L, n - kL) under sub-seed k;
+    the segments are concatenated.
+    """
+    n = rows.shape[-1]
+    length = -(-n // STRONG_SEEDS)
+    full = n // length
+    fill_normal(rows[:, : full * length].unflatten(1, (full, length)), seeds[:, :full])
+    if full * length < n:
+        fill_normal(rows[:, full * length :], seeds[:, full])
 
 
 def murmur(seeds: Tensor, keys: Tensor) -> Tensor:
@@ -100,3 +173,37 @@ def _fill_pairs(out: Tensor, seeds: Tensor, start: int, stop: int, half: int) ->
 
 def _to_unit_interval(words: Tensor) -> Tensor:
     return words.to(torch.float32).mul_(2.0**-32)
+
+
+def layer_vectors(*, block_hash: str, num_layers: int, hidden: int, device: torch.device) -> Tensor:
+    """Return float32 ``[num_layers, hidden]``: the unit vector that reflects each decoder layer's output.
+
+    Layer i has the seed text ``{block_hash}_layer_{i}_householder``.
+    """
+    texts = (f"{block_hash}_layer_{layer}_householder" for layer in range(num_layers))
+    return unit_normal(seed_tensor(texts, device), hidden)
+
+
+def reflect(x: Tensor, v: Tensor) -> Tensor:
+    """Return ``x - 2 (v . x) v`` over the last axis, computed in the dtype of ``x``.
+
+    ``x`` is ``[..., hidden]``; ``v`` is a unit vector ``[hidden]``, or one for each row.
+    """
+    v = v.to(x.dtype)
+    return x - 2 * (x * v).sum(dim=-1, keepdim=True) * v
+
+
+def reflect_chain(x: Tensor, vectors: Tensor) -> Tensor:
+    """Reflect row b of ``x`` ``[batch, n]`` along ``vectors[b, 0]``, then ``vectors[b, 1]``, and so on.
+
+    ``vectors`` is ``[batch, count, n]``.
+    """
+    for v in vectors.unbind(dim=1):
+        x = reflect(x, v)
+    return x
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Return ``x / (|x| + 1e-8)`` over the last axis as float32."""
+    x = x.to(torch.float32)
+    return x / (x.norm(dim=-1, keepdim=True) + 1e-8)

@@ -1,2 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside vLLM's API server process: the REST routes and the round that they steer."""
+"""What runs in vLLM's API server process: routes, the round and its deliveries, and when PoC may use the engine.
+
+    app           the ASGI middleware that vLLM loads: token, body, when the engine is ready
+    routes        the REST routes            service      executes them
+    admission     what is refused before work begins
+    rounds        the one round, its phases  generation   computes a slot
+    requests      named nonces, verdicts     callbacks/   results on their way to receivers
+    scheduler     slices, chat first         autotune     how many nonces a forward pass holds
+    engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
+    status, metrics, settings, errors
+
+Neither torch nor vLLM is imported here: formulas are in `vllm_poc.maths`, forward passes in `vllm_poc.worker`.
+"""

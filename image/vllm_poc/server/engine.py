@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine as PoC sees it."""
+"""vLLM's engine as PoC sees it, by its public API alone."""
 
 import asyncio
+import importlib
 from typing import Any, Protocol
 
-from vllm_poc.worker.batches import BatchRequest, BatchResult, ModelFacts, Rehearsal
+from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassTiming
+
+
+def vllm_version() -> str:
+    """Return vLLM's version. ImportError if it is not installed.
+
+    Not from package metadata: the CPU build is a distribution of another name.
+    """
+    return str(importlib.import_module("vllm.version").__version__)
 
 
 class EngineError(Exception):
@@ -56,19 +65,19 @@ class VllmEngine:
         return self._facts
 
     async def compute(self, batch: BatchRequest) -> BatchResult:
-        """Run the batch's forward passes, or a part of one. EngineError if it fails or takes too long."""
+        """Run the batch's forward passes, or a segment of one. EngineError if it fails or takes too long."""
         results: list[BatchResult] = await self._call("poc_compute", batch)
         if len(results) != 1:
             raise EngineError(f"poc_compute was answered by {len(results)} workers instead of one")
         return results[0]
 
-    async def rehearse(self, batch: BatchRequest, part_seconds: float) -> Rehearsal:
-        """Let the workers prepare such batches; they answer alike. EngineError as `compute`.
+    async def warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
+        """Let the workers ready such a forward pass, and drop all that they captured of other kinds than ``keep``.
 
-        Batches that take longer than ``part_seconds`` are cut into parts where the workers can.
+        Passes that take longer than ``segment_seconds`` are cut where the workers can. EngineError as `compute`.
         """
-        ranks: list[Rehearsal] = await self._call("poc_rehearse", batch, part_seconds)
-        return ranks[0]
+        ranks: list[PassTiming] = await self._call("poc_warm_up", batch, segment_seconds, keep)
+        return ranks[0]  # they answer alike
 
     def has_unfinished_chat(self) -> bool:
         """Whether inference requests wait or run. PoC's own calls do not count as such."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round on this server: compute the slot's nonces in order until stopped, and deliver them.
+"""One generation of a round: compute the slot's nonces in order until stopped, and deliver them.
 
-States: GENERATING -> STOPPED when stopped, or when the slot's last nonce is delivered;
-GENERATING -> FAILED when the engine fails, or keeps computing NaN and infinities. Both are final; the next
-start makes a new round.
+    GENERATING -> STOPPED   when stopped, or when the slot's last nonce is delivered
+               -> FAILED    when the engine fails, or keeps computing NaN and infinities
+
+Both are final; the next start makes a new one. While it generates it computes, waits at ``end_index`` to be extended,
+is held back by chat (`vllm_poc.server.scheduler`), or by a receiver that does not keep up.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
@@ -18,19 +21,44 @@ import aiohttp
 
 from vllm_poc.log import get_logger
 from vllm_poc.server import metrics
-from vllm_poc.server.addresses import shown
-from vllm_poc.server.counters import Counters
-from vllm_poc.server.delivery import Delivery, Piece
+from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
+from vllm_poc.server.callbacks.payloads import callback, valid_items
 from vllm_poc.server.engine import EngineError
-from vllm_poc.server.payloads import callback, valid_items
+from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceResult, SliceRunner, look_ahead
 from vllm_poc.wire.messages import InitGenerateRequest, PowState
 
 _log = get_logger(__name__)
 
 #: While a round runs, its progress is logged this often.
 PROGRESS_SECONDS = 5.0
+#: Status lists the newest valid nonces of a distance round; callbacks carry them all.
+LISTED_NONCES = 1_000
+
+
+@dataclass
+class Counters:
+    """How far the computation of a round got. Times are seconds of the monotonic clock."""
+
+    next_index: int
+    checked: int = 0
+    valid: int = 0
+    not_finite: int = 0
+    sick: int = 0  # nonces not finite since the last slice without any
+    newest_valid: deque[Item] = field(default_factory=lambda: deque(maxlen=LISTED_NONCES))
+    started: float = field(default_factory=monotonic)
+    progressed: float | None = None
+    ended: float | None = None
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """How long the round has run, or ran."""
+        return (self.ended or monotonic()) - self.started
+
+    @property
+    def rate_per_second(self) -> float:
+        """Nonces per second since the start."""
+        return self.checked / self.elapsed_seconds if self.checked else 0.0
 
 
 class Round:
@@ -40,7 +68,7 @@ class Round:
         self,
         request: InitGenerateRequest,
         *,
-        runner: SliceRunner,
+        scheduler: Scheduler,
         slice_limit: int,
         session: aiohttp.ClientSession,
         settings: Settings,
@@ -52,10 +80,10 @@ class Round:
         self.counters = Counters(request.start_index)
         self.end_index = request.end_index
         self._extended = asyncio.Event()
-        self._runner = runner
+        self._scheduler = scheduler
         self._limit = slice_limit
-        self._size = runner.slice_size(request, slice_limit)
-        self._held_back_before = runner.gate.held_back_seconds
+        self._size: SliceSize  # once its forward pass is tuned
+        self._held_back_before = scheduler.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings
         self.delivery = Delivery(
@@ -78,7 +106,7 @@ class Round:
     @property
     def held_back_seconds(self) -> float:
         """How long chat held PoC back since the round started."""
-        return self._runner.gate.held_back_seconds - self._held_back_before
+        return self._scheduler.gate.held_back_seconds - self._held_back_before
 
     def extend(self, end_index: int) -> None:
         """Compute on up to ``end_index``, if that is further than before."""
@@ -113,20 +141,20 @@ class Round:
     async def _compute_slot(self) -> None:
         slot, counters = self.request.slot, self.counters
         try:
-            await self._rehearse()
+            await self._autotune()
             ahead = deque[list[int]]()
             while counters.next_index < slot.capacity:
                 nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
                 look_ahead(ahead, self._size, partial(self._following, counters.next_index + len(nonces)))
-                result = await self._runner.run(self.request, nonces, self._size, ahead)
+                result = await self._scheduler.run(self.request, nonces, self._size, ahead)
                 await self.delivery.add(self._record(len(nonces), result))
                 _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
         finally:
             self._on_idle()  # others need not wait for the receiver
 
-    async def _rehearse(self) -> None:
-        await self._runner.rehearse(self.request)
-        self._size = self._runner.slice_size(self.request, self._limit)
+    async def _autotune(self) -> None:
+        await self._scheduler.autotune(self.request)
+        self._size = self._scheduler.slice_size(self.request, self._limit)
 
     async def _allowance(self) -> int:
         """Return how many nonces the next slice may have; waits at ``end_index``."""

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The REST routes under ``/api/v1/pow``."""
 
-from typing import Annotated, Any
+import asyncio
+from collections.abc import Coroutine
+from http import HTTPStatus
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
 
-from vllm_poc.server.disconnect import while_connected
-from vllm_poc.server.errors import install_handlers
+from vllm_poc.server.engine import vllm_version
+from vllm_poc.server.errors import install_handlers, refusal
 from vllm_poc.server.service import PocService
-from vllm_poc.server.versions import vllm_version
 from vllm_poc.wire.generate import (
     GeneratedResponse,
     GenerateRequest,
@@ -47,6 +49,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 # The middleware checks the token; this documents it.
 _BEARER = HTTPBearer(auto_error=False, description="Needed where the server has VLLM_POC_TOKEN set.")
+
+T = TypeVar("T")
 
 router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)])
 
@@ -143,6 +147,26 @@ async def stop(service: Service, round_id: str | None = None) -> CommandResponse
 async def versions() -> VersionsResponse:
     """Tell what runs here. Validation never aborts inference."""
     return VersionsResponse(vllm_version=vllm_version())
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns; cancel it when the client closes its connection."""
+    working, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.wait([working, gone])
+    # Nobody reads this; it ends the request.
+    raise refusal(HTTPStatus.REQUEST_TIMEOUT, "ClientGone", "the client closed its connection")
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def create_app(service: PocService) -> FastAPI:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PoC service of one server process: at most one round, and requests for single nonces beside it."""
+"""The PoC service of one server process: at most one round, and requests for named nonces beside it."""
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine
 from http import HTTPStatus
 from secrets import token_hex
@@ -11,16 +10,15 @@ from uuid import uuid4
 
 import aiohttp
 
-from vllm_poc.server import limits
-from vllm_poc.server.engine import EngineError, VllmEngine
+from vllm_poc.server import admission
+from vllm_poc.server.callbacks.outbox import Outbox
+from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import refusal
-from vllm_poc.server.jobs import Job, JobQueue, Result
-from vllm_poc.server.outbox import Outbox
-from vllm_poc.server.phases import Phases
+from vllm_poc.server.requests import Job, JobQueue, RequestWorker, Result
+from vllm_poc.server.rounds import Phases
+from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.slices import SliceRunner
-from vllm_poc.server.status import pow_status, status_response
-from vllm_poc.server.work import NamedNonces
+from vllm_poc.server.status import model_limits, status_response
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
 from vllm_poc.wire.messages import (
     CallbackRequest,
@@ -28,7 +26,6 @@ from vllm_poc.wire.messages import (
     ExtendRequest,
     InitGenerateRequest,
     InitRequest,
-    ModelLimits,
     PowState,
     StatusResponse,
 )
@@ -47,10 +44,10 @@ class PocService:
         self._engine = engine
         self._settings = settings
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
-        runner = SliceRunner(engine, settings)
-        self.phases = Phases(runner, self._session, settings)
+        scheduler = Scheduler(engine, settings)
+        self.phases = Phases(scheduler, self._session, settings)
         self._outbox = Outbox(self._session, settings)
-        self._work = NamedNonces(runner, self._outbox, self.phases.free)
+        self._work = RequestWorker(scheduler, self._outbox, self.phases.free)
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
@@ -89,7 +86,7 @@ class PocService:
 
     async def generate(self, request: GenerateRequest) -> Result | JobResponse:
         """Compute the named nonces when no round generates and chat lets PoC pass; now, or queued."""
-        limits.check_validation(request)
+        admission.check_validation(request)
         limit = await self._checked(request)
         if not request.wait:
             return self.jobs.submit(request)
@@ -103,7 +100,9 @@ class PocService:
 
     async def status(self, *, lists: bool = True) -> StatusResponse:
         """Return the state of the round; the model's limits are 0 as long as the engine does not answer."""
-        return status_response(self.session_id, await self._model_limits(), self.phases, self._outbox, lists=lists)
+        return status_response(
+            self.session_id, await model_limits(self._engine), self.phases, self._outbox, lists=lists
+        )
 
     async def close(self) -> None:
         """End all work at once and release the connections."""
@@ -118,9 +117,9 @@ class PocService:
     async def _checked(self, request: CallbackRequest) -> int:
         # Returns how many nonces a forward pass may hold.
         facts = await self._engine.facts()
-        limits.check_round(request, facts, self._engine.served_names)
-        limits.check_callback(request, self._settings)
-        return limits.slice_limit(request, facts)
+        admission.check_round(request, facts, self._engine.served_names)
+        admission.check_callback(request, self._settings)
+        return admission.slice_limit(request, facts)
 
     async def _in_time(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -132,20 +131,5 @@ class PocService:
             detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
             raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail) from None
 
-    async def _model_limits(self) -> ModelLimits:
-        names = sorted(self._engine.served_names)
-        with contextlib.suppress(EngineError):
-            facts = await self._engine.facts()
-            return ModelLimits(
-                names=names,
-                max_seq_len=facts["max_model_len"],
-                hidden_size=facts["hidden_size"],
-                scratch_bytes=facts["scratch_bytes"],
-                fused=facts["fused"],
-                attention=", ".join(facts["attention"]),
-                experts=", ".join(facts["experts"]),
-            )
-        return ModelLimits(names=names)
-
     def _answer(self, state: PowState) -> CommandResponse:
-        return CommandResponse(pow_status=pow_status(self.session_id, self.phases, state))
+        return CommandResponse(pow_status=self.phases.pow_status(self.session_id, state))

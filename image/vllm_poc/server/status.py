@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``GET status`` and the gauges of ``/metrics`` say."""
 
+import contextlib
 from time import monotonic
 
 from vllm_poc.server import metrics
+from vllm_poc.server.callbacks.outbox import Outbox
+from vllm_poc.server.callbacks.payloads import round_config
+from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.generation import Round
-from vllm_poc.server.jobs import JobQueue
-from vllm_poc.server.outbox import Outbox
-from vllm_poc.server.payloads import round_config
-from vllm_poc.server.phases import Phases
-from vllm_poc.wire.messages import ModelLimits, PowState, PowStatus, Protocol, RoundStats, StatusResponse
+from vllm_poc.server.requests import JobQueue
+from vllm_poc.server.rounds import Phases
+from vllm_poc.wire.messages import ModelLimits, PowState, Protocol, RoundStats, StatusResponse
 
 
 def status_response(
@@ -57,6 +59,23 @@ def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
     }
 
 
+async def model_limits(engine: VllmEngine) -> ModelLimits:
+    """Return what the served model allows; all 0 as long as the engine does not answer."""
+    names = sorted(engine.served_names)
+    with contextlib.suppress(EngineError):
+        facts = await engine.facts()
+        return ModelLimits(
+            names=names,
+            max_seq_len=facts["max_model_len"],
+            hidden_size=facts["hidden_size"],
+            scratch_bytes=facts["scratch_bytes"],
+            fused=facts["fused"],
+            attention=", ".join(facts["attention"]),
+            experts=", ".join(facts["experts"]),
+        )
+    return ModelLimits(names=names)
+
+
 def set_gauges(phases: Phases, jobs: JobQueue) -> None:
     """Bring the gauges up to date that no event sets."""
     for state in PowState:
@@ -65,15 +84,3 @@ def set_gauges(phases: Phases, jobs: JobQueue) -> None:
     queued, nonces = jobs.load
     metrics.QUEUED_JOBS.set(queued)
     metrics.QUEUED_NONCES.set(nonces)
-
-
-def pow_status(session_id: str, phases: Phases, state: PowState) -> PowStatus:
-    """Return the short status that answers a command."""
-    current = phases.round
-    return PowStatus(
-        status=state,
-        session_id=session_id,
-        round_id=phases.config.round_id if phases.config is not None else None,
-        next_index=current.counters.next_index if current is not None else 0,
-        delivered_index=current.delivery.delivered.index if current is not None else 0,
-    )

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that vLLM mixes into its worker (``--worker-extension-cls``)."""
+"""The class that vLLM mixes into its worker (``--worker-extension-cls``), and its choice of a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts, Rehearsal
-from vllm_poc.worker.choice import chosen
-from vllm_poc.worker.forward import PocModel
-from vllm_poc.worker.internals import Runner, UnsupportedModelError
-from vllm_poc.worker.limits import model_facts, refusal
-from vllm_poc.worker.ranks import OtherRankError, Ranks
+from vllm_poc.log import get_logger
+from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassSpec, PassTiming
+from vllm_poc.worker.model.adapter import ModelAdapter, UnsupportedModelError
+from vllm_poc.worker.model.capabilities import fused_facts, model_facts, needs_vllms_operations, refusal
+from vllm_poc.worker.model.ranks import OtherRankError, Ranks
+from vllm_poc.worker.model_runner import PocModelRunner
+from vllm_poc.worker.passes.parity_check import PARITY_TOKENS, differences, hidden_states, is_equal
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm_poc.worker.model.adapter import VllmModelRunner
+
+_log = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -25,8 +28,8 @@ class PocWorkerExtension:
     vLLM refuses an extension that shares a name with its worker, hence the prefix.
     """
 
-    model_runner: GPUModelRunner  # of vLLM's worker
-    _poc_model: PocModel | None = None
+    model_runner: VllmModelRunner  # of vLLM's worker
+    _poc_model_runner: PocModelRunner | None = None
 
     def poc_describe(self) -> ModelFacts | Failure:
         """Say what the model allows; the first call allocates the scratch cache."""
@@ -34,14 +37,20 @@ class PocWorkerExtension:
 
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
         """Compute the request together with all other ranks."""
-        return _answer(lambda: self._poc_together(lambda model: model.prepare(request)))
+        return _answer(lambda: self._poc_together(lambda runner: runner.prepare(request)))
 
-    def poc_rehearse(self, request: BatchRequest, part_seconds: float) -> Rehearsal | Failure:
-        """Prepare forward passes of as many nonces as the request has together with all other ranks.
+    def poc_warm_up(
+        self, request: BatchRequest, segment_seconds: float, keep: Collection[PassFields] = ()
+    ) -> PassTiming | Failure:
+        """Ready forward passes of as many nonces as the request has, together with all other ranks.
 
-        On a GPU in parts of up to ``part_seconds``, if one takes longer.
+        On a GPU in segments of up to ``segment_seconds``, if one takes longer. Of the passes captured before, those of
+        the specifications ``keep`` stay.
         """
-        return _answer(lambda: self._poc_together(lambda model: model.prepare_rehearsal(request, part_seconds)))
+        kept = {PassSpec.of(fields) for fields in keep}
+        return _answer(
+            lambda: self._poc_together(lambda runner: runner.prepare_warm_up(request, segment_seconds, kept))
+        )
 
     def _poc_facts(self) -> ModelFacts:
         try:
@@ -51,22 +60,22 @@ class PocWorkerExtension:
         except OtherRankError:  # which says why
             return model_facts(self.model_runner.vllm_config)
 
-    def _poc_together(self, prepare: Callable[[PocModel], Callable[[], T]]) -> T:
+    def _poc_together(self, prepare: Callable[[PocModelRunner], Callable[[], T]]) -> T:
         return self._poc_prepared(lambda: prepare(self._poc()))()
 
-    def _poc(self) -> PocModel:
-        if self._poc_model is None:
-            self._poc_model = chosen(self._poc_prepared(self._poc_plain)())
-        return self._poc_model
+    def _poc(self) -> PocModelRunner:
+        if self._poc_model_runner is None:
+            self._poc_model_runner = fastest(self._poc_prepared(self._poc_plain)())
+        return self._poc_model_runner
 
-    def _poc_plain(self) -> Callable[[], PocModel]:
+    def _poc_plain(self) -> Callable[[], PocModelRunner]:
         config = self.model_runner.vllm_config
         reason = refusal(config, self.model_runner.get_model())
         if reason is not None:
             raise UnsupportedModelError(reason)
-        runner = Runner(self.model_runner, getattr(self, "peak_activation_memory", 0))  # measured on GPUs alone
-        model = PocModel(runner, model_facts(config))
-        return lambda: model
+        adapter = ModelAdapter(self.model_runner, getattr(self, "peak_activation_memory", 0))  # measured on GPUs alone
+        plain = PocModelRunner(adapter, model_facts(config))
+        return lambda: plain
 
     def _poc_prepared(self, prepare: Callable[[], Callable[[], T]]) -> Callable[[], T]:
         """Do what a rank can do alone; OtherRankError if another one fails in that."""
@@ -78,6 +87,56 @@ class PocWorkerExtension:
             raise
         ranks.agree(ready=True)
         return prepared
+
+
+def fastest(plain: PocModelRunner) -> PocModelRunner:
+    """Return a runner with the fused pass, if that passes the parity check, or ``plain``; the same on all ranks.
+
+    On a GPU, runs small batches with both.
+    """
+    adapter = plain.stage.adapter
+    if not adapter.ranks.agreed(_may_fuse(adapter)):
+        return plain
+    fused = _with_fused_pass(adapter, plain)
+    if not adapter.ranks.agreed(fused is not None) or fused is None:
+        return plain
+    return fused if _is_equal(fused, plain) else plain
+
+
+def _may_fuse(adapter: ModelAdapter) -> bool:
+    if adapter.device.type != "cuda" or needs_vllms_operations():
+        return False
+    try:
+        from vllm_poc.worker.passes.attention import needs_no_cache  # noqa: PLC0415 - a release may lack what it reads
+
+        return needs_no_cache(adapter.attention_layers.values())
+    except Exception:
+        _log.exception("PoC computes without fused operations, and slower, since it does not know this attention")
+        return False
+
+
+def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRunner | None:
+    try:
+        from vllm_poc.worker.passes.fused import FusedPass  # noqa: PLC0415 - needs Triton
+
+        limits = fused_facts(plain.stage.limits, experts=adapter.has_experts)
+        return PocModelRunner(adapter, limits, FusedPass(adapter))
+    except Exception:
+        _log.exception("PoC computes without fused operations, and slower, since it cannot prepare them")
+        return None
+
+
+def _is_equal(fused: PocModelRunner, plain: PocModelRunner) -> bool:
+    with fused.memory.learning(PARITY_TOKENS):
+        found = hidden_states(fused.stage)
+    expected = hidden_states(plain.stage)
+    if found is None or expected is None:
+        return False
+    distances = differences(found, expected)
+    if plain.stage.adapter.ranks.agreed(is_equal(distances)):
+        return True
+    _log.warning("PoC computes without fused operations, and slower: with them results are %s away", distances)
+    return False
 
 
 def _answer(call: Callable[[], T]) -> T | Failure:

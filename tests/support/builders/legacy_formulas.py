@@ -11,9 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_poc.maths.reflections import normalise
-from vllm_poc.maths.sampling import hashes, normal, unit_normal
-from vllm_poc.maths.seeds import nonce_seeds, seed_tensor
+from vllm_poc.maths.sampling import hashes, nonce_seeds, normal, normalise, seed_tensor, unit_normal
 
 
 def permutation(block_hash: str, public_key: str, nonce: int, vocabulary: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.builders.known_answers import BLOCK_HASH, PUBLIC_KEY
-from vllm_poc.maths.seeds import nonce_seeds
+from vllm_poc.maths.sampling import nonce_seeds
 
 #: Where the formulas are tested: on a GPU if there is one.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

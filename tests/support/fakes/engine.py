@@ -5,8 +5,8 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassTiming
 from vllm_poc.wire.artifacts import encode_vector
-from vllm_poc.worker.batches import BatchRequest, BatchResult, Failure, ModelFacts, Rehearsal
 
 FACTS = ModelFacts(
     hidden_size=64,
@@ -14,7 +14,7 @@ FACTS = ModelFacts(
     max_model_len=1024,
     max_batch_tokens=2048,
     max_batch_nonces=16,
-    max_prepared_tokens=1024,
+    max_captured_tokens=1024,
     scratch_bytes=4096,
     fused=False,
     stages=1,
@@ -53,8 +53,9 @@ class FakeEngineClient:
         self.facts = FACTS.copy()
         self.batches: list[BatchRequest] = []
         self.answered: list[BatchRequest] = []
-        self.rehearsed: list[int] = []
-        self.parts = 1  # of a forward pass that was rehearsed: calls for one request
+        self.warmed_up: list[int] = []
+        self.kept: list[list[PassFields]] = []
+        self.segments = 1  # of a forward pass that was warmed up: calls for one request
         self.seconds_per_batch = 0.001
         self.fault: Exception | None = None
         self.worker_error: str | None = None
@@ -72,21 +73,20 @@ class FakeEngineClient:
         if method == "poc_describe":
             await self._spend(0)
             return [self.facts, self.facts]
-        if method == "poc_rehearse":
-            return [self._rehearse(args[0])] * 2
+        if method == "poc_warm_up":
+            return [self._warm_up(args[0], args[2])] * 2
         assert method == "poc_compute"
         await self._spend(self.seconds_per_batch)
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0])]
 
-    def _rehearse(self, batch: BatchRequest) -> Rehearsal | Failure:
-        self.rehearsed.append(len(batch["nonces"]))
-        return (
-            Rehearsal(seconds=0.001, parts=self.parts)
-            if self.worker_error is None
-            else Failure(error=self.worker_error)
-        )
+    def _warm_up(self, batch: BatchRequest, keep: list[PassFields]) -> PassTiming | Failure:
+        self.warmed_up.append(len(batch["nonces"]))
+        self.kept.append(keep)
+        if self.worker_error is not None:
+            return Failure(error=self.worker_error)
+        return PassTiming(seconds=0.001, segments=self.segments)
 
     async def _spend(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -95,7 +95,7 @@ class FakeEngineClient:
 
     def _compute(self, batch: BatchRequest) -> BatchResult:
         self.batches.append(batch.copy())
-        if len(self.batches) % self.parts:
+        if len(self.batches) % self.segments:
             return BatchResult(complete=False, nonces=[], not_finite=[])
         self.answered.append(self.batches[-1])
         not_finite = [nonce for nonce in batch["nonces"] if self.sick[nonce] > 0]

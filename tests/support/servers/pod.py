@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from prometheus_client import make_asgi_app
 
 from tests.support.fakes.engine import FakeEngineClient
-from vllm_poc.server.middleware import PocMiddleware
+from vllm_poc.server.app import PocMiddleware
 from vllm_poc.wire.messages import API_PREFIX, StatusResponse
 
 ROUND: dict[str, Any] = {"block_hash": "abc123", "block_height": 7, "public_key": "node1"}

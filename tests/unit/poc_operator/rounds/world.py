@@ -12,7 +12,7 @@ from poc_operator.observed.pods import PodReport
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import DeletePod, Snapshot, StartPod, Step, StopPod
 from tests.unit.poc_operator.build import CALLBACK, UID, a_pod, a_round, has, look
-from vllm_poc.server.payloads import round_config
+from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.wire.messages import InitGenerateRequest, ModelLimits, PowState, StatusResponse
 
 SlotKey = tuple[int, int]  # node, group

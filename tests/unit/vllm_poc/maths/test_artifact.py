@@ -13,8 +13,11 @@ from torch import Tensor  # noqa: E402
 
 from tests.support.builders.tensors import DEVICE, assert_close, bits, known_hidden, seed_rows, ulp_distance  # noqa: E402
 from vllm_poc.maths import artifact  # noqa: E402
-from vllm_poc.maths.reflections import reflect_chain  # noqa: E402
-from vllm_poc.maths.sampling import hashes, unit_normal  # noqa: E402
+from vllm_poc.maths.sampling import (  # noqa: E402
+    hashes,
+    reflect_chain,
+    unit_normal,
+)
 from vllm_poc.wire.artifacts import decode_vector, encode_vector  # noqa: E402
 
 pytestmark = pytest.mark.torch

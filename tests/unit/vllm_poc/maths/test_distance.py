@@ -11,8 +11,11 @@ from torch import Tensor  # noqa: E402
 
 from tests.support.builders.tensors import DEVICE, assert_close, known_hidden, seed_rows  # noqa: E402
 from vllm_poc.maths import distance  # noqa: E402
-from vllm_poc.maths.sampling import normal, unit_normal  # noqa: E402
-from vllm_poc.maths.seeds import seed_tensor  # noqa: E402
+from vllm_poc.maths.sampling import (  # noqa: E402
+    normal,
+    seed_tensor,
+    unit_normal,
+)
 
 pytestmark = pytest.mark.torch
 

@@ -10,8 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: run in the 
 from torch import Tensor  # noqa: E402
 
 from tests.support.builders.tensors import assert_close, bits, ulp_distance  # noqa: E402
-from vllm_poc.maths.inputs import fill_inputs  # noqa: E402
-from vllm_poc.maths.seeds import input_seeds  # noqa: E402
+from vllm_poc.maths.sampling import fill_inputs, input_seeds  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

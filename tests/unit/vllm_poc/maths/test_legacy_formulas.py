@@ -10,7 +10,7 @@ pytest.importorskip("numpy", reason="numpy is not installed: run in the worker e
 
 from tests.support.builders import legacy_formulas as legacy  # noqa: E402
 from tests.support.builders.tensors import assert_close, known_hidden  # noqa: E402
-from vllm_poc.maths.reflections import normalise  # noqa: E402
+from vllm_poc.maths.sampling import normalise  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

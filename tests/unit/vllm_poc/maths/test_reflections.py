@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: run in the 
 from torch import Tensor  # noqa: E402
 
 from tests.support.builders.tensors import DEVICE, assert_close, bits, ulp_distance  # noqa: E402
-from vllm_poc.maths.reflections import layer_vectors, normalise, reflect, reflect_chain  # noqa: E402
-from vllm_poc.maths.sampling import normal, unit_normal  # noqa: E402
+from vllm_poc.maths.sampling import layer_vectors, normal, normalise, reflect, reflect_chain, unit_normal  # noqa: E402  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -5,16 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.builders.known_answers import ANSWERS, NORMAL_ABS, UNIFORM_ABS, label
+from tests.support.builders.known_answers import ANSWERS, BLOCK_HASH, NORMAL_ABS, PUBLIC_KEY, UNIFORM_ABS, label
 
 torch = pytest.importorskip("torch", reason="torch is not installed: run in the worker environment")
 
 from tests.support.builders.tensors import DEVICE, assert_close  # noqa: E402
 from vllm_poc.maths import sampling  # noqa: E402
-from vllm_poc.maths.seeds import seed_tensor  # noqa: E402
+from vllm_poc.maths.sampling import seed_tensor  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
+TEXTS = {entry["string"]: entry["seed"] for entry in ANSWERS["seed_from_string"]}
 WORD = st.integers(min_value=0, max_value=2**32 - 1)
 
 
@@ -80,3 +81,28 @@ def test_normal_is_standard() -> None:
 def test_unit_normal_has_length_one(seed: int, n: int) -> None:
     length = sampling.unit_normal(torch.tensor([seed]), n).norm().item()
     assert length == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("entry", ANSWERS["seed_from_string"], ids=label)
+def test_seed_of_a_text(entry: dict[str, Any]) -> None:
+    assert sampling.seed(entry["string"]) == entry["seed"]
+
+
+def test_texts_are_spelled_as_the_protocol_says() -> None:
+    inputs, pick = f"{BLOCK_HASH}_{PUBLIC_KEY}_nonce0", f"{BLOCK_HASH}_{PUBLIC_KEY}_nonce_0_pick_12"
+    assert sampling.input_seeds(BLOCK_HASH, PUBLIC_KEY, 0, strong_rng=False) == (TEXTS[inputs],)
+    assert sampling.nonce_seeds(BLOCK_HASH, PUBLIC_KEY, 0, ["pick_12"]) == [TEXTS[pick]]
+
+
+@pytest.mark.parametrize("entry", ANSWERS["generate_inputs_concat_murmur"], ids=label)
+def test_strong_seeds_are_the_whole_digest(entry: dict[str, Any]) -> None:
+    words = [
+        sampling.input_seeds(BLOCK_HASH, PUBLIC_KEY, entry["nonce"], strong_rng=strong) for strong in (True, False)
+    ]
+    assert words == [tuple(entry["sub_seeds"]), tuple(entry["sub_seeds"][:1])]
+
+
+def test_seed_tensors_hold_words_above_int31() -> None:
+    tensor = sampling.seed_tensor(TEXTS, torch.device("cpu"))
+    assert tensor.tolist() == list(TEXTS.values())
+    assert tensor.max() > 2**31

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the API server's process and vLLM's workers.
+
+They travel through ``collective_rpc`` by method name, as plain dictionaries of plain values, so that nothing has to
+be pickled:
+
+- ``poc_describe() -> ModelFacts``
+- ``poc_compute(BatchRequest) -> BatchResult``
+- ``poc_warm_up(BatchRequest, segment_seconds, keep) -> PassTiming``
+
+Any of them may answer `Failure` instead.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NotRequired, Self, TypedDict
+
+from vllm_poc.wire.messages import Protocol, RoundRequest
+
+#: Steps that a device has been given at a time: it begins the next one while the answer to the last travels.
+STEPS_IN_FLIGHT = 2
+
+
+class PassFields(TypedDict):
+    """A `PassSpec` as part of a message."""
+
+    protocol: str
+    seq_len: int
+    k_dim: int
+    strong_rng: bool
+    layer_hooks: bool
+    sign_flips: bool
+
+
+class BatchRequest(PassFields):
+    """These nonces of this round, in forward passes of ``batch`` nonces and a last one of what is left.
+
+    Where a forward pass was captured in segments, or the model is a pipeline, an answer that is not complete says that
+    the same request is to be repeated: the workers go on where they were. ``ahead`` are the nonces of the requests that
+    will follow, in the same way, as many as are known and at most those that the stages of a pipeline need: the workers
+    begin them meanwhile, so that no device is without work. If others follow, that work is dropped.
+    """
+
+    block_hash: str
+    public_key: str
+    nonces: list[int]
+    batch: int
+    ahead: list[list[int]]
+
+
+class PassSpec(NamedTuple):
+    """What a forward pass computes, whatever the nonces: the same for all batches of a round, and for most rounds.
+
+    Passes of one specification and size can replay one CUDA graph.
+    """
+
+    protocol: Protocol
+    seq_len: int
+    #: Numbers of an artifact; 0 in the distance protocol.
+    k_dim: int
+    #: Whether inputs come from 256-bit instead of 32-bit seeds.
+    strong_rng: bool
+    #: Whether each decoder layer's output is reflected.
+    layer_hooks: bool
+    #: Whether the last hidden state gets random signs.
+    sign_flips: bool
+
+    @classmethod
+    def of(cls, fields: PassFields) -> Self:
+        """Return what a message asks for."""
+        return cls(
+            protocol=Protocol(fields["protocol"]),
+            seq_len=fields["seq_len"],
+            k_dim=fields["k_dim"],
+            strong_rng=fields["strong_rng"],
+            layer_hooks=fields["layer_hooks"],
+            sign_flips=fields["sign_flips"],
+        )
+
+    @classmethod
+    def of_round(cls, request: RoundRequest) -> Self:
+        """Return what a client asks for."""
+        return cls(
+            protocol=request.protocol,
+            seq_len=request.effective_seq_len,
+            k_dim=request.params.k_dim if request.params is not None else 0,
+            strong_rng=request.poc_stronger_rng,
+            layer_hooks=request.layer_hooks,
+            sign_flips=request.sign_flips,
+        )
+
+    def fields(self) -> PassFields:
+        """Return it as part of a message."""
+        return PassFields(
+            protocol=self.protocol.value,
+            seq_len=self.seq_len,
+            k_dim=self.k_dim,
+            strong_rng=self.strong_rng,
+            layer_hooks=self.layer_hooks,
+            sign_flips=self.sign_flips,
+        )
+
+
+def batch_request(
+    request: RoundRequest, nonces: Sequence[int], batch: int, ahead: Iterable[Sequence[int]] = ()
+) -> BatchRequest:
+    """Return the message for ``nonces`` of the round, ``batch`` in a forward pass, and those that follow them."""
+    return BatchRequest(
+        **PassSpec.of_round(request).fields(),
+        block_hash=request.block_hash,
+        public_key=request.public_key,
+        nonces=list(nonces),
+        batch=batch,
+        ahead=[list(following) for following in ahead],
+    )
+
+
+class PassTiming(TypedDict):
+    """How long a stage takes for a forward pass that was warmed up, and in how many segments it runs.
+
+    None if the device's memory is too small.
+    """
+
+    seconds: float | None
+    segments: int
+
+
+class BatchResult(TypedDict):
+    """What the first tensor-parallel rank of the last pipeline stage answers; the other ranks answer None.
+
+    Without results if it is not ``complete``. ``nonces`` lists the nonces with a finite result, in request order.
+    ``distances`` (distance protocol) or ``vectors`` (artifact protocol; base64 of k_dim fp16 little-endian numbers) run
+    parallel to it. ``not_finite`` lists the nonces whose result was NaN or infinite.
+    """
+
+    complete: bool
+    nonces: list[int]
+    not_finite: list[int]
+    distances: NotRequired[list[float]]
+    vectors: NotRequired[list[str]]
+
+
+class ModelFacts(TypedDict):
+    """What a worker says about its model; ``refusal`` is the reason why PoC cannot run on it.
+
+    ``max_batch_tokens`` and ``max_batch_nonces`` are those of the largest pass that needs no warm-up. ``fused`` says
+    whether its forward pass is PoC's faster one; then ``max_captured_tokens`` is the size of the largest one that is
+    worth capturing, else 0. ``stages`` is the length of the pipeline. ``attention`` and ``experts`` are the names of
+    the kernels that compute these, empty where there are none or they have no name.
+    """
+
+    hidden_size: int
+    num_layers: int
+    max_model_len: int
+    max_batch_tokens: int
+    max_batch_nonces: int
+    max_captured_tokens: int
+    scratch_bytes: int
+    fused: bool
+    stages: int
+    attention: list[str]
+    experts: list[str]
+    refusal: str | None
+
+
+class Failure(TypedDict):
+    """Any worker's answer in place of the others: one sentence.
+
+    A worker never raises: vLLM would read the first rank's error and leave the answers of the other ranks
+    to be taken for those of its next call, which may be chat's.
+    """
+
+    error: str

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI middleware that puts the PoC routes into vLLM's server.
+
+vllm serve MODEL --middleware vllm_poc.server.app.PocMiddleware
+"""
+
+import hmac
+import os
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, MutableHeaders, State
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_poc.server.admission import deployment_refusal
+from vllm_poc.server.engine import VllmEngine
+from vllm_poc.server.errors import RefusalError, refusal, response
+from vllm_poc.server.routes import create_app
+from vllm_poc.server.service import PocService
+from vllm_poc.server.settings import Priority, Settings
+from vllm_poc.server.status import set_gauges
+from vllm_poc.wire.messages import API_PREFIX
+
+#: What poc-first refuses while a round computes; what already runs is not touched.
+INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+
+
+class PocMiddleware:
+    """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched, except for poc-first's refusals."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._inner = app
+        self._settings = Settings.from_environment(os.environ)
+        self._service: PocService | None = None
+        self._poc_app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        if scope["type"] == "lifespan":
+            await self._live(scope, receive, send)
+        elif scope["type"] == "http" and _is_poc(scope["path"]):
+            await self._serve(scope, receive, send)
+        elif self._refuses_inference(scope):
+            await _poc_goes_first()(scope, receive, send)
+        else:
+            self._set_gauges(scope)
+            await self._inner(scope, receive, send)
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            if self._service is not None:
+                await self._service.close()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            app = self._admitted(scope)
+            body = await _read_body(receive, self._settings.body_bytes)
+        except RefusalError as error:
+            await response(error)(scope, receive, send)
+            return
+        await app(_as_json(scope), _replay(body, receive), send)
+
+    def _admitted(self, scope: Scope) -> ASGIApp:
+        if not self._is_authorised(Headers(scope=scope)):
+            detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
+            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+        state: State = scope["app"].state
+        unsupported = deployment_refusal(getattr(state, "args", None), os.environ)
+        if unsupported is not None:
+            raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", unsupported)
+        app = self._app_for(state)
+        if app is None:
+            detail = "the engine is still starting: try again later"
+            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineNotReady", detail, {"Retry-After": "5"})
+        return app
+
+    def _set_gauges(self, scope: Scope) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/metrics"):
+            self._app_for(scope["app"].state)
+            if self._service is not None:
+                set_gauges(self._service.phases, self._service.jobs)
+
+    def _refuses_inference(self, scope: Scope) -> bool:
+        if self._settings.priority is not Priority.POC_FIRST or self._service is None:
+            return False
+        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.phases.computes
+
+    def _app_for(self, state: State) -> ASGIApp | None:
+        # vLLM sets both while it starts; the models last.
+        client = getattr(state, "engine_client", None)
+        models = getattr(state, "openai_serving_models", None)
+        if self._poc_app is None and client is not None and models is not None:
+            names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
+            engine = VllmEngine(client, frozenset(names), call_seconds=self._settings.engine_seconds)
+            self._service = PocService(engine, self._settings)
+            self._poc_app = create_app(self._service)
+        return self._poc_app
+
+    def _is_authorised(self, headers: Headers) -> bool:
+        if self._settings.token is None:
+            return True
+        expected = f"Bearer {self._settings.token.get_secret_value()}"
+        return hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode())
+
+
+def _is_poc(path: str) -> bool:
+    return path == API_PREFIX or path.startswith(API_PREFIX + "/")
+
+
+async def _read_body(receive: Receive, limit: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > limit:
+            detail = f"the request body exceeds {limit} bytes: send less"
+            raise refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Return a copy of the scope, for the PoC app puts itself into it, whose body is JSON unless it says otherwise.
+
+    The network's Go client sends no Content-Type, and whether FastAPI then reads JSON depends on its version.
+    """
+    scope = dict(scope)
+    headers = MutableHeaders(scope=scope)
+    if not headers.get("content-type", "").strip():
+        headers["content-type"] = "application/json"
+    return scope
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return first.pop() if first else await receive()
+
+    return replayed
+
+
+def _poc_goes_first() -> Response:
+    message = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
+    error = {"message": message, "type": "service_unavailable", "code": HTTPStatus.SERVICE_UNAVAILABLE.value}
+    return JSONResponse({"error": error}, HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "5"})

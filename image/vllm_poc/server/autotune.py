@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Autotuning: how many nonces a forward pass holds, chosen by warming up passes of growing size on the workers.
+
+What is chosen is kept for the kind of work, and the workers keep the pass captured. They drop what they are not told to
+keep, so that this process alone decides which kinds these are: those used last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import NamedTuple
+
+from vllm_poc.rpc import STEPS_IN_FLIGHT, BatchRequest, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
+from vllm_poc.wire.messages import RoundRequest
+
+#: Kinds of forward passes that the workers keep captured; each holds the memory of one.
+MAX_KINDS = 4
+#: Tokens of the first pass that is warmed up; it takes a few milliseconds, or is a single nonce.
+_FIRST_TOKENS = 512
+#: How much larger than its measured predecessor a pass may be: small ones say little about large ones.
+_MOST_GROWTH = 8
+#: Share of the time budget that is planned: a card that is hot is slower, and calls take time.
+_FILLED = 0.7
+#: How many times larger the next pass must be to be worth a warm-up.
+_LEAST_GROWTH = 1.25
+#: How many times as fast as a smaller pass one in segments must be measured, at least. It is measured on a card that
+#: gets hot meanwhile, and saves what that card spends on reading the weights more often.
+_WORTH_CUTTING = 0.95
+
+#: Readies the workers for a pass, in segments of so many seconds if it takes longer, and lets them keep these others.
+WarmUp = Callable[[BatchRequest, float, list[PassFields]], Awaitable[PassTiming]]
+
+
+class TunedPass(NamedTuple):
+    """A forward pass of ``nonces`` that the workers have captured, and how long its ``segments`` take together."""
+
+    nonces: int
+    seconds: float
+    segments: int
+
+    @property
+    def rate(self) -> float:
+        """Nonces per second."""
+        return self.nonces / self.seconds
+
+
+class Autotuner:
+    """Knows the passes that the workers keep captured, by kind; ``budget_seconds`` is what a slice may take."""
+
+    def __init__(self, warm_up: WarmUp, budget_seconds: float) -> None:
+        self._warm_up = warm_up
+        self._budget = budget_seconds
+        self._one_at_a_time = asyncio.Lock()
+        self._tuned = OrderedDict[PassSpec, TunedPass]()
+
+    def find(self, spec: PassSpec) -> TunedPass | None:
+        """Return the pass for work of this kind, if there is one."""
+        return self._tuned.get(spec)
+
+    def used(self, spec: PassSpec) -> None:
+        """Let this kind be the last that makes way for another."""
+        if spec in self._tuned:
+            self._tuned.move_to_end(spec)
+
+    async def tune(self, request: RoundRequest, facts: ModelFacts) -> None:
+        """Find the best pass for work like this, once. EngineError as from the engine.
+
+        Takes seconds in pieces, between which chat runs. Does nothing where the workers capture nothing.
+        """
+        spec = PassSpec.of_round(request)
+        async with self._one_at_a_time:
+            if not facts["fused"] or spec in self._tuned:
+                return
+            while len(self._tuned) >= MAX_KINDS:  # whatever comes of this: the workers need the memory now
+                self._tuned.popitem(last=False)
+            found = await fastest_pass(
+                partial(self._warmed_up, request),
+                limit=max(1, facts["max_captured_tokens"] // spec.seq_len),
+                seq_len=spec.seq_len,
+                budget_seconds=self._budget,
+            )
+            if found is not None:
+                self._tuned[spec] = found
+
+    async def _warmed_up(self, request: RoundRequest, nonces: int, segment_seconds: float) -> PassTiming:
+        keep = [spec.fields() for spec in self._tuned]
+        return await self._warm_up(batch_request(request, range(nonces), nonces), segment_seconds, keep)
+
+
+def longest_segment(budget_seconds: float) -> float:
+    """Return how many seconds a slice of whole passes, or a segment of one, may take."""
+    return _FILLED * budget_seconds / STEPS_IN_FLIGHT
+
+
+async def fastest_pass(
+    warm_up: Callable[[int, float], Awaitable[PassTiming]],
+    *,
+    limit: int,
+    seq_len: int,
+    budget_seconds: float,
+) -> TunedPass | None:
+    """Find the forward pass that computes fastest within the time budget, of up to ``limit`` nonces.
+
+    ``warm_up`` readies the workers for so many nonces, in segments of so many seconds where a pass takes longer.
+    None if not even the smallest fits into their memory.
+    """
+    segment_seconds = longest_segment(budget_seconds)
+    best, last, nonces = None, 0, min(limit, max(1, _FIRST_TOKENS // seq_len))
+    while nonces > (0 if best is None else best.nonces):
+        last, candidate = nonces, _tuned(nonces, await warm_up(nonces, segment_seconds))
+        if candidate is None:
+            nonces = limit = nonces // 2
+            continue
+        if best is not None and not _is_better(candidate, best, segment_seconds):
+            break
+        best, nonces = candidate, _next_size(candidate, limit, seq_len, segment_seconds)
+    if best is not None and last != best.nonces:  # the workers keep what they captured last
+        best = _tuned(best.nonces, await warm_up(best.nonces, segment_seconds))
+    return best
+
+
+def _tuned(nonces: int, found: PassTiming) -> TunedPass | None:
+    return None if found["seconds"] is None else TunedPass(nonces, found["seconds"], found["segments"])
+
+
+def _is_better(larger: TunedPass, best: TunedPass, segment_seconds: float) -> bool:
+    if larger.segments == 1:
+        return larger.seconds <= segment_seconds
+    return larger.rate >= _WORTH_CUTTING * best.rate
+
+
+def _next_size(best: TunedPass, limit: int, seq_len: int, segment_seconds: float) -> int:
+    """Return a larger size that is worth a try, or 0."""
+    largest = int(best.nonces * min(_MOST_GROWTH, segment_seconds / best.seconds))
+    largest = min(limit, largest - largest % max(1, _FIRST_TOKENS // seq_len))  # whole tiles of matrix products
+    if largest >= _LEAST_GROWTH * best.nonces:
+        return largest
+    # Otherwise it is cut; where it is nearly as large as it may be, that gains nothing.
+    return limit if limit >= 2 * best.nonces else 0

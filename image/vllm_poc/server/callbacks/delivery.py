@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delivery of results to a callback receiver: in order, one payload at a time, none dropped.
+
+A payload is tried until the receiver accepts it or refuses it for good. What is refused is halved until the bad items
+are found, so that they alone are lost:
+
+    waiting -> posted -> accepted                         2xx
+                      -> waiting, after a pause           5xx, 408, 429, no answer
+                      -> halved, and each half posted     other 4xx, several items
+                      -> refused                          other 4xx, one item; 401, 403, 404, 405, 410
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Generic, TypeVar
+
+import aiohttp
+from yarl import URL
+
+from vllm_poc.log import get_logger
+from vllm_poc.server import metrics
+from vllm_poc.server.scheduler import Item
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
+from vllm_poc.wire.messages import WireMessage
+
+_log = get_logger(__name__)
+
+_SUCCESS = range(200, 300)
+_CLIENT_ERRORS = range(400, 500)
+#: Client errors that may pass, so that the payload is sent again.
+_PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
+#: After so many single items refused in a row the receiver is taken to refuse everything.
+SEARCH_LIMIT = 64
+
+T = TypeVar("T")
+
+
+class Outcome(Enum):
+    """What became of items that were posted together."""
+
+    ACCEPTED = auto()
+    #: The receiver refused them, and perhaps only because of some of them.
+    REFUSED = auto()
+    #: The receiver refused them, and would refuse every part of them.
+    HOPELESS = auto()
+
+
+def shown(url: str) -> str:
+    """Return the address without the user's name and password, which are for its receiver alone."""
+    return str(URL(url).with_user(None))
+
+
+class Poster(Generic[T]):
+    """Posts items to ``url``; ``payload`` makes the body of some of them."""
+
+    def __init__(
+        self,
+        url: str,
+        payload: Callable[[Sequence[T]], WireMessage],
+        *,
+        session: aiohttp.ClientSession,
+        settings: Settings,
+    ) -> None:
+        self.error: str | None = None  # of the last attempt
+        self.refusal: str | None = None  # the last one that was final
+        self._url = url
+        self._shown = shown(url)
+        self._payload = payload
+        self._session = session
+        self._settings = settings
+        self._refused_in_a_row = 0
+
+    async def deliver(self, items: Sequence[T]) -> AsyncIterator[bool]:
+        """Post ``items`` in order, in payloads of bounded size; yield for each whether it was accepted.
+
+        A payload that is refused is halved until the bad items are found, so that they alone are lost.
+        """
+        at_once = self._settings.payload_results
+        parts = [items[start : start + at_once] for start in range(0, len(items), at_once)]
+        parts.reverse()
+        while parts:
+            part = parts.pop()
+            outcome = await self._post(part)
+            if outcome is Outcome.REFUSED and len(part) > 1:
+                middle = len(part) // 2
+                parts += [part[middle:], part[:middle]]
+            else:
+                for _ in part:
+                    yield outcome is Outcome.ACCEPTED
+
+    async def _post(self, items: Sequence[T]) -> Outcome:
+        body = self._payload(items).model_dump_json(exclude_none=True)
+        pause = self._settings.retry_first_seconds
+        while True:
+            status = await self._attempt(body)
+            if status in _SUCCESS or (status in _CLIENT_ERRORS and status not in _PASSING):
+                return self._judge(status, len(items))
+            metrics.CALLBACKS.labels("failed").inc()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self._settings.retry_limit_seconds)
+
+    async def _attempt(self, body: str) -> int:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer:
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._failed(str(error) or type(error).__name__)
+            return 0
+        if status not in _SUCCESS:
+            self._failed(f"HTTP {status}")
+        return status
+
+    def _judge(self, status: int, count: int) -> Outcome:
+        if status in _SUCCESS:
+            self.error, self._refused_in_a_row = None, 0
+            metrics.CALLBACKS.labels("accepted").inc()
+            return Outcome.ACCEPTED
+        metrics.CALLBACKS.labels("refused").inc()
+        self.refusal = self.error
+        self._refused_in_a_row += count == 1
+        hopeless = status in NOT_ABOUT_CONTENT or self._refused_in_a_row >= SEARCH_LIMIT
+        return Outcome.HOPELESS if hopeless else Outcome.REFUSED
+
+    def _failed(self, reason: str) -> None:
+        self.error = f"{self._shown}: {reason}"
+        _log.warning("callback failed: %s", self.error)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one slice leaves for delivery; ``end`` is the index after its last nonce."""
+
+    end: int
+    items: Sequence[Item]
+    rejected: int
+
+    @property
+    def weight(self) -> int:
+        """Share of the bounded memory; a piece without items counts too."""
+        return max(1, len(self.items))
+
+
+@dataclass
+class Delivered:
+    """How far delivery got: nonces before ``index`` are accepted, refused for good, or not to be sent."""
+
+    index: int
+    valid: int = 0
+    rejected: int = 0
+    refused: int = 0  # by the receiver; part of ``rejected``
+
+
+class Delivery:
+    """Queue and sender of one round. Without a receiver, results count as delivered at once."""
+
+    def __init__(
+        self,
+        *,
+        receiver: str | None,
+        payload: Callable[[Sequence[Item]], WireMessage],
+        start_index: int,
+        session: aiohttp.ClientSession,
+        settings: Settings,
+    ) -> None:
+        self.delivered = Delivered(start_index)
+        self.is_full = False  # and therefore holds generation back
+        self._poster = None
+        if receiver is not None:
+            self._poster = Poster(f"{receiver}/generated", payload, session=session, settings=settings)
+        self._settings = settings
+        self._queue: deque[Piece] = deque()
+        self._weight = 0
+        self._draining = False
+        self._changed = asyncio.Condition()
+        self._next_post = 0.0
+
+    @property
+    def error(self) -> str | None:
+        """What the receiver last answered while deliveries fail."""
+        return self._poster.error if self._poster is not None else None
+
+    @property
+    def pending(self) -> int:
+        """How many results wait for delivery."""
+        return sum(len(piece.items) for piece in self._queue)
+
+    async def add(self, piece: Piece) -> None:
+        """Queue a piece; waits while too many results wait already."""
+        if self._poster is None:
+            self._count(piece, refused=0)
+            return
+        async with self._changed:
+            try:
+                self.is_full = self._weight >= self._settings.pending_results
+                await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+            finally:
+                self.is_full = False
+            self._queue.append(piece)
+            self._weight += piece.weight
+            self._changed.notify_all()
+
+    async def drained(self) -> None:
+        """Wait until everything queued is settled, without pauses between payloads."""
+        async with self._changed:
+            self._draining = True
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: not self._queue)
+
+    async def run(self) -> None:
+        """Send until cancelled; without a receiver there is nothing to send."""
+        while self._poster is not None:
+            await self._deliver(self._poster, await self._next_pieces())
+            self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
+
+    async def _next_pieces(self) -> list[Piece]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._queue)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._next_post):
+                    await self._changed.wait_for(self._must_hurry)
+            return list(_up_to(self._queue, self._settings.payload_results))
+
+    def _must_hurry(self) -> bool:
+        full = min(self._settings.payload_results, self._settings.pending_results)
+        return self._draining or self._weight >= full
+
+    async def _deliver(self, poster: Poster[Item], pieces: Sequence[Piece]) -> None:
+        # Piece by piece, since what is settled stays settled if we are stopped.
+        accepted = poster.deliver([item for piece in pieces for item in piece.items])
+        for piece in pieces:
+            refused = [await anext(accepted) for _ in piece.items].count(False)
+            async with self._changed:
+                self._queue.popleft()
+                self._weight -= piece.weight
+                self._count(piece, refused)
+                self._changed.notify_all()
+
+    def _count(self, piece: Piece, refused: int) -> None:
+        accepted = len(piece.items) - refused
+        metrics.DELIVERED.inc(accepted)
+        metrics.REJECTED.inc(refused)
+        self.delivered.index = piece.end
+        self.delivered.valid += accepted
+        self.delivered.refused += refused
+        self.delivered.rejected += refused + piece.rejected
+
+
+def _up_to(queue: Sequence[Piece] | deque[Piece], limit: int) -> Iterator[Piece]:
+    weight = 0
+    for piece in queue:
+        if weight and weight + piece.weight > limit:
+            return
+        weight += piece.weight
+        yield piece

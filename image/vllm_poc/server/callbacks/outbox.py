@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks outside of rounds: results of queued work, and verdicts."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from vllm_poc.log import get_logger
+from vllm_poc.server import metrics
+from vllm_poc.server.callbacks.delivery import Poster
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.generate import CallbackState
+from vllm_poc.wire.messages import WireMessage
+
+_log = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Callback:
+    """Where a delivery to one address stands."""
+
+    poster: Poster[Any]
+    state: CallbackState = "pending"
+
+    @property
+    def error(self) -> str | None:
+        """What the receiver last answered while it accepts nothing, or why it refused an item for good."""
+        return self.poster.error or self.poster.refusal
+
+
+class Outbox:
+    """Sends callbacks side by side, so that a receiver that is down holds up no other.
+
+    A callback is tried for as long as a queued result is kept, then given up, logged and counted.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self.lost = 0
+        self._session = session
+        self._settings = settings
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._weight = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def pending(self) -> int:
+        """How many callbacks are on their way."""
+        return len(self._tasks)
+
+    async def wait_for_capacity(self) -> None:
+        """Wait while too many results are on their way: work is held back, nothing is dropped."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+
+    def send(self, url: str, items: Sequence[T], payload: Callable[[Sequence[T]], WireMessage]) -> Callback:
+        """Send ``items`` to ``url``, in order; ``payload`` makes the body of some of them."""
+        callback = Callback(Poster(url, payload, session=self._session, settings=self._settings))
+        self._weight += len(items)
+        task = asyncio.create_task(self._deliver(callback, items))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return callback
+
+    async def close(self) -> None:
+        """Give up what is on its way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _deliver(self, callback: Callback, items: Sequence[Any]) -> None:
+        try:
+            async with asyncio.timeout(self._settings.result_seconds):
+                accepted = [accepted async for accepted in callback.poster.deliver(items)]
+            callback.state = "delivered" if all(accepted) else "rejected"
+        except TimeoutError:
+            callback.state = "given up"
+        finally:
+            self._count(callback)
+            async with self._changed:
+                self._weight -= len(items)
+                self._changed.notify_all()
+
+    def _count(self, callback: Callback) -> None:
+        if callback.state != "delivered":
+            self.lost += 1
+            metrics.CALLBACKS_LOST.inc()
+            _log.error("a callback was not delivered (%s): %s", callback.state, callback.error)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results in the words of the two protocols: callback payloads and answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_poc.server.callbacks.delivery import shown
+from vllm_poc.server.scheduler import Item
+from vllm_poc.wire.artifacts import Artifact, Encoding
+from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.messages import RoundConfig, RoundRequest, SlotRequest, WireMessage
+
+Items = Sequence[Item]
+
+
+def valid_items(request: RoundRequest, items: Items) -> list[Item]:
+    """Return the items that count: all artifacts; distances strictly below ``r_target``."""
+    r_target = request.r_target
+    if r_target is None:
+        return list(items)
+    return [(nonce, value) for nonce, value in items if float(value) < r_target]
+
+
+def callback(request: SlotRequest | GenerateRequest, items: Items, request_id: str | None = None) -> WireMessage:
+    """Return the ``/generated`` payload that delivers valid items."""
+    common = _round_fields(request) | {"node_id": request.node_id, "request_id": request_id}
+    if request.params is not None:
+        encoding = Encoding(k_dim=request.params.k_dim)
+        return GeneratedArtifacts(artifacts=_artifacts(items), encoding=encoding, **common)
+    assert request.r_target is not None  # noqa: S101 - one of the two is set, by validation
+    return GeneratedDistances(nonces=_nonces(items), dist=_distances(items), r_target=request.r_target, **common)
+
+
+def verdict_callback(request: GenerateRequest, result: ValidatedResponse) -> ValidatedArtifacts:
+    """Return the ``/validated`` payload of queued work."""
+    return ValidatedArtifacts(node_id=request.node_id, **_round_fields(request), **result.model_dump())
+
+
+def generated(request: GenerateRequest, items: Items, request_id: str) -> GeneratedResponse:
+    """Return the answer to ``generate``. Nonces whose result is not finite are only named."""
+    computed = set(_nonces(items))
+    missing = [nonce for nonce in request.nonces if nonce not in computed]
+    if request.params is not None:
+        encoding = Encoding(k_dim=request.params.k_dim)
+        artifacts = _artifacts(items)
+        return GeneratedResponse(request_id=request_id, not_computed=missing, artifacts=artifacts, encoding=encoding)
+    valid = valid_items(request, items)
+    return GeneratedResponse(
+        request_id=request_id,
+        not_computed=missing,
+        nonces=_nonces(items),
+        distances=_distances(items),
+        total_checked=len(items),
+        total_valid=len(valid),
+        valid_nonces=_nonces(valid),
+        valid_distances=_distances(valid),
+    )
+
+
+def callback_items(result: GeneratedResponse) -> list[Item]:
+    """Return what a result's callbacks deliver: all artifacts, or the valid distances."""
+    if result.artifacts is not None:
+        return [(artifact.nonce, artifact.vector_b64) for artifact in result.artifacts]
+    return list(zip(result.valid_nonces or [], result.valid_distances or [], strict=True))
+
+
+def round_config(request: SlotRequest) -> RoundConfig:
+    """Return the round as status tells it: as requested, with the defaults that depend on its protocol."""
+    params = request.params.model_dump() if request.params is not None else {}
+    in_effect = {
+        "protocol": request.protocol,
+        "seq_len": request.effective_seq_len,
+        "url": shown(request.receiver) if request.receiver is not None else None,
+        "use_layer_hooks": request.layer_hooks,
+        "use_sign_flips": request.sign_flips,
+    }
+    return RoundConfig.model_validate(request.model_dump() | params | in_effect)
+
+
+def _artifacts(items: Items) -> list[Artifact]:
+    return [Artifact(nonce=nonce, vector_b64=str(value)) for nonce, value in items]
+
+
+def _nonces(items: Items) -> list[int]:
+    return [nonce for nonce, _ in items]
+
+
+def _distances(items: Items) -> list[float]:
+    return [float(value) for _, value in items]
+
+
+def _round_fields(request: RoundRequest) -> dict[str, Any]:
+    return request.model_dump(include={"public_key", "block_hash", "block_height"})

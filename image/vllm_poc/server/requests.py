@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``POST generate`` and ``POST validate``: nonces that a client names, and the verdict on what others claim of them.
+
+The life of a queued request; with ``wait`` it is computed while its client waits, and cancelled if that goes away:
+
+    queued -> running -> completed    its result is kept for ``result_seconds``, and its callback sent
+       |         |----> failed
+       +---------+----> cancelled     by a stop
+
+Queued requests are computed one at a time, first come first served, while no round generates.
+
+A verdict comes from the nonces that mismatch. Artifacts do if the two vectors lie further apart than
+``dist_threshold`` (L2), or if the received one does not decode to k_dim finite numbers; distances, if the claim or the
+recomputed distance is not below ``r_target``. One such nonce is no proof: near the target an honest prover on another
+GPU lands on the other side now and then, and in a batch that is large enough this is certain. So the number of
+mismatches is put to the binomial test of `vllm_poc.wire.stat_test`. In small batches (20 nonces, by default) a single
+mismatch still is fraud. A nonce that this server cannot compute leaves the sample: it is neither a mismatch nor a pass.
+If none can be computed there is no verdict, since clients read an empty sample as guilt.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from uuid import uuid4
+
+from vllm_poc.log import get_logger
+from vllm_poc.server import metrics
+from vllm_poc.server.callbacks import payloads
+from vllm_poc.server.callbacks.outbox import Callback, Outbox
+from vllm_poc.server.engine import EngineError
+from vllm_poc.server.errors import RefusalError, refusal
+from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.artifacts import decode_vector
+from vllm_poc.wire.callbacks import ValidatedDistances
+from vllm_poc.wire.generate import (
+    GeneratedResponse,
+    GenerateRequest,
+    JobResponse,
+    JobState,
+    ProofBatch,
+    ProofVerdict,
+    ValidatedResponse,
+)
+from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
+from vllm_poc.wire.stat_test import StatTest, Verdict, is_distance_mismatch, is_mismatch, p_value
+
+_log = get_logger(__name__)
+
+Result = GeneratedResponse | ValidatedResponse
+#: Waits until work may begin.
+Ready = Callable[[], Awaitable[None]]
+
+
+@dataclass
+class Job:
+    """One queued request; ``request`` is dropped at its end, since it may be large."""
+
+    request: GenerateRequest | None
+    id: str = field(default_factory=lambda: uuid4().hex)
+    state: JobState = JobState.QUEUED
+    result: Result | None = None
+    callback: Callback | None = None
+    error: str | None = None
+
+    def response(self) -> Result | JobResponse:
+        """Return what ``GET generate/{id}`` answers."""
+        if self.result is None:
+            fields = {"status": self.state, "request_id": self.id, "error": self.error}
+            return JobResponse.model_validate(fields)
+        if self.callback is None:
+            return self.result
+        return self.result.model_copy(update={"callback": self.callback.state, "callback_error": self.callback.error})
+
+
+class JobQueue:
+    """``ready`` waits until a job may start; ``work`` does it and leaves result and callback in the job."""
+
+    def __init__(
+        self,
+        *,
+        ready: Ready,
+        work: Callable[[Job, GenerateRequest], Awaitable[None]],
+        settings: Settings,
+    ) -> None:
+        self._ready = ready
+        self._work = work
+        self._settings = settings
+        self._jobs: dict[str, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._nonces = 0
+        self._others = 0
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests wait or are computed, and their nonces."""
+        return len(self._unended()) + self._others, self._nonces
+
+    def submit(self, request: GenerateRequest) -> JobResponse:
+        """Queue a request; refused with 429 if too many nonces are queued."""
+        self._admit(request)
+        job = Job(request)
+        self._jobs[job.id] = job
+        self._waiting.append(job)
+        self._ensure_worker()
+        return JobResponse(status=JobState.QUEUED, request_id=job.id, queued_count=self._nonces)
+
+    @contextmanager
+    def counted(self, request: GenerateRequest) -> Iterator[None]:
+        """Count a request that is not queued, but computed while its client waits; 429 as for the others."""
+        self._admit(request)
+        self._others += 1
+        try:
+            yield
+        finally:
+            self._others -= 1
+            self._nonces -= len(request.nonces)
+
+    def find(self, request_id: str) -> Result | JobResponse:
+        """Return the state or the result of a job; refused with 404 if there is none."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            kept = f"results are kept for {self._settings.result_seconds:g} s"
+            raise refusal(HTTPStatus.NOT_FOUND, "JobNotFound", f"no request {request_id}: {kept}")
+        return job.response()
+
+    async def cancel(self, reason: str) -> None:
+        """Cancel what waits and what runs; ``reason`` becomes their error."""
+        jobs = self._unended()
+        self._waiting.clear()
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.wait([self._worker])
+        for job in jobs:
+            self._end(job, JobState.CANCELLED, reason)
+        self._ensure_worker()  # for what came while the old one ended
+
+    def _unended(self) -> list[Job]:
+        return [job for job in self._jobs.values() if job.request is not None]
+
+    def _ensure_worker(self) -> None:
+        if self._waiting and (self._worker is None or self._worker.done()):
+            self._worker = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._waiting:
+            await self._perform(self._waiting.popleft())
+
+    async def _perform(self, job: Job) -> None:
+        assert job.request is not None  # noqa: S101 - it is dropped at the end only
+        try:
+            await self._ready()
+            job.state = JobState.RUNNING
+            await self._work(job, job.request)
+        except (EngineError, RefusalError) as error:
+            self._end(job, JobState.FAILED, str(error))
+        except Exception as error:
+            _log.exception("request %s failed", job.id)
+            self._end(job, JobState.FAILED, f"{type(error).__name__}: {error}")
+        else:
+            self._end(job, JobState.COMPLETED)
+
+    def _end(self, job: Job, state: JobState, error: str | None = None) -> None:
+        if job.request is None:
+            return  # it ended before it could be cancelled
+        self._nonces -= len(job.request.nonces)
+        job.state, job.error, job.request = state, error, None
+        asyncio.get_running_loop().call_later(self._settings.result_seconds, self._jobs.pop, job.id, None)
+
+    def _admit(self, request: GenerateRequest) -> None:
+        queued, limit = self._nonces + len(request.nonces), self._settings.queued_nonces
+        if queued <= limit:
+            self._nonces = queued
+            return
+        detail = f"Queue full: {queued} nonces would be queued, and {limit} may; try again when some are done"
+        raise refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail)
+
+
+class RequestWorker:
+    """Computes named nonces slice by slice: while no round generates, for which ``ready`` waits, or beside it."""
+
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, ready: Ready) -> None:
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._ready = ready
+
+    async def result(self, request: GenerateRequest, request_id: str, limit: int) -> Result:
+        """Return artifacts, distances or a verdict. EngineError if the engine fails."""
+        slices = self._slices(request, request.nonces, limit, _at_once if request.beside_round else self._ready)
+        if request.validation is not None:
+            return await artifact_verdict(request, request_id, slices)
+        return payloads.generated(request, [item async for part in slices for item in part], request_id)
+
+    async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:
+        """Leave the result in the job and send its callback."""
+        await self._outbox.wait_for_capacity()
+        job.result = await self.result(request, job.id, limit)
+        if request.receiver is not None:
+            job.callback = self._send(request.receiver, request, job.result)
+
+    async def proof(self, round_: SlotRequest, batch: ProofBatch, limit: int) -> ProofVerdict:
+        """Recompute a batch, also between the slices of a round that generates, and send the callback."""
+        await self._outbox.wait_for_capacity()
+        request = round_.model_copy(update={"public_key": batch.public_key})
+        slices = self._slices(request, batch.nonces, limit, _at_once)
+        items = [item async for part in slices for item in part]
+        verdict, callback = proof_verdict(round_, batch, items)
+        if round_.receiver is not None:
+            self._outbox.send(f"{round_.receiver}/validated", [callback], _only)
+        return verdict
+
+    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> Callback:
+        if isinstance(result, ValidatedResponse):
+            return self._outbox.send(f"{receiver}/validated", [payloads.verdict_callback(request, result)], _only)
+        payload = partial(payloads.callback, request, request_id=result.request_id)
+        return self._outbox.send(f"{receiver}/generated", payloads.callback_items(result), payload)
+
+    async def _slices(
+        self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready
+    ) -> AsyncIterator[list[Item]]:
+        if len(nonces) > limit:
+            await self._scheduler.autotune(request)
+        size, ahead, done = self._scheduler.slice_size(request, limit), deque[list[int]](), 0
+
+        def following(known: int) -> list[int]:
+            return list(nonces[done + known : done + known + size.nonces])
+
+        while done < len(nonces):
+            await ready()
+            part = ahead.popleft() if ahead else following(0)
+            done += len(part)
+            look_ahead(ahead, size, following)
+            result = await self._scheduler.run(request, part, size, ahead)
+            metrics.count_nonces(request.protocol, "request", computed=len(part), not_finite=result.rejected)
+            yield result.items
+
+
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
+def _only(callbacks: Sequence[WireMessage]) -> WireMessage:
+    return callbacks[0]
+
+
+async def artifact_verdict(
+    request: GenerateRequest, request_id: str, slices: AsyncIterator[Sequence[Item]]
+) -> ValidatedResponse:
+    """Return the verdict on the request's artifacts. EngineError if nothing was computed.
+
+    They are compared a slice at a time, so that chat need not wait for all of them.
+    """
+    assert request.validation is not None  # noqa: S101 - the caller looked
+    assert request.params is not None  # noqa: S101 - by the request's own rules
+    test = request.stat_test or StatTest()
+    missing = {artifact.nonce: artifact.vector_b64 for artifact in request.validation.artifacts}
+    mismatches: list[int] = []
+    async for items in slices:
+        for nonce, vector_b64 in items:
+            computed = decode_vector(str(vector_b64), request.params.k_dim)
+            if is_mismatch(computed, missing.pop(nonce), test.dist_threshold):
+                mismatches.append(nonce)
+    not_computed = [nonce for nonce in request.nonces if nonce in missing]
+    verdict = _verdict(test, mismatches, nonces=request.nonces, not_computed=not_computed)
+    return ValidatedResponse(request_id=request_id, **verdict.model_dump())
+
+
+def proof_verdict(
+    round_: SlotRequest, batch: ProofBatch, items: Sequence[Item]
+) -> tuple[ProofVerdict, ValidatedDistances]:
+    """Return the answer and the callback about a batch. EngineError if nothing was computed."""
+    assert round_.r_target is not None  # noqa: S101 - by the round's protocol
+    received, r_target = dict(zip(batch.nonces, batch.dist, strict=True)), round_.r_target
+    computed = {nonce: float(value) for nonce, value in items}
+    mismatches = [
+        nonce for nonce, distance in computed.items() if is_distance_mismatch(received[nonce], distance, r_target)
+    ]
+    not_computed = [nonce for nonce in batch.nonces if nonce not in computed]
+    verdict = _verdict(round_, mismatches, nonces=batch.nonces, not_computed=not_computed).model_dump()
+    callback = ValidatedDistances(
+        public_key=batch.public_key,
+        block_hash=round_.block_hash,
+        block_height=round_.block_height,
+        nonces=list(computed),
+        computed_distances=list(computed.values()),
+        received_distances=[received[nonce] for nonce in computed],
+        valid=[distance < r_target for distance in computed.values()],
+        **verdict,
+    )
+    distances = [computed.get(nonce) for nonce in batch.nonces]
+    return ProofVerdict(computed_distances=distances, **verdict), callback
+
+
+def _verdict(
+    test: StatTest | SlotRequest, mismatches: list[int], *, nonces: Sequence[int], not_computed: list[int]
+) -> Verdict:
+    n_total = len(nonces) - len(not_computed)
+    if not n_total:
+        raise EngineError("no verdict: every nonce came out NaN or infinite on this server; check its GPU")
+    probability = p_value(len(mismatches), n_total, test.p_mismatch)
+    return Verdict(
+        n_total=n_total,
+        n_mismatch=len(mismatches),
+        mismatch_nonces=mismatches,
+        p_value=probability,
+        fraud_detected=probability < test.fraud_threshold,
+        not_computed=not_computed,
+    )

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one round of this server and its phases.
+
+    IDLE ---- start -----> GENERATING -- stop, or its slot is done --> STOPPED
+     ^   |                 |     ^    -- the engine fails -----------> FAILED
+     |   |   phase/validate|     |phase/generate
+     |   |                 v     |
+     |   +- init/validate -> VALIDATING -- stop --> STOPPED
+     |
+    init, from every state except GENERATING
+
+A start takes over in every state except GENERATING, where other work than the running round's is refused. A distance
+round switches between its two phases; generation then goes on where its deliveries had got to, with the callback
+address it had. What one generation does is in `vllm_poc.server.generation`.
+"""
+
+import asyncio
+from http import HTTPStatus
+
+import aiohttp
+
+from vllm_poc.server.callbacks.payloads import round_config
+from vllm_poc.server.errors import RefusalError, field_refusal, refusal
+from vllm_poc.server.generation import Round
+from vllm_poc.server.scheduler import Scheduler
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.messages import (
+    ErrorResponse,
+    ExtendRequest,
+    InitGenerateRequest,
+    InitRequest,
+    PowState,
+    PowStatus,
+    Protocol,
+    SlotRequest,
+)
+
+_RUNNING = (PowState.GENERATING, PowState.VALIDATING)
+
+
+class Phases:
+    """Starts and stops the round's phases, one call after the other."""
+
+    def __init__(self, scheduler: Scheduler, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self.config: SlotRequest | None = None
+        self.round: Round | None = None
+        self._phase = PowState.IDLE
+        self._scheduler = scheduler
+        self._session = session
+        self._settings = settings
+        self._commands = asyncio.Lock()  # a start waits for a stop that still flushes
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @property
+    def state(self) -> PowState:
+        """The phase, or how generation ended."""
+        if self._phase is PowState.GENERATING and self.round is not None:
+            return self.round.state
+        return self._phase
+
+    @property
+    def computes(self) -> bool:
+        """Whether a round uses the engine: it has nonces to compute, and its receiver keeps up."""
+        return not self._free.is_set() and self.round is not None and not self.round.delivery.is_full
+
+    @property
+    def pending(self) -> int:
+        """How many results of a round that generates wait for delivery."""
+        return self.round.delivery.pending if self.round is not None and self.state is PowState.GENERATING else 0
+
+    def pow_status(self, session_id: str, state: PowState) -> PowStatus:
+        """Return the short status that answers a command, with the ``state`` that it asked for."""
+        current = self.round
+        return PowStatus(
+            status=state,
+            session_id=session_id,
+            round_id=self._round_id,
+            next_index=current.counters.next_index if current is not None else 0,
+            delivered_index=current.delivery.delivered.index if current is not None else 0,
+        )
+
+    async def free(self) -> None:
+        """Wait until no round computes."""
+        await self._free.wait()
+
+    async def start(self, request: InitGenerateRequest, slice_limit: int) -> None:
+        """Generate; a repeat with the same ``round_id`` and content changes nothing, other work is refused."""
+        async with self._commands:
+            if self.state is not PowState.GENERATING:
+                await self._generate(request, slice_limit)
+            elif request.round_id is None or self.config is None or not self.config.same_work(request):
+                raise self._conflict()
+
+    async def extend(self, request: ExtendRequest) -> None:
+        """Let the round compute on; refused if it does not generate."""
+        async with self._commands:
+            if self.state is not PowState.GENERATING or self.round is None or self._round_id != request.round_id:
+                raise self._conflict()
+            self.round.extend(request.end_index)
+
+    async def init(self, request: InitRequest, phase: PowState) -> None:
+        """Take ``request`` as the round, in phase IDLE or VALIDATING; refused while another one generates."""
+        async with self._commands:
+            if self.state is PowState.GENERATING:
+                raise self._conflict()
+            await self.close()
+            self.config, self.round, self._phase = request, None, phase
+
+    async def resume(self, slice_limit: int) -> None:
+        """Generate the configured round on from what was delivered; harmless while it generates."""
+        async with self._commands:
+            config = self.distance_config()
+            if self.state is PowState.GENERATING:
+                return
+            if not config.has_slot:
+                message = "the round was initialised without it: call init/generate with node_id and node_count"
+                raise field_refusal("node_id", message, status=HTTPStatus.BAD_REQUEST)
+            start = self.round.delivery.delivered.index if self.round is not None else config.start_index
+            if start >= config.slot.capacity:
+                detail = "every nonce of the slot is delivered: start a round of another slot"
+                raise refusal(HTTPStatus.CONFLICT, "SlotDone", detail)
+            await self._generate(_generating(config, start), slice_limit)
+
+    async def validate(self) -> None:
+        """Stop generating, deliver what is left, and wait for batches to validate."""
+        async with self._commands:
+            self.distance_config()
+            if self.round is not None:
+                await self.round.stop("phase/validate")
+            self._phase = PowState.VALIDATING
+
+    async def stop(self, round_id: str | None) -> None:
+        """End the phase, deliver what is left; refused if ``round_id`` names another round than the one that runs."""
+        async with self._commands:
+            if round_id is not None and self.state in _RUNNING and self._round_id != round_id:
+                raise self._conflict()
+            if self.round is not None:
+                await self.round.stop("stopped on request")
+            if self._phase is PowState.VALIDATING:
+                self._phase = PowState.STOPPED
+
+    async def close(self) -> None:
+        """End the round at once."""
+        if self.round is not None:
+            await self.round.close()
+
+    def distance_config(self) -> SlotRequest:
+        """Return the round; refused with 400 if there is none, with 409 if it has no phases to switch."""
+        if self.config is None:
+            detail = "PoC not initialized: no round configured; call init, init/generate or init/validate first"
+            raise refusal(HTTPStatus.BAD_REQUEST, "NotInitialized", detail)
+        if self.config.protocol is not Protocol.DISTANCE:
+            detail = "the round is of the artifact protocol: validate artifacts by POST generate with validation"
+            raise refusal(HTTPStatus.CONFLICT, "ProtocolMismatch", detail)
+        return self.config
+
+    @property
+    def _round_id(self) -> str | None:
+        return self.config.round_id if self.config is not None else None
+
+    async def _generate(self, request: InitGenerateRequest, slice_limit: int) -> None:
+        await self.close()
+        self._free.clear()
+        self.config, self._phase = request, PowState.GENERATING
+        self.round = Round(
+            request,
+            scheduler=self._scheduler,
+            slice_limit=slice_limit,
+            session=self._session,
+            settings=self._settings,
+            on_idle=self._free.set,
+        )
+
+    def _state_in_words(self) -> str:
+        if self.state not in _RUNNING:
+            return "no round generates: start it first"
+        what = f"round {self._round_id}" if self._round_id is not None else "a round without round_id"
+        return f"Already {self.state.lower()}: {what} runs; stop it first"
+
+    def _conflict(self) -> RefusalError:
+        running = round_config(self.config) if self.config is not None else None
+        body = ErrorResponse(
+            reason="RoundConflict",
+            detail=self._state_in_words(),
+            running=running,
+            round_id=self._round_id,
+        )
+        return RefusalError(HTTPStatus.CONFLICT, body)
+
+
+def _generating(config: SlotRequest, start_index: int) -> InitGenerateRequest:
+    fields = config.model_dump(exclude_none=True) | {"start_index": start_index}
+    return InitGenerateRequest.model_validate(fields)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PoC work in slices: short ones, one at a time, and only when the chat gate is open.
+
+    waiting for its turn -> waiting for chat -> on the workers -> answered
+                            ^                                |
+                            +---- the next segment ----------+
+
+A slice is one call to the workers, so that chat waits no longer than a slice takes. Work of different clients takes
+turns slice by slice. A forward pass that is longer than a slice is cut into segments, between which chat runs and other
+PoC work does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+from vllm_poc.rpc import BatchRequest, BatchResult, PassFields, PassSpec, PassTiming, batch_request
+from vllm_poc.server import metrics
+from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
+from vllm_poc.server.engine import EngineError, VllmEngine
+from vllm_poc.server.settings import Priority, Settings
+from vllm_poc.wire.messages import RoundRequest
+
+#: What one nonce gives: a distance, or a vector in base64.
+Value = float | str
+#: A nonce with its value.
+Item = tuple[int, Value]
+#: Weight of the newest slice in the mean time of a pass.
+_NEWEST = 0.2
+#: Looks in a row that find chat idle, after which PoC goes on. A client that chats without pause sends its next request
+#: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not
+#: time, since requests that have come are seen only when the event loop gets to them.
+IDLE_LOOKS = 2
+
+
+class BusyShare:
+    """Share of the last ``window`` seconds that PoC used. ``now`` is in seconds of any clock."""
+
+    def __init__(self, window: float, now: Callable[[], float]) -> None:
+        self._window = window
+        self._now = now
+        self._spans: deque[tuple[float, float]] = deque()
+
+    def add(self, start: float, end: float) -> None:
+        """Count the time from ``start`` to ``end``; spans come in order and do not overlap."""
+        self._forget()
+        self._spans.append((start, end))
+
+    def value(self) -> float:
+        """Return the share, 0..1: the spans' seconds inside the window, over its length."""
+        first = self._forget()
+        return sum(end - max(start, first) for start, end in self._spans) / self._window
+
+    def _forget(self) -> float:
+        first = self._now() - self._window
+        while self._spans and self._spans[0][1] <= first:
+            self._spans.popleft()
+        return first
+
+
+class ChatGate:
+    """Lets a slice of PoC work pass when chat is idle, when PoC goes first, or when it is below its least share.
+
+    Whoever runs a slice tells ``busy`` from when to when (`time.monotonic`).
+    """
+
+    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
+        self.held_back_seconds = 0.0
+        self._engine = engine
+        self._poc_first = settings.priority is Priority.POC_FIRST
+        self._min_share = settings.min_share
+        self._backoff = settings.chat_backoff_seconds
+        self.busy = BusyShare(settings.share_window_seconds, monotonic)
+
+    async def passed(self) -> None:
+        """Wait until PoC may run its next slice."""
+        idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
+        while True:
+            idle = 0 if self._engine.has_unfinished_chat() else idle + 1
+            if idle >= IDLE_LOOKS or self._ignores_chat():
+                return
+            await self._pause()
+
+    async def _pause(self) -> None:
+        started = monotonic()
+        await asyncio.sleep(self._backoff)
+        waited = monotonic() - started
+        self.held_back_seconds += waited
+        metrics.HELD_BACK.inc(waited)
+
+    def _ignores_chat(self) -> bool:
+        return self._poc_first or self.busy.value() < self._min_share
+
+
+class SliceSize(Protocol):
+    """The size of the next slice of a piece of work; ``ahead`` says how many after it may begin already."""
+
+    ahead: int
+
+    @property
+    def nonces(self) -> int:
+        """Nonces of the slice, at least 1."""
+        ...
+
+    def batch(self, nonces: int) -> int:
+        """Return how many nonces a forward pass of a slice of ``nonces`` holds."""
+        ...
+
+    def learn(self, nonces: int, seconds: float) -> None:
+        """Adapt to a slice of ``nonces`` that took ``seconds``."""
+        ...
+
+
+class HalvingSliceSize:
+    """One forward pass: the limit, halved as often as the time budget demands.
+
+    Halving keeps the number of shapes small, for each of which the worker may have to prepare.
+    """
+
+    ahead = 0
+
+    def __init__(self, limit: int, budget_seconds: float) -> None:
+        self._limit = limit
+        self._budget = budget_seconds
+        self._halvings = 0
+        self._slow_in_a_row = 0
+
+    @property
+    def nonces(self) -> int:
+        """Size of the next slice, at least 1."""
+        return max(1, self._limit >> self._halvings)
+
+    def batch(self, nonces: int) -> int:
+        """Return all of them."""
+        return nonces
+
+    def learn(self, nonces: int, seconds: float) -> None:
+        """Adapt to a slice that took ``seconds``. One slow slice may be the first of its shape."""
+        self._slow_in_a_row = self._slow_in_a_row + 1 if seconds > self._budget else 0
+        if self._slow_in_a_row > 1 and self.nonces > 1:
+            self._halvings += 1
+            self._slow_in_a_row = 0
+        elif 2 * seconds <= self._budget and self._halvings:
+            self._halvings -= 1
+
+
+class TunedSliceSize:
+    """As many captured forward passes as the time budget holds twice, since two slices are on their way; or one.
+
+    A pass that is cut into segments is a slice for each. While one slice is answered, a pipeline of several ``stages``
+    has as many behind it.
+    """
+
+    def __init__(self, tuned: TunedPass, stages: int, budget_seconds: float) -> None:
+        self._batch, self._least_seconds, self._segments = tuned
+        self._seconds = self._least_seconds
+        self._longest = longest_segment(budget_seconds)
+        self.ahead = stages
+
+    @property
+    def nonces(self) -> int:
+        """Size of the next slice."""
+        if self._segments > 1:
+            return self._batch
+        return self._batch * max(1, int(self._longest / self._seconds))
+
+    def batch(self, nonces: int) -> int:
+        """Return the captured size."""
+        return self._batch
+
+    def learn(self, nonces: int, seconds: float) -> None:
+        """Adapt to a slice of whole passes; a segment of one takes longer than its share.
+
+        One that was computed while chat ran seems to take no time.
+        """
+        passes, rest = divmod(nonces, self._batch)
+        if not rest and self._segments == 1:
+            self._seconds = max(self._least_seconds, self._seconds + _NEWEST * (seconds / passes - self._seconds))
+
+
+class SliceResult(NamedTuple):
+    """Results of some nonces, in their order; ``rejected`` counts those that stayed not finite."""
+
+    items: list[Item]
+    rejected: int
+
+
+class Scheduler:
+    """Runs slices on the engine for whoever asks, first come first served."""
+
+    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._turn = asyncio.Lock()
+        self._autotuner = Autotuner(self._warm_up, settings.slice_seconds)
+        self._stages = 1  # as the engine says before anything is tuned
+        self.gate = ChatGate(engine, settings)
+
+    async def autotune(self, request: RoundRequest) -> None:
+        """Find the best forward pass for work like this, if that was not done. EngineError as from the engine."""
+        facts = await self._engine.facts()
+        self._stages = facts["stages"]
+        await self._autotuner.tune(request, facts)
+
+    def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
+        """Return the size for work whose forward passes hold up to ``limit`` nonces, or what was tuned for it."""
+        tuned, budget = self._autotuner.find(PassSpec.of_round(request)), self._settings.slice_seconds
+        if tuned is None:
+            return HalvingSliceSize(limit, budget)
+        return TunedSliceSize(tuned, self._stages, budget)
+
+    async def run(
+        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
+    ) -> SliceResult:
+        """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
+
+        ``ahead`` are the slices that follow, as far as they are known: the workers begin them already.
+        """
+        first = await self._compute(request, nonces, size, ahead)
+        results = _values(first)
+        if first["not_finite"]:
+            results |= _values(await self._compute(request, first["not_finite"], size))
+        items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
+        return SliceResult(items, rejected=len(nonces) - len(items))
+
+    async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
+        async with self._turn:
+            await self.gate.passed()
+            started = monotonic()
+            timing = await self._engine.warm_up(batch, segment_seconds, keep)
+            self.gate.busy.add(started, monotonic())
+        return timing
+
+    async def _compute(
+        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
+    ) -> BatchResult:
+        message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
+        longest = 0.0
+        async with self._turn:  # other work would make the workers drop what they have begun
+            self._autotuner.used(PassSpec.of(message))
+            while True:
+                result, seconds = await self._step(message)
+                longest = max(longest, seconds)
+                if result["complete"]:
+                    break
+        size.learn(len(nonces), longest)
+        _check_answer(nonces, result)
+        return result
+
+    async def _step(self, message: BatchRequest) -> tuple[BatchResult, float]:
+        """Return the workers' answer, and how many seconds it took."""
+        await self.gate.passed()
+        started = monotonic()
+        result = await self._engine.compute(message)
+        ended = monotonic()
+        self.gate.busy.add(started, ended)
+        metrics.SLICE.observe(ended - started)
+        metrics.PROGRESS.set_to_current_time()
+        return result, ended - started
+
+
+def look_ahead(ahead: deque[list[int]], size: SliceSize, following: Callable[[int], list[int]]) -> None:
+    """Add slices up to the number that may begin already; ``following`` returns the one behind so many nonces more."""
+    known = sum(len(nonces) for nonces in ahead)
+    while len(ahead) < size.ahead and (nonces := following(known)):
+        ahead.append(nonces)
+        known += len(nonces)
+
+
+def _values(result: BatchResult) -> dict[int, Value]:
+    values: Sequence[Value] = result["vectors"] if "vectors" in result else result.get("distances", [])
+    return dict(zip(result["nonces"], values, strict=True))
+
+
+def _check_answer(nonces: Sequence[int], result: BatchResult) -> None:
+    answered = sorted(result["nonces"] + result["not_finite"])
+    if answered != sorted(nonces):
+        raise EngineError(f"the workers answered {len(answered)} nonces, not the {len(nonces)} asked for")

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that reads vLLM's internals to know the served model; a new release of vLLM is met here.
+
+    adapter        layers, attention metadata, the forward pass on given embeddings
+    capabilities   what the configuration allows, and why it may forbid PoC
+    ranks          tensor and pipeline parallel ranks
+    scratch        the KV cache that PoC writes instead of chat's
+    layer_subset   forward passes through a few of the layers
+
+What replaces vLLM's operations is in `vllm_poc.worker.passes`.
+"""

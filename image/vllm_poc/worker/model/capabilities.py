@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server's configuration allows PoC, and why it may forbid it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from vllm.distributed import get_pp_group
+
+from vllm import envs
+from vllm_poc.rpc import ModelFacts
+from vllm_poc.worker.model.adapter import takes_embeddings, token_embeddings
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+
+# Parts of vLLM's configuration that change what a forward pass computes or writes, and their flags.
+_FORBIDDEN = {
+    "lora_config": "--enable-lora",
+    "speculative_config": "--speculative-config",
+    "kv_transfer_config": "--kv-transfer-config",
+}
+#: Of the first, results do not depend on the batch; the second's memory is shared, which graphs would take.
+_OWN_OPERATIONS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
+_PARALLEL_SIZES = {
+    "data_parallel_size": "--data-parallel-size",
+    "decode_context_parallel_size": "--decode-context-parallel-size",
+    "prefill_context_parallel_size": "--prefill-context-parallel-size",
+}
+
+
+#: Tokens of a batch beyond which no GPU computes faster; each of many experts gets only a few of them.
+_MOST_TOKENS, _MOST_TOKENS_OF_EXPERTS = 8192, 32_768
+
+
+def model_facts(config: VllmConfig) -> ModelFacts:
+    """Return the sizes of the served model and of the largest PoC batch, without scratch cache and refusal.
+
+    vLLM has sized the workspaces of experts and attention for the same largest batch and then locked them, so
+    its own forward pass needs no others.
+    """
+    return ModelFacts(
+        hidden_size=config.model_config.get_hidden_size(),
+        num_layers=config.model_config.get_total_num_hidden_layers(),
+        max_model_len=config.model_config.max_model_len,
+        max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_batch_nonces=config.scheduler_config.max_num_seqs,
+        max_captured_tokens=0,
+        scratch_bytes=0,
+        fused=False,
+        stages=config.parallel_config.pipeline_parallel_size,
+        attention=[],
+        experts=[],
+        refusal=None,
+    )
+
+
+def fused_facts(facts: ModelFacts, *, experts: bool) -> ModelFacts:
+    """Return the same for the fused pass, of which larger ones than vLLM's can be captured."""
+    tokens = _MOST_TOKENS_OF_EXPERTS if experts else _MOST_TOKENS
+    return {**facts, "max_captured_tokens": max(facts["max_batch_tokens"], tokens)}
+
+
+def needs_vllms_operations() -> bool:
+    """Whether vLLM's settings ask for operations that only its own forward pass has."""
+    return any(getattr(envs, name, False) for name in _OWN_OPERATIONS)
+
+
+def refusal(config: VllmConfig, model: nn.Module) -> str | None:
+    """Return one sentence that says why PoC cannot run with this configuration and model, or None."""
+    return (
+        _parallel_refusal(config.parallel_config)
+        or _section_refusal(config)
+        or _cache_refusal(config)
+        or _model_refusal(config, model)
+    )
+
+
+def _parallel_refusal(parallel: ParallelConfig) -> str | None:
+    for name, flag in _PARALLEL_SIZES.items():
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            return f"PoC would not run the same on all ranks: start vLLM with {flag} 1 instead of {size}."
+    return None
+
+
+def _section_refusal(config: VllmConfig) -> str | None:
+    for name, flag in _FORBIDDEN.items():
+        if getattr(config, name, None) is not None:
+            return f"PoC results would depend on {flag}: start vLLM without it."
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return "PoC results would depend on the first chat with --calculate-kv-scales: start vLLM without it."
+    if getattr(config.model_config, "enable_return_routed_experts", False):
+        return "PoC has batches that --enable-return-routed-experts cannot record: start vLLM without it."
+    return None
+
+
+def _cache_refusal(config: VllmConfig) -> str | None:
+    # In the scratch cache, a layer that reads another layer's keys would find those of the layer that wrote last.
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            return f"The layer {name} reads another's KV cache: serve another model."
+    return None
+
+
+def _model_refusal(config: VllmConfig, model: nn.Module) -> str | None:
+    kind, called = config.model_config, type(model).__name__
+    if kind.runner_type != "generate":
+        return f"{called} generates nothing under --runner {kind.runner_type}: serve it for chat."
+    if kind.is_encoder_decoder:
+        return f"{called} reads the output of an encoder, which PoC has not: serve a model with a decoder only."
+    # Releases before the two were made one tell them apart.
+    if kind.uses_mrope or getattr(kind, "uses_xdrope_dim", 0):
+        return f"{called} has positions of several dimensions, which PoC does not make: serve another model."
+    if any(_routes_by_token(name, values, kind.get_vocab_size()) for name, values in model.named_parameters()):
+        return f"{called} routes experts by token id, and PoC has no tokens: serve another model."
+    if _reads_tokens(model):
+        return f"{called} reads more of the tokens than one embedding each, and PoC has no tokens: serve another model."
+    return None
+
+
+def _routes_by_token(name: str, values: nn.Parameter, vocabulary: int) -> bool:
+    # A quantised router holds integers too, but not a row for each token.
+    return ".gate." in name and not values.is_floating_point() and values.shape[:1] == (vocabulary,)
+
+
+def _reads_tokens(model: nn.Module) -> bool:
+    embeddings = len(token_embeddings(model))
+    missing = embeddings == 0 and get_pp_group().is_first_rank and not takes_embeddings(model)
+    # vLLM hands such models the tokens beside their embeddings, or has code of their own prepare their inputs.
+    fed_apart = getattr(model, "requires_raw_input_tokens", False) or hasattr(model, "get_model_state_cls")
+    return fed_apart or embeddings > 1 or missing

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward pass through a few of the layers: enough to learn what the others need, in a fraction of their time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from vllm_poc.worker.model.adapter import ModelAdapter
+
+#: Layers of one kind differ in their weights alone; the first of them in a pass takes longer than the others.
+_FEW = 4
+
+
+def spans(adapter: ModelAdapter) -> list[range]:
+    """Return which of this stage's layers to run so that each kind has run once; of the last span, most are alike.
+
+    These are the last few, before them the first few if some kinds are there alone, or all.
+    """
+    layers = adapter.own_layers
+    count, kinds = len(layers), [_kind(layer) for layer in layers]
+    first, last = range(min(_FEW, count)), range(max(0, count - _FEW), count)
+    for some in ([last], [first, last]):
+        if {kinds[index] for span in some for index in span} == set(kinds):
+            return some
+    return [range(count)]
+
+
+@contextmanager
+def only(adapter: ModelAdapter, span: range) -> Iterator[float]:
+    """Let the model run these layers alone while the context lasts, and yield how many times as many it has.
+
+    All run if the model does not walk through its layers as vLLM's models do.
+    """
+    stack, count = _stack(adapter), len(adapter.own_layers)
+    if stack is None or len(span) in (0, count):
+        yield 1.0
+        return
+    before: tuple[int, int] = stack.start_layer, stack.end_layer
+    try:
+        stack.start_layer, stack.end_layer = before[0] + span.start, before[0] + span.stop
+        yield count / len(span)
+    finally:
+        stack.start_layer, stack.end_layer = before
+
+
+def _stack(adapter: ModelAdapter) -> nn.Module | None:
+    """Return the module that walks through the layers from ``start_layer`` to ``end_layer``."""
+    for module in adapter.model.modules():
+        walks = {"start_layer", "end_layer"} <= vars(module).keys()
+        if walks and any(child is adapter.stack for child in module.children()):
+            return module
+    return None
+
+
+def _kind(layer: nn.Module) -> object:
+    """Return what decides the operations of a layer: its class, the form of its weights, its attention's window."""
+    weights = tuple((name, value.shape, value.dtype) for name, value in layer.named_parameters())
+    windows = tuple(str(getattr(getattr(part, "impl", None), "sliding_window", None)) for part in layer.modules())
+    return type(layer), weights, windows

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass as PoC runs it on a GPU: vLLM's model with fused operations, and no cache where none is needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.worker import workspace
+from vllm.v1.worker.workspace import WorkspaceManager
+
+from vllm_poc.kernels import layers as kernels
+from vllm_poc.worker.passes.attention import prefill_patches, prefill_plan
+from vllm_poc.worker.passes.operations import Patch, is_plain_norm, operation_patches, operations, patched
+from vllm_poc.worker.passes.plain import reflected_layers
+from vllm_poc.worker.passes.quantisation import quantisation_patches
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from vllm_poc.worker.model.adapter import AttentionPlan, BatchShape, ModelAdapter
+
+
+class FusedPass:
+    """A `vllm_poc.worker.passes.plain.Pass` for CUDA and models whose attention needs no cache."""
+
+    needs_cache = False
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+        self._attention = list(adapter.attention_layers.values())
+        self._operations = operations(adapter.model)
+        self._norm_after = dict(_norms_after(adapter))
+        self._workspace = WorkspaceManager(adapter.device)
+
+    def plan(self, shape: BatchShape) -> AttentionPlan:
+        """Describe a batch to the attention layers."""
+        return prefill_plan(self._adapter, shape)
+
+    def workspace(self) -> object:
+        """Return the memory that operations have worked in: whoever records them must keep it.
+
+        When one asks for more, vLLM lets go of it and takes another.
+        """
+        return list(self._workspace._current_workspaces)
+
+    @contextmanager
+    def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> Iterator[None]:
+        """Make the model compute this way, and reflect each layer's output along its vector."""
+        norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
+        others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
+        patches = [*operation_patches(self._operations, norms), *prefill_patches(self._attention, shape.seq_len)]
+        patches += quantisation_patches()
+        # vLLM's is locked, and too small for larger batches than chat's.
+        patches.append(Patch(workspace, "_manager", self._workspace))
+        last = last_tokens_only(self._adapter.layers[-1], shape)
+        with patched(patches), reflected_layers(others, _reflected), last:
+            yield
+
+
+def _norms_after(adapter: ModelAdapter) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each layer of this stage with the norm that reads its output, where it can do the layer's reflection."""
+    last_norm = getattr(getattr(adapter.model, "model", None), "norm", None)
+    following = [getattr(layer, "input_layernorm", None) for layer in adapter.layers[1:]]
+    for layer, norm in zip(adapter.layers, [*following, last_norm], strict=True):
+        # A layer of another stage is reflected there, even if this one has the norm.
+        if is_plain_norm(norm) and not isinstance(layer, PPMissingLayer):
+            yield layer, norm
+
+
+def _reflected(x: Tensor, vector: Tensor) -> Tensor:
+    kernels.reflect(x, vector)
+    return x
+
+
+def last_tokens_only(layer: nn.Module, shape: BatchShape) -> AbstractContextManager[None]:
+    """Drop all tokens except the last of each sequence behind the attention of ``layer``, the model's last.
+
+    Nobody reads what the layer makes of the others. While the context lasts, the forward pass returns
+    ``[nonces, hidden]``. Does nothing if the layer has another form.
+    """
+    attention = getattr(getattr(layer, "self_attn", None), "attn", None)
+    norm = getattr(layer, "post_attention_layernorm", None)
+    known = attention is not None and is_plain_norm(norm) and "residual" in inspect.signature(layer.forward).parameters
+    return _shortened(attention, norm, shape) if known else nullcontext()
+
+
+@contextmanager
+def _shortened(attention: nn.Module, norm: nn.Module, shape: BatchShape) -> Iterator[None]:
+    def last(tokens: Tensor) -> Tensor:
+        return tokens.view(*shape, -1)[:, -1].contiguous()
+
+    def drop_residual(_: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, residual = inputs
+        return hidden, last(residual)
+
+    with (
+        attention.register_forward_hook(lambda *call: last(call[-1])),
+        norm.register_forward_pre_hook(drop_residual),
+    ):
+        yield

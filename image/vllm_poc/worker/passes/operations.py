@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's small operations as single kernels, and how a pass puts them in vLLM's place.
+
+vLLM has such kernels of its own only in code that it compiles, which PoC cannot use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.models.qwen3 import Qwen3Attention
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
+
+from vllm_poc.kernels import layers as kernels
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    NormedAttention: TypeAlias = Qwen3Attention | Qwen3MoeAttention
+
+#: A layer's method, its kernel, and one within that.
+_DEPTH = 3
+#: Both have the same forward pass.
+_NORMED_ATTENTION = (Qwen3Attention, Qwen3MoeAttention)
+
+
+class Patch(NamedTuple):
+    """``owner.name`` is to be ``value``; also in place of a method of the owner's class."""
+
+    owner: object
+    name: str
+    value: Any
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Apply patches while the context lasts. Chat, which runs between, never meets one."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    missing = object()
+    try:
+        for owner, name, value in patches:
+            attributes = vars(owner)
+            undo.append((attributes, name, attributes.get(name, missing)))
+            attributes[name] = value
+        yield
+    finally:
+        for attributes, name, before in reversed(undo):
+            if before is missing:
+                del attributes[name]
+            else:
+                attributes[name] = before
+
+
+def is_plain_norm(module: nn.Module | None) -> bool:
+    """Whether a module is a root mean square norm as `vllm_poc.kernels.layers` has it."""
+    return type(module) is RMSNorm and _is_whole(module)
+
+
+def _is_whole(norm: RMSNorm) -> bool:
+    return norm.variance_size_override is None and bool(norm.has_weight)
+
+
+def operations(model: nn.Module) -> list[nn.Module]:
+    """Return all modules of a model, and the operations of quantised layers, which are in objects that are none."""
+    return [*model.modules(), *(part for module in model.modules() for part in _hidden(module, _DEPTH))]
+
+
+def operation_patches(modules: Sequence[nn.Module], reflected: Mapping[nn.Module, Tensor]) -> Iterator[Patch]:
+    """Replace what single kernels can do. Norms in ``reflected`` reflect what they get along their vector first."""
+    for module in modules:
+        if is_plain_norm(module):
+            yield Patch(module, "_forward_method", partial(_norm, module, reflected.get(module)))
+        elif type(module) is SiluAndMul:
+            yield Patch(module, "_forward_method", kernels.gated)
+        elif type(module) in _NORMED_ATTENTION and _rotates_whole_heads(module):
+            yield Patch(module, "forward", partial(_attention, module))
+        elif isinstance(module, CustomOp) and type(module).forward_cuda is not CustomOp.forward_cuda:
+            yield Patch(module, "_forward_method", module.forward_cuda)
+
+
+def _hidden(owner: object, depth: int) -> Iterator[nn.Module]:
+    for part in vars(owner).values():
+        if isinstance(part, CustomOp):
+            yield part
+        elif depth and not isinstance(part, nn.Module) and type(part).__module__.startswith("vllm.model_executor"):
+            yield from _hidden(part, depth - 1) if hasattr(part, "__dict__") else ()
+
+
+def _norm(
+    module: RMSNorm, vector: Tensor | None, x: Tensor, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    weight, epsilon = module.weight, module.variance_epsilon
+    if residual is not None:
+        kernels.add_norm(x, residual, weight, epsilon, vector)
+        return x, residual
+    if vector is not None:
+        kernels.reflect(x, vector)
+    return kernels.norm(x.reshape(-1, x.shape[-1]), weight, epsilon).view(x.shape)
+
+
+def _rotates_whole_heads(module: NormedAttention) -> bool:
+    rotary = module.rotary_emb
+    whole = type(rotary) is RotaryEmbedding and rotary.is_neox_style and rotary.rotary_dim == module.head_dim
+    return whole and is_plain_norm(module.q_norm) and is_plain_norm(module.k_norm)
+
+
+def _attention(module: NormedAttention, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    qkv, _ = module.qkv_proj(hidden_states)
+    kernels.norm_and_rotate(
+        qkv,
+        positions,
+        module.rotary_emb.cos_sin_cache,
+        module.q_norm.weight,
+        module.k_norm.weight,
+        q_heads=module.num_heads,
+        epsilon=module.q_norm.variance_epsilon,
+    )
+    output: Tensor
+    output, _ = module.o_proj(module.attn(*qkv.split([module.q_size, module.kv_size, module.kv_size], dim=-1)))
+    return output

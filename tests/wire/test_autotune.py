@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds on workers that capture forward passes, as they do on a GPU."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from tests.support.servers.pod import ARTIFACT, SLOT, Pod
+from vllm_poc.server.autotune import MAX_KINDS
+from vllm_poc.wire.messages import PowState
+
+
+@pytest.fixture
+def fused(pod: Pod) -> Pod:
+    pod.engine.facts["fused"] = True
+    return pod
+
+
+async def test_each_slice_names_the_one_after_it(fused: Pod) -> None:
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 2000)
+    await fused.post("stop")
+    batches = fused.engine.batches
+    assert fused.engine.warmed_up == [8, 16]  # 512 tokens, then the most that can be captured
+    assert {batch["batch"] for batch in batches} == {16}
+    assert all(batch["ahead"] == [after["nonces"]] for batch, after in pairwise(batches))
+    assert len(set(fused.engine.computed)) == len(fused.engine.computed)
+
+
+async def test_a_pipeline_knows_a_slice_more_for_each_stage(fused: Pod) -> None:
+    fused.engine.facts["stages"], fused.engine.segments = 3, 4
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 200)
+    await fused.post("stop")
+    asked = fused.engine.answered
+    for first, *ahead in zip(asked, asked[1:], asked[2:], asked[3:], strict=False):
+        assert first["ahead"] == [after["nonces"] for after in ahead]
+    assert len(set(fused.engine.computed)) == len(fused.engine.computed)
+
+
+async def test_nothing_is_begun_beyond_the_end(fused: Pod) -> None:
+    await fused.start(ARTIFACT | SLOT | {"round_id": "r1", "end_index": 700})
+    await fused.reach(lambda s: s.total_checked == 700)
+    assert fused.engine.batches[-1]["ahead"] == []
+    await fused.post("extend", {"round_id": "r1", "end_index": 701})
+    await fused.reach(lambda s: s.total_checked == 701)
+    assert len(fused.engine.computed) == 701
+
+
+async def test_other_work_of_the_same_kind_finds_everything_captured(fused: Pod) -> None:
+    for block_hash in ("a", "b"):
+        await fused.start(ARTIFACT | SLOT | {"block_hash": block_hash})
+        await fused.reach(lambda s: s.total_checked > 0)
+        await fused.post("stop")
+    assert fused.engine.warmed_up == [8, 16]
+    await fused.start(ARTIFACT | SLOT | {"params": ARTIFACT["params"] | {"seq_len": 32}})
+    await fused.reach(lambda s: s.total_checked > 0)
+    assert fused.engine.warmed_up == [8, 16, 16, 32]
+
+
+async def test_named_nonces_are_begun_ahead_too(fused: Pod) -> None:
+    await fused.post("generate", ARTIFACT | {"nonces": list(range(1500)), "wait": True})
+    asked = fused.engine.answered
+    assert len(asked) > 2
+    assert all(batch["ahead"] == [after["nonces"]] for batch, after in pairwise(asked))
+    assert asked[-1]["ahead"] == []
+    assert fused.engine.computed == list(range(1500))
+
+
+async def test_two_works_of_one_kind_share_the_tuning(fused: Pod) -> None:
+    named = ARTIFACT | {"nonces": list(range(600)), "wait": True}
+    await asyncio.gather(*(fused.post("generate", named) for _ in range(3)))
+    assert fused.engine.warmed_up == [8, 16]
+
+
+async def test_a_warm_up_that_fails_fails_the_round(fused: Pod) -> None:
+    fused.engine.worker_error = "CUDA error"
+    await fused.start(ARTIFACT | SLOT)
+    status = await fused.reach(lambda s: s.state is PowState.FAILED)
+    assert status.error == "poc_warm_up failed: CUDA error"
+
+
+async def test_the_oldest_makes_way_when_another_kind_is_tuned_in_vain(fused: Pod) -> None:
+    async def warm_ups(seq_len: int) -> int:
+        before = len(fused.engine.warmed_up)
+        await fused.start(ARTIFACT | SLOT | {"params": ARTIFACT["params"] | {"seq_len": seq_len}})
+        await fused.reach(lambda s: s.total_checked > 0 or s.state is PowState.FAILED)
+        await fused.post("stop")
+        return len(fused.engine.warmed_up) - before
+
+    for seq_len in range(1, 1 + MAX_KINDS):
+        assert await warm_ups(seq_len) > 0
+    fused.engine.worker_error = "CUDA error"
+    assert await warm_ups(100) > 0
+    fused.engine.worker_error = None
+    assert await warm_ups(2) == 0
+    assert await warm_ups(1) > 0, "the workers have dropped it"
+
+
+async def test_the_workers_are_told_which_kinds_to_keep(fused: Pod) -> None:
+    """They keep no count of their own, so that both sides agree on what is captured."""
+
+    async def generate(seq_len: int) -> None:
+        params = ARTIFACT["params"] | {"seq_len": seq_len}
+        answer = await fused.post("generate", ARTIFACT | {"params": params, "nonces": list(range(50)), "wait": True})
+        assert answer.status_code == 200, answer.text
+
+    for seq_len in range(1, 1 + MAX_KINDS):
+        await generate(seq_len)
+    await generate(1)  # now the one used last
+    before = len(fused.engine.kept)
+    await generate(100)
+    told = [{fields["seq_len"] for fields in kept} for kept in fused.engine.kept]
+    assert told[0] == set()
+    assert all(kept == {3, 4, 1} for kept in told[before:]), "the oldest makes way before the newest is warmed up"
+    assert len(told) > before
+
+
+async def test_a_pass_that_is_cut_is_asked_for_until_it_is_complete(fused: Pod) -> None:
+    fused.engine.segments = 3
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 100)
+    await fused.post("stop")
+    batches = fused.engine.batches
+    for index, (batch, after) in enumerate(pairwise(batches), 1):
+        assert (batch == after) == (index % 3 > 0)
+    assert len(set(fused.engine.computed)) == len(fused.engine.computed)
+
+
+async def test_chat_passes_between_the_segments_and_other_work_does_not(fused: Pod) -> None:
+    fused.engine.segments, fused.engine.seconds_per_batch = 4, 0.02
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda _: len(fused.engine.batches) % 4 == 2)
+    fused.engine.output_processor.busy = True
+    before = len(fused.engine.batches)
+    beside = ARTIFACT | {"nonces": [10**6], "wait": True, "beside_round": True}
+    named = asyncio.create_task(fused.post("generate", beside))
+    await asyncio.sleep(0.2)
+    assert len(fused.engine.batches) <= before + 1, "PoC must wait for chat"
+    fused.engine.output_processor.busy = False
+    await named
+    assert 10**6 in fused.engine.computed
+    for index, (batch, after) in enumerate(pairwise(fused.engine.batches), 1):
+        assert (batch == after) == (index % 4 > 0)
