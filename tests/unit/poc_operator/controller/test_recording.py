@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus, Totals
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.errors import StoreUnavailable
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.reconciler import COUNTERS_SECONDS, StatusRecorder
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundStatus, SlotState, Totals
 from tests.unit.poc_operator.build import a_round, a_slot, a_status
 
 
@@ -21,9 +21,9 @@ class Written:
         self.writes = 0
         self.fault: Exception | None = None
         self.seconds = 1000.0
-        self.recorder = StatusRecorder(cast(RoundStore, self), lambda: self.seconds)
+        self.recorder = StatusRecorder[PoCRound](cast(ObjectStore, self), lambda: self.seconds)
 
-    async def write_status(self, round_: Round, status: RoundStatus) -> None:
+    async def write_status(self, round_: PoCRound, status: RoundStatus) -> None:
         """Write."""
         if self.fault is not None:
             raise self.fault

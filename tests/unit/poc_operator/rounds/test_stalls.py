@@ -7,10 +7,12 @@ from datetime import datetime
 
 import pytest
 
-from poc_operator.model.status import Assignment, RoundStatus, SlotState
+from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed.pods import PodReport
+from poc_operator.planning.snapshot import DeletePod, StopPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import DeletePod, Step, StopPod
+from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState
 
@@ -27,7 +29,7 @@ def stuck(seconds: float) -> PodReport:
 
 def planned(
     slot: Assignment, report: PodReport, *, stall: Mapping[str, str] = DEFAULTS, stop_time: datetime | None = None
-) -> Step:
+) -> RoundStep:
     round_ = a_round(a_status(slot, stop_time=stop_time), stall=stall)
     return plan(look(round_, (a_pod("a"), report)))
 

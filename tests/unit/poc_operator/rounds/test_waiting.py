@@ -3,7 +3,7 @@
 
 import pytest
 
-from poc_operator.model.conditions import Reason
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.observed.pods import PodReport, PodView
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, look, says
