@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of the code: few modules of a good size, each with a name of its own, each folder on the map."""
 
+import re
 import statistics
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -72,3 +74,27 @@ def test_every_folder_is_on_the_map(package: str) -> None:
 def test_every_package_says_what_belongs_in_it(package: str) -> None:
     inits = [path for path in (ROOT / package).rglob("__init__.py") if "versions" not in path.parts]
     assert [str(path.relative_to(ROOT)) for path in inits if '"""' not in path.read_text()] == []
+
+
+def _layers_of_code(package: str) -> list[set[str]]:
+    """The layers that import-linter holds, lowest first."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [one["layers"] for one in config if one["type"] == "layers" and one["containers"] == [package]]
+    return [set(re.split(r" *[|:] *", layer)) - {"log", "logs"} for layer in reversed(layers)]
+
+
+@pytest.mark.parametrize("part", ["operator", "extension", "gateway"])
+def test_the_layers_of_the_map_are_those_of_the_code(part: str) -> None:
+    package = {"operator": "poc_operator", "extension": "vllm_poc", "gateway": "poc_gateway"}[part]
+    (line,) = re.findall(rf"^{part}: +(.+)$", MAP.read_text(), re.MULTILINE)
+    shown = [set(layer.split(", ")) for layer in line.strip().split(" < ")]
+    # Neighbours that may not import each other stand in one layer of the map.
+    assert _ordered(shown) <= _ordered(_layers_of_code(package))
+    assert set().union(*shown) == set().union(*_layers_of_code(package))
+
+
+def _ordered(layers: list[set[str]]) -> set[tuple[str, str]]:
+    """All pairs of modules of which the second may import the first."""
+    return {
+        (low, high) for i, lower in enumerate(layers) for upper in layers[i + 1 :] for low in lower for high in upper
+    }
