@@ -12,8 +12,8 @@ from random import Random
 from time import monotonic
 
 from benchmarks.figures import report, spread
-from poc_operator.model.round import Round
-from poc_operator.model.status import SlotState
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import SlotState
 from tests.simulation.manifests import round_manifest
 from tests.simulation.world import World, world
 
@@ -22,7 +22,7 @@ PODS = 10
 WAIT_SECONDS = 60.0
 
 
-def works(round_: Round) -> bool:
+def works(round_: PoCRound) -> bool:
     """Whether every slot is computed."""
     slots = round_.status.assignments
     return bool(slots) and all(slot.state is SlotState.RUNNING for slot in slots)
@@ -60,7 +60,7 @@ async def program(restarts: int, kills: int, seed: int) -> None:
         await fleet.rounds.create(round_manifest(FLEET, 1, port=fleet.server.port))
         await fleet.rounds.wait_until(FLEET, works, WAIT_SECONDS)
         restarted = [await restart(fleet, random) for _ in range(restarts)]
-        report(f"{restarts} restarts of one of {PODS} pods", spread("reissue_seconds", restarted))
+        report(f"{restarts} restarts of one of {PODS} pods", spread("retry_seconds", restarted))
         adopted = [await adoption(fleet, random) for _ in range(kills)]
         report(f"{kills} operators killed", spread("adoption_seconds", adopted))
 

@@ -15,9 +15,8 @@ from time import monotonic, process_time
 
 from benchmarks.figures import Figures, report, spread
 from hack.cluster.up import kubectl
-from poc_operator.model.names import PLURAL
-from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment, SlotState
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
+from poc_operator.apis.v1alpha1.status import SlotState
 from tests.simulation.manifests import round_manifest
 from tests.simulation.session import Session
 from tests.simulation.world import World, world
@@ -86,7 +85,7 @@ async def sample(fleet: World, ages: list[float]) -> tuple[int, int]:
     now, running, largest = monotonic(), 0, 0
     for body in bodies:
         largest = max(largest, len(json.dumps(body, separators=(",", ":"))))
-        for slot in Round.parse(body).status.assignments:
+        for slot in PoCRound.parse(body).status.assignments:
             running += slot.state is SlotState.RUNNING
             found = age(fleet.kubelet.session_of(slot.uid or ""), slot, now)
             ages += [found] if found is not None else []
@@ -116,8 +115,8 @@ async def steady(fleet: World, pods: int, seconds: float) -> Figures:
         "poll_seconds_mean": round((polled[0] - polls[0]) / (polled[1] - polls[1]), 2),
         "operator_rss_mib": round(max(memory) / 2**20, 1),
         "round_kib": round(max(sizes) / 2**10, 1),
-        "round_writes_per_second": round(_rate(counts, PLURAL), 2),
-        "round_reads_per_second": round(counts.get((PLURAL, "GET"), 0), 2),
+        "round_writes_per_second": round(_rate(counts, PoCRound.KIND.plural), 2),
+        "round_reads_per_second": round(counts.get((PoCRound.KIND.plural, "GET"), 0), 2),
         "event_writes_per_second_all_clients": round(_rate(counts, "events"), 2),
         "lease_writes_per_second_all_clients": round(_rate(counts, "leases"), 2),
         "operators_ended": len(fleet.operator.gaps),

@@ -48,7 +48,7 @@ def round_progress(kube: Kube, namespace: str, name: str) -> Look:
     if totals.get("checked"):
         line = (
             f"{state}  {totals['checked']} nonces, {totals['valid']} valid, {totals['rate']}/s, "
-            f"pods done {status['pods']}; {status.get('message', '')}"
+            f"{status.get('running', 0)} of {status.get('desired', 0)} slots running; {status.get('message', '')}"
         )
     if state == "Failed":
         raise UserError(f"the round failed: {status.get('message')}")

@@ -3,12 +3,12 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, Column, Resource
-from poc_operator.apis.v1alpha1.schema import MUTABLE, VALIDATIONS
+from poc_operator.apis.v1alpha1.schema import MUTABLE, VALIDATIONS, ApiModel
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n# Written by `make generate` from {source}: do not edit.\n"
 _ORDER = ("type", "format", "description", "default", "enum")
@@ -101,10 +101,15 @@ def raw_schema(kind: type[Resource]) -> Schema:
     return kind.model_json_schema(by_alias=True)
 
 
+def spec_model(kind: type[Resource]) -> type[ApiModel]:
+    """Return the model of the kind's spec."""
+    return cast(type[ApiModel], kind.model_fields["spec"].annotation)
+
+
 def mutable_fields(kind: type[Resource]) -> set[str]:
     """Return the names of the spec's fields that may be changed."""
     raw = raw_schema(kind)
-    properties = raw["$defs"][kind.model_fields["spec"].annotation.__name__]["properties"]  # type: ignore[union-attr]
+    properties = raw["$defs"][spec_model(kind).__name__]["properties"]
     return {
         name
         for name, field in properties.items()

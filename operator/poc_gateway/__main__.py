@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import sys
+from functools import partial
 
 import uvloop
 from kubernetes.aio.client import ApiClient
@@ -16,17 +17,18 @@ from poc_gateway.node_api.pocrounds import RoundTemplate
 from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
 from poc_gateway.store.engine import DatabaseError
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.kube.connection import connect
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.kube.requested import RequestedRounds
-from poc_operator.clients.kube.rounds import RoundStore
 from vllm_poc import logs
 
 
 async def _run(settings: Settings) -> None:
     client, _ = await connect()
-    store = RoundStore(client)
+    store = ObjectStore(client)
     try:
-        await run(settings, store.get, _cluster(client, settings))
+        await run(settings, partial(store.get, PoCRound), _cluster(client, settings))
     finally:
         await store.close()
 

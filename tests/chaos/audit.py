@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.controller.reconciler import COUNTERS_SECONDS, POLL_SECONDS
-from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment
 from tests.chaos.history import Run, runs_of, slots_of, timeline
 from tests.simulation.world import World
 
@@ -69,7 +68,7 @@ class Findings:
             self.problems.append(problem)
 
 
-def audit(world: World, round_: Round) -> Findings:
+def audit(world: World, round_: PoCRound) -> Findings:
     """Check everything about a round that is over or suspended; an AssertionError tells all that is wrong."""
     findings, slots = Findings(), slots_of(round_)
     arrivals = world.receiver.arrivals[round_.spec.block_hash]
@@ -98,11 +97,11 @@ def _span(interval: Interval, since: float) -> str:
     return f"from {interval[0] - since:.1f} to {interval[1] - since:.1f} s"
 
 
-def _check_totals(round_: Round, arrived: int, findings: Findings) -> None:
+def _check_totals(round_: PoCRound, arrived: int, findings: Findings) -> None:
     totals, slots = round_.status.totals, round_.status.assignments
     told = (totals.delivered, totals.valid, totals.checked, totals.rejected)
     findings.demand(told == (arrived, arrived, arrived, 0), f"totals are {totals}, but {arrived} nonces arrived")
-    findings.demand(totals.reissues == sum(slot.attempts - 1 for slot in slots), "reissues are not the slots'")
+    findings.demand(totals.retries == sum(slot.attempts - 1 for slot in slots), "retries are not the slots'")
 
 
 def _check_arrivals(slot: Assignment, arrived: set[int], findings: Findings) -> None:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.simulation.engine import Work
 from tests.simulation.session import Session
 from vllm_poc.wire.partition import NonceSlot
@@ -24,7 +24,7 @@ class Run:
     ended: float
 
 
-def slots_of(round_: Round) -> Slots:
+def slots_of(round_: PoCRound) -> Slots:
     """Return the round's residue classes."""
     count, groups = round_.spec.nodes.count, round_.status.groups
     slots = [
@@ -34,7 +34,7 @@ def slots_of(round_: Round) -> Slots:
     return {slot.offset: slot for slot in slots}
 
 
-def runs_of(round_: Round, sessions: Iterable[Session]) -> dict[int, list[Run]]:
+def runs_of(round_: PoCRound, sessions: Iterable[Session]) -> dict[int, list[Run]]:
     """Return the runs of each slot (by offset) in the order in which they began.
 
     A batch that mixes slots, leaves out a nonce or is of no slot of the round fails the test.

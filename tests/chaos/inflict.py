@@ -9,7 +9,7 @@ from time import monotonic
 
 from kubernetes.aio.client.exceptions import ApiException
 
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.chaos.faults import OUTAGES, Fault, Kind
 from tests.simulation.rounds import TROUBLE
 from tests.simulation.world import World

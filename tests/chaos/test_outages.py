@@ -8,8 +8,8 @@ from time import monotonic
 
 import pytest
 
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundState, SlotState
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import SlotState, State
 from tests.chaos.audit import audit
 from tests.chaos.history import runs_of
 from tests.simulation.manifests import round_manifest
@@ -29,12 +29,12 @@ ADOPTION_SECONDS = 5.0
 GONE_SECONDS = 150.0
 
 
-def works(round_: Round) -> bool:
+def works(round_: PoCRound) -> bool:
     slots = round_.status.assignments
     return bool(slots) and all(slot.state is SlotState.RUNNING for slot in slots)
 
 
-def works_without(gone: Collection[str], round_: Round) -> bool:
+def works_without(gone: Collection[str], round_: PoCRound) -> bool:
     return works(round_) and not any(slot.pod in gone for slot in round_.status.assignments)
 
 
@@ -45,10 +45,10 @@ async def create(fleet: World) -> None:
 
 async def assert_each_slot_was_computed_in_one_go(fleet: World) -> None:
     await fleet.rounds.suspend(NAME, True)
-    round_ = await fleet.rounds.wait_until(NAME, lambda r: r.status.state is RoundState.SUSPENDED, 60)
+    round_ = await fleet.rounds.wait_until(NAME, lambda r: r.status.state is State.SUSPENDED, 60)
     assert [len(runs) for runs in runs_of(round_, fleet.kubelet.sessions).values()] == [1] * PODS
     assert audit(fleet, round_).repeated == 0
-    assert round_.status.totals.reissues == 0
+    assert round_.status.totals.retries == 0
 
 
 @pytest.mark.parametrize("how", ["freeze", "kill"])
@@ -91,7 +91,7 @@ async def test_what_a_lost_node_was_working_on_moves_to_other_pods() -> None:
         # Nobody's fault: a loss of the cluster's does not use up what a round may lose.
         assert [slot.disruptions for slot in after.status.assignments] == [int(was_lost) for was_lost in lost]
         await fleet.rounds.suspend(NAME, True)
-        round_ = await fleet.rounds.wait_until(NAME, lambda r: r.status.state is RoundState.SUSPENDED, 60)
+        round_ = await fleet.rounds.wait_until(NAME, lambda r: r.status.state is State.SUSPENDED, 60)
         assert [len(runs) for runs in runs_of(round_, fleet.kubelet.sessions).values()] == [
             1 + was_lost for was_lost in lost
         ]

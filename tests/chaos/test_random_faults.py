@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundState, SlotState
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import SlotState, State
 from tests.chaos.audit import audit
 from tests.chaos.faults import schedule
 from tests.chaos.history import slots_of
@@ -34,11 +34,11 @@ FLEETS = {TIMED: 3, "first": 3, "second": 2}
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(SECONDS + 900, func_only=True)]
 
 
-def works(round_: Round) -> bool:
+def works(round_: PoCRound) -> bool:
     return not round_.status.stop_time and all(slot.state is SlotState.RUNNING for slot in round_.status.assignments)
 
 
-def newest_arrivals(fleet: World, round_: Round) -> dict[int, int]:
+def newest_arrivals(fleet: World, round_: PoCRound) -> dict[int, int]:
     """Return the largest index of each slot (by offset) that has arrived."""
     slots, newest = slots_of(round_), dict[int, int]()
     for nonce in fleet.receiver.arrivals[round_.spec.block_hash]:
@@ -47,7 +47,7 @@ def newest_arrivals(fleet: World, round_: Round) -> dict[int, int]:
     return newest
 
 
-def has_caught_up(arrived: dict[int, int], round_: Round) -> bool:
+def has_caught_up(arrived: dict[int, int], round_: PoCRound) -> bool:
     """Whether the round knows of everything that had arrived: what a lost session had delivered comes again first."""
     delivered = dict(zip(slots_of(round_), (slot.delivered for slot in round_.status.assignments), strict=True))
     return all(delivered[offset] > index for offset, index in arrived.items())
@@ -69,8 +69,8 @@ async def end_rounds(fleet: World) -> None:
         arrived = newest_arrivals(fleet, round_)
         await fleet.rounds.wait_until(name, partial(has_caught_up, arrived), CALM_SECONDS)
         await fleet.rounds.suspend(name, True)
-        await fleet.rounds.wait_until(name, lambda r: r.status.state is RoundState.SUSPENDED, 120)
-    await fleet.rounds.wait_until(TIMED, lambda r: r.status.state is RoundState.COMPLETE, CALM_SECONDS + 120)
+        await fleet.rounds.wait_until(name, lambda r: r.status.state is State.SUSPENDED, 120)
+    await fleet.rounds.wait_until(TIMED, lambda r: r.status.state is State.COMPLETE, CALM_SECONDS + 120)
 
 
 async def check_store(fleet: World, gateway: Gateway, name: str) -> None:

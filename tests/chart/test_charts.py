@@ -32,8 +32,7 @@ LEAST_AND_ALL = [(chart, values[chart]) for chart in CHARTS for values in (LEAST
 CASES = pytest.mark.parametrize(
     ("chart", "values"), LEAST_AND_ALL, ids=["operator", "operator-all", "worker", "worker-all"]
 )
-CRD = ROOT / "crds" / "pocrounds.yaml"
-CHART_CRD = OPERATOR_CHART / "files" / "pocrounds.yaml"
+CRDS = sorted((ROOT / "crds").glob("*.yaml"))
 
 #: What is wrong: (chart, values, what helm says).
 WRONG: dict[str, tuple[Path, Values, tuple[str, ...]]] = {
@@ -116,14 +115,16 @@ def test_objects_lie_in_the_releases_namespace(kube: Kube, chart: Path) -> None:
     assert found <= {NAMESPACES[chart], None}
 
 
-def test_the_charts_crd_is_the_file_of_the_repository(kube: Kube) -> None:
-    assert CHART_CRD.read_bytes() == CRD.read_bytes()
+def test_the_charts_crds_are_the_files_of_the_repository(kube: Kube) -> None:
     rendered = [body for body in objects(kube, OPERATOR_CHART, {}) if body["kind"] == "CustomResourceDefinition"]
-    assert rendered == [yaml.safe_load(CRD.read_text())]
+    wanted = [yaml.safe_load(crd.read_text()) for crd in CRDS]
+    assert len(wanted) == 3
+    assert sorted(rendered, key=lambda body: str(body["metadata"]["name"])) == wanted
 
 
-def test_the_cluster_has_the_crd_of_the_repository(kube: Kube) -> None:
-    kube.kubectl("diff", "-f", CRD)
+def test_the_cluster_has_the_crds_of_the_repository(kube: Kube) -> None:
+    for crd in CRDS:
+        kube.kubectl("diff", "-f", crd)
 
 
 def test_values_reach_the_worker(kube: Kube) -> None:

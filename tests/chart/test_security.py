@@ -14,19 +14,19 @@ from tests.chart.helm import RELEASE, objects
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
-ROUNDS = "poc.gonka.ai/pocrounds"
+KINDS = tuple(f"poc.gonka.ai/{kind}" for kind in ("pocrounds", "pocvalidations", "poccalibrations"))
 
 #: group/resource[/subresource]: verbs. Nothing else is granted; the core group has no name.
 ALLOWED = {
-    ROUNDS: ("get", "list", "watch", "patch", "delete"),
-    f"{ROUNDS}/status": ("patch",),
+    **dict.fromkeys(KINDS, ("get", "list", "watch", "patch", "delete")),
+    **dict.fromkeys((f"{kind}/status" for kind in KINDS), ("patch",)),
     "/pods": ("list", "watch"),
     "/events": ("create",),
     "/configmaps": ("get",),
 }
 FORBIDDEN = {
-    ROUNDS: ("create", "update", "deletecollection"),
-    f"{ROUNDS}/status": ("get", "update"),
+    **dict.fromkeys(KINDS, ("create", "update", "deletecollection")),
+    **dict.fromkeys((f"{kind}/status" for kind in KINDS), ("get", "update")),
     "/pods": ("get", "create", "update", "patch", "deletecollection"),
     "/pods/exec": ("create",),
     "/pods/log": ("get",),

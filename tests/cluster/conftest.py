@@ -8,13 +8,25 @@ import pytest
 from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
-from tests.cluster.rounds import Rounds
+from hack.generate.__main__ import KINDS
+from hack.generate.crds import crd
+from tests.cluster.objects import Rounds
 from tests.support.fakes.receiver import Receiver, receiving
+from tests.support.servers.api_server import ApiServer, api_server
 from tests.support.servers.cluster import deployed
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line("The local cluster stays up for the next run; `make demo-down` removes it.")
+
+
+@pytest.fixture(scope="session")
+def api() -> Iterator[ApiServer]:
+    """An API server with our CRDs and nothing else."""
+    with api_server() as server:
+        for kind in KINDS:
+            server.install(crd(kind))
+        yield server
 
 
 @pytest.fixture(scope="session")

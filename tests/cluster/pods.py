@@ -10,7 +10,7 @@ import pytest
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE, PODS
 from hack.toolchain.common import wait_until
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.support.servers.cluster import diagnosis
 from vllm_poc.wire.generate import GeneratedResponse
 from vllm_poc.wire.messages import API_PREFIX, StatusResponse

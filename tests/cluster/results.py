@@ -4,8 +4,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from tests.support.fakes.receiver import Receiver
 from vllm_poc.wire.partition import NonceSlot
 
@@ -14,7 +13,7 @@ Body = dict[str, Any]
 Value = float | str
 
 
-def slots(round_: Round) -> list[tuple[Assignment, NonceSlot]]:
+def slots(round_: PoCRound) -> list[tuple[Assignment, NonceSlot]]:
     """Return every slot of the round with its residue class."""
     count, groups = round_.spec.nodes.count, round_.status.groups
     return [
@@ -32,7 +31,7 @@ def items(bodies: Iterable[Body]) -> Iterator[tuple[int, Value]]:
             yield from zip(body["nonces"], body["dist"], strict=True)
 
 
-def indices_by_slot(round_: Round, receiver: Receiver) -> list[tuple[Assignment, list[int]]]:
+def indices_by_slot(round_: PoCRound, receiver: Receiver) -> list[tuple[Assignment, list[int]]]:
     """Return what arrived for each slot as indices of its nonces, in order of arrival.
 
     A nonce that belongs to no slot of the round, or a body of another round, fails the test.
@@ -47,13 +46,13 @@ def indices_by_slot(round_: Round, receiver: Receiver) -> list[tuple[Assignment,
     return [(slot, indices) for slot, _, indices in owners.values()]
 
 
-def slot_count(round_: Round) -> int:
+def slot_count(round_: PoCRound) -> int:
     """Return the number of residue classes of the round, which is the stride of each."""
     assert round_.status.slots == round_.spec.nodes.count * round_.status.groups
     return round_.status.slots
 
 
-def _check_header(round_: Round, body: Body) -> None:
+def _check_header(round_: PoCRound, body: Body) -> None:
     spec = round_.spec
     header = (body["block_hash"], body["block_height"], body["public_key"])
     assert header == (spec.block_hash, spec.block_height, spec.public_key)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from hack.deploy.kube import Kube
-from tests.cluster.rounds import Rounds
+from tests.cluster.objects import Rounds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 

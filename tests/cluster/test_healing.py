@@ -10,12 +10,12 @@ import pytest
 
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
-from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment, SlotState
-from poc_operator.observed.pods import PodView
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodView
+from tests.cluster.objects import ARTIFACT, Rounds, is_running
 from tests.cluster.pods import ready_pods, wait_for_replacement
 from tests.cluster.results import indices_by_slot
-from tests.cluster.rounds import ARTIFACT, Rounds, is_running
 from tests.support.fakes.receiver import Receiver
 from tests.support.servers.cluster import ready
 
@@ -44,11 +44,11 @@ def frozen(kube: Kube, pod: PodView) -> Iterator[None]:
         signal_engine(kube, pod, "SIGCONT")
 
 
-def slot_of(round_: Round, pod: PodView) -> Assignment:
+def slot_of(round_: PoCRound, pod: PodView) -> Assignment:
     return next(slot for slot in round_.status.assignments if slot.uid == pod.uid)
 
 
-def assert_nothing_is_missing(round_: Round, receiver: Receiver) -> None:
+def assert_nothing_is_missing(round_: PoCRound, receiver: Receiver) -> None:
     for slot, indices in indices_by_slot(round_, receiver):
         assert sorted(set(indices)) == list(range(slot.delivered))
 
@@ -84,7 +84,7 @@ def test_a_pod_that_stands_still_again_is_deleted_and_its_slot_moves_on(
 
 
 def test_an_eviction_is_free_of_charge(kube: Kube, rounds: Rounds) -> None:
-    rounds.apply("evicted", reissue={"limitPerPod": 0})
+    rounds.apply("evicted", retry={"backoffLimitPerSlot": 0})
     rounds.wait_until("evicted", is_running)
     pods = ready_pods(kube)
     eviction = {
@@ -103,7 +103,7 @@ def test_an_eviction_is_free_of_charge(kube: Kube, rounds: Rounds) -> None:
 def test_a_newer_round_replaces_an_older_one_which_then_goes_on(kube: Kube, rounds: Rounds, receiver: Receiver) -> None:
     rounds.apply("older", **ARTIFACT, blockHeight=1, callbackURL=receiver.url)
     older = rounds.wait_until("older", is_running)
-    rounds.apply("newer", blockHeight=2, onBusy="Replace", stop={"afterNonces": 500})
+    rounds.apply("newer", blockHeight=2, concurrencyPolicy="Replace", stop={"afterNonces": 500})
     rounds.wait("newer", "condition=Complete")
     rounds.wait_until(
         "older",

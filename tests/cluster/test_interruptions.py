@@ -8,11 +8,11 @@ import pytest
 from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError, wait_until
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.cluster.gateway import results_of, wait_until_forwarded
+from tests.cluster.objects import ARTIFACT, Rounds, hold, is_running
 from tests.cluster.pods import ready_pods, replace, statuses, wait_for_replacement
 from tests.cluster.results import indices_by_slot
-from tests.cluster.rounds import ARTIFACT, Rounds, hold, is_running
 from tests.support.fakes.receiver import Receiver
 from tests.support.servers.cluster import ready
 from vllm_poc.wire.messages import PowState
@@ -22,11 +22,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480, func_only=True)]
 STOP_SECONDS = 60.0
 
 
-def sessions(round_: Round) -> list[str | None]:
+def sessions(round_: PoCRound) -> list[str | None]:
     return [slot.session for slot in round_.status.assignments]
 
 
-def delivered(round_: Round) -> list[int]:
+def delivered(round_: PoCRound) -> list[int]:
     return [slot.delivered for slot in round_.status.assignments]
 
 
@@ -39,7 +39,7 @@ def no_pod_computes(kube: Kube) -> bool:
     return all(status.state is not PowState.GENERATING for status in statuses(kube))
 
 
-def assert_each_nonce_once(round_: Round, receiver: Receiver) -> None:
+def assert_each_nonce_once(round_: PoCRound, receiver: Receiver) -> None:
     for slot, indices in indices_by_slot(round_, receiver):
         assert indices == list(range(slot.delivered))
 
@@ -117,7 +117,7 @@ def test_a_lost_pod_is_replaced_and_goes_on_after_the_last_stored_nonce(
     rounds.patch("bereft", suspend=True)
     rounds.wait("bereft", "condition=Suspended")
     after = rounds.settled("bereft")
-    assert after.status.totals.reissues == 1
+    assert after.status.totals.retries == 1
     assert next(slot.start for slot in after.status.assignments if slot.uid == fresh.uid) > 0
     assert_each_nonce_once(after, receiver)
     with results_of(kube) as client:

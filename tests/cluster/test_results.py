@@ -11,11 +11,11 @@ from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
 from hack.deploy.local import SERVED_NAME
 from hack.deploy.releases import NAMESPACE, PODS
-from poc_operator.model.round import Round
-from poc_operator.observed.pods import PodView
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.observed import PodView
+from tests.cluster.objects import ARTIFACT, SPEC, Rounds
 from tests.cluster.pods import generate, ready_pods, replace, status_of, wait_for_replacement
 from tests.cluster.results import Value, indices_by_slot, items, slots
-from tests.cluster.rounds import ARTIFACT, SPEC, Rounds
 from tests.support.fakes.receiver import Receiver, receiving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
@@ -31,7 +31,7 @@ STRONG = {"name": SERVED_NAME, "seqLen": 64, "strongRng": True}
 class Complete:
     """A round that is complete, and what its receiver got."""
 
-    round: Round
+    round: PoCRound
     receiver: Receiver
     spec: dict[str, Any]
 
@@ -80,10 +80,11 @@ def test_the_totals_are_what_the_slots_and_the_receiver_say(distances: Complete,
         totals, assignments = done.round.status.totals, done.round.status.assignments
         assert totals.checked == totals.delivered == sum(slot.next for slot in assignments) >= NONCES
         assert totals.valid == sum(slot.valid for slot in assignments) == len(done.values)
-        assert (totals.rejected, totals.reissues) == (0, 0)
+        assert (totals.rejected, totals.retries) == (0, 0)
         assert {slot.uid for slot in assignments} == {slot.uid for slot in distances.round.status.assignments}
         assert len(assignments) == PODS
-        assert done.round.status.pods == f"{PODS}/{PODS}"
+        counts = (done.round.status.desired, done.round.status.running, done.round.status.done)
+        assert counts == (PODS, 0, PODS)
 
 
 def test_every_artifact_of_each_slot_arrives_once_and_in_order(artifacts: Complete) -> None:

@@ -23,7 +23,7 @@ import uvloop
 from hack.images.site import ROOT
 from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.support.servers.http_server import free_port
 from vllm_poc import logs
 
@@ -80,9 +80,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 def main() -> None:
     """Run the gateway with the rounds of the file that the command line names."""
     bodies: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
-    rounds = {(body["metadata"]["namespace"], body["metadata"]["name"]): Round.parse(body) for body in bodies}
+    rounds = {(body["metadata"]["namespace"], body["metadata"]["name"]): PoCRound.parse(body) for body in bodies}
 
-    async def read_round(namespace: str, name: str) -> Round | None:
+    async def read_round(namespace: str, name: str) -> PoCRound | None:
         return rounds.get((namespace, name))
 
     logs.configure()

@@ -12,7 +12,7 @@ import aiohttp
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.simulation.manifests import pod_status
 from tests.simulation.server import FleetServer
 from tests.simulation.session import Session

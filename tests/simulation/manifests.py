@@ -5,7 +5,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hack.cluster.kwok import NODE_ANNOTATION, TAINT
-from poc_operator.model.names import API_VERSION, KIND
+from poc_operator.apis.v1alpha1.meta import API_VERSION
+from poc_operator.apis.v1alpha1.round import PoCRound
 
 #: Simulated nodes have this label, and simulated pods go there.
 NODE_LABEL = {"poc.gonka.ai/simulated": "true"}
@@ -71,7 +72,7 @@ def round_manifest(name: str, number: int, **spec: Any) -> Manifest:  # noqa: AN
         "selector": {"matchLabels": {LABEL: name}},
         "batchSize": 16,
         # A chaos test may lose a slot more often than a user would accept.
-        "reissue": {"limitPerPod": 1000, "limit": 100_000},
+        "retry": {"backoffLimitPerSlot": 1000, "backoffLimit": 100_000},
         **spec,
     }
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": fields}
+    return {"apiVersion": API_VERSION, "kind": PoCRound.KIND.kind, "metadata": {"name": name}, "spec": fields}

@@ -11,8 +11,8 @@ import aiohttp
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
-from poc_operator.model import names
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1 import meta
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.simulation.manifests import Manifest
 
 REQUEST_SECONDS = 5.0
@@ -25,9 +25,9 @@ class Rounds:
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
         self._objects = client.CustomObjectsApi(api)
         self._all: dict[str, Any] = {
-            "group": names.GROUP,
-            "version": names.VERSION,
-            "plural": names.PLURAL,
+            "group": meta.GROUP,
+            "version": meta.VERSION,
+            "plural": PoCRound.KIND.plural,
             "namespace": namespace,
             "_request_timeout": REQUEST_SECONDS,
         }
@@ -41,9 +41,9 @@ class Rounds:
         body: Any = await self._objects.get_namespaced_custom_object(name=name, **self._all)
         return dict(body)
 
-    async def get(self, name: str) -> Round:
+    async def get(self, name: str) -> PoCRound:
         """Return the round."""
-        return Round.parse(await self.body(name))
+        return PoCRound.parse(await self.body(name))
 
     async def bodies(self) -> list[dict[str, Any]]:
         """Return all rounds as the API server has them."""
@@ -58,7 +58,7 @@ class Rounds:
                 return
             await asyncio.sleep(0.5)
 
-    async def wait_until(self, name: str, reached: Callable[[Round], bool], seconds: float) -> Round:
+    async def wait_until(self, name: str, reached: Callable[[PoCRound], bool], seconds: float) -> PoCRound:
         """Wait until the round is as wanted; fails after ``seconds``."""
         deadline, last = monotonic() + seconds, None
         while monotonic() < deadline:

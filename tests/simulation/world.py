@@ -23,7 +23,8 @@ from hack.cluster.layout import admin_kubeconfig
 from hack.cluster.up import kubectl, up
 from hack.images.site import ROOT
 from hack.toolchain.common import UserError, exclusive
-from poc_operator.model import names
+from poc_operator.apis.v1alpha1 import meta
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.simulation import manifests
 from tests.simulation.api_server import ApiServer
 from tests.simulation.gateway import Gateway
@@ -36,7 +37,7 @@ from tests.simulation.server import FleetServer
 READY_SECONDS = 120.0
 NODES = ",".join(f"{key}={value}" for key, value in manifests.NODE_LABEL.items())
 CRD = ROOT / "crds" / "pocrounds.yaml"
-CRD_NAME = f"{names.PLURAL}.{names.GROUP}"
+CRD_NAME = f"{PoCRound.KIND.plural}.{meta.GROUP}"
 #: Settings of the simulated pods: a slow fake batch is no reason for smaller ones.
 POD_SETTINGS = {"VLLM_POC_SLICE_SECONDS": "60", "VLLM_POC_RETRY_LIMIT_SECONDS": "2"}
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from poc_operator.controller import reconciler as recording
+from poc_operator.controller import reconciler
 from tests.support.fakes.callback_receiver import CallbackReceiver, callback_receiver
 from tests.support.servers.pod import Pod, running_pod
 
@@ -39,7 +39,7 @@ async def pod(pod_settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def _counters_are_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "COUNTERS_SECONDS", 0.0)
+    monkeypatch.setattr(reconciler, "COUNTERS_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -6,14 +6,16 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from poc_operator.apis.v1alpha1.conditions import ConditionType
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import observing as collection
-from poc_operator.model.conditions import ConditionType, Reason
-from poc_operator.model.status import RoundState, RoundStatus
+from poc_operator.controller import observing
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.gateway import TOKEN, Gateway, gateway
-from tests.support.servers.fleet import Fleet
+from tests.support.servers.fleet import RoundFleet, ValidationFleet
 from tests.wire.test_reference_pods import ReferenceFleet
 from tests.wire.test_round import HOSTS, complete, computes
 
@@ -24,15 +26,15 @@ async def collecting() -> AsyncIterator[Gateway]:
         yield found
 
 
-@pytest.fixture(params=[Fleet, ReferenceFleet], ids=["ours", "reference"])
+@pytest.fixture(params=[RoundFleet, ReferenceFleet], ids=["ours", "reference"])
 async def fleet(
     request: pytest.FixtureRequest, collecting: Gateway, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Fleet]:
-    monkeypatch.setattr(collection, "ASK_SECONDS", 0.05)
+) -> AsyncIterator[RoundFleet]:
+    monkeypatch.setattr(observing, "ASK_SECONDS", 0.05)
     for name in ("CALLBACK_INTERVAL_SECONDS", "RETRY_FIRST_SECONDS"):
         monkeypatch.setenv(f"VLLM_POC_{name}", "0.01")
     async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
-        fleet: Fleet = request.param(stack, receiver, client, gateway=collector)
+        fleet: RoundFleet = request.param(stack, receiver, client, gateway=collector)
         if isinstance(fleet, ReferenceFleet):
             fleet.servers = {}
         for host in HOSTS:
@@ -50,13 +52,7 @@ def degraded(status: RoundStatus) -> tuple[str, str]:
     return (found[0].reason, found[0].message) if found else ("", "")
 
 
-def change(fleet: Fleet, **fields: object) -> None:
-    assert fleet.store.round is not None
-    spec = fleet.store.round.spec.model_copy(update=fields)
-    fleet.store.round = fleet.store.round.model_copy(update={"spec": spec})
-
-
-async def test_results_go_to_the_gateway_and_are_counted_there(fleet: Fleet, collecting: Gateway) -> None:
+async def test_results_go_to_the_gateway_and_are_counted_there(fleet: RoundFleet, collecting: Gateway) -> None:
     status = await fleet.reconcile_until(complete)
     assert fleet.receiver.attempts == 0
     assert collecting.duplicates == 0
@@ -65,16 +61,16 @@ async def test_results_go_to_the_gateway_and_are_counted_there(fleet: Fleet, col
         assert indices(collecting, slot.group) == list(range(slot.delivered))
 
 
-async def test_a_restarted_pod_loses_nothing_and_nothing_counts_twice(fleet: Fleet, collecting: Gateway) -> None:
-    change(fleet, stop=None)
+async def test_a_restarted_pod_loses_nothing_and_nothing_counts_twice(fleet: RoundFleet, collecting: Gateway) -> None:
+    fleet.change(stop=None)
     await fleet.reconcile_until(computes)
     await fleet.start_pod(HOSTS[0])
     stored = indices(collecting, 0)
     await fleet.reconcile_until(lambda status: status.assignments[0].delivered > len(stored))
-    change(fleet, finish=True)
+    fleet.change(finish=True)
     status = await fleet.reconcile_until(complete)
     slot = status.assignments[0]
-    resumes = type(fleet) is Fleet
+    resumes = type(fleet) is RoundFleet
     assert slot.attempts == 2
     assert slot.start == (len(stored) if resumes else 0)
     assert (collecting.duplicates == 0) is resumes
@@ -82,26 +78,28 @@ async def test_a_restarted_pod_loses_nothing_and_nothing_counts_twice(fleet: Fle
     assert [event.reason for event in fleet.events] == ["Started", "WorkLost", "Completed"]
 
 
-async def test_a_gateway_that_is_away_is_told_and_the_round_goes_on(fleet: Fleet, collecting: Gateway) -> None:
-    change(fleet, stop=None)
+async def test_a_gateway_that_is_away_is_told_and_the_round_goes_on(fleet: RoundFleet, collecting: Gateway) -> None:
+    fleet.change(stop=None)
     collecting.answer = 503
     status = await fleet.reconcile_until(lambda status: status.totals.checked > 0)
     assert degraded(status)[0] == Reason.GATEWAY_UNREACHABLE
     assert "HTTP 503" in degraded(status)[1]
-    assert (status.totals.delivered > 0) <= (type(fleet) is Fleet), "a reference pod does not know what was delivered"
+    assert (status.totals.delivered > 0) <= (type(fleet) is RoundFleet), (
+        "a reference pod does not know what was delivered"
+    )
     collecting.answer = 200
     status = await fleet.reconcile_until(lambda status: degraded(status)[0] != Reason.GATEWAY_UNREACHABLE)
-    assert status.state is RoundState.RUNNING
+    assert status.state is State.RUNNING
 
 
-async def test_conflicts_are_told(fleet: Fleet, collecting: Gateway) -> None:
-    change(fleet, stop=None)
+async def test_conflicts_are_told(fleet: RoundFleet, collecting: Gateway) -> None:
+    fleet.change(stop=None)
     collecting.conflicts = 3
     status = await fleet.reconcile_until(lambda status: degraded(status)[0] == Reason.RESULTS_CONFLICT)
     assert "node 0 group 0 (pod pod-127.0.0.1: 3)" in degraded(status)[1]
 
 
-async def test_no_password_in_the_status(fleet: Fleet) -> None:
+async def test_no_password_in_the_status(fleet: RoundFleet) -> None:
     status = await fleet.reconcile_until(complete)
     assert "pod:" not in status.model_dump_json()
     assert not any("pod:" in event.message for event in fleet.events)
@@ -120,14 +118,11 @@ async def test_a_reference_pods_refusal_does_not_show_the_password(
         await fleet.operator.close()
 
 
-VALIDATE = {"mode": "Validate", "nodes": None, "stop": None, "callbackURL": None}
-
-
 async def test_a_sample_of_another_round_is_recomputed(collecting: Gateway, receiver: CallbackReceiver) -> None:
     collecting.uid, collecting.stored = "another", set(range(40))
     proofs = {"round": {"name": "before", "nonces": 30, "seed": "x"}}
     async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
-        fleet = Fleet(stack, receiver, client, gateway=collector, **VALIDATE, proofs=proofs)
+        fleet = ValidationFleet(stack, receiver, client, gateway=collector, proofs=proofs)
         await fleet.start_pod(HOSTS[0])
         status = await fleet.reconcile_until(lambda status: status.state.finished)
         await fleet.operator.close()
@@ -141,7 +136,7 @@ async def test_a_sample_of_another_round_is_recomputed(collecting: Gateway, rece
 async def test_a_sample_that_cannot_be_had(collecting: Gateway, receiver: CallbackReceiver, configured: bool) -> None:
     proofs = {"round": {"name": "before"}}
     async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
-        fleet = Fleet(stack, receiver, client, gateway=collector if configured else None, **VALIDATE, proofs=proofs)
+        fleet = ValidationFleet(stack, receiver, client, gateway=collector if configured else None, proofs=proofs)
         await fleet.start_pod(HOSTS[0])
         status = await fleet.reconcile_until(lambda status: bool(status.conditions))
         await fleet.operator.close()

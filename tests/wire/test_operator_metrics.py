@@ -5,12 +5,12 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from poc_operator.controller.metrics import serve_metrics
-from tests.support.servers.fleet import Fleet
+from tests.support.servers.fleet import RoundFleet
 from tests.support.servers.http_server import free_port
 from tests.wire.test_round import HOSTS, complete, computes, fleet  # noqa: F401 - a fixture
 
 
-async def scraped(fleet: Fleet) -> dict[str, float]:  # noqa: F811 - the fixture's value
+async def scraped(fleet: RoundFleet) -> dict[str, float]:  # noqa: F811 - the fixture's value
     port = free_port()
     async with serve_metrics(fleet.metrics, port, host="127.0.0.1"), httpx.AsyncClient() as client:
         answer = await client.get(f"http://127.0.0.1:{port}/metrics")
@@ -19,7 +19,7 @@ async def scraped(fleet: Fleet) -> dict[str, float]:  # noqa: F811 - the fixture
     return {"".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
 
 
-async def test_a_round_with_a_lost_pod(fleet: Fleet) -> None:  # noqa: F811
+async def test_a_round_with_a_lost_pod(fleet: RoundFleet) -> None:  # noqa: F811
     await fleet.reconcile_until(computes)
     assert (await scraped(fleet))["poc_slotsRunning"] == 2
     await fleet.start_pod(HOSTS[0])
@@ -27,7 +27,7 @@ async def test_a_round_with_a_lost_pod(fleet: Fleet) -> None:  # noqa: F811
     metrics = await scraped(fleet)
     assert metrics["poc_nonces_delivered_total"] == status.totals.delivered
     assert metrics["poc_nonces_checked_total"] >= status.totals.checked
-    assert metrics["poc_reissues_totalRestarted"] == 1
+    assert metrics["poc_retries_totalRestarted"] == 1
     assert metrics["poc_events_totalCompleted"] == 1
     assert metrics["poc_poll_seconds_count"] == metrics["poc_plan_seconds_count"] > 3
     assert metrics["poc_roundsComplete"] == 1

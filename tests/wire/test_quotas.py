@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model.status import RoundState
 from tests.support.fakes.callback_receiver import CallbackReceiver
-from tests.support.servers.fleet import Fleet
+from tests.support.servers.fleet import RoundFleet
 from vllm_poc.wire.partition import NonceSlot
 
 FAST, SLOW = "127.0.0.1", "127.0.0.2"
@@ -25,12 +25,14 @@ async def client() -> AsyncIterator[PodClient]:
 @pytest.mark.parametrize("count", [1, 399, 3000])
 async def test_not_a_nonce_too_many_is_computed(receiver: CallbackReceiver, client: PodClient, count: int) -> None:
     async with AsyncExitStack() as stack:
-        fleet = Fleet(stack, receiver, client, stop={"afterNonces": count}, nodes={"first": 0, "last": 1, "count": 2})
+        fleet = RoundFleet(
+            stack, receiver, client, stop={"afterNonces": count}, nodes={"first": 0, "last": 1, "count": 2}
+        )
         stack.push_async_callback(fleet.operator.close)
         pods = [await fleet.start_pod(host) for host in (FAST, SLOW)]
         pods[1].engine.seconds_per_batch = 0.01
         status = await fleet.reconcile_until(lambda found: found.state.finished)
-        assert status.state is RoundState.COMPLETE
+        assert status.state is State.COMPLETE
         assert status.totals.checked == status.totals.delivered == count
         computed = [nonce for pod in pods for nonce in pod.engine.computed]
         assert len(computed) == count
@@ -45,7 +47,7 @@ async def test_not_a_nonce_too_many_is_computed(receiver: CallbackReceiver, clie
 async def test_valid_nonces_overshoot_by_a_batch_a_pod_at_most(receiver: CallbackReceiver, client: PodClient) -> None:
     async with AsyncExitStack() as stack:
         spec: dict[str, Any] = {"artifact": None, "rTarget": "1.405", "stop": {"afterValid": 500}}
-        fleet = Fleet(stack, receiver, client, **spec, nodes={"first": 0, "last": 1, "count": 2})
+        fleet = RoundFleet(stack, receiver, client, **spec, nodes={"first": 0, "last": 1, "count": 2})
         stack.push_async_callback(fleet.operator.close)
         for host in (FAST, SLOW):
             await fleet.start_pod(host)

@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
+from poc_operator.apis.v1alpha1.conditions import ConditionType
+from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.observing import ProgressWatch
-from poc_operator.model.conditions import ConditionType
-from poc_operator.model.status import RoundStatus
-from poc_operator.observed.pods import Container
+from poc_operator.observed import Container
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.reference_pod import ReferencePod, reference_pod
-from tests.support.servers.fleet import Fleet
+from tests.support.servers.fleet import RoundFleet
 from tests.support.servers.http_server import serve
 from tests.unit.poc_operator.build import a_pod
 from tests.wire.test_round import complete, computes
@@ -31,7 +31,7 @@ FOREIGN = {
 }
 
 
-class ReferenceFleet(Fleet):
+class ReferenceFleet(RoundFleet):
     """A fleet of reference pods; a restart keeps the pod and changes its container's id."""
 
     containers = 0
@@ -60,7 +60,7 @@ async def fleet(receiver: CallbackReceiver) -> AsyncIterator[ReferenceFleet]:
         yield fleet
 
 
-def reasons(fleet: Fleet) -> list[str]:
+def reasons(fleet: RoundFleet) -> list[str]:
     return [event.reason for event in fleet.events]
 
 
@@ -100,7 +100,7 @@ async def test_a_container_that_restarts_between_two_polls_is_noticed(fleet: Ref
     assert request is not None
     await fleet.start_pod(HOSTS[0])
     await fleet.servers[HOSTS[0]].start(request)
-    status = await fleet.reconcile_until(lambda status: status.totals.reissues == 1)
+    status = await fleet.reconcile_until(lambda status: status.totals.retries == 1)
     assert reasons(fleet) == ["Started", "WorkLost"]
     status = await fleet.reconcile_until(complete)
     assert status.assignments[0].session == "vllm3#0"
@@ -113,7 +113,7 @@ async def test_a_new_operator_adopts_what_runs(fleet: ReferenceFleet) -> None:
     status = await fleet.reconcile_until(complete)
     assert [slot.session for slot in status.assignments] == [slot.session for slot in before.assignments]
     assert [pod.starts for pod in fleet.servers.values()] == [1, 1]
-    assert status.totals.reissues == 0
+    assert status.totals.retries == 0
 
 
 async def test_a_start_whose_answer_was_lost_is_adopted(fleet: ReferenceFleet) -> None:

@@ -51,8 +51,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{- define "gateway.tokenSecret" -}}
-{{- default (printf "%s-tokens" (include "gateway.fullname" .)) .Values.gateway.tokenSecret -}}
+{{- define "gateway.authSecret" -}}
+{{- default (printf "%s-tokens" (include "gateway.fullname" .)) .Values.gateway.auth.existingSecret -}}
 {{- end -}}
 
 {{/* Where pods and the operator reach the gateway. */}}
@@ -67,20 +67,25 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get, list]
 {{- end -}}
 
+{{/* The resources of all kinds. */}}
+{{- define "operator.resources" -}}
+pocrounds, pocvalidations, poccalibrations
+{{- end -}}
+
 {{/* What the operator may do in a namespace that it watches. */}}
 {{- define "operator.rules" -}}
-# kopf watches rounds and writes its finalizer and annotations.
+# kopf watches the objects and writes its finalizer and annotations.
 - apiGroups: [poc.gonka.ai]
-  resources: [pocrounds]
+  resources: [{{ include "operator.resources" . }}]
   verbs: [get, list, watch, patch, delete]
 - apiGroups: [poc.gonka.ai]
-  resources: [pocrounds/status]
+  resources: [pocrounds/status, pocvalidations/status, poccalibrations/status]
   verbs: [patch]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch{{ if .Values.rbac.deletePods }}, delete{{ end }}]
 {{- if .Values.rbac.readConfigMaps }}
-# Proofs of rounds that validate.
+# Proofs of validations.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get]

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference import ReferenceStatus
-from poc_operator.model.round import Round
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 from vllm_poc.wire.messages import PowState, StatusResponse
 
@@ -29,20 +30,20 @@ class Cluster(Protocol):
     Errors are of ``clients.errors``.
     """
 
-    async def list_rounds(self) -> list[Round]:
+    async def list_rounds(self) -> list[PoCRound]:
         """Return the network's rounds."""
         ...
 
-    async def create(self, name: str, spec: Mapping[str, Any]) -> Round:
-        """Create a round; StaleRound if there is one of this name, RoundInvalid if its spec is refused."""
+    async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:
+        """Create a round; StaleObject if there is one of this name, ObjectInvalid if its spec is refused."""
         ...
 
     async def finish(self, name: str) -> None:
         """Let a round end now."""
         ...
 
-    async def list_pods(self, match_labels: Mapping[str, str]) -> list[PodView]:
-        """Return the pods with these labels."""
+    async def list_pods(self, selector: LabelSelector) -> list[PodView]:
+        """Return the pods that are selected."""
         ...
 
 
@@ -72,15 +73,15 @@ class ReadyPod:
 class ReadyPods:
     """The ready pods with these labels, whose servers listen on ``port``."""
 
-    def __init__(self, cluster: Cluster, client: PodClient, *, match_labels: Mapping[str, str], port: int) -> None:
+    def __init__(self, cluster: Cluster, client: PodClient, *, selector: LabelSelector, port: int) -> None:
         self._cluster = cluster
         self._client = client
-        self._match_labels = match_labels
+        self._selector = selector
         self._port = port
 
     async def ready(self) -> list[PodView]:
         """Return the ready pods, by name. StoreError if the API server cannot be asked."""
-        pods = await self._cluster.list_pods(self._match_labels)
+        pods = await self._cluster.list_pods(self._selector)
         return sorted((pod for pod in pods if pod.ready and pod.ip and not pod.gone), key=lambda pod: pod.name)
 
     async def poll(self) -> Sequence[ReadyPod]:

@@ -18,7 +18,7 @@ from typing import Any
 from poc_gateway.errors import RETRY_AFTER, Refusal
 from poc_gateway.node_api.cluster import ReadyPod, ReadyPods
 from poc_operator.clients.errors import NotAPodOfOurs, PodError, PodRefused, StoreError
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from vllm_poc.logs import bound
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse

@@ -12,8 +12,8 @@ from poc_gateway.node_api.cluster import ReadyPod
 from poc_gateway.node_api.messages import FanOut, NodeState, UpRequest
 from poc_gateway.node_api.round_control import CHANGES, node_status, stopped
 from poc_gateway.node_api.service import Service, models_of
-from poc_operator.model import names
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1 import meta
+from poc_operator.apis.v1alpha1.round import PoCRound
 
 routes = APIRouter()
 
@@ -25,7 +25,7 @@ async def state(service: Service) -> NodeState:
     models = models_of(found)
     return NodeState(
         **_state_fields(await service.rounds.active(), found),
-        version=names.VERSION,
+        version=meta.VERSION,
         loaded_model=service.model_name(models) if models else None,
     )
 
@@ -49,7 +49,7 @@ async def up(body: UpRequest, service: Service) -> dict[str, str]:
     return {"status": "OK"}
 
 
-def _state_fields(round_: Round | None, pods: Sequence[ReadyPod]) -> dict[str, Any]:
+def _state_fields(round_: PoCRound | None, pods: Sequence[ReadyPod]) -> dict[str, Any]:
     """Return POW while a pod computes a round, INFERENCE while pods answer, else STOPPED, and what that is from."""
     answering = any(pod.status is not None for pod in pods)
     status = node_status(round_, [pod.pod for pod in pods]).status

@@ -21,10 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from poc_gateway.errors import Refusal
 from poc_gateway.node_api.cluster import Cluster
-from poc_operator.clients.errors import RoundInvalid, StaleRound
-from poc_operator.model.round import Round
-from poc_operator.model.spec import Selector
-from poc_operator.model.status import RoundState
+from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundSpec
+from poc_operator.apis.v1alpha1.schema import aliases
+from poc_operator.apis.v1alpha1.status import State
+from poc_operator.clients.errors import ObjectInvalid, StaleObject
 from vllm_poc.wire.messages import InitGenerateRequest
 
 #: An operator that runs has looked at a round well before.
@@ -33,7 +34,7 @@ UNSEEN_SECONDS = 10.0
 STOP_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
 
-_OF_THE_REQUEST = {"blockHash", "blockHeight", "publicKey", "rTarget", "artifact", "callbackURL", "mode"}
+_OF_THE_REQUEST = {"blockHash", "blockHeight", "publicKey", "rTarget", "artifact", "callbackURL"}
 
 
 class RoundTemplate(BaseModel):
@@ -52,9 +53,13 @@ class RoundTemplate(BaseModel):
             raise ValueError(f"{', '.join(foreign)} come with each request: remove them from the template")
         if set(spec.get("nodes") or {}) - {"groups"}:
             raise ValueError("nodes may only have groups: the ids come with each request")
+        unknown = sorted(spec.keys() - aliases(RoundSpec).values())
+        if unknown:
+            raise ValueError(f"a PoCRound's spec has no {', '.join(unknown)}: see `kubectl explain pocround.spec`")
         if "selector" not in spec:
-            raise ValueError("selector.matchLabels is missing: name the labels of the pods that serve the network")
-        Selector.model_validate(spec["selector"])
+            raise ValueError("selector is missing: name the labels of the pods that serve the network")
+        if not str(LabelSelector.model_validate(spec["selector"])):
+            raise ValueError("selector is empty and would take every pod: set matchLabels or matchExpressions")
         return spec
 
     @classmethod
@@ -70,9 +75,9 @@ class RoundTemplate(BaseModel):
         raise ValueError(f"POC_GATEWAY_ROUND_TEMPLATE={path}: {what}")
 
     @property
-    def match_labels(self) -> dict[str, str]:
-        """The labels of the pods."""
-        return Selector.model_validate(self.spec["selector"]).match_labels
+    def selector(self) -> LabelSelector:
+        """Which pods serve the network."""
+        return LabelSelector.model_validate(self.spec["selector"])
 
     @property
     def port(self) -> int:
@@ -94,11 +99,11 @@ class NetworkRounds:
         self._stop_seconds = stop_seconds
         self._starting = asyncio.Lock()
 
-    async def active(self) -> Round | None:
+    async def active(self) -> PoCRound | None:
         """Return the newest round that is not over. StoreError if the API server cannot be asked."""
         return next(iter(_active(await self._cluster.list_rounds())), None)
 
-    async def start(self, request: InitGenerateRequest, model: str) -> Round:
+    async def start(self, request: InitGenerateRequest, model: str) -> PoCRound:
         """Create the round, unless it runs already; refused with 409 while another one is not over."""
         asked = asked_of(request, model)
         async with self._starting:
@@ -109,13 +114,13 @@ class NetworkRounds:
             name = _free_name(name_of(asked), rounds)
             try:
                 return await self._cluster.create(name, self._template.spec_of(asked))
-            except RoundInvalid as error:
+            except ObjectInvalid as error:
                 raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", str(error)) from error
-            except StaleRound:
+            except StaleObject:
                 detail = f"there is a PoCRound {name} that is not labelled as the network's: delete it"
                 raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail) from None
 
-    async def stop(self) -> Sequence[Round]:
+    async def stop(self) -> Sequence[PoCRound]:
         """End what is active and wait until its results are flushed; return the rounds that have yet to end."""
         rounds = _active(await self._cluster.list_rounds())
         for round_ in rounds:
@@ -128,7 +133,7 @@ class NetworkRounds:
         return rounds
 
 
-def waits_for_operator(round_: Round) -> str | None:
+def waits_for_operator(round_: PoCRound) -> str | None:
     """Say so if no operator has looked at the round for a while."""
     age = (datetime.now(UTC) - round_.metadata.creation_timestamp).total_seconds()
     if round_.status.observed_generation or age <= UNSEEN_SECONDS:
@@ -136,13 +141,13 @@ def waits_for_operator(round_: Round) -> str | None:
     return f"the operator has not picked up round {round_.metadata.name} yet: look whether it runs"
 
 
-def _active(rounds: Sequence[Round]) -> list[Round]:
+def _active(rounds: Sequence[PoCRound]) -> list[PoCRound]:
     found = [round_ for round_ in rounds if not round_.status.state.finished]
     return sorted(found, key=lambda round_: round_.metadata.creation_timestamp, reverse=True)
 
 
-def _same(running: Round, name: str) -> Round:
-    ends = running.spec.finish or running.status.state is RoundState.STOPPING or running.metadata.deletion_timestamp
+def _same(running: PoCRound, name: str) -> PoCRound:
+    ends = running.spec.finish or running.status.state is State.STOPPING or running.metadata.deletion_timestamp
     if _content(running) == name and not ends:
         return running
     state = "is being stopped, try again when it is over" if ends else f"is {running.status.state}, stop it first"
@@ -150,11 +155,11 @@ def _same(running: Round, name: str) -> Round:
     raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail)
 
 
-def _content(round_: Round) -> str:
+def _content(round_: PoCRound) -> str:
     return "-".join(round_.metadata.name.split("-")[:3])
 
 
-def _free_name(name: str, rounds: Sequence[Round]) -> str:
+def _free_name(name: str, rounds: Sequence[PoCRound]) -> str:
     """Return the name, numbered if rounds of the same content have ended: they were stopped, and are asked for anew."""
     taken = {round_.metadata.name for round_ in rounds}
     attempts = (f"{name}-{number}" if number > 1 else name for number in range(1, len(taken) + 2))

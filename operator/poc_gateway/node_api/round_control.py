@@ -23,8 +23,8 @@ from poc_gateway.node_api.messages import (
 )
 from poc_gateway.node_api.pocrounds import waits_for_operator
 from poc_gateway.node_api.service import Service
-from poc_operator.model.round import Round
-from poc_operator.observed.pods import PodView
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.observed import PodView
 from vllm_poc.wire.messages import PowState, Protocol, RoundConfig, RoundStats
 
 Overall = Literal["GENERATING", "MIXED", "IDLE"]
@@ -74,7 +74,7 @@ async def get_pod_status(service: Service) -> PodStatus:
     return pod_status(*await service.observe())
 
 
-def overall(round_: Round | None) -> Overall:
+def overall(round_: PoCRound | None) -> Overall:
     """GENERATING if every slot has a pod that computes it, MIXED if some have."""
     slots = round_.status.assignments if round_ is not None else []
     active = sum(slot.state.active for slot in slots)
@@ -89,7 +89,7 @@ def backends(pods: Sequence[PodView], status: dict[str, str] | str) -> list[Back
     return [Backend(port=FIRST_PORT + place, status=word) for place, word in enumerate(words)]
 
 
-def node_status(round_: Round | None, pods: Sequence[PodView]) -> NodeStatus:
+def node_status(round_: PoCRound | None, pods: Sequence[PodView]) -> NodeStatus:
     """Return the node's status."""
     slots = round_.status.assignments if round_ is not None else []
     generating = {slot.uid: "GENERATING" for slot in slots if slot.uid is not None and slot.state.active}
@@ -100,7 +100,7 @@ def node_status(round_: Round | None, pods: Sequence[PodView]) -> NodeStatus:
     )
 
 
-def note(round_: Round | None, pods: Sequence[PodView]) -> str | None:
+def note(round_: PoCRound | None, pods: Sequence[PodView]) -> str | None:
     """Say what keeps the round from being computed, as far as the network can do nothing about it."""
     if round_ is None:
         return None
@@ -109,7 +109,7 @@ def note(round_: Round | None, pods: Sequence[PodView]) -> str | None:
     return None if pods else f"round {round_.metadata.name} waits: no pod is ready"
 
 
-def pod_status(round_: Round | None, pods: Sequence[PodView]) -> PodStatus:
+def pod_status(round_: PoCRound | None, pods: Sequence[PodView]) -> PodStatus:
     """Return the status of the whole as a single pod's."""
     computing = overall(round_) != "IDLE"
     word: Literal["GENERATING", "IDLE"] = "GENERATING" if computing else "IDLE"
@@ -130,12 +130,12 @@ def pod_status(round_: Round | None, pods: Sequence[PodView]) -> PodStatus:
     )
 
 
-def _elapsed(round_: Round) -> float:
+def _elapsed(round_: PoCRound) -> float:
     start = round_.status.start_time
     return max(0.0, (datetime.now(UTC) - start).total_seconds()) if start is not None else 0.0
 
 
-def _config(round_: Round) -> RoundConfig:
+def _config(round_: PoCRound) -> RoundConfig:
     spec = round_.spec
     return RoundConfig(
         block_hash=spec.block_hash,
@@ -157,7 +157,7 @@ def _config(round_: Round) -> RoundConfig:
     )
 
 
-def unstopped(round_: Round | None) -> str | None:
+def unstopped(round_: PoCRound | None) -> str | None:
     """Say why a stopped round has yet to end; None if there is none."""
     if round_ is None:
         return None
@@ -172,7 +172,7 @@ def fan_out(pods: Sequence[PodView], **fields: Any) -> FanOut:  # noqa: ANN401 -
     return FanOut(results=backends(pods, "OK"), **fields)
 
 
-def stopped(left: Round | None, pods: Sequence[PodView]) -> FanOut:
+def stopped(left: PoCRound | None, pods: Sequence[PodView]) -> FanOut:
     """Return the node's answer to a stop; what is left to be done is an error of the first pod."""
     detail = unstopped(left)
     errors = [BackendFailure(port=FIRST_PORT, error=detail)] if detail else []

@@ -19,9 +19,9 @@ from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit
 from poc_gateway.node_api.pocrounds import NetworkRounds, RoundTemplate
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model.round import Round
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from vllm_poc.wire.messages import CallbackRequest
 
 
@@ -37,7 +37,7 @@ class NodeApi:
         database: Database,
         settings: Settings,
     ) -> None:
-        self.pods = ReadyPods(cluster, client, match_labels=template.match_labels, port=template.port)
+        self.pods = ReadyPods(cluster, client, selector=template.selector, port=template.port)
         self.rounds = NetworkRounds(cluster, template)
         self.jobs = Jobs(database, self.pods, settings)
         self._template = template
@@ -51,19 +51,19 @@ class NodeApi:
         """End the jobs' work."""
         await self.jobs.close()
 
-    async def init_generate(self, request: NetworkInit) -> tuple[Round, list[PodView]]:
+    async def init_generate(self, request: NetworkInit) -> tuple[PoCRound, list[PodView]]:
         """Create the round; return it and the pods that are ready for it."""
         _check_receiver(request, self._settings)
         found = await self.pods.poll()
         round_ = await self.rounds.start(request, self._model(request, found))
         return round_, [one.pod for one in found]
 
-    async def stop(self) -> tuple[Round | None, list[PodView]]:
+    async def stop(self) -> tuple[PoCRound | None, list[PodView]]:
         """End the round; return it if it has yet to end, and the ready pods."""
         left = await self.rounds.stop()
         return next(iter(left), None), await self.pods.ready()
 
-    async def observe(self) -> tuple[Round | None, list[PodView]]:
+    async def observe(self) -> tuple[PoCRound | None, list[PodView]]:
         """Return the active round and the ready pods."""
         return await self.rounds.active(), await self.pods.ready()
 

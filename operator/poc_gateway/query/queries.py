@@ -20,7 +20,7 @@ from poc_gateway.query.messages import (
 )
 from poc_gateway.store.rounds import KnownRound, RoundTerms, terms_of
 from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, conflicts, late_items, rounds, slots
-from poc_operator.observed.gateway import CollectedRound, CollectedSlot
+from poc_operator.observed import CollectedRound, CollectedSlot
 
 _COUNTERS = (slots.c.stored, slots.c.duplicates, slots.c.conflicts, slots.c.forwarded)
 

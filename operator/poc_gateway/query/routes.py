@@ -28,8 +28,8 @@ from poc_gateway.query.messages import (
 from poc_gateway.query.summary import draw, summarise
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load, newest
-from poc_operator.model.checks import Proof
-from poc_operator.observed.gateway import CollectedRound
+from poc_operator.apis.v1alpha1.validation import Proof
+from poc_operator.observed import CollectedRound
 from vllm_poc.wire.messages import Protocol
 
 

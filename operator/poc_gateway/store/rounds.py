@@ -18,12 +18,12 @@ from sqlalchemy import Connection, RowMapping, select
 
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.partition import NonceSlot
 
 #: Reads a PoCRound by namespace and name; None if there is none. Raises StoreUnavailable.
-ReadRound = Callable[[str, str], Awaitable[Round | None]]
+ReadRound = Callable[[str, str], Awaitable[PoCRound | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class RoundTerms:
     receiver: str | None
 
     @classmethod
-    def of(cls, round_: Round) -> Self:
+    def of(cls, round_: PoCRound) -> Self:
         """Read the terms of a round whose slots are fixed."""
         spec, metadata = round_.spec, round_.metadata
         return cls(
@@ -151,7 +151,7 @@ def newest(connection: Connection, namespace: str, name: str) -> KnownRound | No
     return load(connection, uid) if uid is not None else None
 
 
-def write_down(connection: Connection, round_: Round) -> KnownRound:
+def write_down(connection: Connection, round_: PoCRound) -> KnownRound:
     """Write a round and its slots down; its slots are fixed."""
     terms = RoundTerms.of(round_)
     values = {field.name: getattr(terms, field.name) for field in fields(terms)}
@@ -181,12 +181,12 @@ def _load_or_raise(connection: Connection, uid: str) -> KnownRound | None:
     return known
 
 
-def _unwritten(round_: Round) -> KnownRound:
+def _unwritten(round_: PoCRound) -> KnownRound:
     terms = RoundTerms.of(round_)
     return KnownRound(-1, terms, dict.fromkeys(_offsets(round_, terms), -1))
 
 
-def _offsets(round_: Round, terms: RoundTerms) -> list[int]:
+def _offsets(round_: PoCRound, terms: RoundTerms) -> list[int]:
     return [node + group * terms.node_count for group in range(terms.n_groups) for node in round_.spec.nodes.ids]
 
 

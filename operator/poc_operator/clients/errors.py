@@ -11,11 +11,11 @@
      └── NotAPodOfOurs    something answered that does not speak the PoC protocol
     GatewayError          whatever went wrong, the gateway is asked again later
     StoreError
-     ├── StaleRound       somebody changed the object meanwhile: read it anew and plan again
-     ├── RoundInvalid     the API server refused the object's content, and says why
+     ├── StaleObject       somebody changed the object meanwhile: read it anew and plan again
+     ├── ObjectInvalid     the API server refused the object's content, and says why
      └── StoreUnavailable the API server did not answer, or not as expected: try again later
           └── StoreForbidden  it refused, since the operator lacks the right
-    UnreadableRound       no failed request: the object is not what the CRD allows, and stays so
+    UnreadableObject       no failed request: the object is not what the CRD allows, and stays so
 """
 
 
@@ -55,12 +55,12 @@ class StoreError(Exception):
     """A request to the API server failed."""
 
 
-class StaleRound(StoreError):  # noqa: N818 - reads as a state
-    """The round, or another object, changed since it was read."""
+class StaleObject(StoreError):  # noqa: N818 - reads as a state
+    """The object changed since it was read."""
 
 
-class RoundInvalid(StoreError):  # noqa: N818
-    """The round's spec breaks a rule of the CRD; the text is the API server's."""
+class ObjectInvalid(StoreError):  # noqa: N818
+    """The object's spec breaks a rule of the CRD; the text is the API server's."""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818
@@ -71,8 +71,8 @@ class StoreForbidden(StoreUnavailable):
     """The operator lacks the right to do this."""
 
 
-class UnreadableRound(Exception):  # noqa: N818
-    """A stored round that the models refuse, as one that an older CRD accepted; the text names the field."""
+class UnreadableObject(Exception):  # noqa: N818
+    """A stored object that the models refuse, as one that an older CRD accepted; the text names the field."""
 
     def __init__(self, message: str, generation: int) -> None:
         super().__init__(message)

@@ -16,7 +16,7 @@ from yarl import URL
 
 from poc_operator.clients.errors import GatewayError
 from poc_operator.clients.http import read_bounded
-from poc_operator.observed.gateway import CollectedRound
+from poc_operator.observed import CollectedRound
 from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse
 
 #: The user name beside the password, in the callback address that a pod is given.

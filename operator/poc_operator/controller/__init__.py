@@ -2,11 +2,12 @@
 """The moving parts: one process, one loop per object.
 
 - ``manager``: what the process has once: connections, the pod cache, the loops.
-- ``reconciler``: one object's loop: read, observe, plan, record, act.
+- ``reconciler``: one object's loop: read, observe, plan, record, act; the same for all kinds.
+- ``kinds``: what differs: what is asked beside the pods, and which plan is made.
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
 - ``leader_election``, ``health``, ``metrics``, ``logs``: what the process owes its cluster.
 
-What to do is decided in the plans (``rounds``), how to ask stands in ``clients``, kopf is in ``handlers``::
+What to do is decided in the plans, how to ask stands in ``clients``, kopf is in ``handlers``::
 
     handlers (kopf) ──► manager ──► reconciler ──► observe ──► plan ──► record ──► act
                                         ▲                                          │

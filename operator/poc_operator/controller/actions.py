@@ -8,39 +8,39 @@ import dataclasses
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.clients.errors import PodBusy, PodError, PodRefused, StoreError, StoreForbidden
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient, base_url
-from poc_operator.controller.logs import RoundLogger, of
-from poc_operator.model.conditions import Reason
-from poc_operator.observed.pods import Answer, PodReport, PodView
-from poc_operator.rounds.snapshot import (
+from poc_operator.controller.logs import ObjectLogger, of
+from poc_operator.observed import Answer, PodReport, PodView
+from poc_operator.planning.snapshot import (
     Action,
     AskPod,
     DeletePod,
-    DeleteRound,
+    DeleteWork,
     ExtendPod,
-    RoundEvent,
     StartPod,
     StopPod,
+    WorkEvent,
 )
 from vllm_poc.wire.messages import CommandResponse
 
-Emit = Callable[[RoundEvent], None]
+Emit = Callable[[WorkEvent], None]
 
 
 class PodActions:
-    """The actions of one round that are under way, and what pods answered to them. ``wake`` is set by news."""
+    """The actions of one object that are under way, and what pods answered to them. ``wake`` is set by news."""
 
     def __init__(
-        self, *, store: RoundStore, client: PodClient, emit: Emit, wake: asyncio.Event, log: RoundLogger
+        self, *, store: ObjectStore, client: PodClient, emit: Emit, wake: asyncio.Event, log: ObjectLogger
     ) -> None:
         self._store = store
         self._client = client
         self._emit = emit
         self._wake = wake
         self._log = log
-        # Answers to the starts of the last tick: what the pods' next reports cannot tell.
+        # Answers to the starts of the last turn: what the pods' next reports cannot tell.
         self._started: dict[str, str] = {}
         self._refusals: dict[str, tuple[str, str]] = {}
         self._undeletable: set[str] = set()  # pod uids that the user was told of
@@ -49,7 +49,7 @@ class PodActions:
     def begin(self, port: int, actions: Sequence[Action]) -> None:
         """Take these actions, but none on a pod that has one under way."""
         for action in actions:
-            if not isinstance(action, DeleteRound | AskPod) and action.pod.uid not in self._in_flight:
+            if not isinstance(action, DeleteWork | AskPod) and action.pod.uid not in self._in_flight:
                 task = asyncio.create_task(self._take(port, action))
                 self._in_flight[action.pod.uid] = task
                 task.add_done_callback(partial(self._done, action.pod.uid))
@@ -134,7 +134,7 @@ class PodActions:
             if pod.uid not in self._undeletable:
                 self._undeletable.add(pod.uid)
                 message = f"pod {pod.name} cannot be deleted ({error}): install the chart with rbac.deletePods=true"
-                self._emit(RoundEvent(reason=Reason.STALLED, message=message, warning=True))
+                self._emit(WorkEvent(reason=Reason.STALLED, message=message, warning=True))
         except StoreError as error:
             self._log.warning("deletion: %s", error, extra=of(pod))
 
@@ -143,7 +143,7 @@ _Key = tuple[str, str]  # pod uid, key of the ask
 
 
 class PodAsks:
-    """What one round asks its pods. ``wake`` is set when one has a result."""
+    """What one object asks its pods. ``wake`` is set when one has a result."""
 
     def __init__(self, *, client: PodClient, wake: asyncio.Event) -> None:
         self._client = client
@@ -173,7 +173,7 @@ class PodAsks:
         try:
             result = await self._client.generate(base_url(ask.pod.ip or "", port), ask.request)
         except PodError as error:
-            # No news: the next look is early enough, so that tries have a pause between them.
+            # No news: the next turn is early enough, so that tries have a pause between them.
             self._answers[ask.pod.uid] = Answer(key=ask.key, error=str(error))
         else:
             self._answers[ask.pod.uid] = Answer(key=ask.key, result=result)

@@ -5,21 +5,28 @@ A watch can break without an error. What a list shows and the watch has not told
 minute later, was missed: the watch is stale. docs/develop/decisions has the page on it.
 """
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.observing import PodCache
-from poc_operator.model.round import Round
+from poc_operator.planning.snapshot import Work
 
 #: Seconds between two lists; a missed change is found after one to two of them.
 CHECK_SECONDS = 60.0
 
 
 class StaleWatchCheck:
-    """Compares lists with what the watches told. ``driven`` returns the uids of the rounds that are driven."""
+    """Compares lists with what the watches told. ``reconciled`` returns the uids of the objects that have a loop."""
 
-    def __init__(self, store: RoundStore, pods: PodCache, reconciled: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        kinds: Iterable[type[Work]],
+        pods: PodCache,
+        reconciled: Callable[[], Collection[str]],
+    ) -> None:
         self._store = store
+        self._kinds = tuple(kinds)
         self._pods = pods
         self._reconciled = reconciled
         self._differences: set[Hashable] = set()
@@ -29,23 +36,25 @@ class StaleWatchCheck:
     async def check(self, namespaces: Collection[str]) -> None:
         """List and compare; without ``namespaces`` everywhere. StoreError if the API server does not answer."""
         found = dict[Hashable, str]()
-        for round_ in await self._store.list_rounds(namespaces):
-            if not round_.status.state.finished and round_.metadata.deletion_timestamp is None:
-                found |= self._round(round_) | await self._pods_of(round_)
+        for kind in self._kinds:
+            for work in await self._store.list_objects(kind, namespaces):
+                if not work.status.state.finished and work.metadata.deletion_timestamp is None:
+                    found |= self._loop_of(work) | await self._pods_of(work)
         self.missed = [text for difference, text in found.items() if difference in self._differences]
         self._differences = set(found)
 
-    def _round(self, round_: Round) -> dict[Hashable, str]:
-        uid, name = round_.metadata.uid, f"{round_.metadata.namespace}/{round_.metadata.name}"
-        return {} if uid in self._reconciled() else {uid: f"round {name} is not reconciled"}
+    def _loop_of(self, work: Work) -> dict[Hashable, str]:
+        uid, metadata = work.metadata.uid, work.metadata
+        text = f"{work.KIND.kind} {metadata.namespace}/{metadata.name} is not reconciled"
+        return {} if uid in self._reconciled() else {uid: text}
 
-    async def _pods_of(self, round_: Round) -> dict[Hashable, str]:
-        listed = {pod.uid: pod for pod in await self._store.list_pods(round_)}
-        told = {pod.uid: pod for pod in self._pods.matching(round_)}
+    async def _pods_of(self, work: Work) -> dict[Hashable, str]:
+        listed = {pod.uid: pod for pod in await self._store.list_pods(work.metadata.namespace, work.spec.selector)}
+        told = {pod.uid: pod for pod in self._pods.matching(work)}
         names = {uid: pod.name for uid, pod in (told | listed).items()}
         # A pod that was told of anew since the last check is no missed one: the difference is another.
         return {
-            (uid, repr(told.get(uid))): f"pod {round_.metadata.namespace}/{name} is not what the watch told"
+            (uid, repr(told.get(uid))): f"pod {work.metadata.namespace}/{name} is not what the watch told"
             for uid, name in names.items()
             if listed.get(uid) != told.get(uid)
         }

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 from kubernetes.aio import client
 
-from poc_operator.clients.errors import StaleRound, StoreError
+from poc_operator.apis.v1alpha1.meta import COMPONENT
+from poc_operator.clients.errors import StaleObject, StoreError
 from poc_operator.clients.kube.connection import api_errors
-from poc_operator.model.names import COMPONENT
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class LeaderElection:
         try:
             async with asyncio.timeout(RENEW_SECONDS / 2):
                 renewed = await self._try()
-        except StaleRound:
+        except StaleObject:
             return False  # somebody else was faster
         except (StoreError, TimeoutError) as error:
             log.warning("lease %s/%s: %s", self._namespace, COMPONENT, str(error) or "no answer in time")
@@ -122,6 +122,6 @@ class LeaderElection:
         self.holder = self._identity
 
     async def _write(self, lease: client.V1Lease) -> None:
-        """Write the lease as it was read; StaleRound if somebody wrote it meanwhile."""
+        """Write the lease as it was read; StaleObject if somebody wrote it meanwhile."""
         async with api_errors():
             await self._leases.replace_namespaced_lease(COMPONENT, self._namespace, lease)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the process has once: connections, the pod cache, the metrics, and a loop for each round."""
+"""What the process has once: connections, the pod cache, the metrics, and a loop for each object."""
 
 import asyncio
 import contextlib
@@ -7,29 +7,30 @@ import logging
 import socket
 import time
 from collections.abc import Collection
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
-from poc_operator.clients.errors import StaleRound, StoreError, StoreUnavailable
+from poc_operator.clients.errors import StaleObject, StoreError, StoreUnavailable
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.connection import connect
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit
 from poc_operator.controller.health import CHECK_SECONDS, StaleWatchCheck
+from poc_operator.controller.kinds import PLANNERS, Planner, Sources
 from poc_operator.controller.leader_election import LeaderElection
-from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)
 
 #: Seconds after which one reconciliation is given up. All that it waits for has shorter limits of its own.
 RECONCILE_SECONDS = 180.0
 
-#: Longest pause, in seconds, between two tries of a round on which the operator fails; the first is `POLL_SECONDS`.
+#: Longest pause, in seconds, between two tries of an object on which the operator fails; the first is `POLL_SECONDS`.
 MOST_PAUSE_SECONDS = 300.0
 
 
@@ -37,7 +38,7 @@ class Manager:
     """One per process."""
 
     def __init__(
-        self, store: RoundStore, lease: LeaderElection, client: PodClient, gateway: GatewayClient | None = None
+        self, store: ObjectStore, lease: LeaderElection, client: PodClient, gateway: GatewayClient | None = None
     ) -> None:
         self._store = store
         self.lease = lease
@@ -45,8 +46,9 @@ class Manager:
         self._gateway = gateway
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
-        self._reconcilers: dict[str, Reconciler] = {}  # by round uid
-        self._watches = StaleWatchCheck(store, self._pods, self._reconcilers.keys)
+        self._reconcilers: dict[str, Reconciler[Any]] = {}  # by the objects' uid
+        kinds = [kind.resource for kind in PLANNERS]
+        self._watches = StaleWatchCheck(store, kinds, self._pods, self._reconcilers.keys)
 
     @classmethod
     async def create(
@@ -59,7 +61,7 @@ class Manager:
         api, namespace = await connect()
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         lease = LeaderElection(api, lease_namespace or namespace, identity or unique, time.monotonic)
-        return cls(RoundStore(api), lease, client, gateway)
+        return cls(ObjectStore(api), lease, client, gateway)
 
     async def close(self) -> None:
         """Close all connections; running rounds go on in their pods."""
@@ -69,23 +71,23 @@ class Manager:
         await self._store.close()
 
     def pod_changed(self, pod: PodView) -> None:
-        """Remember a pod and let its rounds look at it at once."""
+        """Remember a pod and let its objects look at it at once."""
         if self._pods.put(pod):
-            self._wake_rounds_of(pod)
+            self._wake_work_on(pod)
 
     def pod_deleted(self, pod: PodView) -> None:
-        """Forget a pod and let its rounds react at once."""
+        """Forget a pod and let its objects react at once."""
         if self._pods.remove(pod):
-            self._wake_rounds_of(pod)
+            self._wake_work_on(pod)
 
-    def round_changed(self, uid: str, generation: int) -> None:
-        """Let the round's loop look at its changed spec at once. A changed status is its own work and no news."""
+    def work_changed(self, uid: str, generation: int) -> None:
+        """Let the object's loop look at its changed spec at once. A changed status is its own work and no news."""
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None and reconciler.generation != generation:
             reconciler.changed.set()
             reconciler.wake.set()
 
-    def _wake_rounds_of(self, pod: PodView) -> None:
+    def _wake_work_on(self, pod: PodView) -> None:
         for reconciler in self._reconcilers.values():
             if reconciler.concerns(pod):
                 reconciler.wake.set()
@@ -105,25 +107,25 @@ class Manager:
     def health_findings(self) -> list[str]:
         """Return what only a new process can heal: changes that a watch missed.
 
-        A round on which the operator fails is none: it would fail again, and all other rounds with it. A loop that
+        An object on which the operator fails is none: it would fail again, and all others with it. A loop that
         is blocked does not answer the probe.
         """
         return self._watches.missed
 
-    def reconciler(self, ref: RoundRef, emit: Emit) -> Reconciler:
-        """Return a reconciler for the round."""
+    def reconciler(self, kind: type[Planner[Any]], ref: ObjectRef, emit: Emit) -> Reconciler[Any]:
+        """Return a reconciler for the object."""
         return Reconciler(
+            kind,
             ref,
-            store=self._store,
+            sources=Sources(store=self._store, gateway=self._gateway),
             client=self._client,
             pods=self._pods,
             metrics=self.metrics,
             emit=emit,
-            gateway=self._gateway,
         )
 
-    async def run(self, uid: str, reconciler: Reconciler) -> None:
-        """Reconcile the round until it is finished. A cancellation is safe at any moment."""
+    async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:
+        """Reconcile the object until it is finished. A cancellation is safe at any moment."""
         self._reconcilers[uid] = reconciler
         pause = POLL_SECONDS
         try:
@@ -144,25 +146,25 @@ class Manager:
             await reconciler.close()
             self._reconcilers.pop(uid, None)
 
-    async def _report(self, reconciler: Reconciler, error: Exception) -> None:
-        """Log the operator's failure on a round, and tell the round's user."""
-        reconciler.log.error("the operator fails on this round; others go on", exc_info=error)
-        self.metrics.round_failed(error)
+    async def _report(self, reconciler: Reconciler[Any], error: Exception) -> None:
+        """Log the operator's failure on an object, and tell the object's user."""
+        reconciler.log.error("the operator fails on this object; others go on", exc_info=error)
+        self.metrics.work_failed(error)
         try:
             await reconciler.report(error)
         except Exception as another:
-            reconciler.log.warning("the failure cannot be told in the round: %s", another)
+            reconciler.log.warning("the failure cannot be told in the object: %s", another)
 
-    async def _reconcile(self, reconciler: Reconciler) -> bool:
+    async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next turn."""
         if not self.lease.held:
             return True  # the process is about to end: another may act by now
         try:
             async with asyncio.timeout(RECONCILE_SECONDS):
                 return await reconciler.reconcile()
-        except StaleRound as error:
+        except StaleObject as error:
             self.metrics.api_server_failed(error)
-            reconciler.log.debug("the round changed while it was planned; planning again")
+            reconciler.log.debug("the object changed while it was planned; planning again")
         except StoreUnavailable as error:
             self.metrics.api_server_failed(error)
             reconciler.log.warning("API server: %s; trying again", error)

@@ -19,8 +19,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from poc_operator.model.status import RoundState, RoundStatus, SlotState, Totals
-from poc_operator.rounds.snapshot import RoundEvent, Snapshot
+from poc_operator.apis.v1alpha1.calibration import CalibrationStatus
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
+from poc_operator.apis.v1alpha1.validation import ValidationStatus
+from poc_operator.planning.snapshot import Snapshot, Work, WorkEvent
 
 _POLL_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 5, 10)
 
@@ -31,33 +34,44 @@ _NONCES = ("checked", "valid", "delivered")
 
 @dataclass
 class _Known:
-    status: RoundStatus
-    most: Totals
+    kind: str
+    status: WorkStatus
+    most: Mapping[str, int]
     silent: float
     seen: float
 
 
+def _nonces(status: WorkStatus) -> Mapping[str, int]:
+    """Return how many nonces are done; for nonces that are checked, valid ones match and have a finite result."""
+    if isinstance(status, RoundStatus):
+        return {name: getattr(status.totals, name) for name in _NONCES}
+    checked = status.checked if isinstance(status, ValidationStatus | CalibrationStatus) else 0
+    bad = status.not_computed if isinstance(status, ValidationStatus | CalibrationStatus) else 0
+    mismatches = status.mismatches if isinstance(status, ValidationStatus) else 0
+    return {"checked": checked, "valid": checked - bad - mismatches, "delivered": checked}
+
+
 class Metrics(Collector):
-    """What the operator counts and measures; also the collector of what its rounds are doing now."""
+    """What the operator counts and measures; also the collector of what its objects are doing now."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._rounds: dict[str, _Known] = {}
+        self._known: dict[str, _Known] = {}
         registry = self._registry
         self._nonces = {
             name: CounterMetric(f"poc_nonces_{name}", f"Nonces {name}.", registry=registry) for name in _NONCES
         }
-        self._reissues = CounterMetric("poc_reissues", "Slots given out again.", ["cause"], registry=registry)
-        self._events = CounterMetric("poc_events", "Events on rounds.", ["reason"], registry=registry)
+        self._retries = CounterMetric("poc_retries", "Slots given out again.", ["cause"], registry=registry)
+        self._events = CounterMetric("poc_events", "Events on objects.", ["reason"], registry=registry)
         self.poll_seconds = Histogram(
-            "poc_poll_seconds", "One poll of all pods of a round.", buckets=_POLL_BUCKETS, registry=registry
+            "poc_poll_seconds", "One poll of all pods of an object.", buckets=_POLL_BUCKETS, registry=registry
         )
         self.plan_seconds = Histogram("poc_plan_seconds", "One plan.", buckets=_PLAN_BUCKETS, registry=registry)
         self._poll_errors = CounterMetric(
             "poc_poll_errors", "Pods that did not answer a poll as they should.", ["kind"], registry=registry
         )
-        self._round_errors = CounterMetric(
-            "poc_internal_errors", "Failures of the operator on a round.", ["kind"], registry=registry
+        self._work_errors = CounterMetric(
+            "poc_internal_errors", "Failures of the operator on an object.", ["kind"], registry=registry
         )
         self._store_errors = CounterMetric(
             "poc_api_server_errors", "Failed requests to the API server.", ["kind"], registry=registry
@@ -72,49 +86,57 @@ class Metrics(Collector):
         """Count a pod that did not answer a poll as it should."""
         self._poll_errors.labels(type(error).__name__).inc()
 
-    def round_failed(self, error: Exception) -> None:
-        """Count a failure of the operator on a round."""
-        self._round_errors.labels(type(error).__name__).inc()
+    def work_failed(self, error: Exception) -> None:
+        """Count a failure of the operator on an object."""
+        self._work_errors.labels(type(error).__name__).inc()
 
     def api_server_failed(self, error: Exception) -> None:
         """Count a failed request to the API server."""
         self._store_errors.labels(type(error).__name__).inc()
 
-    def planned(self, snapshot: Snapshot, status: RoundStatus, events: Iterable[RoundEvent]) -> None:
+    def planned(self, seen: Snapshot[Work], status: WorkStatus, events: Iterable[WorkEvent]) -> None:
         """Count what a recorded plan brought."""
         for event in events:
             self._events.labels(event.reason).inc()
             if event.loss is not None:
-                self._reissues.labels(event.loss).inc()
-        uid, before = snapshot.round.metadata.uid, snapshot.round.status
-        most = self._count(self._rounds[uid].most if uid in self._rounds else before.totals, status.totals)
-        silent = [snapshot.report_of(share).silent_seconds for share in status.shares if share.state.active]
-        self._rounds[uid] = _Known(status=status, most=most, silent=max(silent, default=0.0), seen=monotonic())
+                self._retries.labels(event.loss).inc()
+        uid = seen.work.metadata.uid
+        most = self._known[uid].most if uid in self._known else _nonces(seen.work.status)
+        silent = [seen.report_of(share).silent_seconds for share in status.shares if share.state.active]
+        self._known[uid] = _Known(
+            kind=seen.work.KIND.plural.removeprefix("poc"),
+            status=status,
+            most=self._count(most, _nonces(status)),
+            silent=max(silent, default=0.0),
+            seen=monotonic(),
+        )
 
-    def round_gone(self, uid: str) -> None:
-        """Forget a round that is finished or deleted."""
-        self._rounds.pop(uid, None)
+    def forget(self, uid: str) -> None:
+        """Forget an object that is finished or deleted."""
+        self._known.pop(uid, None)
 
-    def _count(self, most: Totals, totals: Totals) -> Totals:
-        gains = {name: max(0, getattr(totals, name) - getattr(most, name)) for name in _NONCES}
+    def _count(self, most: Mapping[str, int], now: Mapping[str, int]) -> Mapping[str, int]:
+        gains = {name: max(0, now[name] - most[name]) for name in _NONCES}
         for name, gain in gains.items():
             self._nonces[name].inc(gain)
-        return most.model_copy(update={name: getattr(most, name) + gain for name, gain in gains.items()})
+        return {name: most[name] + gain for name, gain in gains.items()}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the rounds that are being reconciled do now."""
-        known = list(self._rounds.values())
-        states = Counter(str(round_.status.state) for round_ in known)
-        yield _gauge("poc_rounds", "Rounds that are being reconciled.", states, RoundState)
-        slots = Counter(str(slot.state) for round_ in known for slot in round_.status.assignments)
+        """Yield what the objects that are being reconciled do now."""
+        known = list(self._known.values())
+        for kind in ("rounds", "validations", "calibrations"):
+            states = Counter(str(one.status.state) for one in known if one.kind == kind)
+            yield _gauge(f"poc_{kind}", f"{kind.capitalize()} that are being reconciled.", states, State)
+        rounds = [one.status for one in known if isinstance(one.status, RoundStatus)]
+        slots = Counter(str(slot.state) for status in rounds for slot in status.assignments)
         yield _gauge("poc_slots", "Slots of the rounds that are being reconciled.", slots, SlotState)
-        working = [round_ for round_ in known if any(share.state.active for share in round_.status.shares)]
-        oldest = max((round_.silent + monotonic() - round_.seen for round_ in working), default=0.0)
+        working = [one for one in known if any(share.state.active for share in one.status.shares)]
+        oldest = max((one.silent + monotonic() - one.seen for one in working), default=0.0)
         yield GaugeMetricFamily(
             "poc_oldest_report_seconds", "Age of the oldest report of a pod that has a slot.", value=oldest
         )
-        checks = [round_.status.cross_check for round_ in known]
-        deviating = sum(len(check.deviating) for check in checks if check is not None)
+        checks = [status.cross_check for status in rounds]
+        deviating = sum(check.deviating_pods for check in checks if check is not None)
         yield GaugeMetricFamily(
             "poc_pods_deviating", "Pods that computed something else than most of their round.", value=deviating
         )

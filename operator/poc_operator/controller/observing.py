@@ -9,24 +9,28 @@ poll of the pods, which it never holds up for long.
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import GatewayError, PodError
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference import ReferenceStatus, as_ours
-from poc_operator.controller.logs import RoundLogger, RoundRef
-from poc_operator.model.checks import Proof, RoundSample, parse_proofs
-from poc_operator.model.round import Round
-from poc_operator.observed.gateway import GatewayReport
-from poc_operator.observed.pods import PodReport, PodView
-from vllm_poc.wire.messages import PowState, Protocol, StatusResponse
+from poc_operator.controller.logs import ObjectLogger, ObjectRef
+from poc_operator.observed import GatewayReport, PodReport, PodView
+from poc_operator.planning.snapshot import Work
+from vllm_poc.wire.messages import PowState, StatusResponse
 
 #: Seconds for which a deleted pod is remembered that the cluster took away: often it says so and deletes the pod in
 #: one breath, and the rounds must learn of both. Less than the time between two checks of the watches.
 MEMORY_SECONDS = 30.0
+
+
+def selects(work: Work, pod: PodView) -> bool:
+    """Whether the pod is one of the object's."""
+    return pod.namespace == work.metadata.namespace and work.spec.selector.matches(pod.labels)
 
 
 class PodCache:
@@ -53,11 +57,11 @@ class PodCache:
             self._pods.pop(pod.uid, None)
         return known
 
-    def matching(self, round_: Round) -> list[PodView]:
-        """Return the pods of the round's namespace that its selector matches."""
+    def matching(self, work: Work) -> list[PodView]:
+        """Return the pods of the object's namespace that its selector matches."""
         for uid in [uid for uid, moment in self._forget_at.items() if moment <= self._clock()]:
             del self._pods[uid], self._forget_at[uid]
-        return [pod for pod in self._pods.values() if round_.selects(pod)]
+        return [pod for pod in self._pods.values() if selects(work, pod)]
 
 
 #: Polls in flight at once; a poll is cheap, 1 000 pods take about a second. Up to so many pods that do not answer
@@ -66,7 +70,7 @@ _CONCURRENCY = 500
 
 
 async def poll(
-    client: PodClient, pods: Iterable[PodView], round_: Round, failed: Callable[[PodError], None]
+    client: PodClient, pods: Iterable[PodView], work: Work, failed: Callable[[PodError], None]
 ) -> dict[str, PodReport]:
     """Ask every pod that has an address for its status. Pods that do not answer yield their error."""
     limit = asyncio.Semaphore(_CONCURRENCY)
@@ -74,8 +78,8 @@ async def poll(
     async def ask(pod: PodView, ip: str) -> tuple[str, PodReport]:
         async with limit:
             try:
-                answer = await client.status(base_url(ip, round_.spec.port))
-                return pod.uid, _report(answer, pod, round_)
+                answer = await client.status(base_url(ip, work.spec.port))
+                return pod.uid, _report(answer, pod, work)
             except PodError as error:
                 failed(error)
                 return pod.uid, PodReport(error=str(error))
@@ -84,10 +88,11 @@ async def poll(
     return dict(await asyncio.gather(*asks))
 
 
-def _report(answer: StatusResponse | ReferenceStatus, pod: PodView, round_: Round) -> PodReport:
+def _report(answer: StatusResponse | ReferenceStatus, pod: PodView, work: Work) -> PodReport:
     if isinstance(answer, StatusResponse):
         return PodReport(status=answer)
-    return PodReport(status=as_ours(answer, pod, round_), resumes=False)
+    round_ = work if isinstance(work, PoCRound) else None
+    return PodReport(status=as_ours(answer, pod, work.spec.port, round_), resumes=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,21 +152,20 @@ def _excused(status: StatusResponse) -> bool:
 #: Least seconds between two questions.
 ASK_SECONDS = 2.0
 
-#: So long one look waits for an answer; one that comes later is for the next look.
+#: So long one observation waits for an answer; one that comes later is for the next.
 WAIT_SECONDS = 0.5
 
 
 class GatewayObserver:
     """The answers about one round. ``clock`` returns seconds of any monotonic clock."""
 
-    def __init__(self, client: GatewayClient, ref: RoundRef, log: RoundLogger, clock: Callable[[], float]) -> None:
+    def __init__(self, client: GatewayClient, ref: ObjectRef, log: ObjectLogger, clock: Callable[[], float]) -> None:
         self._client = client
         self._ref = ref
         self._log = log
         self._clock = clock
         self._asked = float("-inf")
         self._asking: asyncio.Task[None] | None = None
-        self._samples: dict[RoundSample, Sequence[Proof]] = {}  # the one that was read
         self._report = GatewayReport(callback=client.callback_url(*ref))
 
     async def observe(self) -> GatewayReport:
@@ -172,28 +176,6 @@ class GatewayObserver:
         if self._asking is not None:
             await asyncio.wait({self._asking}, timeout=WAIT_SECONDS)
         return self._report
-
-    async def proofs(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
-        """Return the results of another round that the gateway picked, or why they cannot be had.
-
-        They are read once: the gateway may pick others while that round goes on.
-        """
-        if source not in self._samples:
-            found = await self._sample(source, protocol)
-            if isinstance(found, str):
-                return found
-            self._samples = {source: found}
-        return self._samples[source]
-
-    async def _sample(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
-        where = f'the gateway\'s sample of round "{source.name}"'
-        try:
-            body = await self._client.sample(self._ref.namespace, source.name, source.nonces, source.seed)
-        except GatewayError as error:
-            return f"{where} cannot be had: {error}"
-        if body is None:
-            return f'the gateway has no results of a round "{source.name}" in namespace "{self._ref.namespace}"'
-        return parse_proofs(where, body, protocol)
 
     async def cancel(self) -> None:
         """Give up the question that is under way."""

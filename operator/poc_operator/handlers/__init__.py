@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kopf's handlers. They translate between kopf and ``runtime`` and decide nothing."""
+"""kopf's handlers. They translate between kopf and ``controller`` and decide nothing."""

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 
 import kopf
 
+from poc_operator.apis.v1alpha1.meta import COMPONENT, FINALIZER, GROUP
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.metrics import serve_metrics
-from poc_operator.model import names
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.peering.standalone = True
     # Namespaces and CRDs are known at the start: no right to watch them is asked for.
     settings.scanning.disabled = True
-    settings.persistence.finalizer = names.FINALIZER
-    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.GROUP)
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.GROUP)
-    settings.posting.reporting_component = names.COMPONENT
+    settings.persistence.finalizer = FINALIZER
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+    settings.posting.reporting_component = COMPONENT
     settings.networking.request_timeout = 30
     settings.networking.error_backoffs = (0.5, 1, 2, 3)
     settings.watching.chunk_size = 500

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do next for a round: a pure function of the round, its pods, their reports and the time.
+"""What to do next for a round: a pure function of the round, its pods, their reports, the gateway and the time.
 
-``plan()`` in ``plan`` is the chain of policies; each other module is one subject of it. There is no I/O and no clock
-here, and no client is imported, so every decision is tested as a table.
+``plan`` is the chain of policies; each other module is one subject of it. No client is imported, and there is no clock,
+so every decision is tested as a table. What all kinds share, as deadlines and conditions, is in ``planning``, with the
+states of a round.
 
-A round's states::
-
-    Pending ──► Running ──► Stopping ──► Complete | Failed
-       │          │ ▲           ▲
-       │  suspend │ │ resume    │ outcome: enough, finish, a deadline, given up
-       ▼          ▼ │           │
-      Suspending ──► Suspended ─┘
-
-A slot's states (`SlotState`)::
+A slot is one residue class of the round's nonces. Its states (`SlotState`)::
 
     Waiting ──bound──► Starting ──confirmed──► Running ──stopped, at its end──► Done
        ▲                  ▲  ▲                    │ │

@@ -8,9 +8,10 @@ seconds' work, and a pod that reaches the end of its allowance waits for the nex
 import math
 from collections.abc import Sequence
 
-from poc_operator.model.spec import StopSpec
-from poc_operator.model.status import Assignment, SlotState
-from poc_operator.rounds.snapshot import ExtendPod, Snapshot, Step
+from poc_operator.apis.v1alpha1.round import Assignment, Stop
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.planning.snapshot import ExtendPod
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.messages import ExtendRequest
 from vllm_poc.wire.partition import MAX_NONCE
 
@@ -23,7 +24,7 @@ FIRST_BATCHES = 16
 LEAST_BATCHES = 2
 
 
-def grant(snapshot: Snapshot, step: Step) -> Step:
+def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Deal allowances to the slots that need one, as long as there is something left."""
     stop, slots = snapshot.round.spec.stop, step.status.assignments
     if step.status.stop_time or stop is None or stop.after_seconds is not None:
@@ -41,7 +42,7 @@ def grant(snapshot: Snapshot, step: Step) -> Step:
     return step.extended(assignments=[_extended(slot, allowances.get((slot.node, slot.group))) for slot in slots])
 
 
-def extend_pods(snapshot: Snapshot, step: Step) -> Step:
+def extend_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Tell the pods whose slots may go further than they know."""
     if step.status.stop_time:
         return step
@@ -54,13 +55,13 @@ def extend_pods(snapshot: Snapshot, step: Step) -> Step:
     return step.extended(actions=extensions)
 
 
-def _knows_less(snapshot: Snapshot, slot: Assignment, end: int) -> bool:
+def _knows_less(snapshot: RoundSnapshot, slot: Assignment, end: int) -> bool:
     status = snapshot.report_of(slot).status
     known = status.end_index if status is not None and status.session_id == slot.session else None
     return known is not None and known < end
 
 
-def _needs_more(snapshot: Snapshot, slot: Assignment) -> bool:
+def _needs_more(snapshot: RoundSnapshot, slot: Assignment) -> bool:
     # Pods that cannot resume know nothing of allowances either.
     dealt = slot.state in (SlotState.STARTING, SlotState.RUNNING) and snapshot.report_of(slot).resumes
     return dealt and (slot.end is None or 2 * _ahead(slot) < _wanted(snapshot, slot))
@@ -76,14 +77,14 @@ def _underway(slot: Assignment) -> int:
     return slot.next + _ahead(slot) - slot.delivered
 
 
-def _wanted(snapshot: Snapshot, slot: Assignment) -> int:
+def _wanted(snapshot: RoundSnapshot, slot: Assignment) -> int:
     batch, status = snapshot.round.spec.batch_size, snapshot.report_of(slot).status
     if slot.state is not SlotState.RUNNING or status is None or not status.rate_per_second:
         return FIRST_BATCHES * batch
     return max(LEAST_BATCHES * batch, math.ceil(ALLOWANCE_SECONDS * status.rate_per_second))
 
 
-def _left(stop: StopSpec, slots: Sequence[Assignment]) -> int:
+def _left(stop: Stop, slots: Sequence[Assignment]) -> int:
     """Return how many nonces may still be dealt out."""
     if stop.after_nonces is not None:
         return max(0, stop.after_nonces - sum(slot.next + _ahead(slot) for slot in slots))

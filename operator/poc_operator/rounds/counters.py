@@ -7,9 +7,10 @@ have delivered; the gateway has it.
 
 from datetime import timedelta
 
-from poc_operator.model.conditions import Reason
-from poc_operator.model.status import Assignment
-from poc_operator.rounds.snapshot import RoundEvent, Snapshot
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.planning.snapshot import WorkEvent
+from poc_operator.rounds.snapshot import RoundSnapshot
 from vllm_poc.wire.messages import StatusResponse
 
 
@@ -43,21 +44,21 @@ def _fall(slot: Assignment, status: StatusResponse, settled_before: int | None) 
     return next(falls, None)
 
 
-def doubt(slot: Assignment, why: str) -> tuple[Assignment, RoundEvent | None]:
+def doubt(slot: Assignment, why: str) -> tuple[Assignment, WorkEvent | None]:
     """Return the slot with its counters as they were, and the Event that tells the user, once."""
     mark = f"pod {slot.pod} is not believed"
     error = f"{mark}: {why}"
     doubted = slot.model_copy(update={"error": error})
     if slot.error is not None and slot.error.startswith(mark):
         return doubted, None
-    return doubted, RoundEvent.warn_of(slot, Reason.REPORT_CONTRADICTORY, error)
+    return doubted, WorkEvent.warn_of(slot, Reason.REPORT_CONTRADICTORY, error)
 
 
 #: So long the gateway is waited for where its answer matters; then the round goes on with what is known.
 PATIENCE = timedelta(seconds=5)
 
 
-def counted(snapshot: Snapshot, slot: Assignment) -> Assignment:
+def counted(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
     """Return the slot with what the gateway has of it.
 
     A pod that cannot resume does not know what it has delivered: there the gateway's count stands alone, also if it
@@ -80,7 +81,7 @@ def counted(snapshot: Snapshot, slot: Assignment) -> Assignment:
     )
 
 
-def settled_before(snapshot: Snapshot, slot: Assignment, capacity: int) -> int | None:
+def settled_before(snapshot: RoundSnapshot, slot: Assignment, capacity: int) -> int | None:
     """Return the index below which a pod may report less than is recorded, since the gateway told it.
 
     None without a gateway. What was recorded before the gateway's first answer may all be from it.

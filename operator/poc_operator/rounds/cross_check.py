@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from poc_operator.model.checks import CrossCheckSpec
-from poc_operator.model.conditions import Reason
-from poc_operator.model.results import CrossCheck, Deviation
-from poc_operator.model.spec import RoundSpec
-from poc_operator.model.status import Assignment, SlotState
-from poc_operator.observed.pods import Answer
-from poc_operator.rounds.requests import named_nonces
-from poc_operator.rounds.snapshot import AskPod, RoundEvent, Snapshot, Step
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import Assignment, CrossCheck, CrossCheckStatus, Deviation, RoundSpec
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import Answer
+from poc_operator.planning.requests import named_nonces
+from poc_operator.planning.snapshot import AskPod, WorkEvent
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.generate import GeneratedResponse
 from vllm_poc.wire.messages import Protocol
@@ -29,10 +28,13 @@ PATIENCE = timedelta(seconds=60)
 #: than rounding makes, and less than lies between two nonces.
 DIFFERENCES = {Protocol.ARTIFACT: 0.2, Protocol.DISTANCE: 0.002}
 
+#: So many deviating pods are named in the status.
+MAX_NAMED = 20
+
 Values = Mapping[int, Sequence[float] | None]  # by nonce; None if it came out NaN or infinite
 
 
-def cross_check(snapshot: Snapshot, step: Step) -> Step:
+def cross_check(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Begin a comparison when one is due, and end the one that is under way."""
     spec, check = snapshot.round.spec.cross_check, step.status.cross_check
     if spec is None or step.status.stop_time is not None:
@@ -45,10 +47,10 @@ def cross_check(snapshot: Snapshot, step: Step) -> Step:
 
 
 def _begin(
-    snapshot: Snapshot, spec: CrossCheckSpec, check: CrossCheck | None, running: Sequence[Assignment]
-) -> CrossCheck | None:
+    snapshot: RoundSnapshot, spec: CrossCheck, check: CrossCheckStatus | None, running: Sequence[Assignment]
+) -> CrossCheckStatus | None:
     """Choose the last computed nonces of one pod, another one each time."""
-    if check is not None and (snapshot.now - check.time).total_seconds() < spec.sample_every:
+    if check is not None and (snapshot.now - check.time).total_seconds() < spec.interval_seconds:
         return None
     number = check.number + 1 if check else 1
     ready = [slot for slot in running if slot.next >= spec.nonces]
@@ -56,21 +58,24 @@ def _begin(
         return None
     subject = ready[number % len(ready)]
     nonces = snapshot.partition_of(subject).nonces(subject.next - spec.nonces, spec.nonces)
-    deviating = check.deviating if check else []
-    return CrossCheck(time=snapshot.now, pending=True, number=number, nonces=nonces, deviating=deviating)
+    before = {"deviating": check.deviating, "deviating_pods": check.deviating_pods} if check else {}
+    begun = CrossCheckStatus(time=snapshot.now, pending=True, number=number, nonces=nonces)
+    return begun.model_copy(update=before)
 
 
-def _ask(snapshot: Snapshot, step: Step, check: CrossCheck, running: Sequence[Assignment]) -> Step:
+def _ask(snapshot: RoundSnapshot, step: RoundStep, check: CrossCheckStatus, running: Sequence[Assignment]) -> RoundStep:
     request = named_nonces(snapshot.round.spec, check.nonces, beside_round=True)
     pods = [pod for slot in running if (pod := snapshot.pod_of(slot)) is not None]
     return step.extended(actions=[AskPod(pod=pod, key=_key(check), request=request) for pod in pods])
 
 
-def _key(check: CrossCheck) -> str:
+def _key(check: CrossCheckStatus) -> str:
     return f"check {check.number}"
 
 
-def _compare(snapshot: Snapshot, step: Step, check: CrossCheck, running: Sequence[Assignment]) -> Step | None:
+def _compare(
+    snapshot: RoundSnapshot, step: RoundStep, check: CrossCheckStatus, running: Sequence[Assignment]
+) -> RoundStep | None:
     """Return the step with the comparison's result; None if pods have yet to answer."""
     answers = {slot.pod or "": snapshot.report_of(slot).answer for slot in running}
     known = {pod: answer for pod, answer in answers.items() if answer is not None and answer.key == _key(check)}
@@ -78,10 +83,12 @@ def _compare(snapshot: Snapshot, step: Step, check: CrossCheck, running: Sequenc
         return None
     spec = snapshot.round.spec
     values = {pod: found for pod, answer in known.items() if (found := _values(spec, answer)) is not None}
-    deviating = deviations(values, check.nonces, _max_difference(spec))
-    done = check.model_copy(update={"pending": False, "compared": len(values), "deviating": deviating, "nonces": []})
-    news = deviating and [found.pod for found in deviating] != [found.pod for found in check.deviating]
-    events = [RoundEvent(reason=Reason.PODS_DISAGREE, message=describe(done), warning=True)] if news else []
+    differing = deviations(values, check.nonces, _max_difference(spec))
+    named = differing[:MAX_NAMED]
+    result = {"compared": len(values), "deviating": named, "deviating_pods": len(differing)}
+    done = check.model_copy(update={"pending": False, "nonces": [], **result})
+    news = differing and [one.pod for one in named] != [one.pod for one in check.deviating]
+    events = [WorkEvent(reason=Reason.PODS_DISAGREE, message=describe(done), warning=True)] if news else []
     return step.extended(cross_check=done, events=events)
 
 
@@ -135,8 +142,8 @@ def _alike(one: Sequence[float] | None, other: Sequence[float] | None, limit: fl
     return one is not None and other is not None and math.dist(one, other) <= limit
 
 
-def describe(check: CrossCheck) -> str:
+def describe(check: CrossCheckStatus) -> str:
     """Say which pods differ."""
     pods = ", ".join(f"{found.pod} ({found.mismatches} nonces)" for found in check.deviating[:3])
-    more = len(check.deviating) - 3
+    more = check.deviating_pods - 3
     return f"{pods}{f' and {more} more' if more > 0 else ''} of {check.compared} pods computed something else than most"

@@ -5,15 +5,16 @@ A lost slot is given out again within the budget, or given up. A pod that stalls
 end deleted.
 """
 
-from poc_operator.model.conditions import Reason
-from poc_operator.model.spec import ReissuePolicy, StallAction
-from poc_operator.model.status import Assignment, SlotState
-from poc_operator.rounds.snapshot import Action, DeletePod, Loss, RoundEvent, Snapshot, Step, StopPod
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import Assignment, RetryPolicy, StallAction
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.planning.snapshot import Action, DeletePod, Loss, StopPod, WorkEvent
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 
 def lose(
-    snapshot: Snapshot, slot: Assignment, loss: Loss, why: str, *, unbind: bool = False
-) -> tuple[Assignment, RoundEvent | None]:
+    snapshot: RoundSnapshot, slot: Assignment, loss: Loss, why: str, *, unbind: bool = False
+) -> tuple[Assignment, WorkEvent | None]:
     """Return the slot after its work was lost, and the Event that tells the user.
 
     With ``unbind`` the slot waits for another pod; else its own pod is told again. What the cluster's
@@ -30,7 +31,7 @@ def lose(
     refusal = _exhausted(snapshot, slot, free=disrupted)
     if refusal is not None:
         failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
-        return failed, RoundEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; {refusal}")
+        return failed, WorkEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; {refusal}")
     again = _reset(slot, _start_index(snapshot, slot), why)
     later = ""
     if snapshot.gateway is not None:
@@ -38,25 +39,25 @@ def lose(
     if unbind:
         again = again.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None, "stalls": 0})
     message = f"{why}; starts again at index {again.start}{later}"
-    return again, RoundEvent.warn_of(slot, Reason.WORK_LOST, message, Loss.DISRUPTED if disrupted else loss)
+    return again, WorkEvent.warn_of(slot, Reason.WORK_LOST, message, Loss.DISRUPTED if disrupted else loss)
 
 
-def _exhausted(snapshot: Snapshot, slot: Assignment, *, free: bool) -> str | None:
-    limits = snapshot.round.spec.reissue
-    if limits.policy is ReissuePolicy.NEVER:
-        return "spec.reissue.policy is Never"
+def _exhausted(snapshot: RoundSnapshot, slot: Assignment, *, free: bool) -> str | None:
+    limits = snapshot.round.spec.retry
+    if limits.policy is RetryPolicy.NEVER:
+        return "spec.retry.policy is Never"
     if free:
         return None
-    if slot.attempts - slot.disruptions > limits.limit_per_pod:
-        return f"spec.reissue.limitPerPod of {limits.limit_per_pod} is used up"
+    if slot.attempts - slot.disruptions > limits.backoff_limit_per_slot:
+        return f"spec.retry.backoffLimitPerSlot of {limits.backoff_limit_per_slot} is used up"
     disruptions = sum(other.disruptions for other in snapshot.round.status.assignments)
-    if snapshot.round.status.totals.reissues - disruptions >= limits.limit:
-        return f"spec.reissue.limit of {limits.limit} is used up"
+    if snapshot.round.status.totals.retries - disruptions >= limits.backoff_limit:
+        return f"spec.retry.backoffLimit of {limits.backoff_limit} is used up"
     return None
 
 
-def _start_index(snapshot: Snapshot, slot: Assignment) -> int:
-    resume = snapshot.round.spec.reissue.policy is ReissuePolicy.RESUME
+def _start_index(snapshot: RoundSnapshot, slot: Assignment) -> int:
+    resume = snapshot.round.spec.retry.policy is RetryPolicy.RESUME
     return slot.delivered if resume else 0
 
 
@@ -81,30 +82,30 @@ def _reset(slot: Assignment, start: int, why: str) -> Assignment:
     )
 
 
-def stalled_for_long(snapshot: Snapshot, slot: Assignment) -> bool:
+def stalled_for_long(snapshot: RoundSnapshot, slot: Assignment) -> bool:
     """Whether the slot's pod computes without progress for longer than ``stall.afterSeconds``."""
     return _counts(snapshot) and snapshot.report_of(slot).stalled_seconds >= snapshot.round.spec.stall.after_seconds
 
 
-def silent_for_long(snapshot: Snapshot, slot: Assignment) -> bool:
+def silent_for_long(snapshot: RoundSnapshot, slot: Assignment) -> bool:
     """Whether the slot's pod has not answered for longer than ``stall.unreachableSeconds``."""
     limit = snapshot.round.spec.stall.unreachable_seconds
     return _counts(snapshot) and snapshot.report_of(slot).silent_seconds >= limit
 
 
-def _counts(snapshot: Snapshot) -> bool:
+def _counts(snapshot: RoundSnapshot) -> bool:
     # A round that ends stops its pods anyway, and waits for each no longer than for any other.
     return snapshot.round.status.stop_time is None
 
 
-def stall(slot: Assignment, what: str) -> tuple[Assignment, RoundEvent]:
+def stall(slot: Assignment, what: str) -> tuple[Assignment, WorkEvent]:
     """Return the slot whose pod must be stopped first, and the Event that tells the user."""
     error = f"pod {slot.pod} {what}"
     stalled = slot.model_copy(update={"state": SlotState.STALLED, "stalls": slot.stalls + 1, "error": error})
-    return stalled, RoundEvent.warn_of(slot, Reason.STALLED, error)
+    return stalled, WorkEvent.warn_of(slot, Reason.STALLED, error)
 
 
-def heal_stalls(snapshot: Snapshot, step: Step) -> Step:
+def heal_stalls(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Stop the pods that stalled; one that stalled before, or does not answer, is deleted if the round allows it."""
     if step.status.stop_time:
         return step
@@ -113,7 +114,7 @@ def heal_stalls(snapshot: Snapshot, step: Step) -> Step:
     return step.extended(actions=actions)
 
 
-def _cure(snapshot: Snapshot, slot: Assignment) -> Action | None:
+def _cure(snapshot: RoundSnapshot, slot: Assignment) -> Action | None:
     pod = snapshot.pod_of(slot)
     if pod is None:
         return None

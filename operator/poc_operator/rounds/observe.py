@@ -7,11 +7,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from poc_operator.model.status import Assignment, SlotState
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodReport, PodView
+from poc_operator.planning.snapshot import Loss, WorkEvent
 from poc_operator.rounds.counters import contradiction, counted, doubt, settled_before
 from poc_operator.rounds.loss import lose, silent_for_long, stall, stalled_for_long
-from poc_operator.rounds.snapshot import Loss, RoundEvent, Snapshot, Step
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import is_of_slot
 from vllm_poc.wire.messages import PowState, StatusResponse
 
@@ -22,7 +24,7 @@ _COMPUTING = (PowState.GENERATING, PowState.VALIDATING)
 class SlotView:
     """One slot, its pod, and what the pod says."""
 
-    snapshot: Snapshot
+    snapshot: RoundSnapshot
     slot: Assignment
     pod: PodView | None
     report: PodReport
@@ -57,7 +59,7 @@ class SlotView:
         return self.snapshot.round.status.stop_time is not None
 
 
-Change = tuple[Assignment, RoundEvent | None]
+Change = tuple[Assignment, WorkEvent | None]
 
 Rule = Callable[[SlotView], Change | None]
 
@@ -159,14 +161,14 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-def observe(snapshot: Snapshot, step: Step) -> Step:
+def observe(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Bring every slot up to date with its pod's report."""
     changes = [_observe_slot(snapshot, slot) for slot in step.status.assignments]
     events = [event for _, event in changes if event]
     return step.extended(assignments=[slot for slot, _ in changes], events=events)
 
 
-def _observe_slot(snapshot: Snapshot, recorded: Assignment) -> Change:
+def _observe_slot(snapshot: RoundSnapshot, recorded: Assignment) -> Change:
     slot = counted(snapshot, recorded)  # what is lost goes on from there
     view = SlotView(snapshot=snapshot, slot=slot, pod=snapshot.pod_of(slot), report=snapshot.report_of(slot))
     seen, event = next(change for rule in _RULES if (change := rule(view)))

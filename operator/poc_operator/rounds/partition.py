@@ -7,14 +7,14 @@ then recorded: a later change would make residue classes overlap.
 
 from collections.abc import Iterable
 
-from poc_operator.model.spec import MAX_SLOTS
-from poc_operator.model.status import Assignment, SlotState
-from poc_operator.observed.pods import PodView
-from poc_operator.rounds.eligibility import computes_other_work, may_replace, usable_pods
-from poc_operator.rounds.snapshot import Snapshot, Step
+from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodView
+from poc_operator.planning.eligibility import computes_other_work, may_replace, usable_pods
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 
-def free_pods(snapshot: Snapshot, assignments: Iterable[Assignment]) -> list[PodView]:
+def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> list[PodView]:
     """Usable pods without a slot: first those that compute nothing, then those whose work may be replaced."""
     taken = {slot.uid for slot in assignments if slot.state is not SlotState.WAITING}
     pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
@@ -23,7 +23,7 @@ def free_pods(snapshot: Snapshot, assignments: Iterable[Assignment]) -> list[Pod
     return idle + busy
 
 
-def fix_slots(snapshot: Snapshot, step: Step) -> Step:
+def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Decide the residue classes, once: as many groups as asked for, or so that every pod of today gets a slot.
 
     Pods beyond `MAX_SLOTS` get none. A spec that asks for more has ended the round: `ends.too_many_slots`.
@@ -38,7 +38,7 @@ def fix_slots(snapshot: Snapshot, step: Step) -> Step:
     return step.extended(slots=nodes.count * groups, groups=groups, assignments=assignments)
 
 
-def bind_pods(snapshot: Snapshot, step: Step) -> Step:
+def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Give every slot without a pod a free one."""
     if step.status.stop_time:
         return step

@@ -2,31 +2,34 @@
 """Starts of the slots that are recorded for a pod and not confirmed by it, and where they begin.
 
 A lost slot begins where the gateway's results end, once the gateway was asked after the loss or has had its time. On
-a pod that cannot resume a slot begins anew, whatever ``spec.reissue.policy`` says.
+a pod that cannot resume a slot begins anew, whatever ``spec.retry.policy`` says.
 """
 
 from collections.abc import Container
 from datetime import datetime
 
-from poc_operator.model.spec import ReissuePolicy
-from poc_operator.model.status import Assignment, SlotState
+from pydantic import AnyHttpUrl
+
+from poc_operator.apis.v1alpha1.round import Assignment, RetryPolicy
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.planning.requests import artifact_params
+from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE, counted
-from poc_operator.rounds.requests import start_request
-from poc_operator.rounds.snapshot import Snapshot, StartPod, Step
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import computed_slots
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.messages import InitGenerateRequest, PowState
 
 
-def catch_up(snapshot: Snapshot, step: Step) -> Step:
+def catch_up(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Let lost slots begin where the gateway's results end, once it was asked after the loss or has had its time."""
     return step.extended(assignments=[_caught_up(snapshot, slot) for slot in step.status.assignments])
 
 
-def _caught_up(snapshot: Snapshot, slot: Assignment) -> Assignment:
+def _caught_up(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
     if slot.lost is None or slot.state is not SlotState.STARTING or not _knows(snapshot, slot.lost):
         return slot
     found: dict[str, object] = {"lost": None}
-    if snapshot.round.spec.reissue.policy is ReissuePolicy.RESUME:
+    if snapshot.round.spec.retry.policy is RetryPolicy.RESUME:
         found |= {
             "start": slot.delivered,
             "next": slot.delivered,
@@ -38,7 +41,7 @@ def _caught_up(snapshot: Snapshot, slot: Assignment) -> Assignment:
     return slot.model_copy(update=found)
 
 
-def _knows(snapshot: Snapshot, lost: datetime) -> bool:
+def _knows(snapshot: RoundSnapshot, lost: datetime) -> bool:
     gateway = snapshot.gateway
     if gateway is None or snapshot.now - lost >= PATIENCE:
         return True
@@ -50,18 +53,18 @@ _COUNTERS = ("start", "next", "delivered", "valid", "valid_before", "rejected", 
 _BEGINNING = {**dict.fromkeys(_COUNTERS, 0), "end": None}
 
 
-def rewind(snapshot: Snapshot, step: Step) -> Step:
+def rewind(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Let the slots that wait for such a pod's start begin at index 0."""
     return step.extended(assignments=[_rewound(snapshot, slot) for slot in step.status.assignments])
 
 
-def _rewound(snapshot: Snapshot, slot: Assignment) -> Assignment:
+def _rewound(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
     if slot.state is not SlotState.STARTING or snapshot.report_of(slot).resumes:
         return slot
     return counted(snapshot, slot.model_copy(update=_BEGINNING))
 
 
-def start_pods(snapshot: Snapshot, step: Step) -> Step:
+def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Tell every pod whose slot is recorded and unconfirmed, once it is ready and idle and no other computes it."""
     if step.status.stop_time:
         return step
@@ -78,7 +81,31 @@ def start_pods(snapshot: Snapshot, step: Step) -> Step:
     return step.extended(actions=starts)
 
 
-def _may_start(snapshot: Snapshot, slot: Assignment, computed: Container[tuple[int, int]]) -> bool:
+def _may_start(snapshot: RoundSnapshot, slot: Assignment, computed: Container[tuple[int, int]]) -> bool:
     status = snapshot.report_of(slot).status
     idle = status is not None and status.state is not PowState.GENERATING
     return idle and (slot.node, slot.group) not in computed
+
+
+def start_request(snapshot: RoundSnapshot, groups: int, slot: Assignment) -> InitGenerateRequest:
+    """Return the pod's order for a slot. The round id makes a repetition harmless."""
+    spec = snapshot.round.spec
+    callback = snapshot.gateway.callback if snapshot.gateway is not None else spec.callback_url
+    return InitGenerateRequest(
+        block_hash=spec.block_hash,
+        block_height=spec.block_height,
+        public_key=spec.public_key,
+        batch_size=spec.batch_size,
+        node_id=slot.node,
+        node_count=spec.nodes.count,
+        group_id=slot.group,
+        n_groups=groups,
+        start_index=slot.start,
+        end_index=slot.end,
+        round_id=snapshot.round.id,
+        url=AnyHttpUrl(callback) if callback else None,
+        poc_stronger_rng=spec.model.strong_rng,
+        r_target=float(spec.r_target) if spec.r_target is not None else None,
+        seq_len=spec.model.seq_len if spec.artifact is None else None,
+        params=artifact_params(spec),
+    )

@@ -10,16 +10,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 
-from poc_operator.model.conditions import Reason
-from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState
-from poc_operator.observed.pods import PodReport, PodView
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodReport, PodView
+from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
+from poc_operator.planning.lifecycle import close
+from poc_operator.planning.snapshot import StopPod, WorkEvent
 from poc_operator.rounds.counters import PATIENCE
-from poc_operator.rounds.eligibility import computes_other_work, holder, may_replace
-from poc_operator.rounds.snapshot import RoundEvent, Snapshot, Step, StopPod
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.messages import PowState, StatusResponse
 
 
-def replace_other_work(snapshot: Snapshot, step: Step) -> Step:
+def replace_other_work(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Stop older work on the pods that were given a slot."""
     if step.status.stop_time:
         return step
@@ -30,20 +33,20 @@ def replace_other_work(snapshot: Snapshot, step: Step) -> Step:
     return step.extended(actions=stops, events=events)
 
 
-def _held_pod(snapshot: Snapshot, slot: Assignment) -> PodView | None:
+def _held_pod(snapshot: RoundSnapshot, slot: Assignment) -> PodView | None:
     report = snapshot.report_of(slot)
     waits = slot.state is SlotState.STARTING and computes_other_work(snapshot, report)
     return snapshot.pod_of(slot) if waits and may_replace(snapshot, report) else None
 
 
-def _round_id(snapshot: Snapshot, slot: Assignment) -> str | None:
+def _round_id(snapshot: RoundSnapshot, slot: Assignment) -> str | None:
     status = snapshot.report_of(slot).status
     return status.round_id if status is not None else None
 
 
-def _event(slot: Assignment, report: PodReport) -> RoundEvent:
-    message = f"pod {slot.pod} computes {holder(report)}: stopping it (spec.onBusy is Replace)"
-    return RoundEvent(reason=Reason.REPLACED, message=message, warning=True)
+def _event(slot: Assignment, report: PodReport) -> WorkEvent:
+    message = f"pod {slot.pod} computes {holder(report)}: stopping it (spec.concurrencyPolicy is Replace)"
+    return WorkEvent(reason=Reason.REPLACED, message=message, warning=True)
 
 
 def is_of_slot(status: StatusResponse, slot: Assignment) -> bool:
@@ -53,20 +56,20 @@ def is_of_slot(status: StatusResponse, slot: Assignment) -> bool:
     return same_slot and status.start_index == slot.start
 
 
-def computed_slots(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
+def computed_slots(snapshot: RoundSnapshot) -> frozenset[tuple[int, int]]:
     """Return the slots that pods say they compute, by node and group."""
     configs = (status.config for _, status in _computing(snapshot))
     return frozenset((config.node_id, config.group_id) for config in configs if config is not None)
 
 
-def stop_orphans(snapshot: Snapshot, step: Step) -> Step:
+def stop_orphans(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Stop the pods that compute a slot of this round without having it."""
     slots = {slot.uid: slot for slot in step.status.assignments if slot.state.active}
     orphans = [pod for pod, status in _computing(snapshot) if not _owns(slots.get(pod.uid), status)]
     return step.extended(actions=[StopPod(pod=pod, round_id=snapshot.round.id) for pod in orphans])
 
 
-def _computing(snapshot: Snapshot) -> list[tuple[PodView, StatusResponse]]:
+def _computing(snapshot: RoundSnapshot) -> list[tuple[PodView, StatusResponse]]:
     """Return the pods that say they compute this round."""
     polled = [(pod, report.status) for pod in snapshot.live_pods if (report := snapshot.reports.get(pod.uid))]
     return [
@@ -85,7 +88,7 @@ def _owns(slot: Assignment | None, status: StatusResponse) -> bool:
 STOP_PATIENCE = timedelta(seconds=90)
 
 
-def running_pods(snapshot: Snapshot) -> list[PodView]:
+def running_pods(snapshot: RoundSnapshot) -> list[PodView]:
     """Pods that compute this round, or may do so without our knowledge."""
     return [
         pod
@@ -94,7 +97,7 @@ def running_pods(snapshot: Snapshot) -> list[PodView]:
     ]
 
 
-def _may_compute(snapshot: Snapshot, slot: Assignment) -> bool:
+def _may_compute(snapshot: RoundSnapshot, slot: Assignment) -> bool:
     report = snapshot.report_of(slot)
     status = report.status
     if status is None or report.in_flight:
@@ -102,18 +105,18 @@ def _may_compute(snapshot: Snapshot, slot: Assignment) -> bool:
     return status.round_id == snapshot.round.id and status.state is PowState.GENERATING
 
 
-def stop_orders(snapshot: Snapshot, pods: Iterable[PodView]) -> list[StopPod]:
+def stop_orders(snapshot: RoundSnapshot, pods: Iterable[PodView]) -> list[StopPod]:
     """Return the orders for these pods. What does not answer may compute other work by now, and is not told."""
     heard = (pod for pod in pods if snapshot.reports.get(pod.uid, PodReport()).status is not None)
     return [StopPod(pod=pod, round_id=snapshot.round.id) for pod in heard]
 
 
-def stop_pods(snapshot: Snapshot, step: Step) -> Step:
+def stop_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Stop every pod that still computes, and settle the slots that nobody computes."""
     stop_time = step.status.stop_time
     if stop_time is None:
         return step
-    pods = running_pods(replace(snapshot, round=snapshot.round.model_copy(update={"status": step.status})))
+    pods = running_pods(replace(snapshot, work=snapshot.round.model_copy(update={"status": step.status})))
     patient = snapshot.now - stop_time < STOP_PATIENCE
     busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
     assignments = [_settle(slot, busy) for slot in step.status.assignments]
@@ -130,7 +133,7 @@ def _settle(slot: Assignment, busy: set[str]) -> Assignment:
     return slot.model_copy(update={"state": SlotState.DONE})
 
 
-def finish(snapshot: Snapshot, step: Step) -> Step:
+def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Close the round once every pod has stopped."""
     status = step.status
     if status.outcome is None or any(share.state.active for share in status.shares):
@@ -138,15 +141,12 @@ def finish(snapshot: Snapshot, step: Step) -> Step:
     undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
     if undelivered and _gateway_may_know_more(snapshot, status):
         return step
-    message = status.outcome.message
-    if undelivered:
-        message += f"; {undelivered} computed nonces were not delivered"
-    outcome = status.outcome.model_copy(update={"message": message})
-    failed = outcome.type is RoundState.FAILED
-    event = RoundEvent(reason=outcome.reason, message=message, warning=failed)
-    return step.extended(outcome=outcome, completion_time=snapshot.now, events=[event])
+    if not undelivered:
+        return close(snapshot, step)
+    message = f"{status.outcome.message}; {undelivered} computed nonces were not delivered"
+    return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
 
 
-def _gateway_may_know_more(snapshot: Snapshot, status: RoundStatus) -> bool:
+def _gateway_may_know_more(snapshot: RoundSnapshot, status: RoundStatus) -> bool:
     stopped = status.stop_time
     return snapshot.gateway is not None and stopped is not None and snapshot.now - stopped < PATIENCE

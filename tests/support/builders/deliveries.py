@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 
 K_DIM = 12
 R_TARGET = 1.4
@@ -52,9 +52,9 @@ def round_body(
     return {"metadata": metadata, "spec": fields, "status": {"slots": groups * nodes, "groups": groups}}
 
 
-def a_round(uid: str = "uid-1", **changes: Any) -> Round:  # noqa: ANN401
+def a_round(uid: str = "uid-1", **changes: Any) -> PoCRound:  # noqa: ANN401
     """The same as one value."""
-    return Round.parse(round_body(uid, **changes))
+    return PoCRound.parse(round_body(uid, **changes))
 
 
 def path(uid: str = "uid-1", end: str = "generated") -> str:

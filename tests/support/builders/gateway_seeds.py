@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Insert, Row, Table, select
 
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.support.builders.deliveries import R_TARGET, ROUND, a_round, artifacts, distances
 from tests.support.builders.gateway_requests import Target
 from tests.support.builders.stored import store
@@ -34,7 +34,7 @@ _DISTANCES = [distances([(0, 0.5), (3, 0.25), (31, 1.0)]), distances([(7, 0.1)],
 Rows = Mapping[str, Sequence[Row[*tuple[Any, ...]]]]
 
 
-async def read_round(namespace: str, name: str) -> Round | None:
+async def read_round(namespace: str, name: str) -> PoCRound | None:
     """Return a PoCRound as the API server would."""
     return next((one for one in ROUNDS if (one.metadata.namespace, one.metadata.name) == (namespace, name)), None)
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, write_down
-from poc_operator.model.round import Round
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.support.builders.deliveries import vector
 
 #: When the artifact of nonce 0 arrived; every other one came a millisecond per nonce later.
@@ -22,7 +22,7 @@ def distance(nonce: int) -> float:
     return (nonce * 7919 % 1399) / 1000 + 1e-9
 
 
-async def store(database: Database, round_: Round, nonces: Iterable[int]) -> KnownRound:
+async def store(database: Database, round_: PoCRound, nonces: Iterable[int]) -> KnownRound:
     """Write the round down with an artifact for each of ``nonces``."""
 
     def write(connection: Connection) -> KnownRound:

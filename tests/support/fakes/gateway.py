@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from poc_operator.clients.gateway import round_password
-from poc_operator.observed.gateway import CollectedRound, CollectedSlot
+from poc_operator.observed import CollectedRound, CollectedSlot
 from tests.support.fakes.callback_receiver import payload_nonces
 
 TOKEN = "gateway-token"  # noqa: S105 - of tests alone

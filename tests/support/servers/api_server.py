@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from hack.toolchain.tools import tool_path
+from poc_operator.apis.v1alpha1.meta import API_VERSION
 
 _TOKEN = "administrator"  # noqa: S105 - of a server that lives for one test run, on the loopback interface
 _START_SECONDS = 120.0
@@ -39,6 +40,21 @@ class ApiServer:
         text = answer.read()
         return answer.status, json.loads(text) if text[:1] == b"{" else text.decode()
 
+    def create(self, kind: str, name: str, spec: Mapping[str, Any] | None, *, dry_run: bool = False) -> tuple[int, Any]:
+        """Create an object of one of our kinds, or only ask whether it would be; unknown fields are refused."""
+        body = {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
+        query = {"dryRun": "All"} if dry_run else {}
+        sent = {key: value for key, value in body.items() if value is not None}
+        return self.request("POST", _objects(kind), sent, fieldValidation="Strict", **query)
+
+    def patch(self, kind: str, name: str, spec: Mapping[str, Any]) -> tuple[int, Any]:
+        """Change fields of a spec; None takes one away."""
+        return self.request("PATCH", f"{_objects(kind)}/{name}", {"spec": spec}, fieldValidation="Strict")
+
+    def write_status(self, kind: str, name: str, status: Mapping[str, Any]) -> tuple[int, Any]:
+        """Write fields of the status."""
+        return self.request("PATCH", f"{_objects(kind)}/{name}/status", {"status": status})
+
     def install(self, crd: Mapping[str, Any]) -> None:
         """Create a CRD, or replace it, and wait until it is served."""
         name = crd["metadata"]["name"]
@@ -51,6 +67,10 @@ class ApiServer:
     def _is_established(self, path: str) -> bool:
         conditions = self.request("GET", path)[1].get("status", {}).get("conditions")
         return any(found["type"] == "Established" and found["status"] == "True" for found in conditions or ())
+
+
+def _objects(kind: str) -> str:
+    return f"/apis/{API_VERSION}/namespaces/default/{kind.lower()}s"
 
 
 @contextmanager

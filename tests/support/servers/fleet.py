@@ -4,61 +4,69 @@ can be made to fail at an exact moment."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from time import monotonic
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
+from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import WorkStatus
+from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.clients.gateway import GatewayClient
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.kinds import CalibrationPlanner, Planner, RoundPlanner, Sources, ValidationPlanner
+from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.reconciler import Reconciler
-from poc_operator.model.checks import Proof
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundStatus
-from poc_operator.rounds.snapshot import RoundEvent
+from poc_operator.planning.snapshot import Work, WorkEvent
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
-from tests.unit.poc_operator.build import UID, a_pod, a_round
+from tests.unit.poc_operator.build import UID, a_calibration, a_pod, a_round, a_validation, newborn
 
+WorkT = TypeVar("WorkT", bound=Work)
 AsgiApp = Callable[..., Awaitable[None]]
 
 
-class MemoryStore:
-    """One round in memory; ``fault`` is raised by the next write, before or after it took effect."""
+class MemoryStore(Generic[WorkT]):
+    """One object in memory; ``fault`` is raised by the next write, before or after it took effect.
 
-    def __init__(self, round_: Round) -> None:
-        self.round: Round | None = round_
+    ``entry`` is what the entry of every ConfigMap has.
+    """
+
+    def __init__(self, work: WorkT) -> None:
+        self.work: WorkT | None = work
         self.fault: Exception | None = None
         self.fault_after_write = False
+        self.entry: str | None = None
 
-    async def get(self, namespace: str, name: str) -> Round | None:
-        """Return the round."""
-        return self.round
+    async def get(self, resource: type, namespace: str, name: str) -> WorkT | None:
+        """Return the object."""
+        return self.work
 
-    async def write_status(self, round_: Round, status: RoundStatus) -> None:
-        """Store the status."""
+    async def write_status(self, work: WorkT, status: WorkStatus) -> None:
+        """Store the status, as the API server would."""
         fault, self.fault = self.fault, None
         if fault is None or self.fault_after_write:
-            self.round = round_.model_copy(update={"status": status})
+            stored: Any = work.model_copy(update={"status": type(status).model_validate(status.stored())})
+            self.work = stored
         if fault is not None:
             raise fault
 
-    async def proofs(self, round_: Round) -> Sequence[Proof] | str:
-        """Return the proofs that stand in the round."""
-        return (round_.spec.proofs.inline if round_.spec.proofs else None) or ()
+    async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
+        """Return the entry."""
+        return self.entry
 
-    async def delete(self, round_: Round) -> None:
-        """Forget the round."""
-        self.round = None
+    async def delete(self, work: WorkT) -> None:
+        """Forget the object."""
+        self.work = None
 
 
-class Fleet:
-    """Two pods, a receiver, an operator; pods can be restarted, the operator replaced."""
+class Fleet(Generic[WorkT]):
+    """Two pods, a receiver, an operator; pods can be restarted, the operator replaced. ``work`` is what they do."""
 
     def __init__(
         self,
@@ -66,46 +74,34 @@ class Fleet:
         receiver: CallbackReceiver,
         client: PodClient,
         *,
+        kind: type[Planner[WorkT]],
+        make: Callable[[int, str], WorkT],
         gateway: GatewayClient | None = None,
-        **spec: Any,  # noqa: ANN401
     ) -> None:
-        self.spec = spec
+        """``make`` is given the port of the pods' server and the receiver's address."""
         self._stack = stack
         self._client = client
+        self._kind = kind
         self._gateway = gateway
         self._servers: dict[str, AsyncExitStack] = {}
         self._pods = PodCache(time.monotonic)
         self.port = free_port()
         self.receiver = receiver
-        self.events: list[RoundEvent] = []
-        self.store = MemoryStore(self._round())
+        self.events: list[WorkEvent] = []
+        self.store = MemoryStore(make(self.port, receiver.url))
         self.metrics = Metrics()
         self.operator = self.new_operator()
 
-    def _round(self) -> Round:
-        fields: dict[str, Any] = {
-            "rTarget": None,
-            "artifact": {"kDim": 4},
-            "model": {"name": "tiny", "seqLen": 64},
-            "stop": {"afterNonces": 400},
-            "batchSize": 8,
-            "port": self.port,
-            "callbackURL": self.receiver.url,
-            "startDeadlineSeconds": 10**9,  # the builder's round was created long ago
-        }
-        return a_round(**fields | self.spec)
-
-    def new_operator(self) -> Reconciler:
-        """Return an operator that knows nothing but the stored round."""
-        store = cast(RoundStore, self.store)
+    def new_operator(self) -> Reconciler[WorkT]:
+        """Return an operator that knows nothing but the stored object."""
         return Reconciler(
-            RoundRef("ns", "r", UID),
-            store=store,
+            self._kind,
+            ObjectRef("ns", "r", UID),
+            sources=Sources(store=cast(ObjectStore, self.store), gateway=self._gateway),
             client=self._client,
             pods=self._pods,
             metrics=self.metrics,
             emit=self.events.append,
-            gateway=self._gateway,
         )
 
     async def start_pod(self, host: str, face: Callable[[AsgiApp], AsgiApp] = lambda app: app) -> Pod:
@@ -118,20 +114,83 @@ class Fleet:
         self._pods.put(a_pod(f"pod-{host}", ip=host))
         return pod
 
+    def change(self, **fields: object) -> None:
+        """Change the spec."""
+        assert self.store.work is not None
+        changed: Any = self.store.work.model_copy(update={"spec": self.store.work.spec.model_copy(update=fields)})
+        self.store.work = changed
+
     def suspend(self, suspend: bool) -> None:
         """Set ``spec.suspend``."""
-        assert self.store.round is not None
-        spec = self.store.round.spec.model_copy(update={"suspend": suspend})
-        self.store.round = self.store.round.model_copy(update={"spec": spec})
+        self.change(suspend=suspend)
 
-    async def reconcile_until(self, reached: Callable[[RoundStatus], bool], seconds: float = 60) -> RoundStatus:
-        """Tick until the stored status is as wanted."""
+    async def reconcile_until(self, reached: Callable[[Any], bool], seconds: float = 60) -> Any:  # noqa: ANN401
+        """Reconcile until the stored status is as wanted, and return it: it is of the object's kind."""
         deadline = monotonic() + seconds
         while monotonic() < deadline:
-            assert self.store.round is not None
-            if reached(self.store.round.status):
-                return self.store.round.status
+            assert self.store.work is not None
+            if reached(self.store.work.status):
+                return self.store.work.status
             await self.operator.reconcile()
             # Actions run beside the loop.
             await asyncio.sleep(0.01)
-        raise AssertionError(f"not reached: {self.store.round}")
+        raise AssertionError(f"not reached: {self.store.work}")
+
+
+class RoundFleet(Fleet[PoCRound]):
+    """A fleet for a round of small artifacts that stops after 400 nonces, changed by ``spec`` (camelCase)."""
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        receiver: CallbackReceiver,
+        client: PodClient,
+        *,
+        gateway: GatewayClient | None = None,
+        **spec: Any,  # noqa: ANN401
+    ) -> None:
+        def make(port: int, callback_url: str) -> PoCRound:
+            fields = {"rTarget": None, "callbackURL": callback_url, "stop": {"afterNonces": 400}}
+            return newborn(a_round(**small(port) | fields | spec))
+
+        super().__init__(stack, receiver, client, kind=RoundPlanner, make=make, gateway=gateway)
+
+
+class ValidationFleet(Fleet[PoCValidation]):
+    """A fleet for a validation of small artifacts, changed by ``spec`` (camelCase)."""
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        receiver: CallbackReceiver,
+        client: PodClient,
+        *,
+        gateway: GatewayClient | None = None,
+        **spec: Any,  # noqa: ANN401
+    ) -> None:
+        def make(port: int, _: str) -> PoCValidation:
+            return newborn(a_validation(**small(port) | spec))
+
+        super().__init__(stack, receiver, client, kind=ValidationPlanner, make=make, gateway=gateway)
+
+
+class CalibrationFleet(Fleet[PoCCalibration]):
+    """A fleet for a calibration, changed by ``spec`` (camelCase)."""
+
+    def __init__(self, stack: AsyncExitStack, receiver: CallbackReceiver, client: PodClient, **spec: Any) -> None:  # noqa: ANN401
+        def make(port: int, _: str) -> PoCCalibration:
+            fields = small(port)
+            del fields["artifact"]
+            return newborn(a_calibration(**fields | spec))
+
+        super().__init__(stack, receiver, client, kind=CalibrationPlanner, make=make)
+
+
+def small(port: int) -> dict[str, Any]:
+    """The part of a spec (camelCase) that says what the fake pods serve."""
+    return {
+        "artifact": {"kDim": 4},
+        "model": {"name": "tiny", "seqLen": 64},
+        "batchSize": 8,
+        "port": port,
+    }

@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from poc_operator.model.status import SlotState, Totals
+from poc_operator.apis.v1alpha1.round import Totals
+from poc_operator.apis.v1alpha1.status import SlotState
 from tests.chaos.audit import Findings, audit
 from tests.chaos.faults import schedule
 from tests.simulation.engine import Work

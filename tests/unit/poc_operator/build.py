@@ -2,46 +2,82 @@
 """Small builders: a test names only what it is about."""
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from poc_operator.model.round import Metadata, Round
-from poc_operator.model.spec import RoundSpec
-from poc_operator.model.status import Assignment, RoundStatus, SlotState
-from poc_operator.observed.gateway import CollectedRound, CollectedSlot, GatewayReport
-from poc_operator.observed.pods import PodReport, PodView
-from poc_operator.rounds.snapshot import Snapshot
+from poc_operator.apis.v1alpha1.calibration import CalibrationSpec, CalibrationStatus, PoCCalibration
+from poc_operator.apis.v1alpha1.meta import Metadata
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundSpec, RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.apis.v1alpha1.validation import PoCValidation, ValidationSpec, ValidationStatus
+from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport, PodReport, PodView
+from poc_operator.rounds.snapshot import RoundSnapshot
 from vllm_poc.wire.messages import ModelLimits, PowState, StatusResponse
 
+WorkT = TypeVar("WorkT", PoCRound, PoCValidation, PoCCalibration)
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 UID = "round-uid"
 CALLBACK = "http://pod:secret@gateway:8080/callbacks/ns/r/round-uid"
 LABELS = {"poc.gonka.ai/worker": "true"}
+_WORK: dict[str, Any] = {
+    "blockHash": "ab" * 32,
+    "blockHeight": 7,
+    "publicKey": "key",
+    "model": {"name": "demo", "seqLen": 64},
+    "selector": {"matchLabels": LABELS},
+}
 
 
-def a_round(status: RoundStatus | None = None, *, age: int = 10, **spec: Any) -> Round:  # noqa: ANN401
+def a_round(status: RoundStatus | None = None, *, age: int = 10, **spec: Any) -> PoCRound:  # noqa: ANN401
     """A distance round of one node that stops after 100 nonces, changed by ``spec`` (camelCase)."""
     fields = {
-        "blockHash": "ab" * 32,
-        "blockHeight": 7,
-        "publicKey": "key",
+        **_WORK,
         "nodes": {"first": 0, "last": 0, "count": 1},
         "rTarget": "1.4",
-        "model": {"name": "demo", "seqLen": 64},
-        "selector": {"matchLabels": LABELS},
         "stop": {"afterNonces": 100},
         **spec,
     }
-    return Round(
-        metadata=Metadata(
-            name="r",
-            namespace="ns",
-            uid=UID,
-            generation=1,
-            resource_version="1",
-            creation_timestamp=NOW - timedelta(seconds=age),
-        ),
+    return PoCRound(
+        metadata=metadata(age=age),
         spec=RoundSpec.model_validate({name: value for name, value in fields.items() if value is not None}),
         status=status or RoundStatus(),
+    )
+
+
+def a_validation(status: ValidationStatus | None = None, **spec: Any) -> PoCValidation:  # noqa: ANN401
+    """A validation of artifacts whose proofs stand in a ConfigMap, changed by ``spec`` (camelCase)."""
+    fields = {**_WORK, "artifact": {"kDim": 4}, "proofs": {"configMap": {"name": "claims"}}, **spec}
+    return PoCValidation(
+        metadata=metadata(),
+        spec=ValidationSpec.model_validate({name: value for name, value in fields.items() if value is not None}),
+        status=status or ValidationStatus(),
+    )
+
+
+def a_calibration(status: CalibrationStatus | None = None, **spec: Any) -> PoCCalibration:  # noqa: ANN401
+    """A calibration for one valid nonce of ten, changed by ``spec`` (camelCase)."""
+    return PoCCalibration(
+        metadata=metadata(),
+        spec=CalibrationSpec.model_validate({**_WORK, "validRate": "0.1", **spec}),
+        status=status or CalibrationStatus(),
+    )
+
+
+def newborn(work: WorkT) -> WorkT:
+    """The object as if it was created now: of its deadlines none has passed."""
+    created = work.metadata.model_copy(update={"creation_timestamp": datetime.now(UTC)})
+    born: WorkT = work.model_copy(update={"metadata": created})
+    return born
+
+
+def metadata(*, age: int = 10) -> Metadata:
+    """What the API server says of an object that is so many seconds old."""
+    return Metadata(
+        name="r",
+        namespace="ns",
+        uid=UID,
+        generation=1,
+        resource_version="1",
+        creation_timestamp=NOW - timedelta(seconds=age),
     )
 
 
@@ -108,14 +144,14 @@ def has(*slots: tuple[int, int], asked: float = 0, **fields: Any) -> GatewayRepo
 
 
 def look(
-    round_: Round,
+    round_: PoCRound,
     *pods: tuple[PodView, PodReport | None],
     after: float = 0,
     gateway: GatewayReport | None = None,
-) -> Snapshot:
+) -> RoundSnapshot:
     """What the operator sees ``after`` seconds; a pod without a report was not polled."""
-    return Snapshot(
-        round=round_,
+    return RoundSnapshot(
+        work=round_,
         pods=[pod for pod, _ in pods],
         reports={pod.uid: report for pod, report in pods if report is not None},
         now=NOW + timedelta(seconds=after),

@@ -137,8 +137,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.TOO_MANY_SLOTS: Explanation(
         "Failed=True",
-        "Without `nodes.groups` the round would have more than 10 000 slots, since so many pods match.",
-        "Select fewer pods, or set `nodes.groups`.",
+        "`nodes` makes more than 10 000 slots.",
+        "Serve fewer ML node ids in one round, or use fewer groups.",
         _ROUND,
     ),
     Reason.START_DEADLINE_EXCEEDED: Explanation(

@@ -276,6 +276,8 @@ class RoundStatus(WorkStatus):
     """Number of residue classes that the nonces are split into, `nodes.count` times `groups`; fixed at the start."""
     groups: Int32 = 0
     """Groups per ML node; fixed at the start."""
+    worked_seconds: Int64 = 0
+    """Seconds that the pods worked before the last suspension, for the mean rate."""
     cross_check: CrossCheckStatus | None = None
     """The last comparison of the pods."""
     assignments: list[Assignment] = Field(default_factory=list)

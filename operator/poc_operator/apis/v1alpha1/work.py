@@ -95,11 +95,11 @@ def _immutability(spec: type[ApiModel], properties: dict[str, Any]) -> Rule:
         if names[name] not in mutable
     }
     changed = " + ".join(f"({rule} ? '' : {cel_text(f'{name} ')})" for name, rule in same.items())
-    remedy = "cannot be changed: delete the object and create a new one"
+    remedy = "delete the object and create a new one"
     return Rule(
         rule=" && ".join(same.values()),
-        message=f"all but {', '.join(sorted(mutable))} {remedy}",
-        message_expression=f"{changed} + {cel_text(remedy)}",
+        message=f"only {', '.join(sorted(mutable))} can be changed: {remedy}",
+        message_expression=f"{changed} + {cel_text(f'cannot be changed: {remedy}')}",
     )
 
 

@@ -11,7 +11,7 @@ import aiohttp
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
-from poc_operator.clients.errors import StaleRound, StoreForbidden, StoreUnavailable
+from poc_operator.clients.errors import StaleObject, StoreForbidden, StoreUnavailable
 
 
 def _own_namespace() -> str:
@@ -42,7 +42,7 @@ async def api_errors() -> AsyncIterator[None]:
         yield
     except ApiException as error:
         if error.status == HTTPStatus.CONFLICT:
-            raise StaleRound(error.reason) from error
+            raise StaleObject(error.reason) from error
         if error.status == HTTPStatus.FORBIDDEN:
             raise StoreForbidden(f"HTTP {error.status}: {error.reason}") from error
         if error.status != HTTPStatus.NOT_FOUND:

@@ -9,12 +9,12 @@ from typing import Any
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
-from poc_operator.clients.errors import RoundInvalid, StoreUnavailable
+from poc_operator.apis.v1alpha1.meta import API_VERSION, GROUP, VERSION, LabelSelector
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
-from poc_operator.clients.kube.rounds import readable
-from poc_operator.model import names
-from poc_operator.model.round import Round
-from poc_operator.observed.pods import PodView
+from poc_operator.clients.kube.objects import readable
+from poc_operator.observed import PodView
 
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -29,27 +29,27 @@ class RequestedRounds:
         self._namespace = namespace
         self._labels = dict(labels)
         self._kind: dict[str, Any] = {
-            "group": names.GROUP,
-            "version": names.VERSION,
-            "plural": names.PLURAL,
+            "group": GROUP,
+            "version": VERSION,
+            "plural": PoCRound.KIND.plural,
             "namespace": namespace,
             "_request_timeout": REQUEST_SECONDS,
         }
 
-    async def list_rounds(self) -> list[Round]:
+    async def list_rounds(self) -> list[PoCRound]:
         """Return the rounds as they are now."""
         async with api_errors():
             found: Any = await self._objects.list_namespaced_custom_object(
                 label_selector=_selector(self._labels), **self._kind
             )
-            return list(readable(found["items"]))
+            return list(readable(PoCRound, found["items"]))
         raise self._missing()
 
-    async def create(self, name: str, spec: Mapping[str, Any]) -> Round:
-        """Create a round; StaleRound if there is one of this name, RoundInvalid if its spec is refused."""
+    async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:
+        """Create a round; StaleObject if there is one of this name, ObjectInvalid if its spec is refused."""
         body = {
-            "apiVersion": names.API_VERSION,
-            "kind": names.KIND,
+            "apiVersion": API_VERSION,
+            "kind": PoCRound.KIND.kind,
             "metadata": {"name": name, "labels": self._labels},
             "spec": dict(spec),
         }
@@ -58,9 +58,9 @@ class RequestedRounds:
                 made: Any = await self._objects.create_namespaced_custom_object(body=body, **self._kind)
             except ApiException as error:
                 if error.status in _INVALID:
-                    raise RoundInvalid(_message(error)) from error
+                    raise ObjectInvalid(_message(error)) from error
                 raise
-            return Round.parse(made)
+            return PoCRound.parse(made)
         raise self._missing()
 
     async def finish(self, name: str) -> None:
@@ -70,18 +70,19 @@ class RequestedRounds:
                 name=name, body={"spec": {"finish": True}}, _content_type="application/merge-patch+json", **self._kind
             )
 
-    async def list_pods(self, match_labels: Mapping[str, str]) -> list[PodView]:
-        """Return the namespace's pods with these labels."""
+    async def list_pods(self, selector: LabelSelector) -> list[PodView]:
+        """Return the namespace's pods that are selected."""
         async with api_errors():
             pods: Any = await self._core.list_namespaced_pod(
-                self._namespace, label_selector=_selector(match_labels), _request_timeout=REQUEST_SECONDS
+                self._namespace, label_selector=str(selector), _request_timeout=REQUEST_SECONDS
             )
             return [PodView.parse(body) for body in self._api.sanitize_for_serialization(pods.items)]  # type: ignore[no-untyped-call]
         raise self._missing()
 
     def _missing(self) -> StoreUnavailable:
         return StoreUnavailable(
-            f'the API server knows no namespace "{self._namespace}", or no {names.KIND}: create it, or install the CRD'
+            f'the API server knows no namespace "{self._namespace}", or no {PoCRound.KIND.kind}: '
+            "create it, or install the CRD"
         )
 
 

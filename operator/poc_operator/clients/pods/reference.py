@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Tag, ValidationError
 
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodBusy, PodRefused
-from poc_operator.model.round import Round
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from vllm_poc.wire.messages import (
     MAX_TEXT,
     CommandResponse,
@@ -76,8 +76,11 @@ Command = Annotated[
 ]
 
 
-def as_ours(answer: ReferenceStatus, pod: PodView, round_: Round) -> StatusResponse:
-    """Return a reference pod's status as one of our pods would have put it."""
+def as_ours(answer: ReferenceStatus, pod: PodView, port: int, round_: PoCRound | None) -> StatusResponse:
+    """Return a reference pod's status as one of our pods would have put it, which computes this round or another.
+
+    ``port`` is its server's.
+    """
     stats, config = answer.stats or RoundStats(), answer.config
     processed = stats.total_processed
     return StatusResponse(
@@ -88,15 +91,15 @@ def as_ours(answer: ReferenceStatus, pod: PodView, round_: Round) -> StatusRespo
         total_checked=processed,
         total_valid=processed,
         rate_per_second=stats.nonces_per_second,
-        session_id=pod.server(round_.spec.port),
-        round_id=round_.id if config is not None and _is_of(round_, config) else None,
+        session_id=pod.server(port),
+        round_id=round_.id if round_ is not None and config is not None and _is_of(round_, config) else None,
         next_index=processed,
         delivered_index=processed,
         delivered_valid=processed,
     )
 
 
-def _is_of(round_: Round, config: ReferenceConfig) -> bool:
+def _is_of(round_: PoCRound, config: ReferenceConfig) -> bool:
     """Whether the pod computes a slot of this round; which one, ``config`` tells."""
     spec = round_.spec
     wanted = (spec.block_hash, spec.block_height, spec.public_key, spec.nodes.count, round_.status.groups)

@@ -16,8 +16,8 @@ from poc_gateway.server.process import Components, inside_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import StoreUnavailable
-from poc_operator.model.round import Round
 from tests.support.builders.deliveries import JSON, path
 from tests.support.servers.http_server import free_port, serve
 
@@ -31,19 +31,19 @@ class Gateway:
         self.session = session
         self.url = url
         self.database = database
-        self.found: dict[str, Round] = {}
+        self.found: dict[str, PoCRound] = {}
         self.api_server_away = False
         self.looking = asyncio.Event()  # while it is not set, the API server does not answer
         self.looking.set()
         self.forget: Callable[[str], None] = lambda _: None
 
-    async def read_round(self, namespace: str, name: str) -> Round | None:
+    async def read_round(self, namespace: str, name: str) -> PoCRound | None:
         await self.looking.wait()
         if self.api_server_away:
             raise StoreUnavailable("no answer")
         return self.found.get(f"{namespace}/{name}")
 
-    def add(self, *rounds: Round) -> None:
+    def add(self, *rounds: PoCRound) -> None:
         self.found |= {f"{round_.metadata.namespace}/{round_.metadata.name}": round_ for round_ in rounds}
 
     async def deliver(self, body: bytes, uid: str = "uid-1", end: str = "generated") -> Answer:
@@ -70,7 +70,7 @@ Start = Callable[..., AbstractAsyncContextManager[Gateway]]
 @pytest.fixture
 def start(database: Database) -> Start:
     @asynccontextmanager
-    async def started(*rounds: Round, **settings: object) -> AsyncIterator[Gateway]:
+    async def started(*rounds: PoCRound, **settings: object) -> AsyncIterator[Gateway]:
         port = free_port()
         names = {f"POC_GATEWAY_{name.upper()}": str(value) for name, value in settings.items()}
         url = URL(f"http://127.0.0.1:{port}")

@@ -17,11 +17,12 @@ from poc_gateway.server.process import Components, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
-from poc_operator.clients.errors import RoundInvalid, StaleRound, StoreError
+from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus, Totals
+from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState, Totals
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 
@@ -33,24 +34,24 @@ class MemoryCluster:
     ``refusal`` by `create`."""
 
     def __init__(self) -> None:
-        self.rounds: dict[str, Round] = {}
+        self.rounds: dict[str, PoCRound] = {}
         self.specs: list[dict[str, Any]] = []
         self.pods: list[PodView] = []
         self.fault: StoreError | None = None
-        self.refusal: RoundInvalid | None = None
+        self.refusal: ObjectInvalid | None = None
         self.operator_runs = True
         self._uids = itertools.count(1)
 
-    async def list_rounds(self) -> list[Round]:
+    async def list_rounds(self) -> list[PoCRound]:
         self._fail()
         return list(self.rounds.values())
 
-    async def create(self, name: str, spec: Mapping[str, Any]) -> Round:
+    async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:
         self._fail()
         if self.refusal is not None:
             raise self.refusal
         if name in self.rounds:
-            raise StaleRound("AlreadyExists")
+            raise StaleObject("AlreadyExists")
         self.specs.append(dict(spec))
         metadata = {
             "name": name,
@@ -60,7 +61,7 @@ class MemoryCluster:
             "resourceVersion": "1",
             "creationTimestamp": datetime.now(UTC),
         }
-        made = Round.parse({"metadata": metadata, "spec": dict(spec)})
+        made = PoCRound.parse({"metadata": metadata, "spec": dict(spec)})
         self.rounds[name] = made
         if self.operator_runs:
             self.run(name, len(self.pods))
@@ -73,11 +74,11 @@ class MemoryCluster:
         spec = found.spec.model_copy(update={"finish": True})
         self.rounds[name] = found.model_copy(update={"metadata": metadata, "spec": spec})
         if self.operator_runs:
-            self.set_status(name, state=RoundState.COMPLETE, observed_generation=2)
+            self.set_status(name, state=State.COMPLETE, observed_generation=2)
 
-    async def list_pods(self, match_labels: Mapping[str, str]) -> list[PodView]:
+    async def list_pods(self, selector: LabelSelector) -> list[PodView]:
         self._fail()
-        return [pod for pod in self.pods if match_labels.items() <= pod.labels.items()]
+        return [pod for pod in self.pods if selector.matches(pod.labels)]
 
     def run(self, name: str, running: int) -> None:
         """Let the first pods compute the round, and the others wait."""
@@ -93,7 +94,7 @@ class MemoryCluster:
         ]
         totals = Totals(checked=640, valid=600, rate="12.5")
         fields = {"assignments": slots, "slots": len(slots), "groups": len(slots), "totals": totals}
-        self.set_status(name, state=RoundState.RUNNING, observed_generation=1, start_time=datetime.now(UTC), **fields)
+        self.set_status(name, state=State.RUNNING, observed_generation=1, start_time=datetime.now(UTC), **fields)
 
     def set_status(self, name: str, **fields: Any) -> None:  # noqa: ANN401
         """Change the status of a round."""
@@ -118,7 +119,7 @@ class World:
         self.cluster = MemoryCluster()
         self.pods: dict[str, Pod] = {}
         self.port = free_port()
-        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "reissue": {"limit": 5}}
+        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "retry": {"backoffLimit": 5}}
         self.template = RoundTemplate(namespace="ns", spec=spec)
         self.settings = Settings.from_environment(settings)
         self._url = f"sqlite:///{folder}/gateway.db"

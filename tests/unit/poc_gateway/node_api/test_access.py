@@ -49,7 +49,7 @@ def test_a_template_is_read(tmp_path: Path) -> None:
     file = tmp_path / "round.yaml"
     file.write_text(TEMPLATE)
     template = RoundTemplate.load(file)
-    assert (template.namespace, template.match_labels, template.port) == ("ns", {"a": "b"}, 9000)
+    assert (template.namespace, str(template.selector), template.port) == ("ns", "a=b", 9000)
     spec = template.spec_of({"nodes": {"first": 1, "last": 1, "count": 2}})
     assert spec["nodes"] == {"first": 1, "last": 1, "count": 2, "groups": 4}
 
@@ -59,9 +59,11 @@ def test_a_template_is_read(tmp_path: Path) -> None:
     [
         ("{", "while parsing"),
         ("namespace: ns", "spec: Field required"),
-        ("namespace: ns\nspec: {}", "selector.matchLabels is missing"),
+        ("namespace: ns\nspec: {}", "selector is missing"),
         ("namespace: ns\nspec: {selector: {matchLabels: {a: b}}, rTarget: '1.4'}", "rTarget come with each request"),
         ("namespace: ns\nspec: {selector: {matchLabels: {a: b}}, nodes: {count: 4}}", "nodes may only have groups"),
+        ("namespace: ns\nspec: {selector: {}}", "selector is empty and would take every pod"),
+        ("namespace: ns\nspec: {selector: {matchLabels: {a: b}}, onBusy: Wait}", "a PoCRound's spec has no onBusy"),
     ],
 )
 def test_a_wrong_template_is_explained(tmp_path: Path, text: str, message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from poc_gateway.node_api.pocrounds import NetworkRounds
-from poc_operator.clients.errors import RoundInvalid, StoreUnavailable
+from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of
 
@@ -109,7 +109,7 @@ async def test_what_is_wrong_is_named(
 
 
 async def test_what_the_api_server_refuses_is_passed_on(podless: World) -> None:
-    podless.cluster.refusal = RoundInvalid(
+    podless.cluster.refusal = ObjectInvalid(
         "spec.blockHash: must be the block's hash: 64 hexadecimal digits, without 0x"
     )
     error = error_of(await podless.post("pow/init/generate", INIT), 422, "InvalidRequest")

@@ -8,7 +8,8 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
-from poc_operator.clients.errors import RoundInvalid, StaleRound, StoreForbidden, StoreUnavailable
+from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
 from poc_operator.clients.kube.requested import RequestedRounds
 from tests.unit.poc_operator.build import a_round
 
@@ -67,7 +68,7 @@ async def test_what_is_sent(api: tuple[Api, RequestedRounds]) -> None:
     server, rounds = api
     assert (await rounds.create("one", SPEC)).metadata.name == "one"
     assert [found.metadata.name for found in await rounds.list_rounds()] == ["one"]
-    assert [pod.ip for pod in await rounds.list_pods({"a": "b", "c": "d"})] == ["10.0.0.1"]
+    assert [pod.ip for pod in await rounds.list_pods(LabelSelector(match_labels={"a": "b", "c": "d"}))] == ["10.0.0.1"]
     await rounds.finish("one")
     labels = {"poc.gonka.ai/origin": "network"}
     created, listed, pods, finished = server.seen
@@ -82,9 +83,9 @@ async def test_what_is_sent(api: tuple[Api, RequestedRounds]) -> None:
 @pytest.mark.parametrize(
     ("status", "error", "message"),
     [
-        (422, RoundInvalid, "spec.blockHash: must be"),
-        (400, RoundInvalid, "spec.blockHash: must be"),
-        (409, StaleRound, ""),
+        (422, ObjectInvalid, "spec.blockHash: must be"),
+        (400, ObjectInvalid, "spec.blockHash: must be"),
+        (409, StaleObject, ""),
         (403, StoreForbidden, "HTTP 403"),
         (500, StoreUnavailable, "HTTP 500"),
         (404, StoreUnavailable, 'no namespace "ns", or no PoCRound'),

@@ -3,82 +3,72 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 
-from poc_operator.clients.errors import StoreUnavailable, UnreadableRound
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.apis.v1alpha1.conditions import Condition
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
+from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import manager as module
+from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
-from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.reconciler import Reconciler
-from poc_operator.model.conditions import Condition
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundStatus
-from poc_operator.observed.pods import PodView
-from poc_operator.rounds.snapshot import RoundEvent
+from poc_operator.planning.snapshot import WorkEvent
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
-from tests.unit.poc_operator.build import a_pod, says
+from tests.unit.poc_operator.build import a_pod, newborn, says
 
-#: A spec that no schema lets pass, and that the models do not know to be wrong.
+#: What the schema refuses, and what a plan must survive all the same, should it ever get one.
 POISON: Mapping[str, Mapping[str, Any]] = {
-    "port beyond 65535": {"callbackURL": "http://h:99999/x"},
-    "host that is none": {"callbackURL": "http://[zz]/"},
-    "target beyond all": {"rTarget": "3"},
-    "empty hash": {"blockHash": ""},
-    "no batch": {"batchSize": 0},
+    "port beyond 65535": {"callback_url": "http://h:99999/x"},
+    "host that is none": {"callback_url": "http://[zz]/"},
+    "target beyond all": {"r_target": "3"},
+    "empty hash": {"block_hash": ""},
+    "no batch": {"batch_size": 0},
 }
 
 
-def a_round(**spec: Any) -> Round:  # noqa: ANN401
-    """A round that was created long ago and may start still."""
-    return build.a_round(startDeadlineSeconds=10**9, **spec)
+def a_round(**spec: Any) -> PoCRound:  # noqa: ANN401
+    """A round that was created now, with these fields of its spec as they are, unchecked."""
+    made = newborn(build.a_round())
+    return made.model_copy(update={"spec": made.spec.model_copy(update=spec)})
 
 
 class Rounds:
     """A store of a bad round and a good one. ``fault`` is raised when the bad one is read."""
 
-    def __init__(self, bad: Round, fault: Exception | None = None) -> None:
+    def __init__(self, bad: PoCRound, fault: Exception | None = None) -> None:
         self.rounds = {"bad": bad, "good": a_round()}
         self.fault = fault
         self.reads: dict[str, list[float]] = {"bad": [], "good": []}
         self.conditions: dict[str, tuple[str, str, str]] = {}
         self.reported = asyncio.Event()
 
-    async def get(self, namespace: str, name: str) -> Round | None:
+    async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return one of them."""
         self.reads[name].append(time.monotonic())
         if name == "bad" and self.fault is not None:
             raise self.fault
         return self.rounds[name]
 
-    async def write_status(self, round_: Round, status: RoundStatus) -> None:
+    async def write_status(self, round_: PoCRound, status: RoundStatus) -> None:
         """Store the status of the good one, which is planned first."""
         name = next(name for name, known in self.rounds.items() if known.spec == round_.spec)
         self.rounds[name] = round_.model_copy(update={"status": status})
 
-    async def write_conditions(self, namespace: str, name: str, conditions: Sequence[Condition], message: str) -> None:
+    async def write_conditions(
+        self, resource: type, namespace: str, name: str, conditions: Sequence[Condition], message: str
+    ) -> None:
         """Store conditions."""
         self.conditions |= {found.type: (name, found.status, found.reason) for found in conditions}
         self.reported.set()
-
-    async def proofs(self, round_: Round) -> Sequence[object]:
-        """Return none."""
-        return ()
-
-    async def list_rounds(self, namespaces: Collection[str]) -> list[Round]:
-        """Return both, as the watch tells of them."""
-        return list(self.rounds.values())
-
-    async def list_pods(self, round_: Round) -> list[PodView]:
-        """Return the pod."""
-        return [a_pod("a")]
 
 
 class Answering:
@@ -94,15 +84,17 @@ class Answering:
 
 
 @asynccontextmanager
-async def driven(rounds: Rounds, events: list[RoundEvent]) -> AsyncIterator[Manager]:
-    """An operator that drives both."""
+async def driven(rounds: Rounds, events: list[WorkEvent]) -> AsyncIterator[Manager]:
+    """An operator that reconciles both."""
     async with lease_api() as (_, connection):
         lease = LeaderElection(connection, "ns", "me", time.monotonic)
         await lease.acquire()
-        operator = Manager(cast(RoundStore, rounds), lease, cast(PodClient, Answering()))
+        operator = Manager(cast(ObjectStore, rounds), lease, cast(PodClient, Answering()))
         operator.pod_changed(a_pod("a"))
         loops = [
-            asyncio.create_task(operator.run(name, operator.reconciler(RoundRef("ns", name, name), events.append)))
+            asyncio.create_task(
+                operator.run(name, operator.reconciler(RoundPlanner, ObjectRef("ns", name, name), events.append))
+            )
             for name in rounds.rounds
         ]
         yield operator
@@ -117,9 +109,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
 
 
-async def failed(rounds: Rounds) -> list[RoundEvent]:
+async def failed(rounds: Rounds) -> list[WorkEvent]:
     """Drive both until the bad one has told, and a while on; return the bad one's Events."""
-    events = list[RoundEvent]()
+    events = list[WorkEvent]()
     async with driven(rounds, events) as operator:
         await asyncio.wait_for(rounds.reported.wait(), 5)
         assert rounds.conditions == {
@@ -143,46 +135,46 @@ async def test_a_spec_that_cannot_be_planned(spec: Mapping[str, Any]) -> None:
 
 
 async def test_any_exception_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = a_round(blockHeight=666)
+    bad = a_round(block_height=666)
     real = Reconciler._observe
 
-    async def look(self: Any, round_: Round) -> Any:  # noqa: ANN401
+    async def look(self: Any, round_: PoCRound) -> Any:  # noqa: ANN401
         if round_.spec.block_height == bad.spec.block_height:
             raise RuntimeError("a defect")
         return await real(self, round_)
 
     monkeypatch.setattr(Reconciler, "_observe", look)
     events = await failed(Rounds(bad))
-    assert events[0].message.startswith("RuntimeError: a defect; the round stands still")
+    assert events[0].message.startswith("RuntimeError: a defect; it stands still")
 
 
 async def test_a_round_that_cannot_be_read() -> None:
-    fault = UnreadableRound("spec.proofs.inline.0.nonce: Input should be greater than or equal to 0", 1)
+    fault = UnreadableObject("spec.proofs.inline.0.nonce: Input should be greater than or equal to 0", 1)
     events = await failed(Rounds(a_round(), fault))
     assert "spec.proofs.inline.0.nonce" in events[0].message
 
 
 async def test_another_spec_is_tried_at_once() -> None:
-    rounds = Rounds(a_round(callbackURL="http://[zz]/"))
+    rounds = Rounds(a_round(callback_url="http://[zz]/"))
     async with driven(rounds, []) as operator:
         await asyncio.wait_for(rounds.reported.wait(), 5)
         await asyncio.sleep(0.5)
         reads = len(rounds.reads["bad"])
-        operator.round_changed("bad", 1)
+        operator.work_changed("bad", 1)
         operator.pod_changed(a_pod("a", ip="10.0.0.2"))
         await asyncio.sleep(0)
         assert len(rounds.reads["bad"]) == reads
-        operator.round_changed("bad", 2)
+        operator.work_changed("bad", 2)
         await asyncio.sleep(0.02)
         assert len(rounds.reads["bad"]) == reads + 1
 
 
-async def test_a_tick_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reconciliation_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECONCILE_SECONDS", 0.1)
     rounds = Rounds(a_round())
     hang = asyncio.Event()
 
-    async def get(namespace: str, name: str) -> Round | None:
+    async def get(resource: type, namespace: str, name: str) -> PoCRound | None:
         if name == "bad":
             await hang.wait()
         return rounds.rounds[name]

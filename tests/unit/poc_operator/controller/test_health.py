@@ -7,27 +7,28 @@ from typing import cast
 
 import pytest
 
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
+from poc_operator.apis.v1alpha1.status import State
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.health import StaleWatchCheck
 from poc_operator.controller.observing import PodCache
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundState, RoundStatus
-from poc_operator.observed.pods import PodView
+from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 
 class Lists:
     """What the API server lists."""
 
-    def __init__(self, round_: Round, *pods: PodView) -> None:
+    def __init__(self, round_: PoCRound, *pods: PodView) -> None:
         self.rounds = [round_]
         self.pods = list(pods)
 
-    async def list_rounds(self, namespaces: Collection[str]) -> list[Round]:
+    async def list_objects(self, resource: type, namespaces: Collection[str]) -> list[PoCRound]:
         """Return the rounds."""
         return self.rounds
 
-    async def list_pods(self, round_: Round) -> list[PodView]:
+    async def list_pods(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods."""
         return self.pods
 
@@ -40,7 +41,7 @@ class Watched:
         self.cache = PodCache(time.monotonic)
         for pod in told:
             self.cache.put(pod)
-        self._check = StaleWatchCheck(cast(RoundStore, self.lists), self.cache, lambda: driven)
+        self._check = StaleWatchCheck(cast(ObjectStore, self.lists), [PoCRound], self.cache, lambda: driven)
 
     async def missed(self) -> list[str]:
         """Check once more."""
@@ -74,9 +75,9 @@ async def test_a_pod_that_changes_all_the_time_is_not_missed() -> None:
         watched.lists.pods = [a_pod("a", ip=f"10.0.0.{address + 1}")]
 
 
-async def test_a_round_that_nobody_drives() -> None:
+async def test_a_round_that_nobody_reconciles() -> None:
     watched = Watched(driven=())
     assert await watched.missed() == []
-    assert await watched.missed() == ["round ns/r is not reconciled"]
-    watched.lists.rounds = [a_round(RoundStatus(state=RoundState.COMPLETE))]
+    assert await watched.missed() == ["PoCRound ns/r is not reconciled"]
+    watched.lists.rounds = [a_round(RoundStatus(state=State.COMPLETE))]
     assert await watched.missed() == []

@@ -7,12 +7,13 @@ import logging
 import pytest
 from kopf._core.actions.loggers import ObjectJsonFormatter
 
-from poc_operator.controller.logs import RoundLogger, RoundRef, of
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.controller.logs import ObjectLogger, ObjectRef, of
 from tests.unit.poc_operator.build import a_pod
 
 
 def test_round_and_pod_are_fields(caplog: pytest.LogCaptureFixture) -> None:
-    log = RoundLogger(logging.getLogger("poc_operator.test"), RoundRef("ns", "r", "round-uid"))
+    log = ObjectLogger(logging.getLogger("poc_operator.test"), PoCRound.KIND, ObjectRef("ns", "r", "round-uid"))
     log.warning("start: %s", "no answer", extra=of(a_pod("a")))
     line = json.loads(ObjectJsonFormatter().format(caplog.records[0]))
     assert line["message"] == "start: no answer"

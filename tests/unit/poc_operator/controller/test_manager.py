@@ -9,13 +9,14 @@ from typing import cast
 
 import pytest
 
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
+from poc_operator.apis.v1alpha1.status import State
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
-from poc_operator.controller.logs import RoundRef
+from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundState, RoundStatus
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
@@ -25,7 +26,7 @@ class GoneRound:
 
     reads = 0
 
-    async def get(self, namespace: str, name: str) -> Round | None:
+    async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return nothing."""
         self.reads += 1
         return None
@@ -34,8 +35,8 @@ class GoneRound:
 async def test_rounds_stand_still_without_the_lease() -> None:
     async with lease_api() as (_, connection), PodClient() as client:
         store, lease = GoneRound(), LeaderElection(connection, "ns", "me", time.monotonic)
-        operator = Manager(cast(RoundStore, store), lease, client)
-        reconciler = operator.reconciler(RoundRef("ns", "r", UID), lambda _: None)
+        operator = Manager(cast(ObjectStore, store), lease, client)
+        reconciler = operator.reconciler(RoundPlanner, ObjectRef("ns", "r", UID), lambda _: None)
         assert await operator._reconcile(reconciler) is True
         assert store.reads == 0
         await lease.acquire()
@@ -46,10 +47,10 @@ async def test_rounds_stand_still_without_the_lease() -> None:
 class StandingRound(GoneRound):
     """A store whose round stays as it is."""
 
-    async def get(self, namespace: str, name: str) -> Round | None:
+    async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return the round."""
         self.reads += 1
-        return a_round(RoundStatus(state=RoundState.COMPLETE), ttlSecondsAfterFinished=10**9)
+        return a_round(RoundStatus(state=State.COMPLETE), ttlSecondsAfterFinished=31_536_000)
 
 
 @asynccontextmanager
@@ -58,8 +59,10 @@ async def driving(store: StandingRound) -> AsyncIterator[Manager]:
     async with lease_api() as (_, connection), PodClient() as client:
         lease = LeaderElection(connection, "ns", "me", time.monotonic)
         await lease.acquire()
-        operator = Manager(cast(RoundStore, store), lease, client)
-        loop = asyncio.create_task(operator.run(UID, operator.reconciler(RoundRef("ns", "r", UID), lambda _: None)))
+        operator = Manager(cast(ObjectStore, store), lease, client)
+        loop = asyncio.create_task(
+            operator.run(UID, operator.reconciler(RoundPlanner, ObjectRef("ns", "r", UID), lambda _: None))
+        )
         while not store.reads:  # noqa: ASYNC110 - the store is no event
             await asyncio.sleep(0.001)
         yield operator
@@ -73,9 +76,9 @@ News = Callable[[Manager], None]
 @pytest.mark.parametrize(
     ("news", "looks"),
     [
-        (lambda operator: operator.round_changed(UID, 2), 1),
-        (lambda operator: operator.round_changed(UID, 1), 0),
-        (lambda operator: operator.round_changed("another round", 2), 0),
+        (lambda operator: operator.work_changed(UID, 2), 1),
+        (lambda operator: operator.work_changed(UID, 1), 0),
+        (lambda operator: operator.work_changed("another round", 2), 0),
         (lambda operator: operator.pod_changed(a_pod("a")), 1),
         (lambda operator: operator.pod_changed(a_pod("a", labels={})), 0),
         (lambda operator: operator.pod_changed(a_pod("a", namespace="other")), 0),

@@ -3,12 +3,13 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from poc_operator.clients.errors import PodTimeout, StaleRound
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import RoundStatus, Totals
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.clients.errors import PodTimeout, StaleObject
 from poc_operator.controller.metrics import Metrics
-from poc_operator.model.conditions import Reason
-from poc_operator.model.status import RoundStatus, SlotState, Totals
-from poc_operator.observed.pods import PodReport
-from poc_operator.rounds.snapshot import Loss, RoundEvent
+from poc_operator.observed import PodReport
+from poc_operator.planning.snapshot import Loss, WorkEvent
 from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, look
 
 
@@ -17,7 +18,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return next(s.value for family in families for s in family.samples if (s.name, s.labels) == (name, labels))
 
 
-def planned(metrics: Metrics, before: int, after: int, *events: RoundEvent) -> None:
+def planned(metrics: Metrics, before: int, after: int, *events: WorkEvent) -> None:
     status = a_status(a_slot(), totals=Totals(checked=before))
     silent = PodReport(error="no answer", silent_seconds=40)
     step: RoundStatus = status.model_copy(update={"totals": Totals(checked=after)})
@@ -39,23 +40,23 @@ def test_rounds_and_slots_by_state() -> None:
     assert value(metrics, "poc_slots", state=SlotState.STALLED) == 0
     assert value(metrics, "poc_rounds", state="Pending") == 1
     assert 40 <= value(metrics, "poc_oldest_report_seconds") < 100
-    metrics.round_gone(UID)
+    metrics.forget(UID)
     assert value(metrics, "poc_rounds", state="Pending") == 0
     assert value(metrics, "poc_oldest_report_seconds") == 0
 
 
 def test_causes_reasons_and_kinds() -> None:
     metrics = Metrics()
-    planned(metrics, 0, 1, RoundEvent(reason=Reason.WORK_LOST, message="", loss=Loss.RESTARTED))
+    planned(metrics, 0, 1, WorkEvent(reason=Reason.WORK_LOST, message="", loss=Loss.RESTARTED))
     metrics.poll_failed(PodTimeout("no answer within 5 s"))
-    metrics.api_server_failed(StaleRound("changed"))
-    assert value(metrics, "poc_reissues_total", cause="Restarted") == 1
+    metrics.api_server_failed(StaleObject("changed"))
+    assert value(metrics, "poc_retries_total", cause="Restarted") == 1
     assert value(metrics, "poc_events_total", reason="WorkLost") == 1
     assert value(metrics, "poc_poll_errors_total", kind="PodTimeout") == 1
-    assert value(metrics, "poc_api_server_errors_total", kind="StaleRound") == 1
+    assert value(metrics, "poc_api_server_errors_total", kind="StaleObject") == 1
 
 
 def test_a_slot_that_was_given_up_is_no_reissue() -> None:
     metrics = Metrics()
-    planned(metrics, 0, 1, RoundEvent(reason=Reason.WORK_LOST, message=""))
-    assert b"poc_reissues_total{" not in metrics.text()
+    planned(metrics, 0, 1, WorkEvent(reason=Reason.WORK_LOST, message=""))
+    assert b"poc_retries_total{" not in metrics.text()

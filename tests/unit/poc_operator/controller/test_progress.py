@@ -4,7 +4,7 @@
 import pytest
 
 from poc_operator.controller.observing import ProgressWatch
-from poc_operator.observed.pods import PodReport
+from poc_operator.observed import PodReport
 from tests.unit.poc_operator.build import says
 from vllm_poc.wire.messages import PowState
 

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus, Totals
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.errors import StoreUnavailable
-from poc_operator.clients.kube.rounds import RoundStore
+from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.reconciler import COUNTERS_SECONDS, StatusRecorder
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundStatus, SlotState, Totals
 from tests.unit.poc_operator.build import a_round, a_slot, a_status
 
 
@@ -21,14 +21,14 @@ class Written:
         self.writes = 0
         self.fault: Exception | None = None
         self.seconds = 1000.0
-        self.recorder = StatusRecorder(cast(RoundStore, self), lambda: self.seconds)
+        self.recorder = StatusRecorder[PoCRound](cast(ObjectStore, self), lambda: self.seconds)
 
-    async def write_status(self, round_: Round, status: RoundStatus) -> None:
+    async def write_status(self, round_: PoCRound, status: RoundStatus) -> None:
         """Write."""
         if self.fault is not None:
             raise self.fault
         self.writes += 1
-        self.round = round_.model_copy(update={"status": status})
+        self.round = round_.model_copy(update={"status": RoundStatus.model_validate(status.stored())})
 
     async def record(self, status: RoundStatus, after: float = 0) -> int:
         """Record a status ``after`` seconds; return how many writes it took."""
@@ -101,3 +101,20 @@ async def test_it_is_still_known_after_a_write_that_failed() -> None:
 async def test_nothing_new_is_not_written() -> None:
     written = Written()
     assert await written.record(written.round.status) == 0
+
+
+async def test_errors_are_not_written_again_because_they_are_cut_when_stored() -> None:
+    written = Written()
+    status = a_status(*(a_slot(f"p{index}", group=index, error=f"{index} {'x' * 5000}") for index in range(50)))
+    assert await written.record(status, after=COUNTERS_SECONDS) == 1
+    assert written.newest == status, "this process knows them all"
+    assert await written.record(written.newest, after=COUNTERS_SECONDS) == 0
+    assert await written.record(written.round.status, after=COUNTERS_SECONDS) == 0
+
+
+async def test_a_new_process_writes_nothing_only_because_errors_were_cut() -> None:
+    written = Written()
+    slots = [a_slot("a", error="x" * 5000), a_slot("b", group=1, error="gone")]
+    await written.record(a_status(*slots), after=COUNTERS_SECONDS)
+    written.recorder = StatusRecorder[PoCRound](cast(ObjectStore, written), lambda: written.seconds)
+    assert await written.record(a_status(*slots), after=COUNTERS_SECONDS) == 0

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.status import Assignment, RoundStatus, SlotState
-from poc_operator.observed.pods import PodReport
+from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodReport
+from poc_operator.planning.snapshot import ExtendPod, StartPod
 from poc_operator.rounds.allowance import FIRST_BATCHES
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import ExtendPod, StartPod, Step
+from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState
 
@@ -18,7 +20,7 @@ FIRST = FIRST_BATCHES * BATCH
 NODES = {"first": 0, "last": 1, "count": 2}
 
 
-def planned(status: RoundStatus | None, *reports: PodReport, **stop: int) -> Step:
+def planned(status: RoundStatus | None, *reports: PodReport, **stop: int) -> RoundStep:
     round_ = a_round(status, stop=stop or None, batchSize=BATCH, nodes=NODES)
     return plan(look(round_, *((a_pod(name), report) for name, report in zip("ab", reports, strict=False))))
 
@@ -35,11 +37,11 @@ def running(*slots: Assignment) -> RoundStatus:
     return a_status(*slots, slots=2, groups=1)
 
 
-def ends(step: Step) -> list[int | None]:
+def ends(step: RoundStep) -> list[int | None]:
     return [found.end for found in step.status.assignments]
 
 
-def extensions(step: Step) -> dict[str, int]:
+def extensions(step: RoundStep) -> dict[str, int]:
     return {act.pod.name: act.request.end_index for act in step.actions if isinstance(act, ExtendPod)}
 
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.status import Assignment, SlotState
-from poc_operator.observed.pods import PodReport
+from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodReport
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import Step
+from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState
 
@@ -23,7 +24,7 @@ TRUE: dict[str, Any] = {
 }
 
 
-def planned(slot: Assignment, state: PowState = PowState.GENERATING, **fields: Any) -> Step:  # noqa: ANN401 - fields of StatusResponse
+def planned(slot: Assignment, state: PowState = PowState.GENERATING, **fields: Any) -> RoundStep:  # noqa: ANN401 - fields of StatusResponse
     report: PodReport = says(state, round_id="round-uid", **TRUE | fields)
     return plan(look(a_round(a_status(slot)), (a_pod("a"), report)))
 

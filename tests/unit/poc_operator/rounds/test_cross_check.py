@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.conditions import Reason
-from poc_operator.model.round import Round
-from poc_operator.model.status import RoundStatus
-from poc_operator.observed.pods import Answer, PodReport
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
+from poc_operator.observed import Answer, PodReport
+from poc_operator.planning.snapshot import AskPod
 from poc_operator.rounds.cross_check import deviations
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import AskPod, Snapshot, Step
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.generate import GeneratedResponse
 from vllm_poc.wire.messages import PowState, RoundConfig
@@ -20,13 +20,13 @@ from vllm_poc.wire.messages import PowState, RoundConfig
 NAMES = ("a", "b", "c")
 
 
-def checking(status: RoundStatus | None = None, **check: Any) -> Round:  # noqa: ANN401
+def checking(status: RoundStatus | None = None, **check: Any) -> PoCRound:  # noqa: ANN401
     slots = [a_slot(name, node=i, next=20, session=f"s-{name}") for i, name in enumerate(NAMES)]
     fields: dict[str, Any] = {"nodes": {"first": 0, "last": 2, "count": 3}, "crossCheck": {"nonces": 2, **check}}
     return a_round(status or a_status(*slots, groups=1, slots=3), **fields)
 
 
-def seen(round_: Round, answers: dict[str, Answer] | None = None, after: float = 0) -> Snapshot:
+def seen(round_: PoCRound, answers: dict[str, Answer] | None = None, after: float = 0) -> RoundSnapshot:
     return look(round_, *((a_pod(name), report(i, name, answers or {})) for i, name in enumerate(NAMES)), after=after)
 
 
@@ -47,11 +47,11 @@ def report(node: int, name: str, answers: dict[str, Answer]) -> PodReport:
     return dataclasses.replace(running, answer=answers.get(name))
 
 
-def asks(step: Step) -> list[AskPod]:
+def asks(step: RoundStep) -> list[AskPod]:
     return [action for action in step.actions if isinstance(action, AskPod)]
 
 
-def answers(step: Step, **distances: float) -> dict[str, Answer]:
+def answers(step: RoundStep, **distances: float) -> dict[str, Answer]:
     found = {}
     for ask in asks(step):
         if ask.pod.name in distances:
@@ -69,13 +69,13 @@ def test_all_pods_are_asked_for_the_last_nonces_of_one_of_them() -> None:
 
 
 def test_pods_that_agree_are_left_alone_until_the_next_comparison() -> None:
-    step = plan(seen(checking(sampleEvery=60)))
-    done = plan(seen(checking(step.status, sampleEvery=60), answers(step, a=1.4, b=1.4, c=1.4005)))
+    step = plan(seen(checking(intervalSeconds=60)))
+    done = plan(seen(checking(step.status, intervalSeconds=60), answers(step, a=1.4, b=1.4, c=1.4005)))
     assert done.status.cross_check is not None
     assert (done.status.cross_check.pending, done.status.cross_check.deviating) == (False, [])
     assert asks(done) == []
-    assert asks(plan(seen(checking(done.status, sampleEvery=60), after=59))) == []
-    assert {ask.key for ask in asks(plan(seen(checking(done.status, sampleEvery=60), after=60)))} == {"check 2"}
+    assert asks(plan(seen(checking(done.status, intervalSeconds=60), after=59))) == []
+    assert {ask.key for ask in asks(plan(seen(checking(done.status, intervalSeconds=60), after=60)))} == {"check 2"}
 
 
 def test_a_pod_that_differs_is_named_once_in_an_event_and_in_degraded() -> None:

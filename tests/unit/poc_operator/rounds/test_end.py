@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.conditions import Reason
-from poc_operator.model.status import RoundState, RoundStatus, SlotState
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State
+from poc_operator.planning.snapshot import DeleteWork, StopPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import DeleteRound, StopPod
 from poc_operator.rounds.stop import STOP_PATIENCE
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState
@@ -22,31 +23,31 @@ OURS = {"round_id": "round-uid"}
 @pytest.mark.parametrize(
     ("spec", "counters", "after", "state", "reason"),
     [
-        ({}, {"next_index": 99}, 0, RoundState.RUNNING, None),
-        ({}, {"next_index": 100}, 0, RoundState.STOPPING, Reason.COMPLETED),
+        ({}, {"next_index": 99}, 0, State.RUNNING, None),
+        ({}, {"next_index": 100}, 0, State.STOPPING, Reason.COMPLETED),
         (
             {"stop": {"afterValid": 5}},
             {"next_index": 9, "delivered_index": 9, "delivered_valid": 4},
             0,
-            RoundState.RUNNING,
+            State.RUNNING,
             None,
         ),
         (
             {"stop": {"afterValid": 5}},
             {"next_index": 9, "delivered_index": 9, "delivered_valid": 5},
             0,
-            RoundState.STOPPING,
+            State.STOPPING,
             Reason.COMPLETED,
         ),
-        ({"stop": {"afterSeconds": 60}}, {}, 54, RoundState.RUNNING, None),
-        ({"stop": {"afterSeconds": 60}}, {}, 55, RoundState.STOPPING, Reason.COMPLETED),
-        ({"activeDeadlineSeconds": 60}, {}, 54, RoundState.RUNNING, None),
-        ({"activeDeadlineSeconds": 60}, {}, 55, RoundState.STOPPING, Reason.DEADLINE_EXCEEDED),
-        ({"activeDeadlineSeconds": 1}, {"next_index": 100}, 0, RoundState.STOPPING, Reason.COMPLETED),
+        ({"stop": {"afterSeconds": 60}}, {}, 54, State.RUNNING, None),
+        ({"stop": {"afterSeconds": 60}}, {}, 55, State.STOPPING, Reason.COMPLETED),
+        ({"activeDeadlineSeconds": 60}, {}, 54, State.RUNNING, None),
+        ({"activeDeadlineSeconds": 60}, {}, 55, State.STOPPING, Reason.DEADLINE_EXCEEDED),
+        ({"activeDeadlineSeconds": 1}, {"next_index": 100}, 0, State.STOPPING, Reason.COMPLETED),
     ],
 )
 def test_ends_of_a_running_round(
-    spec: dict[str, Any], counters: dict[str, Any], after: int, state: RoundState, reason: Reason | None
+    spec: dict[str, Any], counters: dict[str, Any], after: int, state: State, reason: Reason | None
 ) -> None:
     step = plan(look(a_round(RUNNING, **spec), (a_pod("a"), says(GENERATING, **counters)), after=after))
     assert step.status.state is state
@@ -58,14 +59,16 @@ def test_a_stopped_pod_completes_the_round() -> None:
     stopping = plan(look(a_round(RUNNING), (a_pod("a"), says(GENERATING, next_index=100)))).status
     report = says(STOPPED, next_index=104, delivered_index=104, delivered_valid=9, **OURS)
     step = plan(look(a_round(stopping), (a_pod("a"), report)))
-    assert step.status.state is RoundState.COMPLETE
+    assert step.status.state is State.COMPLETE
     assert (step.status.totals.checked, step.status.totals.delivered, step.status.totals.valid) == (
         104,
         104,
         9,
     )
     assert step.status.completion_time == NOW
-    assert step.status.pods == "1/1"
+    status = step.status
+    assert (status.desired, status.running, status.done, status.failed) == (1, 0, 1, 0)
+    assert status.totals.rate == "20.8", "the mean of the 5 s that it ran"
 
 
 def test_undelivered_results_are_told() -> None:
@@ -86,25 +89,25 @@ def test_an_unreachable_pod_delays_the_end_only_so_long() -> None:
     patience = STOP_PATIENCE.total_seconds()
     early = plan(look(a_round(stopping), (a_pod("a"), None), after=patience - 1)).status
     late = plan(look(a_round(stopping), (a_pod("a"), None), after=patience)).status
-    assert (early.state, late.state) == (RoundState.STOPPING, RoundState.COMPLETE)
+    assert (early.state, late.state) == (State.STOPPING, State.COMPLETE)
 
 
 @pytest.mark.parametrize(("age", "failed"), [(899, False), (900, True)])
 def test_a_round_without_pods_fails_at_its_start_deadline(age: int, failed: bool) -> None:
     status = plan(look(a_round(age=age))).status
-    assert (status.state is RoundState.FAILED) is failed
+    assert (status.state is State.FAILED) is failed
     if failed:
         assert status.outcome is not None
-        assert status.outcome.reason is Reason.START_DEADLINE_EXCEEDED
+        assert status.outcome.reason == Reason.START_DEADLINE_EXCEEDED
 
 
 def test_pods_that_never_answer_again_fail_the_round() -> None:
     lost = plan(look(a_round(RUNNING), (a_pod("a"), None))).status
     assert lost.poll_failure_time == NOW
-    assert lost.state is RoundState.RUNNING
+    assert lost.state is State.RUNNING
     failed = plan(look(a_round(lost), (a_pod("a"), None), after=300)).status
     assert failed.outcome is not None
-    assert failed.outcome.reason is Reason.PODS_UNREACHABLE
+    assert failed.outcome.reason == Reason.PODS_UNREACHABLE
 
 
 def test_one_answer_ends_the_poll_failure() -> None:
@@ -115,18 +118,18 @@ def test_one_answer_ends_the_poll_failure() -> None:
 def test_every_slot_given_up_fails_the_round() -> None:
     status = a_status(a_slot(state=SlotState.FAILED, error="gave up"))
     ended = plan(look(a_round(status), (a_pod("a"), says()))).status
-    assert (ended.state, ended.outcome and ended.outcome.message) == (RoundState.FAILED, "gave up")
+    assert (ended.state, ended.outcome and ended.outcome.message) == (State.FAILED, "gave up")
 
 
 def test_suspend_stops_and_resume_goes_on_after_what_was_delivered() -> None:
     pod = a_pod("a")
     suspending = plan(look(a_round(RUNNING, suspend=True), (pod, says(GENERATING, next_index=10)))).status
-    assert suspending.state is RoundState.SUSPENDING
+    assert suspending.state is State.SUSPENDING
     stopped = says(STOPPED, next_index=12, delivered_index=12, delivered_valid=2, **OURS)
     suspended = plan(look(a_round(suspending, suspend=True), (pod, stopped))).status
-    assert suspended.state is RoundState.SUSPENDED
+    assert suspended.state is State.SUSPENDED
     still = plan(look(a_round(suspended, suspend=True), (pod, stopped), after=10_000)).status
-    assert (still.state, still.outcome) == (RoundState.SUSPENDED, None)
+    assert (still.state, still.outcome) == (State.SUSPENDED, None)
     step = plan(look(a_round(suspended), (pod, stopped)))
     assert step.status.assignments[0].start == 12
     assert step.status.assignments[0].valid_before == 2
@@ -135,18 +138,18 @@ def test_suspend_stops_and_resume_goes_on_after_what_was_delivered() -> None:
 
 def test_a_round_created_suspended_starts_nothing() -> None:
     step = plan(look(a_round(suspend=True), (a_pod("a"), says())))
-    assert (step.status.state, list(step.actions)) == (RoundState.SUSPENDED, [])
+    assert (step.status.state, list(step.actions)) == (State.SUSPENDED, [])
 
 
 @pytest.mark.parametrize(("ttl", "after", "deletes"), [(None, 999, 0), (60, 59, 0), (60, 60, 1), (0, 0, 1)])
 def test_time_to_live(ttl: int | None, after: int, deletes: int) -> None:
-    over = RoundStatus(state=RoundState.COMPLETE, completion_time=NOW)
+    over = RoundStatus(state=State.COMPLETE, completion_time=NOW)
     step = plan(look(a_round(over, ttlSecondsAfterFinished=ttl), after=after))
-    assert list(step.actions) == [DeleteRound()] * deletes
+    assert list(step.actions) == [DeleteWork()] * deletes
 
 
 def test_a_finished_round_never_restarts() -> None:
-    over = a_status(a_slot(state=SlotState.DONE), state=RoundState.COMPLETE, completion_time=NOW)
+    over = a_status(a_slot(state=SlotState.DONE), state=State.COMPLETE, completion_time=NOW)
     step = plan(look(a_round(over), (a_pod("a"), says())))
     assert step.status == over
     assert not step.actions
@@ -157,25 +160,25 @@ FINISH = "spec.finish is set"
 
 def test_finish_ends_a_running_round_as_its_stop_would() -> None:
     step = plan(look(a_round(RUNNING, finish=True), (a_pod("a"), says(GENERATING, next_index=10))))
-    assert (step.status.state, [type(action) for action in step.actions]) == (RoundState.STOPPING, [StopPod])
+    assert (step.status.state, [type(action) for action in step.actions]) == (State.STOPPING, [StopPod])
     report = says(STOPPED, next_index=12, delivered_index=12, delivered_valid=2, **OURS)
     over = plan(look(a_round(step.status, finish=True), (a_pod("a"), report))).status
-    assert (over.state, over.outcome and over.outcome.message) == (RoundState.COMPLETE, FINISH)
+    assert (over.state, over.outcome and over.outcome.message) == (State.COMPLETE, FINISH)
     assert (over.outcome and over.outcome.reason, over.totals.delivered) == (Reason.COMPLETED, 12)
 
 
 @pytest.mark.parametrize("suspend", [True, False])
 def test_finish_completes_a_suspended_round_at_once(suspend: bool) -> None:
     slot = a_slot(state=SlotState.DONE, next=12, delivered=12)
-    suspended = a_status(slot, state=RoundState.SUSPENDED, stop_time=NOW - timedelta(hours=1))
+    suspended = a_status(slot, state=State.SUSPENDED, stop_time=NOW - timedelta(hours=1))
     step = plan(look(a_round(suspended, finish=True, suspend=suspend), (a_pod("a"), says())))
-    assert (step.status.state, list(step.actions)) == (RoundState.COMPLETE, [])
+    assert (step.status.state, list(step.actions)) == (State.COMPLETE, [])
     assert step.status.totals.delivered == 12
 
 
 def test_finish_completes_a_round_that_never_started() -> None:
     step = plan(look(a_round(finish=True), (a_pod("a"), says())))
-    assert (step.status.state, list(step.actions)) == (RoundState.COMPLETE, [])
+    assert (step.status.state, list(step.actions)) == (State.COMPLETE, [])
     assert (step.status.outcome and step.status.outcome.message, step.status.totals.checked) == (FINISH, 0)
 
 
@@ -184,3 +187,24 @@ def test_finish_changes_no_end_that_is_decided() -> None:
     status = plan(look(a_round(failing, finish=True), (a_pod("a"), says(GENERATING)))).status
     assert status.outcome is not None
     assert status.outcome.message == "busy"
+
+
+def test_the_mean_rate_leaves_suspensions_out() -> None:
+    """100 nonces in 10 s, an hour's pause, 100 more in 10 s."""
+    worked = a_status(
+        a_slot(state=SlotState.DONE, pod=None, next=100, delivered=100),
+        start_time=NOW,
+        stop_time=NOW + timedelta(seconds=10),
+    )
+    resumed = plan(look(a_round(worked, stop=None), (a_pod("a"), says()), after=3600)).status
+    assert (resumed.worked_seconds, resumed.start_time, resumed.stop_time) == (10, None, None)
+    running = resumed.model_copy(
+        update={
+            "start_time": NOW + timedelta(seconds=3600),
+            "stop_time": NOW + timedelta(seconds=3610),
+            "outcome": Outcome(type=Result.COMPLETE, reason="Completed", message="enough"),
+            "assignments": [a_slot(state=SlotState.DONE, next=200, delivered=200)],
+        }
+    )
+    over = plan(look(a_round(running, stop=None), (a_pod("a"), says()), after=3615)).status
+    assert (over.state, over.totals.rate) == (State.COMPLETE, "10.0")

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.conditions import Reason
-from poc_operator.model.status import Assignment, RoundState, RoundStatus, SlotState
-from poc_operator.observed.gateway import GatewayReport
-from poc_operator.observed.pods import PodReport
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.observed import GatewayReport, PodReport
+from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import StartPod, Step
+from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import CALLBACK, NOW, a_pod, a_round, a_slot, a_status, has, look, says
 from vllm_poc.wire.messages import PowState
 
@@ -30,17 +31,17 @@ def planned(
     *,
     after: float = 0,
     **spec: Any,  # noqa: ANN401
-) -> Step:
+) -> RoundStep:
     status = slot if isinstance(slot, RoundStatus) else a_status(slot)
     return plan(look(a_round(status, **spec), (a_pod("a"), report), after=after, gateway=gateway))
 
 
-def starts(step: Step) -> list[tuple[int, str]]:
+def starts(step: RoundStep) -> list[tuple[int, str]]:
     orders = [action.request for action in step.actions if isinstance(action, StartPod)]
     return [(order.start_index, str(order.url)) for order in orders]
 
 
-def degraded(step: Step) -> tuple[str, str]:
+def degraded(step: RoundStep) -> tuple[str, str]:
     condition = next(found for found in step.status.conditions if found.type == "Degraded")
     return condition.reason, condition.message
 
@@ -112,13 +113,13 @@ def test_a_gateway_that_does_not_answer_is_waited_for_only_so_long() -> None:
 
 def test_policy_restart_begins_at_the_first_nonce_and_counts_what_is_stored() -> None:
     restart = {"policy": "Restart"}
-    lost = planned(RUNNING, RESTARTED, has((3, 8)), reissue=restart)
-    again = planned(lost.status, RESTARTED, has((3, 8), asked=2), after=2, reissue=restart)
+    lost = planned(RUNNING, RESTARTED, has((3, 8)), retry=restart)
+    again = planned(lost.status, RESTARTED, has((3, 8), asked=2), after=2, retry=restart)
     assert starts(again) == [(0, CALLBACK)]
     slot = again.status.assignments[0]
     assert (slot.start, slot.delivered, slot.valid) == (0, 8, 3)
     running = says(GENERATING, session="s2", next_index=4, delivered_index=2, delivered_valid=1)
-    on = planned(again.status, running, has((3, 8), asked=4), after=4, reissue=restart)
+    on = planned(again.status, running, has((3, 8), asked=4), after=4, retry=restart)
     assert (on.status.assignments[0].state, on.status.totals.delivered) == (SlotState.RUNNING, 8)
 
 
@@ -137,7 +138,7 @@ def test_who_takes_over_from_a_reference_pod_leaves_no_hole(before: GatewayRepor
     running = planned(a_slot(), dataclasses.replace(guess, resumes=False), before, stop=None)
     assert running.status.totals.delivered == 0
 
-    def look_at(status: RoundStatus, gateway: GatewayReport, after: float) -> Step:
+    def look_at(status: RoundStatus, gateway: GatewayReport, after: float) -> RoundStep:
         return plan(look(a_round(status, stop=None), (a_pod("b"), says(IDLE)), after=after, gateway=gateway))
 
     lost = look_at(running.status, before, 1)
@@ -155,7 +156,7 @@ def test_an_operator_without_the_gateway_goes_on_at_once() -> None:
 
 def test_a_gateway_that_does_not_answer_degrades_the_round() -> None:
     step = planned(RUNNING, says(GENERATING, next_index=12, delivered_index=8, delivered_valid=3), SILENT)
-    assert step.status.state is RoundState.RUNNING
+    assert step.status.state is State.RUNNING
     reason, message = degraded(step)
     assert reason == Reason.GATEWAY_UNREACHABLE
     assert message.startswith("gateway http://gateway:8080: no answer within 5 s; pods compute on")
@@ -178,8 +179,8 @@ def test_a_round_is_not_over_while_the_gateway_may_know_more() -> None:
     ending = a_status(a_slot(next=12, delivered=8), stop_time=NOW, outcome=outcome)
     report = dataclasses.replace(says(IDLE), resumes=False)
     waiting = planned(ending, report, has((8, 8)), after=1)
-    assert waiting.status.state is RoundState.STOPPING
+    assert waiting.status.state is State.STOPPING
     told = planned(waiting.status, report, has((12, 12), asked=2), after=2)
-    assert (told.status.state, told.status.totals.delivered) == (RoundState.COMPLETE, 12)
+    assert (told.status.state, told.status.totals.delivered) == (State.COMPLETE, 12)
     missing = planned(waiting.status, report, has((8, 8), asked=5), after=PATIENCE / timedelta(seconds=1))
     assert degraded(missing) == (Reason.DELIVERY_INCOMPLETE, "4 computed nonces were not delivered to the gateway")

@@ -14,9 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from poc_operator.model.conditions import Reason
-from poc_operator.model.status import RoundStatus, SlotState
-from poc_operator.rounds.snapshot import Snapshot, StartPod, Step
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.planning.snapshot import StartPod
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.rounds.world import PodAction, SimPod, SlotKey, World, key, slot_of, valid_below
 from vllm_poc.wire.messages import PowState
 
@@ -176,7 +178,7 @@ class Histories(RuleBasedStateMachine):
         assert after.totals.checked >= before.totals.delivered
 
     def _check_start(
-        self, snapshot: Snapshot, step: Step, start: StartPod, waited_for: Mapping[str, PodAction]
+        self, snapshot: RoundSnapshot, step: RoundStep, start: StartPod, waited_for: Mapping[str, PodAction]
     ) -> None:
         """A start is recorded first, can be repeated, and no other pod is known to compute its slot."""
         wanted = slot_of(start)

@@ -3,18 +3,19 @@
 
 import pytest
 
-from poc_operator.model.status import Assignment, SlotState
-from poc_operator.observed.pods import PodReport
+from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodReport
 from poc_operator.rounds.observe import observe
-from poc_operator.rounds.snapshot import Snapshot, Step
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState
 
 GENERATING, IDLE, STOPPED, FAILED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED, PowState.FAILED
 
 
-def observed(snapshot: Snapshot) -> Assignment:
-    return observe(snapshot, Step(status=snapshot.round.status)).status.assignments[0]
+def observed(snapshot: RoundSnapshot) -> Assignment:
+    return observe(snapshot, RoundStep(status=snapshot.round.status)).status.assignments[0]
 
 
 STARTING = a_slot(state=SlotState.STARTING)
@@ -102,33 +103,33 @@ def test_slot_of_a_pod_that_is_gone_waits_for_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reissue", "error"),
+    ("retry", "error"),
     [
-        ({"policy": "Never"}, "spec.reissue.policy is Never"),
-        ({"limitPerPod": 0}, "spec.reissue.limitPerPod of 0 is used up"),
-        ({"limit": 0}, "spec.reissue.limit of 0 is used up"),
+        ({"policy": "Never"}, "spec.retry.policy is Never"),
+        ({"backoffLimitPerSlot": 0}, "spec.retry.backoffLimitPerSlot of 0 is used up"),
+        ({"backoffLimit": 0}, "spec.retry.backoffLimit of 0 is used up"),
     ],
 )
-def test_lost_work_is_given_up_when_the_budget_is_used_up(reissue: dict[str, object], error: str) -> None:
-    slot = observed(look(a_round(a_status(RUNNING), reissue=reissue), (a_pod("a"), says(session="s2"))))
+def test_lost_work_is_given_up_when_the_budget_is_used_up(retry: dict[str, object], error: str) -> None:
+    slot = observed(look(a_round(a_status(RUNNING), retry=retry), (a_pod("a"), says(session="s2"))))
     assert slot.state is SlotState.FAILED
     assert slot.error is not None
     assert error in slot.error
 
 
-@pytest.mark.parametrize("reissue", [{"limitPerPod": 1}, {"limit": 1}])
-def test_what_the_cluster_disrupts_is_free_of_charge(reissue: dict[str, object]) -> None:
+@pytest.mark.parametrize("retry", [{"backoffLimitPerSlot": 1}, {"backoffLimit": 1}])
+def test_what_the_cluster_disrupts_is_free_of_charge(retry: dict[str, object]) -> None:
     used_up = RUNNING.model_copy(update={"attempts": 2})
-    status = a_status(used_up, totals={"reissues": 1})
-    lost = observed(look(a_round(status, reissue=reissue), (a_pod("a", gone=True), None)))
+    status = a_status(used_up, totals={"retries": 1})
+    lost = observed(look(a_round(status, retry=retry), (a_pod("a", gone=True), None)))
     assert lost.state is SlotState.FAILED
-    spared = observed(look(a_round(status, reissue=reissue), (a_pod("a", gone=True, disrupted=True), None)))
+    spared = observed(look(a_round(status, retry=retry), (a_pod("a", gone=True, disrupted=True), None)))
     assert (spared.state, spared.attempts, spared.disruptions) == (SlotState.WAITING, 3, 1)
     assert spared.error == "pod a is gone (disrupted by the cluster)"
 
 
 def test_policy_restart_begins_at_the_first_nonce() -> None:
-    round_ = a_round(a_status(RUNNING), reissue={"policy": "Restart"})
+    round_ = a_round(a_status(RUNNING), retry={"policy": "Restart"})
     slot = observed(look(round_, (a_pod("a"), says(session="s2"))))
     assert (slot.start, slot.next, slot.valid, slot.valid_before) == (0, 0, 0, 0)
 
@@ -141,6 +142,6 @@ def test_work_lost_while_stopping_is_not_given_out_again() -> None:
 
 def test_lost_work_is_told_by_one_event() -> None:
     snapshot = look(a_round(a_status(RUNNING)), (a_pod("a"), says(session="s2")))
-    events = observe(snapshot, Step(status=snapshot.round.status)).events
+    events = observe(snapshot, RoundStep(status=snapshot.round.status)).events
     assert [(event.reason, event.warning) for event in events] == [("WorkLost", True)]
     assert "starts again at index 8" in events[0].message

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from poc_operator.model.status import RoundStatus, SlotState
-from poc_operator.observed.pods import PodReport
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodReport
+from poc_operator.planning.snapshot import StartPod, StopPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import StartPod, Step, StopPod
+from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState, Protocol, RoundConfig
 
@@ -31,12 +33,12 @@ def computes(group: int, **fields: Any) -> PodReport:  # noqa: ANN401 - fields o
     return says(PowState.GENERATING, config=config, **fields)
 
 
-def planned(status: RoundStatus, *reports: tuple[str, PodReport], after: float = 0, suspend: bool = False) -> Step:
+def planned(status: RoundStatus, *reports: tuple[str, PodReport], after: float = 0, suspend: bool = False) -> RoundStep:
     round_ = a_round(status.model_copy(update={"groups": 2, "slots": 2}), suspend=suspend)
     return plan(look(round_, *((a_pod(name), report) for name, report in reports), after=after))
 
 
-def told(step: Step) -> list[tuple[type, str]]:
+def told(step: RoundStep) -> list[tuple[type, str]]:
     return [(type(action), action.pod.uid) for action in step.actions if isinstance(action, StartPod | StopPod)]
 
 

@@ -3,9 +3,9 @@
 
 import pytest
 
-from poc_operator.model.status import SlotState
+from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import StartPod
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.messages import PowState
 
@@ -88,4 +88,4 @@ def test_a_lost_slot_moves_to_a_free_pod() -> None:
     action = step.actions[0]
     assert isinstance(action, StartPod)
     assert (action.pod.name, action.request.start_index) == ("b", 8)
-    assert step.status.totals.reissues == 1
+    assert step.status.totals.retries == 1

@@ -5,12 +5,11 @@ deliver, and operators that record a plan, act on it, and may die in between."""
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from poc_operator.model.round import Round
-from poc_operator.model.status import Assignment
-from poc_operator.observed.gateway import GatewayReport
-from poc_operator.observed.pods import PodReport
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
+from poc_operator.observed import GatewayReport, PodReport
+from poc_operator.planning.snapshot import DeletePod, StartPod, StopPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import DeletePod, Snapshot, StartPod, Step, StopPod
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import CALLBACK, UID, a_pod, a_round, has, look
 from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.wire.messages import InitGenerateRequest, ModelLimits, PowState, StatusResponse
@@ -102,13 +101,13 @@ class SimPod:
 class World:
     """The stored round, the pods by name, and what is on its way between operator and pods."""
 
-    round: Round = field(
+    round: PoCRound = field(
         default_factory=lambda: a_round(
             nodes={"first": 0, "last": 0, "count": 1, "groups": 2},
             stop={"afterNonces": 90},
-            startDeadlineSeconds=10**9,
-            pollFailureSeconds=10**9,
-            reissue={"policy": "Resume", "limitPerPod": 10**6, "limit": 10**6},
+            startDeadlineSeconds=31_536_000,
+            pollFailureSeconds=31_536_000,
+            retry={"policy": "Resume", "backoffLimitPerSlot": 1000, "backoffLimit": 100_000},
         )
     )
     pods: dict[str, SimPod] = field(default_factory=dict)
@@ -131,7 +130,7 @@ class World:
         self.made += 1
         self.pods[f"p{self.made}"] = SimPod(f"p{self.made}")
 
-    def look(self) -> Snapshot:
+    def look(self) -> RoundSnapshot:
         """What the operator sees now."""
         pods = [(a_pod(name), self._report(name, pod)) for name, pod in self.pods.items()]
         self._ask_gateway()
@@ -157,7 +156,7 @@ class World:
             in_flight=name in self.in_flight,
         )
 
-    def reconcile(self, *, dies_before_acting: bool = False) -> tuple[Snapshot, Step]:
+    def reconcile(self, *, dies_before_acting: bool = False) -> tuple[RoundSnapshot, RoundStep]:
         """Plan, record, act: as the reconciler does."""
         snapshot = self.look()
         step = plan(snapshot)

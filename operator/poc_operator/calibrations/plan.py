@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chain of policies of a PoCCalibration: ``POLICIES``, read from top to bottom, is what the operator does.
+
+Each sample has a block hash of its own, derived from the calibration's.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from poc_operator.apis.v1alpha1.calibration import (
+    CalibrationSample,
+    CalibrationSpec,
+    CalibrationStatus,
+    PoCCalibration,
+)
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.status import Outcome, SlotState
+from poc_operator.calibrations.target import found_target
+from poc_operator.planning import lifecycle
+from poc_operator.planning.conditions import set_conditions
+from poc_operator.planning.eligibility import Finding, usable_pods
+from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend, tally
+from poc_operator.planning.requests import named_nonces
+from poc_operator.planning.samples import (
+    PodResult,
+    ask_pods,
+    bind_samples,
+    extent,
+    observe_samples,
+    pace,
+    retries,
+    samples_failed,
+)
+from poc_operator.planning.snapshot import Snapshot, Step
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest
+
+#: Samples of a calibration, each with a block hash of its own.
+SAMPLES = 20
+
+#: What was measured: the distances of each sample, by its first nonce.
+Measured = Mapping[int, Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationSnapshot(Snapshot[PoCCalibration]):
+    """What a calibration sees. ``measured`` is from the last step of this process; another process measures again."""
+
+    measured: Measured = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationStep(Step[CalibrationStatus]):
+    """What a policy yields. ``measured`` is kept for the next snapshot, and stored nowhere: it may be long."""
+
+    measured: Measured = field(default_factory=dict)
+
+
+Policy = Callable[[CalibrationSnapshot, CalibrationStep], CalibrationStep]
+
+
+def observe(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
+    """Take what the pods answered; what another process measured is measured again."""
+    measured = dict(step.measured)
+
+    def take(sample: CalibrationSample, result: PodResult) -> CalibrationSample:
+        measured[sample.first] = found = _distances(sample, result)
+        return sample.model_copy(update={"measured": len(found), "not_computed": len(result.not_computed)})
+
+    known = [_unless_forgotten(sample, step) for sample in step.status.samples]
+    samples, events = observe_samples(snapshot, known, take)
+    return replace(step.extended(samples=samples, events=events), measured=measured)
+
+
+def _distances(sample: CalibrationSample, result: PodResult) -> Sequence[float]:
+    """Return the distances that were measured. ValueError if the answer is about something else."""
+    found = (result.distances if isinstance(result, GeneratedResponse) else None) or []
+    if len(found) + len(result.not_computed) != sample.count:
+        raise ValueError(f"its answer has {len(found)} distances instead of {sample.count}")
+    return tuple(found)
+
+
+def _unless_forgotten(sample: CalibrationSample, step: CalibrationStep) -> CalibrationSample:
+    needed = step.status.target is None and step.status.outcome is None
+    if not needed or sample.state is not SlotState.DONE or sample.first in step.measured:
+        return sample
+    return sample.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None})
+
+
+def note_times(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
+    """Record since when it runs, and since when nobody answers."""
+    return lifecycle.note_times(snapshot, step, extent(step.status.samples))
+
+
+def conclude(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
+    """Find the target once all samples are measured, each with a distance at least."""
+    status = step.status
+    if status.target is not None or not _all_done(status) or not all(sample.measured for sample in status.samples):
+        return step
+    distances = [step.measured[sample.first] for sample in status.samples]
+    return step.extended(target=found_target(snapshot.work.spec, distances))
+
+
+def _all_done(status: CalibrationStatus) -> bool:
+    return bool(status.samples) and all(sample.state is SlotState.DONE for sample in status.samples)
+
+
+def calibrated(_: CalibrationSnapshot, status: CalibrationStatus) -> Outcome | None:
+    """All samples are measured."""
+    found = status.target
+    if found is None:
+        if not _all_done(status):
+            return None
+        return failed(Reason.NOTHING_COMPUTED, "a sample has no finite distance: look at the pods' logs and GPUs")
+    message = (
+        f"rTarget {found.r_target} ({found.low} to {found.high} with 95 % confidence) for {found.valid_rate} valid"
+    )
+    return complete(f"{message}; by theory it gives {found.theory_rate}")
+
+
+ENDS = (calibrated, samples_failed, *LIMITS)
+
+
+def end(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
+    """End the calibration when it is done, or will never be."""
+    return end_by(ENDS, snapshot, step)
+
+
+def choose_samples(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
+    """Split the nonces evenly, once, when a pod can compute them."""
+    if step.status.samples or step.status.stop_time or not usable_pods(snapshot):
+        return step
+    count = -(-snapshot.work.spec.nonces // SAMPLES)
+    samples = [CalibrationSample(first=i * count, count=count, state=SlotState.WAITING) for i in range(SAMPLES)]
+    return step.extended(samples=samples)
+
+
+def ask(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
+    """Give each waiting sample a pod, and ask the pods."""
+    if step.status.stop_time:
+        return step
+    samples = bind_samples(snapshot, step.status.samples)
+    asks = ask_pods(snapshot, samples, lambda sample: request(snapshot.work.spec, sample))
+    return step.extended(samples=samples, actions=asks)
+
+
+def request(spec: CalibrationSpec, sample: CalibrationSample) -> GenerateRequest:
+    """Return what a pod is asked: the distances of the sample's nonces under the sample's hash."""
+    derived = hashlib.sha256(f"{spec.block_hash}/{sample.first}".encode()).hexdigest()
+    return named_nonces(spec, range(sample.first, sample.first + sample.count), block_hash=derived)
+
+
+def summarise(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
+    """Fill in what ``kubectl get`` shows."""
+    samples = step.status.samples
+    done = [sample for sample in samples if sample.state is SlotState.DONE]
+    step = step.extended(
+        nonces=sum(sample.count for sample in samples),
+        checked=sum(sample.count for sample in done),
+        not_computed=sum(sample.not_computed for sample in done),
+        retries=retries(samples),
+    )
+    return tally(snapshot, step)
+
+
+def tell(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
+    """Write the conditions."""
+    status = step.status
+    findings = list[Finding]()
+    if status.not_computed:
+        findings.append((Reason.RESULTS_REJECTED, f"{status.not_computed} nonces had no finite result"))
+    if status.target is not None and not status.target.agrees:
+        theory = f"by theory rTarget {status.target.r_target} makes {status.target.theory_rate} valid"
+        findings.append((Reason.THEORY_DISAGREES, f"{theory}, measured is {status.target.valid_rate}"))
+    return set_conditions(snapshot, step, pace=pace(status.samples, status.checked), findings=findings)
+
+
+POLICIES: tuple[Policy, ...] = (
+    observe,  # what pods answered
+    note_times,
+    conclude,  # what follows from all answers
+    end,  # must it end?
+    suspend,  # may it run?
+    choose_samples,  # which nonces are asked for together, once
+    ask,  # which pod for which sample
+    close,
+    summarise,
+    tell,
+)
+
+
+def plan(snapshot: CalibrationSnapshot) -> CalibrationStep:
+    """Return the calibration's next status, and the actions to take once it is recorded."""
+    step = CalibrationStep(status=snapshot.work.status, measured=snapshot.measured)
+    if step.status.state.finished:
+        return expire(snapshot, step)
+    for policy in POLICIES:
+        step = policy(snapshot, step)
+    return step

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading objects of all kinds, writing their status, deleting them; and deleting pods that cannot be helped otherwise.
+
+The status is written against the resource version that was read. A plan made from an outdated object, as by an
+operator that has been replaced, is thus refused instead of overwriting a newer one.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from kubernetes.aio import client
+from pydantic import ValidationError
+
+from poc_operator.apis.v1alpha1.conditions import Condition, merge_conditions
+from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, LabelSelector, Resource
+from poc_operator.apis.v1alpha1.schema import aliases
+from poc_operator.apis.v1alpha1.status import WorkStatus
+from poc_operator.clients.errors import UnreadableObject
+from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
+from poc_operator.observed import PodView
+
+log = logging.getLogger(__name__)
+
+ResourceT = TypeVar("ResourceT", bound=Resource)
+
+
+class ObjectStore:
+    """The objects of the cluster. Errors are of ``clients.errors``."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+        self._objects = client.CustomObjectsApi(api)
+        self._core = client.CoreV1Api(api)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()  # type: ignore[no-untyped-call]
+
+    async def get(self, resource: type[ResourceT], namespace: str, name: str) -> ResourceT | None:
+        """Return the object as it is now; None if it does not exist; UnreadableObject if it cannot be understood."""
+        async with api_errors():
+            body: Any = await self._objects.get_namespaced_custom_object(**_key(resource, namespace, name))
+            return _parse(resource, body)
+        return None
+
+    async def list_objects(self, resource: type[ResourceT], namespaces: Collection[str]) -> list[ResourceT]:
+        """Return the objects of these namespaces; without any, of all. What cannot be understood is left out."""
+        async with api_errors():
+            if not namespaces:
+                found: Any = await self._objects.list_cluster_custom_object(**_kind(resource))
+                return [*readable(resource, found["items"])]
+            lists: Any = [
+                await self._objects.list_namespaced_custom_object(namespace=namespace, **_kind(resource))
+                for namespace in namespaces
+            ]
+            return [*readable(resource, (body for found in lists for body in found["items"]))]
+        return []
+
+    async def list_pods(self, namespace: str, selector: LabelSelector) -> list[PodView]:
+        """Return the pods of the namespace that are selected."""
+        async with api_errors():
+            pods: Any = await self._core.list_namespaced_pod(
+                namespace, label_selector=str(selector), _request_timeout=REQUEST_SECONDS
+            )
+            return [PodView.parse(body) for body in self._api.sanitize_for_serialization(pods.items)]  # type: ignore[no-untyped-call]
+        return []
+
+    async def write_status(self, work: Resource, status: WorkStatus) -> None:
+        """Replace the object's status; StaleObject if the object changed since it was read."""
+        metadata = work.metadata
+        async with api_errors():
+            await self._objects.patch_namespaced_custom_object_status(
+                **_key(type(work), metadata.namespace, metadata.name),
+                body={"metadata": {"resourceVersion": metadata.resource_version}, "status": merge_patch(status)},
+                _content_type="application/merge-patch+json",
+            )
+
+    async def write_conditions(
+        self, resource: type[Resource], namespace: str, name: str, conditions: Iterable[Condition], message: str
+    ) -> None:
+        """Change these conditions and the message of an object, whatever else stands in it.
+
+        Nothing happens if it is gone. StaleObject if somebody changed it meanwhile.
+        """
+        async with api_errors():
+            key = _key(resource, namespace, name)
+            body: Any = await self._objects.get_namespaced_custom_object(**key)
+            known = [Condition.model_validate(found) for found in (body.get("status") or {}).get("conditions") or []]
+            merged = merge_conditions(known, conditions)
+            await self._objects.patch_namespaced_custom_object_status(
+                **key,
+                body={
+                    "metadata": {"resourceVersion": body["metadata"]["resourceVersion"]},
+                    "status": {
+                        "conditions": [found.model_dump(mode="json", by_alias=True) for found in merged],
+                        "message": message,
+                    },
+                },
+                _content_type="application/merge-patch+json",
+            )
+
+    async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
+        """Return an entry of a ConfigMap; None if the entry does not exist. LookupError if the ConfigMap does not."""
+        async with api_errors():
+            found = await self._core.read_namespaced_config_map(name, namespace, _request_timeout=REQUEST_SECONDS)
+            entry: str | None = (found.data or {}).get(key)
+            return entry
+        raise LookupError(name)
+
+    async def delete(self, work: Resource) -> None:
+        """Delete the object; nothing happens if it is gone or was replaced by another of its name."""
+        async with api_errors():
+            await self._objects.delete_namespaced_custom_object(
+                **_key(type(work), work.metadata.namespace, work.metadata.name),
+                body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=work.metadata.uid)),
+            )
+
+    async def delete_pod(self, pod: PodView) -> None:
+        """Delete the pod; nothing happens if it is gone or was replaced by another of its name."""
+        async with api_errors():
+            await self._core.delete_namespaced_pod(
+                pod.name,
+                pod.namespace,
+                body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid)),
+                _request_timeout=REQUEST_SECONDS,
+            )
+
+
+def _kind(resource: type[Resource]) -> dict[str, Any]:
+    plural = resource.KIND.plural
+    return {"group": GROUP, "version": VERSION, "plural": plural, "_request_timeout": REQUEST_SECONDS}
+
+
+def _key(resource: type[Resource], namespace: str, name: str) -> dict[str, Any]:
+    return {**_kind(resource), "namespace": namespace, "name": name}
+
+
+def _parse(resource: type[ResourceT], body: Mapping[str, Any]) -> ResourceT:
+    try:
+        return resource.parse(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise UnreadableObject(f"{field}: {first['msg']}", body["metadata"]["generation"]) from error
+
+
+def readable(resource: type[ResourceT], bodies: Iterable[Mapping[str, Any]]) -> Iterator[ResourceT]:
+    """Yield the objects that can be understood; the others are logged."""
+    for body in bodies:
+        try:
+            yield _parse(resource, body)
+        except UnreadableObject as error:
+            metadata = body["metadata"]
+            log.warning("%s %s/%s: %s", resource.KIND.kind, metadata["namespace"], metadata["name"], error)
+
+
+def merge_patch(status: WorkStatus) -> dict[str, Any]:
+    """Return the status as a JSON merge patch: a field that is unset now becomes null, which deletes it."""
+    return dict.fromkeys(aliases(type(status)).values()) | status.stored()

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the reconciler does differently for each kind: what is asked beside the pods, and which plan is made.
+
+`PLANNERS` lists the kinds; everything else in this package is the same for all of them.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.validation import ConfigMapKey, PoCValidation, Proof, RoundSample
+from poc_operator.calibrations import plan as calibrations
+from poc_operator.clients.errors import GatewayError, StoreForbidden
+from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.controller.logs import ObjectLogger, ObjectRef
+from poc_operator.controller.observing import GatewayObserver
+from poc_operator.observed import GatewayReport, PodView
+from poc_operator.planning.snapshot import Snapshot, Step, StopPod, Work
+from poc_operator.rounds import plan as rounds
+from poc_operator.rounds.snapshot import RoundSnapshot
+from poc_operator.rounds.stop import running_pods, stop_orders
+from poc_operator.validations import plan as validations
+from poc_operator.validations.proofs import parse_proofs
+from vllm_poc.wire.messages import Protocol
+
+WorkT = TypeVar("WorkT", bound=Work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where kinds get what their plans need. Without ``gateway`` pods deliver to the rounds' own addresses."""
+
+    store: ObjectStore
+    gateway: GatewayClient | None = None
+
+
+class Planner(ABC, Generic[WorkT]):
+    """Makes the plans of one object. What it remembers may be lost with the process."""
+
+    resource: ClassVar[type[Work]]
+
+    def __init__(self, sources: Sources, ref: ObjectRef, log: ObjectLogger) -> None:
+        self._sources = sources
+        self._ref = ref
+        self._log = log
+
+    async def ask(self, work: WorkT) -> None:
+        """Ask what the plan needs beside the pods. It takes no longer than a poll."""
+
+    @abstractmethod
+    def plan(self, seen: Snapshot[WorkT]) -> Step[Any]:
+        """Return the next status, and the actions to take once it is recorded."""
+
+    def recorded(self, step: Step[Any]) -> None:
+        """Remember what the next plan needs of a step that was recorded."""
+
+    def computing(self, seen: Snapshot[WorkT]) -> Sequence[PodView]:
+        """Return the pods that would compute on if the object was gone. Pods drop named nonces by themselves."""
+        return ()
+
+    def stop_orders(self, seen: Snapshot[WorkT], pods: Iterable[PodView]) -> Sequence[StopPod]:
+        """Return the orders that stop these pods."""
+        return ()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+
+
+class RoundPlanner(Planner[PoCRound]):
+    """Rounds: the gateway is asked what it has of the results."""
+
+    resource = PoCRound
+
+    def __init__(self, sources: Sources, ref: ObjectRef, log: ObjectLogger) -> None:
+        super().__init__(sources, ref, log)
+        gateway = sources.gateway
+        self._gateway = GatewayObserver(gateway, ref, log, time.monotonic) if gateway is not None else None
+        self._report: GatewayReport | None = None
+
+    async def ask(self, work: PoCRound) -> None:
+        """Ask the gateway, if a question is due."""
+        self._report = await self._gateway.observe() if self._gateway is not None else None
+
+    def plan(self, seen: Snapshot[PoCRound]) -> Step[Any]:
+        """Return the round's next step."""
+        return rounds.plan(self._snapshot(seen))
+
+    def computing(self, seen: Snapshot[PoCRound]) -> Sequence[PodView]:
+        """Return the pods that compute the round, or may do so."""
+        return running_pods(self._snapshot(seen))
+
+    def stop_orders(self, seen: Snapshot[PoCRound], pods: Iterable[PodView]) -> Sequence[StopPod]:
+        """Return the orders that stop these pods."""
+        return stop_orders(self._snapshot(seen), pods)
+
+    async def close(self) -> None:
+        """Give up the question that is under way."""
+        if self._gateway is not None:
+            await self._gateway.cancel()
+
+    def _snapshot(self, seen: Snapshot[PoCRound]) -> RoundSnapshot:
+        return RoundSnapshot(work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, gateway=self._report)
+
+
+class ValidationPlanner(Planner[PoCValidation]):
+    """Validations: their proofs stand in the object, in a ConfigMap, or in the gateway."""
+
+    resource = PoCValidation
+
+    def __init__(self, sources: Sources, ref: ObjectRef, log: ObjectLogger) -> None:
+        super().__init__(sources, ref, log)
+        self._proofs: Sequence[Proof] | str = ()
+        self._sampled: Sequence[Proof] | None = None
+
+    async def ask(self, work: PoCValidation) -> None:
+        """Read the proofs, or find out why they cannot be had."""
+        proofs, protocol = work.spec.proofs, work.spec.protocol
+        if proofs.round is not None:
+            self._proofs = await self._sample(proofs.round, protocol)
+        elif proofs.config_map is not None:
+            self._proofs = await self._entry(proofs.config_map, protocol)
+        else:
+            self._proofs = proofs.inline or ()
+
+    def plan(self, seen: Snapshot[PoCValidation]) -> Step[Any]:
+        """Return the validation's next step."""
+        snapshot = validations.ValidationSnapshot(
+            work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, proofs=self._proofs
+        )
+        return validations.plan(snapshot)
+
+    async def _entry(self, source: ConfigMapKey, protocol: Protocol) -> Sequence[Proof] | str:
+        name, key = source.name, source.key
+        try:
+            entry = await self._sources.store.config_map_entry(self._ref.namespace, name, key)
+        except StoreForbidden as error:
+            return f'ConfigMap "{name}" cannot be read ({error}): install the chart with rbac.readConfigMaps=true'
+        except LookupError:
+            return f'there is no ConfigMap "{name}" in namespace "{self._ref.namespace}": create it'
+        return parse_proofs(f'key "{key}" of ConfigMap "{name}"', entry, protocol)
+
+    async def _sample(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
+        """Return the results that the gateway picked; read once, as it may pick others while the round goes on."""
+        if self._sampled is None:
+            found = await self._read_sample(source, protocol)
+            if isinstance(found, str):
+                return found
+            self._sampled = found
+        return self._sampled
+
+    async def _read_sample(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
+        gateway, namespace = self._sources.gateway, self._ref.namespace
+        if gateway is None:
+            return "spec.proofs.round needs a gateway: start the operator with --gateway-url"
+        where = f'the gateway\'s sample of round "{source.name}"'
+        try:
+            body = await gateway.sample(namespace, source.name, source.nonces, source.seed)
+        except GatewayError as error:
+            return f"{where} cannot be had: {error}"
+        if body is None:
+            return f'the gateway has no results of a round "{source.name}" in namespace "{namespace}"'
+        return parse_proofs(where, body, protocol)
+
+
+class CalibrationPlanner(Planner[PoCCalibration]):
+    """Calibrations: what was measured is remembered, since it may be too long for the status."""
+
+    resource = PoCCalibration
+
+    def __init__(self, sources: Sources, ref: ObjectRef, log: ObjectLogger) -> None:
+        super().__init__(sources, ref, log)
+        self._measured: calibrations.Measured = {}
+
+    def plan(self, seen: Snapshot[PoCCalibration]) -> Step[Any]:
+        """Return the calibration's next step."""
+        snapshot = calibrations.CalibrationSnapshot(
+            work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, measured=self._measured
+        )
+        return calibrations.plan(snapshot)
+
+    def recorded(self, step: Step[Any]) -> None:
+        """Remember what was measured."""
+        if isinstance(step, calibrations.CalibrationStep):
+            self._measured = step.measured
+
+
+PLANNERS: tuple[type[Planner[Any]], ...] = (RoundPlanner, ValidationPlanner, CalibrationPlanner)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator sees: pods, what they report, and what the gateway has. Data only.
+
+Clients make it, plans read it. What is stored in the API server does not belong here but into ``apis``; how things
+are asked belongs into ``clients``. Names that the gateway sends are snake_case on the wire, as all that pods say.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.messages import StatusResponse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """One container of a pod. ``id`` changes with every restart."""
+
+    id: str
+    ports: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodView:
+    """The few facts about a pod that matter to a round."""
+
+    name: str
+    namespace: str
+    uid: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ip: str | None = None
+    ready: bool = False
+    gone: bool = False  # being deleted, or ended for good
+    disrupted: bool = False  # ended by the cluster: evicted, preempted, its node drained or lost
+    waiting_for: str = ""  # why it is not ready, in the kubelet's words
+    containers: Sequence[Container] = ()
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Build a view from the API server's JSON."""
+        meta, status = body["metadata"], body.get("status") or {}
+        conditions = {c["type"]: c for c in status.get("conditions") or []}
+        ready = conditions.get("Ready", {})
+        return cls(
+            name=meta["name"],
+            namespace=meta["namespace"],
+            uid=meta["uid"],
+            labels=meta.get("labels") or {},
+            ip=status.get("podIP"),
+            ready=ready.get("status") == "True",
+            gone="deletionTimestamp" in meta or status.get("phase") in ("Succeeded", "Failed"),
+            disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
+            waiting_for=_waiting_for(status, conditions),
+            containers=_containers(body.get("spec") or {}, status),
+        )
+
+    def server(self, port: int) -> str:
+        """Return the id of the container that serves ``port``: of the first one, if none declares the port."""
+        declaring = [container for container in self.containers if port in container.ports]
+        return (declaring or [*self.containers, Container(id=self.uid)])[0].id
+
+
+def _containers(spec: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[Container, ...]:
+    """Return the containers in the order of the spec."""
+    statuses = {found["name"]: found for found in status.get("containerStatuses") or []}
+    return tuple(
+        Container(id=_container_id(statuses.get(container["name"], {})), ports=_ports(container))
+        for container in spec.get("containers") or []
+    )
+
+
+def _container_id(status: Mapping[str, Any]) -> str:
+    return f"{status.get('containerID', '')}#{status.get('restartCount', 0)}"
+
+
+def _ports(container: Mapping[str, Any]) -> frozenset[int]:
+    return frozenset(port["containerPort"] for port in container.get("ports") or [])
+
+
+def _waiting_for(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the most telling reason why a pod is not ready: image, crash, scheduling, else readiness."""
+    for container in status.get("containerStatuses") or []:
+        waiting = (container.get("state") or {}).get("waiting")
+        if waiting:
+            return str(waiting.get("reason", "ContainerWaiting"))
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return str(scheduled.get("message") or scheduled.get("reason") or "Unschedulable")
+    ready = conditions.get("Ready", {})
+    return str(ready.get("reason", "Pending")) if ready.get("status") != "True" else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a pod answered when it was asked for named nonces under this key: a result, or what went wrong."""
+
+    key: str
+    result: GeneratedResponse | ValidatedResponse | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodReport:
+    """What one poll of a pod yielded: its status, or why there is none.
+
+    ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as
+    (reason, message), if it declined. ``stalled_seconds`` is how long it has computed without progress
+    that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
+    ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it
+    can begin a slot elsewhere than at index 0. ``answer`` is its last one about named nonces.
+    """
+
+    status: StatusResponse | None = None
+    error: str | None = None
+    started: str | None = None
+    refusal: tuple[str, str] | None = None
+    stalled_seconds: float = 0.0
+    silent_seconds: float = 0.0
+    in_flight: bool = False
+    resumes: bool = True
+    answer: Answer | None = None
+
+
+class CollectedSlot(BaseModel):
+    """One slot; ``slot`` is its first nonce.
+
+    ``last_nonce`` is the largest nonce stored, -1 without any; pods deliver in order, so that every index before
+    ``delivered_index`` is settled. ``duplicates`` and ``conflicts`` count deliveries of nonces that were stored
+    already, with the same and with other content; ``forwarded`` what the round's receiver has accepted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    slot: int
+    stored: int
+    last_nonce: int
+    delivered_index: int
+    duplicates: int
+    conflicts: int
+    forwarded: int
+
+
+class CollectedRound(BaseModel):
+    """A round, and the sums over its slots."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    uid: str
+    stored: int
+    duplicates: int
+    conflicts: int
+    forwarded: int
+    slots: list[CollectedSlot]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayReport:
+    """Where the round's pods deliver to, and what of it is stored.
+
+    ``collected`` is what the gateway answered last, None if it had nothing then; ``asked`` is when that question was
+    put, None if none was answered yet. ``error`` says why the last question was not answered.
+    """
+
+    callback: str
+    collected: CollectedRound | None = None
+    asked: datetime | None = None
+    error: str | None = None

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conditions of an object of any kind: for programs its contract, for people what it does or waits for.
+
+``Ready`` and ``Stalled`` repeat ``Complete`` and ``Failed`` for tools that follow kstatus. `internal_error` has the
+conditions of an object on which the operator itself fails.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.schema import shorten
+from poc_operator.apis.v1alpha1.status import Result, SlotState, State, WorkStatus
+from poc_operator.planning.eligibility import Finding, incompatibility
+from poc_operator.planning.snapshot import Snapshot, Step, Work, WorkEvent
+from poc_operator.planning.waiting import waits_for
+from vllm_poc.wire.messages import MAX_TEXT
+
+Verdict = tuple[bool, str, str]
+StepT = TypeVar("StepT", bound=Step[Any])
+
+
+def set_conditions(
+    snapshot: Snapshot[Work],
+    step: StepT,
+    *,
+    pace: str,
+    findings: Sequence[Finding] = (),
+    blocked: Finding | None = None,
+) -> StepT:
+    """Write all conditions, and the message that ``kubectl get -o wide`` shows.
+
+    ``pace`` says how running work gets on, ``findings`` are all that is lost, missing or in doubt, and ``blocked`` is
+    what the object itself lacks before any pod can be asked.
+    """
+    status = step.status
+    progressing = _progressing(snapshot, status, pace, blocked)
+    complete, failed = _ended(status, Result.COMPLETE), _ended(status, Result.FAILED)
+    verdicts = {
+        ConditionType.ACCEPTED: _accepted(snapshot, status, blocked),
+        ConditionType.PROGRESSING: progressing,
+        ConditionType.DEGRADED: _degraded(findings),
+        ConditionType.SUSPENDED: _suspended(status),
+        ConditionType.COMPLETE: complete,
+        ConditionType.FAILED: failed,
+        ConditionType.READY: complete,
+        ConditionType.STALLED: failed,
+    }
+    new = _conditions(verdicts, snapshot.now, snapshot.work.metadata.generation)
+    return step.extended(
+        conditions=merge_conditions(status.conditions, new),
+        message=shorten(progressing[2]),
+        degraded=",".join(dict.fromkeys(str(reason) for reason, _ in findings)),
+    )
+
+
+def _accepted(snapshot: Snapshot[Work], status: WorkStatus, blocked: Finding | None) -> Verdict:
+    if blocked is not None:
+        return (False, *blocked)
+    finding = _no_pod_can_do_it(snapshot)
+    if finding is not None and status.start_time is None:
+        return (False, *finding)
+    return True, Reason.ACCEPTED, "the spec is valid"
+
+
+def _no_pod_can_do_it(snapshot: Snapshot[Work]) -> Finding | None:
+    """Return the commonest reason if every pod that answers is unable to do the work."""
+    findings = [incompatibility(snapshot.work.spec, report) for _, report in snapshot.answering]
+    if not findings or None in findings:
+        return None
+    return Counter(finding for finding in findings if finding).most_common(1)[0][0]
+
+
+def _progressing(snapshot: Snapshot[Work], status: WorkStatus, pace: str, blocked: Finding | None) -> Verdict:
+    if status.state.finished and status.outcome is not None:
+        return False, status.outcome.reason, status.outcome.message
+    if status.state is State.SUSPENDED:
+        return False, Reason.SUSPENDED, "spec.suspend is true; set it to false to go on"
+    if status.stop_time is not None:
+        left = sum(share.state.active for share in status.shares)
+        return True, Reason.STOPPING, f"waiting for {left} pods to deliver their results and stop"
+    if any(share.state is SlotState.RUNNING for share in status.shares):
+        return True, Reason.RUNNING, pace
+    return (False, *blocked) if blocked is not None else waits_for(snapshot)
+
+
+def _degraded(findings: Sequence[Finding]) -> Verdict:
+    if not findings:
+        return False, Reason.ALL_SLOTS_WORK, "nothing is lost"
+    return True, findings[0][0], "; ".join(message for _, message in findings)
+
+
+def _ended(status: WorkStatus, result: Result) -> Verdict:
+    if status.outcome is None or not status.state.finished:
+        return False, Reason.RUNNING, "the work is not over"
+    if status.outcome.type is result:
+        return True, status.outcome.reason, status.outcome.message
+    return False, status.outcome.reason, f"the work is {status.state}"
+
+
+def _suspended(status: WorkStatus) -> Verdict:
+    if status.state is State.SUSPENDED:
+        return True, Reason.SUSPENDED, "spec.suspend is true"
+    return False, Reason.NOT_SUSPENDED, "the work is not suspended"
+
+
+def _conditions(verdicts: Mapping[ConditionType, Verdict], now: datetime, generation: int) -> Iterable[Condition]:
+    return [
+        Condition(
+            type=kind,
+            status=str(true),
+            reason=reason,
+            message=shorten(message),
+            observed_generation=generation,
+            last_transition_time=now,
+        )
+        for kind, (true, reason, message) in verdicts.items()
+    ]
+
+
+_REMEDY = "it stands still and is tried again, less and less often: look at the operator's log, or delete the object"
+
+
+def internal_error(error: Exception, now: datetime, generation: int) -> tuple[Iterable[Condition], WorkEvent]:
+    """Return the conditions and the Event for an exception while an object was read, planned or acted on."""
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    message = f"{shorten(what, MAX_TEXT // 2)}; {_REMEDY}"
+    verdicts: dict[ConditionType, Verdict] = {
+        ConditionType.PROGRESSING: (False, Reason.INTERNAL_ERROR, message),
+        ConditionType.DEGRADED: (True, Reason.INTERNAL_ERROR, message),
+    }
+    event = WorkEvent(reason=Reason.INTERNAL_ERROR, message=message, warning=True)
+    return _conditions(verdicts, now, generation), event

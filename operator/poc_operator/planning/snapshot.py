@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is made from and what it consists of."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Generic, Self, TypeVar
+
+from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
+from poc_operator.apis.v1alpha1.status import Share, WorkStatus
+from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.observed import PodReport, PodView
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
+
+#: An object that asks pods to work.
+Work = PoCRound | PoCValidation | PoCCalibration
+WorkT_co = TypeVar("WorkT_co", bound=Work, covariant=True)
+StatusT = TypeVar("StatusT", bound=WorkStatus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot(Generic[WorkT_co]):
+    """One look at the world. ``pods`` are those that the object's selector matches."""
+
+    work: WorkT_co
+    pods: Sequence[PodView]
+    reports: Mapping[str, PodReport]  # by pod uid
+    now: datetime
+
+    @cached_property
+    def live_pods(self) -> Sequence[PodView]:
+        """Pods that are not on their way out, in a stable order."""
+        return sorted((pod for pod in self.pods if not pod.gone), key=lambda pod: pod.name)
+
+    @cached_property
+    def answering(self) -> Sequence[tuple[PodView, PodReport]]:
+        """Live pods that are ready and answered the poll, with their answers."""
+        polled = ((pod, self.reports.get(pod.uid)) for pod in self.live_pods if pod.ready)
+        return [(pod, report) for pod, report in polled if report is not None and report.status is not None]
+
+    @cached_property
+    def _live_by_uid(self) -> Mapping[str | None, PodView]:
+        return {pod.uid: pod for pod in self.live_pods}
+
+    def pod_of(self, share: Share) -> PodView | None:
+        """Return the live pod that the slot or sample is bound to."""
+        return self._live_by_uid.get(share.uid)
+
+    def report_of(self, share: Share) -> PodReport:
+        """Return the report of the slot's or sample's pod; an empty one if it was not polled."""
+        return self.reports.get(share.uid or "", PodReport())
+
+    def seconds_since(self, moment: datetime | None) -> float:
+        """Return the seconds that have passed; 0 if the moment has not come yet."""
+        return (self.now - moment).total_seconds() if moment is not None else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPod:
+    """Tell a pod to compute a slot. Harmless to repeat: the pod compares the round id."""
+
+    pod: PodView
+    request: InitGenerateRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopPod:
+    """Tell a pod to stop the round of this id, or whatever it computes; it flushes its results first."""
+
+    pod: PodView
+    round_id: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendPod:
+    """Let a pod compute its slot up to another index."""
+
+    pod: PodView
+    request: ExtendRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeletePod:
+    """Delete a pod that cannot be helped otherwise; whatever made it makes a new one."""
+
+    pod: PodView
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskPod:
+    """Ask a pod for named nonces. Its report has the answer, under this key; what is no longer asked is cancelled."""
+
+    pod: PodView
+    key: str
+    request: GenerateRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteWork:
+    """Delete the finished object; its time to live has passed."""
+
+
+Action = StartPod | ExtendPod | StopPod | DeletePod | AskPod | DeleteWork
+
+
+class Loss(StrEnum):
+    """Why a slot was given out again."""
+
+    POD_GONE = "PodGone"
+    DISRUPTED = "Disrupted"
+    RESTARTED = "Restarted"
+    FAILED = "Failed"
+    STALLED = "Stalled"
+    STOPPED = "Stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkEvent:
+    """A Kubernetes Event to post on the object; ``loss`` if it tells of a slot that was given out again."""
+
+    reason: str
+    message: str
+    warning: bool = False
+    loss: Loss | None = None
+
+    @classmethod
+    def warn_of(cls, slot: Assignment, reason: Reason, message: str, loss: Loss | None = None) -> Self:
+        """Return a warning about one slot, which the message names first."""
+        text = f"node {slot.node} group {slot.group}: {message}"
+        return cls(reason=reason, message=text, warning=True, loss=loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Generic[StatusT]):
+    """What one policy yields: the status so far, and what it adds to actions and events."""
+
+    status: StatusT
+    actions: Sequence[Action] = field(default_factory=tuple)
+    events: Sequence[WorkEvent] = field(default_factory=tuple)
+
+    def extended(
+        self,
+        *,
+        actions: Iterable[Action] = (),
+        events: Iterable[WorkEvent] = (),
+        **status: Any,  # noqa: ANN401 - fields of the status
+    ) -> Self:
+        """Return the step with these fields of the status changed, and more actions and events."""
+        return replace(
+            self,
+            status=self.status.model_copy(update=status),
+            actions=[*self.actions, *actions],
+            events=[*self.events, *events],
+        )

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What work waits for while no pod computes, in words that say what to do."""
+
+from collections.abc import Callable, Sequence
+
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.observed import PodView
+from poc_operator.planning.eligibility import busy_pods, holder, incompatibility
+from poc_operator.planning.snapshot import Snapshot, Work
+
+Wait = tuple[bool, Reason, str]
+
+Rule = Callable[[Snapshot[Work]], Wait | None]
+
+#: So many pods are named in a message; more would not be read.
+_NAMED = 3
+
+
+def _names(pods: Sequence[PodView], detail: Callable[[PodView], str]) -> str:
+    named = ", ".join(f"{pod.name} ({detail(pod)})" for pod in pods[:_NAMED])
+    return named if len(pods) <= _NAMED else f"{named} and {len(pods) - _NAMED} more"
+
+
+def _no_pod_matches(snapshot: Snapshot[Work]) -> Wait | None:
+    if snapshot.live_pods:
+        return None
+    namespace = snapshot.work.metadata.namespace
+    return (
+        False,
+        Reason.NO_MATCHING_PODS,
+        (
+            f'no pod in namespace "{namespace}" matches {snapshot.work.spec.selector}: '
+            "install the vllm-poc-worker chart there, or label your vLLM pods"
+        ),
+    )
+
+
+def _no_pod_ready(snapshot: Snapshot[Work]) -> Wait | None:
+    pods = snapshot.live_pods
+    if any(pod.ready for pod in pods):
+        return None
+    waiting = _names(pods, lambda pod: pod.waiting_for)
+    return False, Reason.NO_POD_READY, f"waiting for one of {len(pods)} pods to become ready: {waiting}"
+
+
+def _no_pod_answers(snapshot: Snapshot[Work]) -> Wait | None:
+    if snapshot.answering:
+        return None
+    ready = [pod for pod in snapshot.live_pods if pod.ready]
+    errors = _names(ready, lambda pod: _error(snapshot, pod))
+    return (
+        False,
+        Reason.PODS_UNREACHABLE,
+        (
+            f"no pod answers on port {snapshot.work.spec.port}: {errors}; "
+            "check spec.port and that vLLM runs with --enable-poc"
+        ),
+    )
+
+
+def _error(snapshot: Snapshot[Work], pod: PodView) -> str:
+    report = snapshot.reports.get(pod.uid)
+    return (report.error if report else None) or "not polled yet"
+
+
+def _no_pod_fits(snapshot: Snapshot[Work]) -> Wait | None:
+    findings = [incompatibility(snapshot.work.spec, report) for _, report in snapshot.answering]
+    if None in findings:
+        return None
+    first = next(finding for finding in findings if finding)
+    return (False, *first)
+
+
+def _all_pods_busy(snapshot: Snapshot[Work]) -> Wait | None:
+    others = busy_pods(snapshot)
+    if len(others) < len(snapshot.answering):
+        return None
+    held = holders(snapshot, others)
+    return False, Reason.PODS_BUSY, f"every pod computes another round: {held}; wait for it or stop it"
+
+
+def holders(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> str:
+    """Name busy pods and what each computes."""
+    return _names(pods, lambda pod: holder(snapshot.reports[pod.uid]))
+
+
+_RULES: tuple[Rule, ...] = (_no_pod_matches, _no_pod_ready, _no_pod_answers, _no_pod_fits, _all_pods_busy)
+
+
+def waits_for(snapshot: Snapshot[Work]) -> Wait:
+    """Return what work without a computing pod waits for."""
+    blocked = next((wait for rule in _RULES if (wait := rule(snapshot))), None)
+    return blocked or (True, Reason.STARTING, "waiting for the pods to confirm their start")

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chain of policies of a PoCValidation: ``POLICIES``, read from top to bottom, is what the operator does."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.status import Outcome, SlotState
+from poc_operator.apis.v1alpha1.validation import (
+    MAX_NAMED_MISMATCHES,
+    PoCValidation,
+    Proof,
+    Sample,
+    ValidationSpec,
+    ValidationStatus,
+    Verdict,
+)
+from poc_operator.planning import lifecycle
+from poc_operator.planning.conditions import set_conditions
+from poc_operator.planning.eligibility import Finding, usable_pods
+from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend, tally
+from poc_operator.planning.requests import named_nonces
+from poc_operator.planning.samples import (
+    PodResult,
+    ask_pods,
+    bind_samples,
+    extent,
+    observe_samples,
+    pace,
+    retries,
+    samples_failed,
+)
+from poc_operator.planning.snapshot import Snapshot, Step
+from poc_operator.validations.proofs import digest
+from vllm_poc.wire.artifacts import Artifact
+from vllm_poc.wire.generate import GenerateRequest, ValidatedResponse, Validation
+from vllm_poc.wire.stat_test import StatTest, is_distance_mismatch, p_value
+
+#: Proofs that a pod is asked to recompute in one request.
+SAMPLE_NONCES = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSnapshot(Snapshot[PoCValidation]):
+    """What a validation sees. ``proofs`` are those that it checks, or why they cannot be had."""
+
+    proofs: Sequence[Proof] | str
+
+
+ValidationStep = Step[ValidationStatus]
+Policy = Callable[[ValidationSnapshot, ValidationStep], ValidationStep]
+
+
+def observe(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
+    """Take what the pods answered."""
+    status, proofs = step.status, snapshot.proofs
+    if isinstance(proofs, str):
+        samples, events = observe_samples(snapshot, status.samples, None)
+        return step.extended(samples=samples, events=events)
+    mismatches = list(status.mismatch_nonces)
+
+    def take(sample: Sample, result: PodResult) -> Sample:
+        found = _mismatches(snapshot.work.spec, _part(proofs, sample), result)
+        mismatches.extend(found)
+        return sample.model_copy(update={"mismatches": len(found), "not_computed": len(result.not_computed)})
+
+    samples, events = observe_samples(snapshot, status.samples, take)
+    return step.extended(samples=samples, events=events, mismatch_nonces=mismatches[:MAX_NAMED_MISMATCHES])
+
+
+def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult) -> list[int]:
+    """Return the nonces that mismatch. ValueError if the answer is about others."""
+    if isinstance(result, ValidatedResponse):
+        mismatches, computed = result.mismatch_nonces, result.n_total
+    else:
+        found = dict(zip(result.nonces or [], result.distances or [], strict=True))
+        r_target, computed = float(spec.r_target or 0), len(found)
+        mismatches = [
+            proof.nonce
+            for proof in proofs
+            if proof.nonce in found
+            and is_distance_mismatch(float(proof.distance or "inf"), found[proof.nonce], r_target)
+        ]
+    if computed + len(result.not_computed) != len(proofs):
+        raise ValueError(f"its answer is about {computed} nonces instead of {len(proofs)}")
+    return mismatches
+
+
+def note_times(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
+    """Record since when it runs, and since when nobody answers."""
+    return lifecycle.note_times(snapshot, step, extent(step.status.samples))
+
+
+def conclude(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
+    """Put all proofs to the test once all are checked."""
+    samples = step.status.samples
+    if not samples or any(sample.state is not SlotState.DONE for sample in samples):
+        return step
+    return step.extended(verdict=verdict(snapshot.work.spec, samples))
+
+
+def verdict(spec: ValidationSpec, samples: Sequence[Sample]) -> Verdict:
+    """Put all samples to the statistical test; `vllm_poc.wire.stat_test` has it."""
+    mismatches = sum(sample.mismatches for sample in samples)
+    missing = sum(sample.not_computed for sample in samples)
+    total = sum(sample.count for sample in samples) - missing
+    probability = p_value(mismatches, total, spec.thresholds.p_mismatch)
+    return Verdict(
+        total=total,
+        mismatches=mismatches,
+        not_computed=missing,
+        p_value=f"{probability:.6g}",
+        fraud=total > 0 and probability < spec.thresholds.p_value_threshold,
+    )
+
+
+def proofs_changed(snapshot: ValidationSnapshot, status: ValidationStatus) -> Outcome | None:
+    """The proofs are not those that the samples were made of."""
+    if status.proofs_digest is None or isinstance(snapshot.proofs, str):
+        return None
+    if digest(snapshot.proofs) == status.proofs_digest:
+        return None
+    message = "spec.proofs changed while they were checked: create another validation for them"
+    return failed(Reason.PROOFS_CHANGED, message)
+
+
+def proofs_checked(_: ValidationSnapshot, status: ValidationStatus) -> Outcome | None:
+    """All proofs are recomputed."""
+    found = status.verdict
+    if found is None:
+        return None
+    if not found.total:
+        return failed(Reason.NOTHING_COMPUTED, "no nonce had a finite result: look at the pods' logs and GPUs")
+    message = f"{found.mismatches} of {found.total} nonces mismatch, p-value {found.p_value}"
+    if found.fraud:
+        return complete(f"{message}: fraud", Reason.FRAUD_DETECTED)
+    return complete(f"{message}: no fraud", Reason.NO_FRAUD_DETECTED)
+
+
+ENDS = (proofs_changed, proofs_checked, samples_failed, *LIMITS)
+
+
+def end(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
+    """End the validation when it is done, or will never be."""
+    return end_by(ENDS, snapshot, step)
+
+
+def choose_samples(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
+    """Split the proofs, once, when a pod can compute them; those that cannot be had are waited for."""
+    proofs = snapshot.proofs
+    if step.status.samples or step.status.stop_time or isinstance(proofs, str) or not usable_pods(snapshot):
+        return step
+    samples = [
+        Sample(first=first, count=min(SAMPLE_NONCES, len(proofs) - first), state=SlotState.WAITING)
+        for first in range(0, len(proofs), SAMPLE_NONCES)
+    ]
+    return step.extended(samples=samples, proofs_digest=digest(proofs))
+
+
+def ask(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
+    """Give each waiting sample a pod, and ask the pods, as long as there are the proofs to compare with."""
+    proofs = snapshot.proofs
+    if step.status.stop_time:
+        return step
+    samples = bind_samples(snapshot, step.status.samples)
+    if isinstance(proofs, str):
+        return step.extended(samples=samples)
+    asks = ask_pods(snapshot, samples, lambda sample: _request(snapshot.work.spec, _part(proofs, sample)))
+    return step.extended(samples=samples, actions=asks)
+
+
+def _request(spec: ValidationSpec, proofs: Sequence[Proof]) -> GenerateRequest:
+    """Return what a pod is asked: a verdict on artifacts, or the distances themselves."""
+    asked = named_nonces(spec, [proof.nonce for proof in proofs])
+    if spec.artifact is None:
+        return asked
+    artifacts = [Artifact(nonce=proof.nonce, vector_b64=proof.vector or "") for proof in proofs]
+    test = StatTest(dist_threshold=spec.thresholds.dist_threshold)
+    return asked.model_copy(update={"validation": Validation(artifacts=artifacts), "stat_test": test})
+
+
+def _part(proofs: Sequence[Proof], sample: Sample) -> Sequence[Proof]:
+    return proofs[sample.first : sample.first + sample.count]
+
+
+def summarise(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
+    """Fill in what ``kubectl get`` shows."""
+    samples = step.status.samples
+    done = [sample for sample in samples if sample.state is SlotState.DONE]
+    step = step.extended(
+        nonces=sum(sample.count for sample in samples),
+        checked=sum(sample.count for sample in done),
+        mismatches=sum(sample.mismatches for sample in done),
+        not_computed=sum(sample.not_computed for sample in done),
+        retries=retries(samples),
+    )
+    return tally(snapshot, step)
+
+
+def tell(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
+    """Write the conditions."""
+    blocked = (Reason.PROOFS_UNAVAILABLE, snapshot.proofs) if isinstance(snapshot.proofs, str) else None
+    findings = list[Finding]()
+    if step.status.not_computed:
+        message = f"{step.status.not_computed} nonces had no finite result and are left out"
+        findings.append((Reason.RESULTS_REJECTED, message))
+    told = pace(step.status.samples, step.status.checked)
+    return set_conditions(snapshot, step, pace=told, findings=findings, blocked=blocked)
+
+
+POLICIES: tuple[Policy, ...] = (
+    observe,  # what pods answered
+    note_times,
+    conclude,  # what follows from all answers
+    end,  # must it end?
+    suspend,  # may it run?
+    choose_samples,  # which proofs are asked for together, once
+    ask,  # which pod for which sample
+    close,
+    summarise,
+    tell,
+)
+
+
+def plan(snapshot: ValidationSnapshot) -> ValidationStep:
+    """Return the validation's next status, and the actions to take once it is recorded."""
+    step: ValidationStep = Step(status=snapshot.work.status)
+    if step.status.state.finished:
+        return expire(snapshot, step)
+    for policy in POLICIES:
+        step = policy(snapshot, step)
+    return step

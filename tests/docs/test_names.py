@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings, series and routes of the reference pages are those of the code: all of them, and no others."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
+
+import poc_gateway.metrics
+import vllm_poc.server.metrics
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.process import Components, inside_app, network_app
+from poc_gateway.settings import Settings as GatewaySettings
+from poc_gateway.store.database import Database
+from poc_gateway.store.rounds import Rounds
+from poc_operator.controller.metrics import Metrics
+from tests.docs.pages import ROOT, pages
+from vllm_poc.server.routes import create_app
+from vllm_poc.server.settings import Settings as PodSettings
+from vllm_poc.wire.messages import API_PREFIX
+
+REFERENCE = ROOT / "docs" / "reference"
+_CODE = re.compile(r"`([^`\n]+)`")
+
+
+def _codes(text: str) -> list[str]:
+    """The pieces of code of a text, each of them whole."""
+    return _CODE.findall(text)
+
+
+def _first_cells(page: str, section: str = "") -> list[str]:
+    """The pieces of code in the first cells of the tables of a page, or of one of its sections."""
+    text = (REFERENCE / page).read_text()
+    if section:
+        (text,) = [part for part in text.split("\n## ") if part.startswith(f"{section}\n")]
+    rows = re.findall(r"^\| (.+?) \|", text, re.MULTILINE)
+    return [code for row in rows for code in _codes(row)]
+
+
+def _variables(settings: type[BaseModel]) -> set[str]:
+    return {str(field.validation_alias or field.alias) for field in settings.model_fields.values()}
+
+
+def test_pod_settings_are_listed() -> None:
+    assert set(_first_cells("pod-settings.md")) == _variables(PodSettings)
+
+
+def test_gateway_settings_are_listed() -> None:
+    listed = {f"POC_GATEWAY_{name}" for name in _first_cells("gateway-api.md") if name.isupper()}
+    assert listed == _variables(GatewaySettings)
+
+
+def test_every_variable_that_a_page_names_exists() -> None:
+    known = _variables(PodSettings) | _variables(GatewaySettings)
+    named = {
+        (page.name, name)
+        for page in pages()
+        for name in re.findall(r"\b((?:VLLM_POC|POC_GATEWAY)_[A-Z_]*[A-Z])\b", page.read_text())
+    }
+    assert sorted(found for found in named if found[1] not in known) == []
+
+
+def _series(registries: Iterable[str]) -> set[str]:
+    """The names of our series in these expositions, as a query has to write them."""
+    families = [family for text in registries for family in text_string_to_metric_families(text)]
+    return {
+        f"{family.name}_total" if family.type == "counter" else family.name
+        for family in families
+        if family.name.startswith("poc_") and not family.name.endswith("_created")
+    }
+
+
+@pytest.fixture
+def gateway_series(tmp_path: Path) -> set[str]:
+    database = Database.open(f"sqlite:///{tmp_path}/gateway.db")
+    registry = CollectorRegistry()
+    registry.register(poc_gateway.metrics.DatabaseGauges(database))
+    texts = [prometheus_client.generate_latest(one).decode() for one in (registry, prometheus_client.REGISTRY)]
+    database.close()
+    return {name for name in _series(texts) if name.startswith("poc_gateway_")}
+
+
+def _pod_series() -> set[str]:
+    counters = _series([prometheus_client.generate_latest(prometheus_client.REGISTRY).decode()])
+    # A gauge appears when a server exists.
+    values = [value for value in vars(vllm_poc.server.metrics).values() if isinstance(value, prometheus_client.Gauge)]
+    return {name for name in counters if not name.startswith("poc_gateway_")} | {gauge._name for gauge in values}
+
+
+def test_metrics_of_operator_and_gateway_are_listed(gateway_series: set[str]) -> None:
+    listed = {code for code in _first_cells("metrics.md") if code.startswith("poc_")}
+    assert listed == _series([Metrics().text().decode()]) | gateway_series
+
+
+def test_metrics_of_pods_are_listed() -> None:
+    assert set(_first_cells("pod-api.md", "Metrics")) == _pod_series()
+
+
+def test_queries_use_series_that_exist(gateway_series: set[str]) -> None:
+    known = _series([Metrics().text().decode()]) | gateway_series | _pod_series()
+    for page in pages():
+        for query in re.findall(r"```promql\n(.*?)```", page.read_text(), re.DOTALL):
+            assert set(re.findall(r"\bpoc_[a-z_]+", query)) <= known, page
+
+
+def _routes(app: FastAPI) -> set[tuple[str, str]]:
+    found: dict[str, Any] = app.openapi()["paths"]
+    return {(method.upper(), _nameless(path)) for path, item in found.items() for method in item}
+
+
+def _nameless(path: str) -> str:
+    """Return a path whose parameters have no names: pages and code may call them differently."""
+    return re.sub(r"\{\w+\}|\b[A-Z]{2,}\b", "{}", path)
+
+
+def _listed_routes(page: str) -> set[tuple[str, str]]:
+    found = [re.fullmatch(r"(GET|POST) (/\S+)", code) for code in _first_cells(page)]
+    return {(match[1], _nameless(match[2].rstrip("…").rstrip("/"))) for match in found if match}
+
+
+def test_routes_of_the_gateway_are_listed(tmp_path: Path) -> None:
+    database = Database.open(f"sqlite:///{tmp_path}/gateway.db")
+    settings = GatewaySettings()
+
+    async def read_round(_namespace: str, _name: str) -> None:
+        return None
+
+    rounds, outbox = Rounds(database, read_round), Outbox(database, settings)
+    components = Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
+    inside, network = _routes(inside_app(components)), _routes(network_app(components))
+    database.close()
+    listed = _listed_routes("gateway-api.md")
+    listed |= {(method, route.replace("/inference/pow/", "/pow/")) for method, route in listed}
+    assert listed == inside | network
+
+
+def test_routes_of_pods_are_listed() -> None:
+    # No route asks for the service before a request comes.
+    app = create_app(None)  # type: ignore[arg-type]
+    listed = _listed_routes("pod-api.md") - {("GET", f"{API_PREFIX}/openapi.json")}
+    assert listed == _routes(app)

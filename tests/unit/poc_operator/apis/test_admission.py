@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the schema accepts and refuses, by the offline evaluator; a real API server judges the same specs."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hack.generate.__main__ import KINDS
+from hack.generate.crds import spec_model
+from poc_operator.apis.v1alpha1.meta import Resource
+from tests.support.builders.specs import FULL, edges, specs
+from tests.support.checks.admission import admitted
+
+_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.KIND.kind)
+
+
+@_KIND
+def test_full_specs_are_accepted(kind: type[Resource]) -> None:
+    assert [admitted(kind, spec)[1] for spec in FULL[kind]] == [[] for _ in FULL[kind]]
+
+
+@_KIND
+def test_what_the_schema_accepts_at_the_edges_the_models_read(kind: type[Resource]) -> None:
+    accepted = refused = 0
+    for name, spec in edges(kind):
+        stored, flaws = admitted(kind, spec)
+        if flaws:
+            refused += 1
+        else:
+            accepted += 1
+            assert spec_model(kind).model_validate(stored), name
+    assert accepted > 30
+    assert refused > 60
+
+
+@_KIND
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_random_specs_are_accepted_and_read(kind: type[Resource], data: st.DataObject) -> None:
+    stored, flaws = admitted(kind, data.draw(specs(kind)))
+    assert flaws == []
+    assert spec_model(kind).model_validate(stored)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects in the API server: what is asked, what is written, and what is made of an object that makes no sense."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio import client
+
+from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.conditions import Condition
+from poc_operator.apis.v1alpha1.meta import LabelSelector, Operator, Requirement
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
+from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.clients.errors import UnreadableObject
+from poc_operator.clients.kube.objects import ObjectStore, merge_patch
+from poc_operator.rounds.plan import plan
+from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
+
+API = "/apis/poc.gonka.ai/v1alpha1/namespaces/ns"
+FOREIGN = {"type": "Foreign", "status": "True", "reason": "X", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+
+
+class Api:
+    """Answers with one object; keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.body: dict[str, Any] = body_of(a_round())
+        self.seen: list[tuple[str, str, dict[str, str], Any]] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        self.seen.append((request.method, request.path, dict(request.query), body))
+        if request.path.endswith("/pods"):
+            return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": []})
+        if request.path.endswith("configmaps/none"):
+            return web.json_response({"kind": "Status", "code": 404}, status=404)
+        if "/configmaps/" in request.path:
+            return web.json_response({"kind": "ConfigMap", "apiVersion": "v1", "data": {"proofs.json": "[]"}})
+        listed = request.path.rsplit("/", 1)[-1].startswith("poc")
+        return web.json_response({"items": [self.body]} if listed else self.body)
+
+
+def body_of(work: PoCRound | PoCValidation | PoCCalibration) -> dict[str, Any]:
+    """The object as the API server has it."""
+    body: dict[str, Any] = json.loads(work.model_dump_json(by_alias=True, exclude_none=True))
+    return body
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[tuple[Api, ObjectStore]]:
+    api, app = Api(), web.Application()
+    app.router.add_route("*", "/{path:.*}", api.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    store = ObjectStore(client.ApiClient(client.Configuration(host=host)))
+    yield api, store
+    await store.close()
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("work", [a_round(), a_validation(), a_calibration()], ids=lambda work: work.KIND.kind)
+async def test_each_kind_is_read_where_it_is(
+    api: tuple[Api, ObjectStore], work: PoCRound | PoCValidation | PoCCalibration
+) -> None:
+    server, store = api
+    server.body = body_of(work)
+    assert await store.get(type(work), "ns", "r") == work
+    assert await store.list_objects(type(work), []) == [work]
+    assert await store.list_objects(type(work), ["ns"]) == [work]
+    plural = work.KIND.plural
+    paths = [f"{API}/{plural}/r", f"/apis/poc.gonka.ai/v1alpha1/{plural}", f"{API}/{plural}"]
+    assert [path for _, path, _, _ in server.seen] == paths
+
+
+@pytest.mark.parametrize(("field", "value"), [("nodes", {"first": 0}), ("port", "http"), ("blockHash", "ab")])
+async def test_an_object_that_makes_no_sense_names_its_field(
+    api: tuple[Api, ObjectStore], field: str, value: object
+) -> None:
+    server, store = api
+    server.body["spec"][field] = value
+    with pytest.raises(UnreadableObject, match=f"spec.{field}") as caught:
+        await store.get(PoCRound, "ns", "r")
+    assert caught.value.generation == 1
+    assert await store.list_objects(PoCRound, []) == []
+
+
+async def test_words_of_another_version_in_a_status_are_read(api: tuple[Api, ObjectStore]) -> None:
+    server, store = api
+    slot = {"node": 0, "group": 0, "state": "Dreaming"}
+    server.body["status"] = {"state": "Baked", "slots": 1, "groups": 1, "assignments": [slot]}
+    round_ = await store.get(PoCRound, "ns", "r")
+    assert round_ is not None
+    assert plan(look(round_, (a_pod("a"), says()))).status.state == "Pending"
+
+
+async def test_pods_are_selected_by_the_api_server(api: tuple[Api, ObjectStore]) -> None:
+    server, store = api
+    requirement = Requirement(key="gpu", operator=Operator.NOT_IN, values=["none", "old"])
+    await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}, match_expressions=[requirement]))
+    assert server.seen[0][:3] == ("GET", "/api/v1/namespaces/ns/pods", {"labelSelector": "a=b,gpu notin (none,old)"})
+
+
+async def test_a_status_is_written_against_what_was_read(api: tuple[Api, ObjectStore]) -> None:
+    server, store = api
+    await store.write_status(a_round(), RoundStatus(start_time=NOW))
+    method, path, _, body = server.seen[0]
+    assert (method, path, body["metadata"]) == ("PATCH", f"{API}/pocrounds/r/status", {"resourceVersion": "1"})
+
+
+async def test_conditions_are_changed_whatever_else_is_there(api: tuple[Api, ObjectStore]) -> None:
+    server, store = api
+    server.body["spec"] = {"from": "elsewhere"}
+    server.body["status"] = {"conditions": [FOREIGN]}
+    condition = Condition(type="Degraded", status="True", reason="InternalError", last_transition_time=NOW)
+    await store.write_conditions(PoCRound, "ns", "r", [condition], "why")
+    written = server.seen[1][3]
+    assert [found["type"] for found in written["status"]["conditions"]] == ["Foreign", "Degraded"]
+    assert (written["status"]["message"], written["metadata"]) == ("why", {"resourceVersion": "1"})
+
+
+async def test_an_entry_of_a_config_map(api: tuple[Api, ObjectStore]) -> None:
+    _, store = api
+    assert await store.config_map_entry("ns", "claims", "proofs.json") == "[]"
+    assert await store.config_map_entry("ns", "claims", "other") is None
+    with pytest.raises(LookupError):
+        await store.config_map_entry("ns", "none", "proofs.json")
+
+
+def test_an_unset_field_is_deleted_by_the_patch() -> None:
+    patch = merge_patch(RoundStatus(start_time=NOW))
+    assert patch["startTime"] == "2026-01-01T12:00:00Z"
+    assert patch["pollFailureTime"] is None
+
+
+def test_a_written_status_is_read_back_the_same() -> None:
+    status = plan(look(a_round(), (a_pod("a"), says()))).status
+    stored = {name: value for name, value in merge_patch(status).items() if value is not None}
+    assert RoundStatus.model_validate(json.loads(json.dumps(stored))) == status

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round that cannot run says why and what to do; it never waits silently."""
+
+import pytest
+
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.observed import PodReport, PodView
+from poc_operator.rounds.plan import plan
+from tests.unit.poc_operator.build import a_pod, a_round, look, says
+from vllm_poc.wire.messages import ModelLimits, PowState
+
+World = tuple[tuple[PodView, PodReport | None], ...]
+
+
+@pytest.mark.parametrize(
+    ("world", "reason", "says_what"),
+    [
+        pytest.param((), Reason.NO_MATCHING_PODS, "install the vllm-poc-worker chart", id="no pod"),
+        pytest.param(
+            ((a_pod("a", ready=False, waiting_for="ImagePullBackOff"), None),),
+            Reason.NO_POD_READY,
+            "a (ImagePullBackOff)",
+            id="not ready",
+        ),
+        pytest.param(
+            ((a_pod("a"), PodReport(error="connection refused")),),
+            Reason.PODS_UNREACHABLE,
+            "check spec.port and that vLLM runs with --enable-poc",
+            id="wrong port",
+        ),
+        pytest.param(
+            ((a_pod("a"), says(model=ModelLimits(names=["qwen"]))),),
+            Reason.MODEL_MISMATCH,
+            'serves "qwen"',
+            id="wrong model",
+        ),
+        pytest.param(
+            ((a_pod("a"), says(model=ModelLimits(names=["demo"], max_seq_len=32))),),
+            Reason.SEQUENCE_TOO_LONG,
+            "--max-model-len",
+            id="too long",
+        ),
+        pytest.param(
+            ((a_pod("a"), says(PowState.GENERATING, round_id="other")),),
+            Reason.PODS_BUSY,
+            "round other",
+            id="busy",
+        ),
+        pytest.param(
+            (
+                (
+                    a_pod("a"),
+                    PodReport(status=says().status, refusal=("CallbackNotAllowed", "url: not allowed")),
+                ),
+            ),
+            Reason.REQUEST_REFUSED,
+            "url: not allowed",
+            id="refused",
+        ),
+    ],
+)
+def test_progressing_tells_what_is_waited_for(world: World, reason: Reason, says_what: str) -> None:
+    status = plan(look(a_round(), *world)).status
+    progressing = next(c for c in status.conditions if c.type == "Progressing")
+    assert (progressing.status, progressing.reason) == ("False", reason)
+    assert says_what in progressing.message
+    assert status.message == progressing.message
+
+
+def test_a_round_that_no_pod_can_run_is_not_accepted() -> None:
+    world = (a_pod("a"), says(model=ModelLimits(names=["qwen"])))
+    accepted = next(c for c in plan(look(a_round(), world)).status.conditions if c.type == "Accepted")
+    assert (accepted.status, accepted.reason) == ("False", Reason.MODEL_MISMATCH)
+
+
+def test_artifact_longer_than_the_hidden_state() -> None:
+    round_ = a_round(rTarget=None, artifact={"kDim": 129})
+    status = plan(look(round_, (a_pod("a"), says()))).status
+    assert next(c.reason for c in status.conditions if c.type == "Accepted") == Reason.K_DIM_TOO_LARGE
+
+
+def test_conditions_keep_their_transition_time() -> None:
+    first = plan(look(a_round())).status
+    second = plan(look(a_round(first), after=60)).status
+    assert [c.last_transition_time for c in first.conditions] == [c.last_transition_time for c in second.conditions]
