@@ -45,7 +45,7 @@ check: .venv/.lock verify ## Format, lint, types, layers, generated files, links
 
 .PHONY: test-unit
 test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster; both sides of the REST contract
-	.venv/bin/pytest tests/unit tests/wire --ignore tests/unit/vllm_poc/maths
+	.venv/bin/pytest tests/unit tests/wire --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
 
 .PHONY: postgresql
 postgresql:
@@ -61,8 +61,8 @@ fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's route
 	FUZZ_EXAMPLES=10000 .venv/bin/pytest --log-cli-level=INFO tests/unit/poc_gateway/test_fuzz.py
 
 .PHONY: test-worker
-test-worker: toolchain ## The maths, and real vLLM on CPU (VLLM=0.23: on that release)
-	"$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python" -m pytest tests/unit/vllm_poc/maths tests/vllm
+test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)
+	"$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python" -m pytest tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
 
 .PHONY: test-versions
 test-versions: ## The same as test-worker on the oldest and the newest supported release

@@ -38,6 +38,7 @@ def main() -> None:
         max_num_seqs=1024,
         max_num_batched_tokens=MAX_TOKENS,
         gpu_memory_utilization=options.memory,
+        kv_cache_dtype=options.kv_cache_dtype,
         tensor_parallel_size=options.tensor_parallel,
         pipeline_parallel_size=options.pipeline_parallel,
         worker_extension_cls="benchmarks.gpu_worker.MeasuringExtension",
@@ -85,6 +86,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--slice-seconds", type=float, default=0.05, help="the pod's setting")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as of vllm serve")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--equality", type=int, default=0, help="nonces whose results are compared; none by default")

@@ -60,7 +60,7 @@ class Pod:
         async def warm_up(nonces: int, segment_seconds: float) -> PassTiming:
             return self._warmed_up(seq_len, nonces, segment_seconds)
 
-        limit = max(1, self.facts["max_captured_tokens"] // seq_len)
+        limit = max(1, min(self.facts["max_captured_nonces"], self.facts["max_captured_tokens"] // seq_len))
         found = await fastest_pass(warm_up, limit=limit, seq_len=seq_len, budget_seconds=self._options.slice_seconds)
         if found is None:
             raise SystemExit(f"seq_len {seq_len}: not even the smallest forward pass fits into the memory")

@@ -57,6 +57,41 @@ SHAPES: dict[str, dict[str, Any]] = {
             "weight_block_size": [128, 128],
         },
     },
+    # MiniMaxAI/MiniMax-M2.7 at d494266a: one norm over all heads of queries and one over those of keys, half of each
+    # head rotated, experts chosen by sigmoid and bias, their router in float32.
+    "minimax-m2.7": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "dtype": "bfloat16",
+        "vocab_size": 200_064,
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "rope_theta": 5_000_000,
+        "max_position_embeddings": 204_800,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "tie_word_embeddings": False,
+        "bos_token_id": 200_019,
+        "eos_token_id": 200_020,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+    },
 }
 
 
@@ -72,10 +107,9 @@ def flops_per_nonce(config: dict[str, Any], seq_len: int) -> float:
     """Return the floating point operations of a forward pass: linear layers and causal attention, without the head."""
     hidden, heads, width = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     attention = hidden * (heads + 2 * config["num_key_value_heads"]) * width + heads * width * hidden
-    if "num_experts" in config:
-        router = hidden * config["num_experts"]
-        feed_forward = router + 3 * hidden * config["moe_intermediate_size"] * config["num_experts_per_tok"]
-    else:
-        feed_forward = 3 * hidden * config["intermediate_size"]
+    feed_forward = 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"])
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    if experts is not None:
+        feed_forward = hidden * experts + feed_forward * config["num_experts_per_tok"]
     pairs = seq_len * (seq_len + 1) / 2  # of a query and a key that it sees
     return float(config["num_hidden_layers"] * (2 * seq_len * (attention + feed_forward) + 4 * heads * width * pairs))

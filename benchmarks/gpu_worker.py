@@ -20,6 +20,8 @@ _SIDE = 8192
 #: Size of a quantised weight, of 448 at most, and how many of them share a scale.
 _QUANTISED, _GROUP = 64, 128
 _IN_A_ROW = 5
+#: What an FP8 cache divides by: 1 where a checkpoint says nothing, and next to nothing in vLLM's dummy weights.
+_CACHE_SCALES = {"_q_scale", "_k_scale", "_v_scale"}
 
 
 class Kernel(TypedDict):
@@ -53,6 +55,9 @@ class MeasuringExtension(UnfusedExtension):
                     weight.fill_(1.0)
                 else:
                     weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+            for layer in self.model_runner.vllm_config.compilation_config.static_forward_context.values():
+                for name in _CACHE_SCALES & vars(layer).get("_buffers", {}).keys():
+                    getattr(layer, name).fill_(1.0)
 
     def poc_bench_peak(self, seconds: float) -> tuple[float, float]:
         """Return the operations per second of a large product of matrices in bfloat16.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PYTHONPATH=image:. python3 -m benchmarks.kernels: how near the elementwise kernels come to a copy of as many bytes.
+"""PYTHONPATH=image:. python3 -m benchmarks.kernels: how near the small kernels come to a copy of as many bytes.
 
 Each call takes other buffers, which together are larger than the card's cache. The copy changes the sign: what only
 copies is no kernel. Needs torch with Triton and an NVIDIA GPU.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_poc.kernels import layers
+from vllm_poc.kernels.router import exact_product
 
 #: More than the cache of any card.
 CACHE_BYTES = 256 << 20
@@ -28,6 +29,8 @@ GATES = [(8192, 3072), (8192, 25_600)]
 #: Tokens, heads of queries, of keys; the last ones with half of the heads on each of two GPUs.
 HEADS = [(8192, 16, 8), (8192, 64, 8), (32_768, 32, 2)]
 HEAD_DIM, POSITIONS, GROUP, EPSILON = 128, 1024, 128, 1e-6
+#: Tokens, and experts and elements of a row of MiniMax-M2.
+ROUTED, EXPERTS, ROUTED_SIZE = [8192, 32_768], 256, 3072
 
 
 class Case(NamedTuple):
@@ -43,7 +46,7 @@ def main() -> None:
     """Print a line for each kernel and shape."""
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'kernel':24} {'shape':>15} {'us':>8} {'GB/s':>6} {'of a copy':>9}")
-    for case in [*_of_rows(), *_gates(), *_rotations()]:
+    for case in [*_of_rows(), *_gates(), *_rotations(), *_routers()]:
         taken, copied = _seconds(case), _seconds(_copy_of(case.moved))
         shape, rate = " x ".join(map(str, case.shape)), case.moved / taken / 1e9
         print(f"{case.name:24} {shape:>15} {1e6 * taken:8.1f} {rate:6.0f} {copied / taken:9.1%}", flush=True)
@@ -71,6 +74,22 @@ def _rotations() -> Iterator[Case]:
         moved = 4 * rows * (queries + keys) * HEAD_DIM
         call = partial(_norm_and_rotate, *tables, queries)
         yield Case("norm and rotation", (rows, (queries + 2 * keys) * HEAD_DIM), moved, call)
+
+
+def _routers() -> Iterator[Case]:
+    weight = _random(EXPERTS, ROUTED_SIZE).float()
+    for rows in ROUTED:
+        moved = rows * (2 * ROUTED_SIZE + 4 * EXPERTS)
+        yield Case("router", (rows, ROUTED_SIZE), moved, partial(_route, weight))
+        yield Case("the same in float32", (rows, ROUTED_SIZE), moved, partial(_route_in_float32, weight))
+
+
+def _route(weight: Tensor, x: Tensor) -> Tensor:
+    return exact_product(x, weight)
+
+
+def _route_in_float32(weight: Tensor, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x.float(), weight)
 
 
 def _norm(weight: Tensor, x: Tensor) -> Tensor:

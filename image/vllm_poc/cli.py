@@ -18,7 +18,7 @@ from vllm_poc.server.settings import Settings, SettingsError
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-#: What ``serve`` takes beside vLLM's own options, in any place.
+#: Flags of ``serve`` in addition to vLLM's own, accepted in any position.
 FLAGS = frozenset({"--enable-poc", "--poc-allow-untested-vllm"})
 #: First and last minor release of vLLM that the extension is tested with.
 TESTED = ((0, 23), (0, 32))
@@ -48,13 +48,15 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
         parser.add_argument("command", choices=["serve"], help="serve MODEL: start the API server")
         parser.parse_args([command])  # --help, or an error that names the command
     flags, options, positionals = _split(rest)
-    if "--enable-poc" in flags and "--poc-allow-untested-vllm" not in flags:
-        check_version(_vllm_version())
+    poc = "--enable-poc" in flags
+    if poc:
+        _check_settings()
+        if "--poc-allow-untested-vllm" not in flags:
+            check_version(_vllm_version())
     parsed = parse_as_server([*options, *positionals])
     model = _model(parsed, options)
-    if "--enable-poc" not in flags:
+    if not poc:
         return [*options, *model, *positionals]
-    _check_settings()
     _check_options(parsed)
     hooks = ["--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
     return [*options, *model, *hooks, *positionals]

@@ -143,9 +143,9 @@ class ModelFacts(TypedDict):
     """What a worker says about its model; ``refusal`` is the reason why PoC cannot run on it.
 
     ``max_batch_tokens`` and ``max_batch_nonces`` are those of the largest pass that needs no warm-up. ``fused`` says
-    whether its forward pass is PoC's faster one; then ``max_captured_tokens`` is the size of the largest one that is
-    worth capturing, else 0. ``stages`` is the length of the pipeline. ``attention`` and ``experts`` are the names of
-    the kernels that compute these, empty where there are none or they have no name.
+    whether its forward pass is PoC's faster one; then ``max_captured_tokens`` and ``max_captured_nonces`` are those of
+    the largest one that is worth capturing, else 0. ``stages`` is the length of the pipeline. ``attention`` and
+    ``experts`` are the names of the kernels that compute these, empty where there are none or they have no name.
     """
 
     hidden_size: int
@@ -154,6 +154,7 @@ class ModelFacts(TypedDict):
     max_batch_tokens: int
     max_batch_nonces: int
     max_captured_tokens: int
+    max_captured_nonces: int
     scratch_bytes: int
     fused: bool
     stages: int

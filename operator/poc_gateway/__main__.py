@@ -12,7 +12,6 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import ConfigException
 from pydantic import ValidationError
 
-from poc_gateway import logs
 from poc_gateway.node_api.cluster import LABELS
 from poc_gateway.node_api.pocrounds import RoundTemplate
 from poc_gateway.server.process import run
@@ -22,6 +21,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.kube.connection import connect
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.kube.requested import RequestedRounds
+from vllm_poc import logs
 
 
 async def _run(settings: Settings) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
-from poc_gateway.logs import LogFormat
+from vllm_poc.logs import LogFormat
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 

@@ -8,6 +8,7 @@ import kopf
 from yarl import URL
 
 from poc_operator.handlers import objects as pods  # noqa: F401 - importing registers the handlers
+from vllm_poc.logs import bind_handlers
 
 
 def gateway_url(text: str) -> str:
@@ -54,6 +55,7 @@ def main() -> None:
         verbose=None,
         log_format=kopf.LogFormat.JSON if options.log_format == "json" else kopf.LogFormat.PLAIN,
     )
+    bind_handlers(logging.getLogger())
     # "Handler ... succeeded" for every event of every pod and every probe says nothing to anybody.
     for noisy in ("aiohttp.access", "kopf.activities", "kopf.objects"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -108,9 +108,9 @@ def reader(folder: Path) -> Reader:
 
 def empty(found: Reader) -> None:
     """Remove both charts, all rounds and the namespaces, also after a run that failed halfway."""
-    if _KINDS in found.run("kubectl api-resources --api-group=poc.gonka.ai -o name"):
+    if "pocrounds" in found.run("kubectl api-resources --api-group=poc.gonka.ai -o name"):
         try:
-            found.run(f"kubectl delete {_KINDS} --all --all-namespaces --timeout=150s")
+            found.run("kubectl delete poc --all --all-namespaces --timeout=150s")
         except AssertionError as error:
             # Without an operator nobody takes the finalizers off.
             raise UserError("rounds cannot be deleted: run make demo, which brings an operator.") from error

@@ -137,3 +137,19 @@ def test_the_changelog_is_by_version() -> None:
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version
     assert headings[0].startswith(f"[{version[1]}]")
+
+
+def test_lists_and_tables_are_set_off() -> None:
+    """Unlike GitHub, MkDocs wants an empty line before lists and tables, and four spaces before a block in a list."""
+    found = []
+    for page in pages():
+        lines = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+        for before, line in zip(["", *lines], lines, strict=False):
+            begins = (re.match(r"- |\d+\. ", line) and not re.match(r" *(?:- |\d+\. )|  ", before)) or (
+                line.startswith("|") and not before.startswith("|")
+            )
+            if begins and before.strip():
+                found.append(f"{page.relative_to(ROOT)}: {line}")
+    assert found == []
+    inside = [b.where for b in blocks() if re.match(r" {1,3}\S", b.page.read_text().splitlines()[b.line - 1])]
+    assert inside == []

@@ -2,6 +2,7 @@
 """The walks name files that exist, do not grow, and name every file that takes part."""
 
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,11 +14,14 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.server.process import Components, inside_app
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
+from poc_operator.apis.v1alpha1.status import State
+from poc_operator.clients.pods.client import PodClient
 from tests.docs.pages import ROOT
 from tests.docs.walks import FOLDER, files_called, steps
 from tests.support.builders import forwarding
 from tests.support.builders.deliveries import a_round, artifacts, path
 from tests.support.fakes.callback_receiver import callback_receiver
+from tests.support.servers.fleet import RoundFleet
 from tests.support.servers.pod import ARTIFACT, SLOT, running_pod
 
 #: (page, heading or none) -> how many files a reader may need.
@@ -33,6 +37,19 @@ LONGEST = {
 BESIDE = {
     "image/vllm_poc/server/metrics.py": "counts",
     "image/vllm_poc/wire/messages.py": "the base of all messages",
+    "image/vllm_poc/wire/artifacts.py": "of the pods, which run in the same process here",
+    "image/vllm_poc/wire/partition.py": "of the pods, too",
+    "operator/poc_operator/apis/v1alpha1/conditions.py": "one condition, and how lists of them are merged",
+    "operator/poc_operator/apis/v1alpha1/meta.py": "names and selectors",
+    "operator/poc_operator/apis/v1alpha1/schema.py": "the base of all models",
+    "operator/poc_operator/clients/http.py": "answers of bounded size",
+    "operator/poc_operator/clients/pods/reference.py": "pods of the reference implementation; there is none",
+    "operator/poc_operator/controller/metrics.py": "counts",
+    "operator/poc_operator/planning/waiting.py": "what a round waits for: nothing here",
+    "operator/poc_operator/rounds/allowance.py": "the round has no number of nonces",
+    "operator/poc_operator/rounds/cross_check.py": "the round has no cross-check",
+    "operator/poc_operator/rounds/loss.py": "nothing is lost",
+    "operator/poc_operator/rounds/snapshot.py": "the snapshot's type for rounds",
     "operator/poc_gateway/errors.py": "what a refusal looks like; nothing is refused",
     "operator/poc_gateway/settings.py": "values",
     "operator/poc_gateway/store/engine.py": "how SQLite and PostgreSQL are opened",
@@ -44,6 +61,10 @@ DATA = {
     "operator/poc_gateway/store/schema.py",
     # It put the app together before the request came.
     "operator/poc_gateway/server/process.py",
+    # In this test the reconciler is called without kopf, on an object in memory.
+    "operator/poc_operator/handlers/objects.py",
+    "operator/poc_operator/controller/manager.py",
+    "operator/poc_operator/clients/kube/objects.py",
 }
 
 
@@ -72,11 +93,27 @@ def _compare(called: set[str], walk: list[str]) -> None:
     assert set(walk) - called - DATA == set(), "the walk names them, and they take no part"
 
 
-async def test_start_and_first_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _quick_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     version = ModuleType("vllm.version")
     version.__version__ = "0.32.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.version", version)
     monkeypatch.setenv("VLLM_POC_CALLBACK_INTERVAL_SECONDS", "0.01")
+
+
+@pytest.mark.usefixtures("_quick_pods")
+async def test_an_object() -> None:
+    async with callback_receiver() as receiver, AsyncExitStack() as stack, PodClient() as client:
+        fleet = RoundFleet(stack, receiver, client, stop={"afterSeconds": 1})
+        for host in ("127.0.0.1", "127.0.0.2"):
+            await fleet.start_pod(host)
+        with files_called("operator/poc_operator", "image/vllm_poc/wire") as called:
+            await fleet.reconcile_until(lambda status: status.state is State.COMPLETE)
+    _compare(called, _part("round", None))
+
+
+@pytest.mark.usefixtures("_quick_pods")
+async def test_start_and_first_delivery() -> None:
     async with callback_receiver() as receiver, running_pod() as pod:
         # The first request of a server makes the service, which is not the walk's subject.
         await pod.status()

@@ -37,15 +37,19 @@ def real_size(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return write_real_size(tmp_path_factory.mktemp("model"), tokenizer=model_folder / "qwen3-tiny")
 
 
-@pytest.fixture(scope="session", params=["one", "tp", "pp"])
+@pytest.fixture(scope="session", params=["one", "tp", "pp", "fp8"])
 def real_client(
     request: pytest.FixtureRequest, real_size: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """The model of real size as users start it: compiled, with CUDA graphs, on one GPU or on two."""
+    """The model of real size as users start it: compiled, with CUDA graphs, on one GPU or on two.
+
+    Of the last one the KV cache has 8 bits.
+    """
     if request.param in LAYOUTS and WHY_NOT_PARALLEL is not None:
         pytest.skip(WHY_NOT_PARALLEL)
     log = tmp_path_factory.mktemp("real-size") / "server.log"
-    with serving(real_size, log, [*LAYOUTS.get(request.param, []), *FLAGS]) as client:
+    flags = ["--kv-cache-dtype", "fp8"] if request.param == "fp8" else LAYOUTS.get(request.param, [])
+    with serving(real_size, log, [*flags, *FLAGS]) as client:
         yield client
 
 

@@ -111,3 +111,16 @@ def test_fewer_nonces_than_were_captured_give_the_same(real_client: Client) -> N
     all_of_them = computed(real_client, asked)
     some = computed(real_client, asked | {"nonces": NONCES[:33]})
     assert some["vectors"] == all_of_them["vectors"][:33]
+
+
+def test_chats_cache_stays_as_it_is(real_client: Client) -> None:
+    chat = real_client.chat("Tell me about licenses.")
+    before = real_client.workers("poc_test_kv_checksum")
+    asked = request(256, "artifact", NONCES[: TOKENS // 256])
+    eager = computed(real_client, asked)
+    assert answer(real_client, "poc_rehearse", asked, WHOLE)["seconds"] > 0
+    assert computed(real_client, asked) == eager
+    assert real_client.workers("poc_test_kv_checksum") == before
+    # The attention of both schedules its work in the same memory.
+    assert real_client.chat("Tell me about licenses.") == chat
+    assert computed(real_client, asked) == eager

@@ -10,7 +10,7 @@ from torch import Tensor  # noqa: E402
 from torch import dtype as DType  # noqa: E402, N812
 from torch.nn.functional import silu  # noqa: E402
 
-from vllm_poc.kernels import layers, normal  # noqa: E402
+from vllm_poc.kernels import joint_norm, layers, normal  # noqa: E402
 from vllm_poc.maths import sampling  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -167,3 +167,29 @@ def test_quantisation(n: int, layout: str, powers_of_two: bool, dtype: DType) ->
     expected, expected_scales = quantise(x, powers_of_two=powers_of_two)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "rotated"), [(48, 8, 64), (6, 1, 128), (3, 2, 32)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_joint_norm_and_rotation(q_heads: int, kv_heads: int, rotated: int, ranks: int, dtype: DType) -> None:
+    tokens, head_dim = 201, 128 if rotated > 32 else 32 + 16
+    sizes = [heads * head_dim for heads in (q_heads, kv_heads, kv_heads)]
+    qkv, positions = random(tokens, sum(sizes), dtype=dtype), torch.arange(tokens, device="cuda") % 64
+    weights = [random(size, dtype=torch.float32, seed=seed) for seed, size in enumerate(sizes[:2], start=7)]
+    cos_sin = random(64, rotated, dtype=dtype, seed=9)
+    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+    *normed, values = qkv.clone().split(sizes, dim=-1)
+    means = joint_norm.mean_squares(qkv, q_size=sizes[0], kv_size=sizes[1])
+    exact = torch.stack([part.double().pow(2).mean(dim=-1) for part in normed], dim=-1)
+    torch.testing.assert_close(means.double(), exact, rtol=1e-6, atol=0)
+    joint_norm.norm_and_rotate(
+        qkv, ranks * means, positions, cos_sin, *weights, ranks=ranks, head_dim=head_dim, epsilon=EPSILON
+    )
+    *found, untouched = qkv.split(sizes, dim=-1)
+    assert torch.equal(untouched, values)
+    for part, mean, weight, result in zip(normed, means.unbind(dim=-1), weights, found, strict=True):
+        scaled = (part.float() * torch.rsqrt(mean + EPSILON)[:, None] * weight).to(dtype)
+        first, rest = scaled.view(tokens, -1, head_dim).split((rotated, head_dim - rotated), dim=-1)
+        expected = torch.cat((rotate(first, cos, sin), rest), dim=-1).flatten(1)
+        assert_same(result, expected, otherwise=OTHERWISE)

@@ -58,6 +58,8 @@ def plain_artifacts(model: Path, seq_len: int, dtype: Any) -> Any:  # noqa: ANN4
     return torch.cat([plain.artifacts(plain.inputs(part, seq_len), part).float().cpu() for part in parts])
 
 
+# A cache of 8 bits is further from the exact result than rounding to 16 bits allows.
+@pytest.mark.parametrize("real_client", ["one", "tp", "pp"], indirect=True)
 @pytest.mark.parametrize("seq_len", [64, 256])
 def test_artifacts_equal_the_plain_torch_path(real_client: Client, real_size: Path, seq_len: int) -> None:
     with chatting(real_client) as answers:

@@ -9,6 +9,7 @@ from torch import nn
 from vllm.model_executor.custom_op import CustomOp
 
 from tests.gpu.memory import MemoryExtension
+from tests.vllm.worker_checks import CheckingExtension
 from vllm import ir
 from vllm_poc.rpc import BatchRequest, BatchResult
 from vllm_poc.worker.model.capabilities import model_facts
@@ -16,8 +17,8 @@ from vllm_poc.worker.model_runner import PocModelRunner
 from vllm_poc.worker.passes.operations import Patch, patched
 
 
-class UnfusedExtension(MemoryExtension):
-    """PoC's extension with one method more."""
+class UnfusedExtension(MemoryExtension, CheckingExtension):
+    """PoC's extension with a few methods more."""
 
     def poc_test_unfused(self, request: BatchRequest) -> BatchResult | None:
         """Answer as ``poc_compute``, but slowly."""

@@ -21,11 +21,11 @@ from typing import Any
 import uvloop
 
 from hack.images.site import ROOT
-from poc_gateway import logs
 from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
 from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.support.servers.http_server import free_port
+from vllm_poc import logs
 
 START_SECONDS = 30.0
 

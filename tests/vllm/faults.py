@@ -40,9 +40,9 @@ class FaultExtension(CheckingExtension):
         """Forget the model, and what was captured."""
         self._poc_model_runner = None
 
-    def poc_test_room(self, room: bool) -> None:
+    def poc_test_memory_fits(self, fits: bool) -> None:
         """Let this worker find that a batch fits into its memory, or that none does."""
-        self._poc().memory.has_room_for = lambda tokens, drawn=0: room  # type: ignore[method-assign]
+        self._poc().memory.fits = lambda tokens, drawn=0: fits  # type: ignore[method-assign]
 
     def poc_test_parity(self, failing: int | None) -> list[list[int]] | None:
         """Compute what the parity check compares, with one rank that fails; return the shapes of what comes out."""

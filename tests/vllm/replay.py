@@ -40,7 +40,7 @@ class _ReplayedGraphs(GraphCache):
     def __init__(self) -> None:
         self._captured = {}
 
-    def make_room(self, spec: PassSpec, keep: Collection[PassSpec]) -> None:
+    def evict(self, spec: PassSpec, keep: Collection[PassSpec]) -> None:
         """Drop what the real one drops."""
         for known in set(self._captured) - (set(keep) - {spec}):
             self.forget(known)

@@ -202,7 +202,7 @@ def test_a_stage_that_fails_in_the_parity_check_ends_it_for_all(parallel: Client
 
 
 def test_a_lack_of_memory_that_all_ranks_know_of_fails_the_round_and_no_more(parallel: Client) -> None:
-    parallel.workers("poc_test_room", False)
+    parallel.workers("poc_test_memory_fits", False)
     parallel.start()
     assert "start vLLM with a lower --gpu-memory-utilization" in failed(parallel, 10)["error"]
     parallel.workers("poc_test_anew")

@@ -10,6 +10,7 @@ import pytest
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE
+from vllm_poc.logs import fields_of
 from vllm_poc.wire.messages import PowState
 
 LOGGER = "vllm.vllm_poc.server.generation"
@@ -43,7 +44,7 @@ async def test_a_round_logs_its_start_its_progress_and_its_end(
     found = [PROGRESS.fullmatch(line) for line in progress]
     assert all(found)
     checked = [int(match[1]) for match in found if match]
-    assert checked == sorted(set(checked))
+    assert checked == sorted(checked)
     assert f"STOPPED, index {status.next_index}, {status.total_checked} checked" in last
     assert last.endswith("; ended: stopped on request")
     await asyncio.sleep(0.15)
@@ -71,3 +72,27 @@ async def test_a_failure_is_logged_once_and_as_an_error(pod: Pod, caplog: pytest
     assert failure.getMessage().endswith("; ended: poc_compute failed: CUDA error")
     assert failure.exc_info is None
     assert lines(caplog)[-1] == failure.getMessage()
+
+
+async def test_lines_say_which_round_and_slot_they_are_about(
+    pod: Pod, receiver: CallbackReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.answer = 503
+    await pod.start(DISTANCE | {"node_id": 1, "node_count": 3, "callback_url": receiver.url, "round_id": "r1"})
+    await pod.reach(lambda s: s.delivery_error is not None)
+    await pod.post("stop")
+    of_pod = [record for record in caplog.records if record.name.startswith("vllm.vllm_poc")]
+    assert {record.name for record in of_pod} > {LOGGER}
+    assert {str(fields_of(record)) for record in of_pod} == {str({"round": "r1", "slot": 1})}
+
+
+async def test_lines_say_which_queued_request_they_are_about(
+    pod: Pod, receiver: CallbackReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.answer = 503
+    await pod.status()
+    job = (await pod.post("generate", ARTIFACT | {"nonces": [1], "url": receiver.url})).json()["request_id"]
+    await pod.reach(lambda _: any("callback failed" in record.getMessage() for record in caplog.records))
+    assert next(fields_of(record) for record in caplog.records if "callback failed" in record.getMessage()) == {
+        "request": job
+    }

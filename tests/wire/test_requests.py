@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.pod import ARTIFACT, DISTANCE, ROUND, SLOT, Pod
+from vllm_poc.server.settings import SettingsError
 from vllm_poc.wire.messages import API_PREFIX, ErrorResponse
 
 START = DISTANCE | SLOT
@@ -230,6 +231,14 @@ async def test_the_token_guards_the_poc_routes_alone(pod: Pod, header: str | Non
     assert (await pod.http.get("/v1/models")).status_code == 200
     good = {"Authorization": "Bearer s3cret"}
     assert (await pod.http.get(f"{API_PREFIX}/status", headers=good)).status_code == 200
+
+
+async def test_a_misspelt_setting_leaves_no_server_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the middleware was added by hand, past the command line's check."""
+    monkeypatch.setenv("VLLM_POC_TOKENS", "s3cret")
+    for path in (f"{API_PREFIX}/status", "/v1/models"):
+        with pytest.raises(SettingsError, match="did you mean VLLM_POC_TOKEN"):
+            await Pod().http.get(path)
 
 
 @pytest.mark.parametrize("pod_settings", [{"BODY_BYTES": "1024"}])

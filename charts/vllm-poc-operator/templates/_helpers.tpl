@@ -51,8 +51,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{- define "gateway.tokenSecret" -}}
-{{- default (printf "%s-tokens" (include "gateway.fullname" .)) .Values.gateway.tokenSecret -}}
+{{- define "gateway.authSecret" -}}
+{{- default (printf "%s-tokens" (include "gateway.fullname" .)) .Values.gateway.auth.existingSecret -}}
 {{- end -}}
 
 {{/* Where pods and the operator reach the gateway. */}}

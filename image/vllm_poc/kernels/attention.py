@@ -28,7 +28,7 @@ _ROWS_OF_FOUR_WARPS = 64
 
 
 def is_short(seq_len: int, head_dim: int) -> bool:
-    """Whether `attend_short` is the better way for such sequences, with whatever number of heads."""
+    """Whether `attend_short` is faster than FlashAttention for such sequences, for any number of heads."""
     return seq_len <= LONGEST and head_dim in _HEAD_DIMS
 
 

@@ -31,7 +31,7 @@ EXACT = {"enable_fp_fusion": False}
 
 def launch(n: int) -> dict[str, Any]:
     """Return how to launch a program for each row of ``n`` elements."""
-    steps = math.gcd(triton.cdiv(n, _STEP.value), _STEPS)  # divides, lest a tile lies behind the row
+    steps = math.gcd(triton.cdiv(n, _STEP.value), _STEPS)  # a divisor, so that no tile lies behind the row
     return {"N": n, "STEPS": steps, "num_warps": 1, **EXACT}
 
 

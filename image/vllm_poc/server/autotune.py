@@ -76,9 +76,10 @@ class Autotuner:
                 return
             while len(self._tuned) >= MAX_KINDS:  # whatever comes of this: the workers need the memory now
                 self._tuned.popitem(last=False)
+            limit = min(facts["max_captured_nonces"], facts["max_captured_tokens"] // spec.seq_len)
             found = await fastest_pass(
                 partial(self._warmed_up, request),
-                limit=max(1, facts["max_captured_tokens"] // spec.seq_len),
+                limit=max(1, limit),
                 seq_len=spec.seq_len,
                 budget_seconds=self._budget,
             )

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.server.engine import EngineError
 from vllm_poc.wire.messages import ErrorResponse, FieldError
 

@@ -19,7 +19,7 @@ from time import monotonic
 
 import aiohttp
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
 from vllm_poc.server.callbacks.payloads import callback, valid_items
@@ -61,7 +61,7 @@ class Counters:
         return self.checked / self.elapsed_seconds if self.checked else 0.0
 
 
-class Round:
+class Generation:
     """The round's tasks, one that computes and one that delivers, and what status tells of them."""
 
     def __init__(
@@ -94,14 +94,15 @@ class Round:
             settings=settings,
         )
         metrics.PROGRESS.set_to_current_time()
-        _log.info(
-            "%s; starts, callbacks go to %s",
-            self._progress(),
-            shown(request.receiver) if request.receiver else "nobody",
-        )
-        self._reporting = asyncio.create_task(self._report())
-        self._sending = asyncio.create_task(self._send())
-        self._computing = asyncio.create_task(self._generate())
+        with self._bound():
+            _log.info(
+                "%s; starts, callbacks go to %s",
+                self._progress(),
+                shown(request.receiver) if request.receiver else "nobody",
+            )
+            self._reporting = asyncio.create_task(self._report())
+            self._sending = asyncio.create_task(self._send())
+            self._computing = asyncio.create_task(self._generate())
 
     @property
     def held_back_seconds(self) -> float:
@@ -208,7 +209,11 @@ class Round:
             self._reporting.cancel()
             self._on_idle()
             level = logging.ERROR if state is PowState.FAILED else logging.INFO
-            _log.log(level, "%s; ended: %s", self._progress(), why, exc_info=defect)
+            with self._bound():  # a request that ends the round is about nothing of it
+                _log.log(level, "%s; ended: %s", self._progress(), why, exc_info=defect)
+
+    def _bound(self) -> contextlib.AbstractContextManager[None]:
+        return bound(round=self.request.round_id, slot=self.request.slot.offset)
 
     async def _report(self) -> None:
         while True:

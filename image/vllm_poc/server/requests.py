@@ -27,10 +27,10 @@ from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks import payloads
-from vllm_poc.server.callbacks.outbox import Callback, Outbox
+from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
@@ -64,7 +64,7 @@ class Job:
     id: str = field(default_factory=lambda: uuid4().hex)
     state: JobState = JobState.QUEUED
     result: Result | None = None
-    callback: Callback | None = None
+    callback: TrackedCallback | None = None
     error: str | None = None
 
     def response(self) -> Result | JobResponse:
@@ -154,13 +154,15 @@ class JobQueue:
     async def _perform(self, job: Job) -> None:
         assert job.request is not None  # noqa: S101 - it is dropped at the end only
         try:
-            await self._ready()
-            job.state = JobState.RUNNING
-            await self._work(job, job.request)
+            with bound(request=job.id):
+                await self._ready()
+                job.state = JobState.RUNNING
+                await self._work(job, job.request)
         except (EngineError, RefusalError) as error:
             self._end(job, JobState.FAILED, str(error))
         except Exception as error:
-            _log.exception("request %s failed", job.id)
+            with bound(request=job.id):
+                _log.exception("a queued request failed")
             self._end(job, JobState.FAILED, f"{type(error).__name__}: {error}")
         else:
             self._end(job, JobState.COMPLETED)
@@ -214,7 +216,7 @@ class RequestWorker:
             self._outbox.send(f"{round_.receiver}/validated", [callback], _only)
         return verdict
 
-    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> Callback:
+    def _send(self, receiver: str, request: GenerateRequest, result: Result) -> TrackedCallback:
         if isinstance(result, ValidatedResponse):
             return self._outbox.send(f"{receiver}/validated", [payloads.verdict_callback(request, result)], _only)
         payload = partial(payloads.callback, request, request_id=result.request_id)

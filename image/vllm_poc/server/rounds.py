@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one round of this server and its phases.
 
-    IDLE ---- start -----> GENERATING -- stop, or its slot is done --> STOPPED
-     ^   |                 |     ^    -- the engine fails -----------> FAILED
-     |   |   phase/validate|     |phase/generate
-     |   |                 v     |
-     |   +- init/validate -> VALIDATING -- stop --> STOPPED
-     |
-    init, from every state except GENERATING
+    state        event                                       next state
+    (any)        init                                        IDLE
+    (any)        init/validate, phase/validate               VALIDATING
+    (any)        init/generate, phase/generate               GENERATING
+    GENERATING   stop, or the slot's last nonce delivered    STOPPED
+    GENERATING   the engine fails                            FAILED
+    VALIDATING   stop                                        STOPPED
 
-A start takes over in every state except GENERATING, where other work than the running round's is refused. A distance
-round switches between its two phases; generation then goes on where its deliveries had got to, with the callback
-address it had. What one generation does is in `vllm_poc.server.generation`.
+While a round generates, init calls are refused, except for a repetition of the start that it runs by. The phase calls
+switch a distance round between its two phases; generation then goes on where its deliveries had got to, with the
+callback address it had. What one generation does is in `vllm_poc.server.generation`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import aiohttp
 
 from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
-from vllm_poc.server.generation import Round
+from vllm_poc.server.generation import Generation
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.messages import (
@@ -43,7 +43,7 @@ class Phases:
 
     def __init__(self, scheduler: Scheduler, session: aiohttp.ClientSession, settings: Settings) -> None:
         self.config: SlotRequest | None = None
-        self.round: Round | None = None
+        self.generation: Generation | None = None
         self._phase = PowState.IDLE
         self._scheduler = scheduler
         self._session = session
@@ -55,23 +55,25 @@ class Phases:
     @property
     def state(self) -> PowState:
         """The phase, or how generation ended."""
-        if self._phase is PowState.GENERATING and self.round is not None:
-            return self.round.state
+        if self._phase is PowState.GENERATING and self.generation is not None:
+            return self.generation.state
         return self._phase
 
     @property
     def computes(self) -> bool:
         """Whether a round uses the engine: it has nonces to compute, and its receiver keeps up."""
-        return not self._free.is_set() and self.round is not None and not self.round.delivery.is_full
+        return not self._free.is_set() and self.generation is not None and not self.generation.delivery.is_full
 
     @property
     def pending(self) -> int:
         """How many results of a round that generates wait for delivery."""
-        return self.round.delivery.pending if self.round is not None and self.state is PowState.GENERATING else 0
+        return (
+            self.generation.delivery.pending if self.generation is not None and self.state is PowState.GENERATING else 0
+        )
 
     def pow_status(self, session_id: str, state: PowState) -> PowStatus:
         """Return the short status that answers a command, with the ``state`` that it asked for."""
-        current = self.round
+        current = self.generation
         return PowStatus(
             status=state,
             session_id=session_id,
@@ -95,9 +97,9 @@ class Phases:
     async def extend(self, request: ExtendRequest) -> None:
         """Let the round compute on; refused if it does not generate."""
         async with self._commands:
-            if self.state is not PowState.GENERATING or self.round is None or self._round_id != request.round_id:
+            if self.state is not PowState.GENERATING or self.generation is None or self._round_id != request.round_id:
                 raise self._conflict()
-            self.round.extend(request.end_index)
+            self.generation.extend(request.end_index)
 
     async def init(self, request: InitRequest, phase: PowState) -> None:
         """Take ``request`` as the round, in phase IDLE or VALIDATING; refused while another one generates."""
@@ -105,7 +107,7 @@ class Phases:
             if self.state is PowState.GENERATING:
                 raise self._conflict()
             await self.close()
-            self.config, self.round, self._phase = request, None, phase
+            self.config, self.generation, self._phase = request, None, phase
 
     async def resume(self, slice_limit: int) -> None:
         """Generate the configured round on from what was delivered; harmless while it generates."""
@@ -116,7 +118,7 @@ class Phases:
             if not config.has_slot:
                 message = "the round was initialised without it: call init/generate with node_id and node_count"
                 raise field_refusal("node_id", message, status=HTTPStatus.BAD_REQUEST)
-            start = self.round.delivery.delivered.index if self.round is not None else config.start_index
+            start = self.generation.delivery.delivered.index if self.generation is not None else config.start_index
             if start >= config.slot.capacity:
                 detail = "every nonce of the slot is delivered: start a round of another slot"
                 raise refusal(HTTPStatus.CONFLICT, "SlotDone", detail)
@@ -126,8 +128,8 @@ class Phases:
         """Stop generating, deliver what is left, and wait for batches to validate."""
         async with self._commands:
             self.distance_config()
-            if self.round is not None:
-                await self.round.stop("phase/validate")
+            if self.generation is not None:
+                await self.generation.stop("phase/validate")
             self._phase = PowState.VALIDATING
 
     async def stop(self, round_id: str | None) -> None:
@@ -135,15 +137,15 @@ class Phases:
         async with self._commands:
             if round_id is not None and self.state in _RUNNING and self._round_id != round_id:
                 raise self._conflict()
-            if self.round is not None:
-                await self.round.stop("stopped on request")
+            if self.generation is not None:
+                await self.generation.stop("stopped on request")
             if self._phase is PowState.VALIDATING:
                 self._phase = PowState.STOPPED
 
     async def close(self) -> None:
         """End the round at once."""
-        if self.round is not None:
-            await self.round.close()
+        if self.generation is not None:
+            await self.generation.close()
 
     def distance_config(self) -> SlotRequest:
         """Return the round; refused with 400 if there is none, with 409 if it has no phases to switch."""
@@ -163,7 +165,7 @@ class Phases:
         await self.close()
         self._free.clear()
         self.config, self._phase = request, PowState.GENERATING
-        self.round = Round(
+        self.generation = Generation(
             request,
             scheduler=self._scheduler,
             slice_limit=slice_limit,

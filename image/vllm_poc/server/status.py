@@ -8,7 +8,7 @@ from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.server.engine import EngineError, VllmEngine
-from vllm_poc.server.generation import Round
+from vllm_poc.server.generation import Generation
 from vllm_poc.server.requests import JobQueue
 from vllm_poc.server.rounds import Phases
 from vllm_poc.wire.messages import ModelLimits, PowState, Protocol, RoundStats, StatusResponse
@@ -29,12 +29,12 @@ def status_response(
     config = phases.config
     if config is not None:
         fields |= {"config": round_config(config), "r_target": config.r_target, "round_id": config.round_id}
-    if phases.round is not None:
-        fields |= _round_fields(phases.round, lists=lists)
+    if phases.generation is not None:
+        fields |= _round_fields(phases.generation, lists=lists)
     return StatusResponse.model_validate(fields)
 
 
-def _round_fields(current: Round, *, lists: bool) -> dict[str, object]:
+def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
     request, counters, delivered = current.request, current.counters, current.delivery.delivered
     newest = counters.newest_valid if lists and request.protocol is Protocol.DISTANCE else ()
     return {

@@ -56,10 +56,10 @@ class AsyncOutput(NamedTuple):
 
 
 class BatchQueue:
-    """Requests of one kind, in the order in which they are to be answered, each in ``segments`` on each stage.
+    """Requests of one kind in the order of their answers, each computed in ``segments`` on each stage.
 
-    It is the same on all ranks, which get the same calls, but for what they compute: ``received`` is what the stage
-    before made for the forward passes that come next.
+    All ranks get the same calls, so their queues are equal, except for what they compute. ``received`` holds what the
+    stage before made for the next forward passes.
     """
 
     def __init__(self, request: BatchRequest, *, segments: int, batch: int, stages: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassSpec, PassTiming
 from vllm_poc.worker.model.adapter import ModelAdapter, UnsupportedModelError
 from vllm_poc.worker.model.capabilities import fused_facts, model_facts, needs_vllms_operations, refusal
@@ -47,10 +47,12 @@ class PocWorkerExtension:
         On a GPU in segments of up to ``segment_seconds``, if one takes longer. Of the passes captured before, those of
         the specifications ``keep`` stay.
         """
-        kept = {PassSpec.of(fields) for fields in keep}
-        return _answer(
-            lambda: self._poc_together(lambda runner: runner.prepare_warm_up(request, segment_seconds, kept))
-        )
+
+        def warm_up() -> PassTiming:
+            kept = {PassSpec.of(fields) for fields in keep}
+            return self._poc_together(lambda runner: runner.prepare_warm_up(request, segment_seconds, kept))
+
+        return _answer(warm_up)
 
     def _poc_facts(self) -> ModelFacts:
         try:
@@ -107,9 +109,10 @@ def _may_fuse(adapter: ModelAdapter) -> bool:
     if adapter.device.type != "cuda" or needs_vllms_operations():
         return False
     try:
-        from vllm_poc.worker.passes.attention import needs_no_cache  # noqa: PLC0415 - a release may lack what it reads
+        from vllm_poc.worker.passes import attention  # noqa: PLC0415 - a release may lack what it reads
 
-        return needs_no_cache(adapter.attention_layers.values())
+        layers = adapter.attention_layers.values()
+        return attention.needs_no_cache(layers) or attention.rounds_in_cache(layers)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it does not know this attention")
         return False
@@ -119,8 +122,9 @@ def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRu
     try:
         from vllm_poc.worker.passes.fused import FusedPass  # noqa: PLC0415 - needs Triton
 
-        limits = fused_facts(plain.stage.limits, experts=adapter.has_experts)
-        return PocModelRunner(adapter, limits, FusedPass(adapter))
+        fused = FusedPass(adapter)
+        limits = fused_facts(plain.stage.limits, experts=adapter.has_experts, cached=fused.needs_cache)
+        return PocModelRunner(adapter, limits, fused)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it cannot prepare them")
         return None

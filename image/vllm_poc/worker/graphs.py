@@ -69,10 +69,10 @@ class GraphCache:
         captured = self._captured.get(spec)
         if captured is None or nonces > len(captured.seeds):
             return None
-        # What is cut keeps its bound whatever it computes.
+        # Segments keep their time bound for any batch; a whole pass may be much larger than what is asked for.
         return captured if len(captured.segments) > 1 or len(captured.seeds) <= _MOST_PADDING * nonces else None
 
-    def make_room(self, spec: PassSpec, keep: Collection[PassSpec]) -> None:
+    def evict(self, spec: PassSpec, keep: Collection[PassSpec]) -> None:
         """Drop all passes except ``keep``, and the one of ``spec``, and give back the memory that PyTorch keeps.
 
         A graph takes memory of its own.

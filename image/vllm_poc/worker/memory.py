@@ -31,11 +31,11 @@ class Memory:
         self._chat_peak = chat_peak
         self._known: list[_Need] = []
 
-    def has_room_for(self, tokens: int, drawn: int = 0) -> bool:
-        """Whether a batch of ``tokens`` fits, as far as is known, beside ``drawn`` bytes, which do not depend on them.
+    def fits(self, tokens: int, drawn: int = 0) -> bool:
+        """Whether a batch of ``tokens`` is expected to fit, together with ``drawn`` bytes that do not depend on them.
 
-        Into what nobody has taken, and chat does not need at its peak. What PyTorch keeps for later is not counted: it
-        is what chat needs, or recorded passes.
+        It may use memory that is free on the device and that chat does not need at its peak. Memory that PyTorch keeps
+        for later does not count: chat needs it, or captured passes do.
         """
         if self._device.type != "cuda":
             return True

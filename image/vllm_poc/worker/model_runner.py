@@ -36,7 +36,7 @@ class PocModelRunner:
 
     @property
     def facts(self) -> ModelFacts:
-        """The limits, with what this way of computing makes of them."""
+        """The limits, and what this pass adds to them."""
         adapter, fused = self.stage.adapter, not isinstance(self.stage.pass_, PlainPass)
         facts: ModelFacts = {**self.stage.limits, "scratch_bytes": self.stage.scratch_bytes, "fused": fused}
         return {**facts, "attention": adapter.attention_kernels, "experts": adapter.expert_kernels}
@@ -47,7 +47,7 @@ class PocModelRunner:
         ValueError if a batch exceeds the limits that ``poc_describe`` tells. The result is None on every rank but one.
         """
         spec = PassSpec.of(request)
-        _check_shape(BatchShape(min(request["batch"], len(request["nonces"])), spec.seq_len), self.stage.limits)
+        check_shape(BatchShape(min(request["batch"], len(request["nonces"])), spec.seq_len), self.stage.limits)
         return partial(self._compute, request, spec)
 
     def prepare_warm_up(
@@ -59,7 +59,7 @@ class PocModelRunner:
         captured before, those of the specifications ``keep`` stay.
         """
         spec = PassSpec.of(request)
-        _check_shape(BatchShape(len(request["nonces"]), spec.seq_len), self.stage.limits)
+        check_shape(BatchShape(len(request["nonces"]), spec.seq_len), self.stage.limits)
         return partial(self._run_warm_up, request, spec, segment_seconds, keep)
 
     def _run_warm_up(
@@ -75,7 +75,7 @@ class PocModelRunner:
             return OUT_OF_MEMORY
 
     def _compute(self, request: BatchRequest, spec: PassSpec) -> BatchResult | None:
-        queue, self._queue = self._queue, None  # what fails is not gone on with
+        queue, self._queue = self._queue, None  # after a failure nothing is continued
         if queue is None or not queue.continues_with(request):
             queue = self._new_queue(request, spec)
         with torch.inference_mode(), self._ranks.together():
@@ -99,7 +99,7 @@ class PocModelRunner:
         """Return how many of ``nonces`` fit into a forward pass on all ranks. MemoryError if not even one does."""
         if self._captured(spec, nonces) is not None:
             return nonces
-        while not self._ranks.agreed(self._has_room_for(nonces, spec)):
+        while not self._ranks.agreed(self._fits(nonces, spec)):
             if nonces == 1:
                 raise MemoryError(
                     "the GPU has no room for the forward pass of one nonce: start vLLM with a lower "
@@ -108,11 +108,11 @@ class PocModelRunner:
             nonces //= 2
         return nonces
 
-    def _has_room_for(self, nonces: int, spec: PassSpec) -> bool:
-        return self.memory.has_room_for(nonces * spec.seq_len, self.stage.drawn_bytes(spec, nonces))
+    def _fits(self, nonces: int, spec: PassSpec) -> bool:
+        return self.memory.fits(nonces * spec.seq_len, self.stage.drawn_bytes(spec, nonces))
 
     def _step(self, queue: BatchQueue, spec: PassSpec) -> AsyncOutput:
-        """Enqueue this stage's share, hand on what it completes, and take what the stage before does."""
+        """Enqueue this stage's share, send what it completes, and receive what the stage before completes."""
         ranks = self._ranks
         ranks.settle()
         mine, coming = queue.request_at(ranks.stage), queue.request_at(ranks.stage - 1)
@@ -159,7 +159,7 @@ class PocModelRunner:
 
 
 class Stage:
-    """Computes by the pass that it is given. Changes nothing of the chat's."""
+    """This rank's share of a batch: inputs, its layers of the model, results. Never touches chat's KV cache."""
 
     def __init__(self, adapter: ModelAdapter, limits: ModelFacts, pass_: Pass) -> None:
         self.adapter = adapter
@@ -231,11 +231,11 @@ class Stage:
         return dict(zip(self.adapter.layers, self.tensors.vectors, strict=True)) if spec.layer_hooks else {}
 
 
-def _check_shape(shape: BatchShape, facts: ModelFacts) -> None:
+def check_shape(shape: BatchShape, facts: ModelFacts) -> None:
     """Raise ValueError if a batch is empty or too large."""
-    captured, seq_len = facts["max_captured_tokens"], facts["max_model_len"]
-    # The fused pass needs nothing that vLLM has sized by these two.
-    nonces, tokens = (captured, captured) if captured else (facts["max_batch_nonces"], facts["max_batch_tokens"])
+    seq_len = facts["max_model_len"]
+    nonces = facts["max_captured_nonces"] or facts["max_batch_nonces"]
+    tokens = facts["max_captured_tokens"] or facts["max_batch_tokens"]
     if not 1 <= shape.nonces <= nonces:
         raise ValueError(f"a batch holds 1..{nonces} nonces (--max-num-seqs), not {shape.nonces}")
     if not 1 <= shape.seq_len <= seq_len:
@@ -250,7 +250,8 @@ def _batched(request: BatchRequest, batch: int) -> list[Sequence[int]]:
 
 
 def _scratch(adapter: ModelAdapter, limits: ModelFacts) -> ScratchCache:
-    return ScratchCache(adapter.groups, max_nonces=limits["max_batch_nonces"], max_tokens=limits["max_batch_tokens"])
+    tokens = max(limits["max_batch_tokens"], limits["max_captured_tokens"])
+    return ScratchCache(adapter.groups, max_nonces=limits["max_batch_nonces"], max_tokens=tokens)
 
 
 @contextmanager

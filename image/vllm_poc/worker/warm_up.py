@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import PassSpec, PassTiming
 from vllm_poc.worker.graphs import Batch, GraphCache
 from vllm_poc.worker.memory import Memory
@@ -36,7 +36,7 @@ _CAPTURED, _CANNOT, _OUT_OF_MEMORY = range(3)
 OUT_OF_MEMORY = PassTiming(seconds=None, segments=1)
 
 
-class Stage(Protocol):
+class StageBatches(Protocol):
     """What is needed of this rank's share of a batch."""
 
     @property
@@ -65,7 +65,7 @@ class _FirstRun(NamedTuple):
 class WarmUp:
     """Readies the passes of a stage for repetition; on a GPU as CUDA graphs."""
 
-    def __init__(self, stage: Stage, graphs: GraphCache | None, memory: Memory) -> None:
+    def __init__(self, stage: StageBatches, graphs: GraphCache | None, memory: Memory) -> None:
         self._stage = stage
         self._graphs = graphs
         self._device = stage.adapter.device
@@ -77,7 +77,7 @@ class WarmUp:
         Of the passes captured before, those of the specifications ``keep`` stay.
         """
         ranks, tokens = self._stage.adapter.ranks, len(seeds) * spec.seq_len
-        if not ranks.agreed(self._memory.has_room_for(tokens, self._stage.drawn_bytes(spec, len(seeds)))):
+        if not ranks.agreed(self._memory.fits(tokens, self._stage.drawn_bytes(spec, len(seeds)))):
             return OUT_OF_MEMORY
         seeds = seeds.to(self._device)
         with self._memory.learning(tokens):
@@ -112,7 +112,7 @@ class WarmUp:
 class _Capture(NamedTuple):
     """A batch that is captured."""
 
-    stage: Stage
+    stage: StageBatches
     graphs: GraphCache
     spec: PassSpec
     seeds: Tensor
@@ -136,7 +136,7 @@ class _Capture(NamedTuple):
     def _measured(self, segments: int) -> tuple[int, float]:
         """Capture the batch in so many segments; return how that ended on all ranks, and the seconds of a pass."""
         ranks = self.stage.adapter.ranks
-        self.graphs.make_room(self.spec, self.keep)
+        self.graphs.evict(self.spec, self.keep)
         outcome = int(ranks.largest(self._captured(segments)))
         return outcome, ranks.largest(self._seconds(segments)) if outcome == _CAPTURED else 0.0
 

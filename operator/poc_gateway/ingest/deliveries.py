@@ -68,14 +68,14 @@ def read_generated(known: KnownRound, body: bytes) -> Delivery:
     """Check a ``/generated`` message; Refusal if it is of another round or cannot be read."""
     terms, delivery = known.terms, Delivery(known)
     if terms.protocol is Protocol.ARTIFACT:
-        artifacts, delivery.refused = _parse_artifacts(body)
+        artifacts, delivery.refused = parse_artifacts(body)
         require_same_round(terms, artifacts)
         _require_same("encoding.k_dim", artifacts.encoding.k_dim, terms.k_dim)
         vector = partial(vector_bytes, k_dim=artifacts.encoding.k_dim)
         items = ((artifact.nonce, artifact.vector_b64) for artifact in artifacts.artifacts)
         _check_each(delivery, artifacts.node_id, items, vector, Fault.BAD_VECTOR)
     else:
-        distances, delivery.refused = _parse_distances(body)
+        distances, delivery.refused = parse_distances(body)
         require_same_round(terms, distances)
         distance = partial(_distance, r_target=terms.r_target or 0.0)
         pairs = zip(distances.nonces, distances.dist, strict=True)
@@ -151,12 +151,12 @@ _ARTIFACT = TypeAdapter(tuple[Artifact])
 _DISTANCE = TypeAdapter(tuple[Nonce, float], config=ConfigDict(allow_inf_nan=False))
 
 
-def _parse_artifacts(body: bytes) -> tuple[GeneratedArtifacts, list[Refused]]:
+def parse_artifacts(body: bytes) -> tuple[GeneratedArtifacts, list[Refused]]:
     """Return the message without the artifacts that cannot be read, and these; Refusal if it is none."""
     return _parse(_Artifacts, ("artifacts",), _ARTIFACT, body)
 
 
-def _parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
+def parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
     """Return the message without the nonces that cannot be read, or their distance; Refusal if it is none."""
     return _parse(_Distances, ("nonces", "dist"), _DISTANCE, body)
 

@@ -18,6 +18,7 @@ from poc_gateway.ingest.storing import Intake, StoreResult
 from poc_gateway.outbox import ledger
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Fits, KnownRound, RoundDeleted, Rounds, RoundTerms
+from vllm_poc.logs import bound
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 
 _log = logging.getLogger(__name__)
@@ -55,13 +56,14 @@ def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) ->
     async def generated(namespace: str, name: str, uid: str, request: Request) -> JSONResponse:
         """Store artifacts, each nonce once. The answer is given when they are durable; one bad one costs no other."""
         body = await request.body()
-        known = await _find(rounds, namespace, name, uid, lambda candidate: _read(candidate, body))
-        delivery = _read(known, body)
-        _account_received(delivery)
-        result = await intake.store(delivery)
-        if result is None:
-            raise _deleted(rounds, uid)
-        _account_stored(known.terms, result)
+        with bound(round=uid):
+            known = await _find(rounds, namespace, name, uid, lambda candidate: _read(candidate, body))
+            delivery = _read(known, body)
+            _account_received(delivery)
+            result = await intake.store(delivery)
+            if result is None:
+                raise _deleted(rounds, uid)
+            _account_stored(known.terms, result)
         if result.stored:
             stored()
         return JSONResponse(_receipt(delivery, result))
@@ -75,11 +77,12 @@ def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) ->
             # The rest is for the receiver to judge; older pods leave out what is new.
             require_same_round(candidate.terms, parse(Callback, body))
 
-        known = await _find(rounds, namespace, name, uid, check)
-        check(known)
-        text, receiver = body.decode(), known.terms.receiver
-        if not await database.write(lambda connection: ledger.add_verdict(connection, known.id, receiver, text)):
-            raise _deleted(rounds, uid)
+        with bound(round=uid):
+            known = await _find(rounds, namespace, name, uid, check)
+            check(known)
+            text, receiver = body.decode(), known.terms.receiver
+            if not await database.write(lambda connection: ledger.add_verdict(connection, known.id, receiver, text)):
+                raise _deleted(rounds, uid)
         stored()
         return {"status": "OK"}
 
@@ -114,7 +117,7 @@ def _read(known: KnownRound, body: bytes) -> Delivery:
         delivery = read_generated(known, body)
     except Refusal as error:
         metrics.REFUSED.labels(error.body.reason).inc()
-        _log.warning("round %s: a delivery is refused: %s", uid, error.detail)
+        _log.warning("a delivery is refused: %s", error.detail)
         raise
     if delivery.refused and not delivery.checked:
         summary = _account_received(delivery)
@@ -130,7 +133,7 @@ def _account_received(delivery: Delivery) -> str:
         metrics.REFUSED.labels(fault).inc(count)
     summary = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
     if summary:
-        _log.warning("round %s: artifacts are refused: %s", delivery.known.terms.uid, summary)
+        _log.warning("artifacts are refused: %s", summary)
     return summary
 
 
@@ -140,7 +143,7 @@ def _account_stored(terms: RoundTerms, result: StoreResult) -> None:
     if result.conflicts:
         metrics.CONFLICTS.inc(len(result.conflicts))
         some = ", ".join(f"{nonce} of slot {terms.offset_of(nonce)}" for nonce in result.conflicts[:_MOST_LOGGED])
-        _log.warning("round %s: %d nonces came again with other content: %s", terms.uid, len(result.conflicts), some)
+        _log.warning("%d nonces came again with other content: %s", len(result.conflicts), some)
 
 
 def _receipt(delivery: Delivery, result: StoreResult) -> dict[str, object]:

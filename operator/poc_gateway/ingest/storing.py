@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 
 import psycopg
@@ -67,7 +68,8 @@ class Intake:
         self._waiting.append((delivery, done))
         self._artifacts += len(delivery.checked)
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
+            # It stores deliveries of all rounds: what the log says of it is about none.
+            self._task = asyncio.create_task(self._run(), context=Context())
         return await done
 
     async def _run(self) -> None:

@@ -19,6 +19,7 @@ from poc_gateway.errors import RETRY_AFTER, Refusal
 from poc_gateway.node_api.cluster import ReadyPod, ReadyPods
 from poc_operator.clients.errors import NotAPodOfOurs, PodError, PodRefused, StoreError
 from poc_operator.observed import PodView
+from vllm_poc.logs import bound
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
@@ -59,6 +60,7 @@ _ASKED: dict[str, Any] = {
 class Work:
     """One request and how far it got. ``begun`` once a pod had a chunk of it."""
 
+    id: str
     request: GenerateRequest
     done: "asyncio.Future[None]"
     waiting: deque[int]
@@ -113,9 +115,9 @@ class Dispatcher:
         """The nonces of all requests that are not done."""
         return sum(len(work.request.nonces) for work in self._works)
 
-    def add(self, request: GenerateRequest) -> Work:
+    def add(self, id_: str, request: GenerateRequest) -> Work:
         """Queue a request, behind those that are there."""
-        work = Work(request, asyncio.get_running_loop().create_future(), deque(request.nonces))
+        work = Work(id_, request, asyncio.get_running_loop().create_future(), deque(request.nonces))
         self._works.append(work)
         self._wake.set()
         return work
@@ -167,7 +169,8 @@ class Dispatcher:
             if work is None:
                 return
             nonces = work.take(len(self._free))
-            self._busy[pod.uid] = asyncio.create_task(self._compute(work, pod, nonces))
+            with bound(request=work.id, pod=pod.name):
+                self._busy[pod.uid] = asyncio.create_task(self._compute(work, pod, nonces))
 
     def _may_work(self, uid: str) -> bool:
         return uid not in self._busy and self._resting.get(uid, 0.0) <= monotonic()
@@ -203,7 +206,7 @@ class Dispatcher:
             self._wake.set()
 
     def _failed(self, work: Work, pod: PodView, nonces: list[int], error: PodError) -> None:
-        _log.warning("pod %s did not compute %d nonces: %s", pod.name, len(nonces), error)
+        _log.warning("the pod did not compute %d nonces: %s", len(nonces), error)
         self._resting[pod.uid] = monotonic() + REST_SECONDS
         work.give_back(nonces, error)
 

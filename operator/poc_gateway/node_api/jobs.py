@@ -26,6 +26,7 @@ from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.schema import one_line
+from vllm_poc.logs import bound
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, JobState
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Jobs:
         self._spawn(self._dispatcher.run())
         for job_id, request in await self._database.read(unfinished_jobs):
             parsed = GenerateRequest.model_validate_json(request)
-            self._follow(job_id, parsed, self._dispatcher.add(parsed))
+            self._follow(job_id, parsed, self._dispatcher.add(job_id, parsed))
 
     async def close(self) -> None:
         """Stop the work; queued jobs are taken up by the next process."""
@@ -85,15 +86,16 @@ class Jobs:
     async def compute(self, request: GenerateRequest) -> Result:
         """Return the result of a request whose client waits. Refusal if there is none."""
         self._admit(request)
-        values = await self._dispatcher.finish(self._dispatcher.add(request))
-        return result_of(request, _new_id(), values)
+        job_id = _new_id()
+        values = await self._dispatcher.finish(self._dispatcher.add(job_id, request))
+        return result_of(request, job_id, values)
 
     async def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued."""
         self._admit(request)
         job_id, text = _new_id(), request.model_dump_json(exclude_none=True)
         # Counted from here on, since the next request may come while this one is written.
-        work = self._dispatcher.add(request)
+        work = self._dispatcher.add(job_id, request)
         try:
             await self._database.write(lambda connection: insert_job(connection, job_id, text))
         except BaseException:
@@ -124,7 +126,8 @@ class Jobs:
 
     def _follow(self, job_id: str, request: GenerateRequest, work: Work) -> None:
         self._works[job_id] = work
-        self._spawn(self._perform(job_id, request, work))
+        with bound(request=job_id):
+            self._spawn(self._perform(job_id, request, work))
 
     async def _perform(self, job_id: str, request: GenerateRequest, work: Work) -> None:
         try:
@@ -143,7 +146,7 @@ class Jobs:
             try:
                 return await self._database.write(lambda connection: finish_job(connection, end))
             except DatabaseError as error:
-                _log.warning("the result of request %s waits: %s", end.job_id, error)
+                _log.warning("a result waits: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -27,6 +27,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.rounds import RoundTerms
+from vllm_poc.logs import bound
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances
 from vllm_poc.wire.messages import Protocol
@@ -79,18 +80,20 @@ class Forwarder:
 
     async def run(self) -> None:
         """Forward everything there is; DatabaseError if it cannot be read."""
-        while slots := await self._database.read(partial(ledger.slots_with_work, round_id=self._round_id)):
-            full = [await self._turn(slot) for slot in slots]
-            if not any(full):
-                await asyncio.sleep(LINGER_SECONDS)
+        with bound(round=self._terms.uid):
+            while slots := await self._database.read(partial(ledger.slots_with_work, round_id=self._round_id)):
+                full = [await self._turn(slot) for slot in slots]
+                if not any(full):
+                    await asyncio.sleep(LINGER_SECONDS)
 
     async def _turn(self, slot: SlotWork) -> bool:
         """Send a payload of the slot's own, then one of its late items; return whether one of them was full."""
         sizes = [0]
-        if slot.is_behind:
-            sizes.append(await self._send(ledger.next_in_order, slot))
-        if slot.has_late:
-            sizes.append(await self._send(ledger.next_late, slot))
+        with bound(slot=slot.slot):
+            if slot.is_behind:
+                sizes.append(await self._send(ledger.next_in_order, slot))
+            if slot.has_late:
+                sizes.append(await self._send(ledger.next_late, slot))
         return max(sizes) == self._limit
 
     async def _send(self, find: Callable[[Connection, SlotWork, int], Part], slot: SlotWork) -> int:

@@ -137,9 +137,10 @@ class Part:
 
 
 class SlotWork(NamedTuple):
-    """What a slot has to send: artifacts in order, late items, or both."""
+    """What a slot has to send: artifacts in order, late items, or both. ``slot`` is its first nonce."""
 
     slot_id: int
+    slot: int
     node_id: int
     is_behind: bool
     has_late: bool
@@ -162,9 +163,9 @@ def terms(connection: Connection, round_id: int) -> RoundTerms | None:
 def slots_with_work(connection: Connection, round_id: int) -> Sequence[SlotWork]:
     """Return the slots that have something to send, in the order of their offsets."""
     late = exists().where(late_items.c.slot_id == slots.c.id, _IS_LATE)
-    query = select(slots.c.id, slots.c.node_id, _IS_BEHIND, late).where(slots.c.round_id == round_id)
+    query = select(slots.c.id, slots.c.slot, slots.c.node_id, _IS_BEHIND, late).where(slots.c.round_id == round_id)
     found = connection.execute(query.where(_IS_BEHIND | late).order_by(slots.c.slot))
-    return [SlotWork(slot_id, node_id, bool(behind), bool(has)) for slot_id, node_id, behind, has in found]
+    return [SlotWork(id_, slot, node_id, bool(behind), bool(has)) for id_, slot, node_id, behind, has in found]
 
 
 def next_in_order(connection: Connection, slot: SlotWork, limit: int) -> Part:

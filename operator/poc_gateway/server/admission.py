@@ -8,12 +8,14 @@ the expensive part, which must not be had for nothing.
 import base64
 import hmac
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from email.message import Message as Headed
 from http import HTTPStatus
 from typing import NamedTuple
+from uuid import uuid4
 
 from pydantic import SecretStr
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from poc_gateway.errors import Refusal
 from poc_operator.clients.gateway import POD_USER, round_password
+from vllm_poc.logs import bound
 
 #: A peer may use so many seconds' worth of requests at once.
 BURST_SECONDS = 4.0
@@ -38,6 +41,7 @@ _CALLBACKS = "/callbacks/"
 #: Where the uid stands in /callbacks/{namespace}/{name}/{uid}/….
 _UID = 4
 _JSON = "application/json"
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class BodyLimit(NamedTuple):
@@ -190,6 +194,21 @@ def _sent(scope: Scope) -> str:
 
 def _unauthorized(detail: str, challenge: str) -> Refusal:
     return Refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, headers={"WWW-Authenticate": challenge})
+
+
+class RequestIds:
+    """Names every request in the lines that are logged about it: as its ``X-Request-Id`` does, or by a new id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = Headers(scope=scope).get("x-request-id", "")
+        with bound(request=sent if _REQUEST_ID.fullmatch(sent) else uuid4().hex):
+            await self._app(scope, receive, send)
 
 
 class JsonBodies:

@@ -28,7 +28,16 @@ from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query import routes as query_routes
 from poc_gateway.server import health
-from poc_gateway.server.admission import Access, Authorize, BodyLimit, JsonBodies, Limits, inside_access, network_access
+from poc_gateway.server.admission import (
+    Access,
+    Authorize,
+    BodyLimit,
+    JsonBodies,
+    Limits,
+    RequestIds,
+    inside_access,
+    network_access,
+)
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import Retention
@@ -161,7 +170,7 @@ async def _beside(serving: Coroutine[Any, Any, None], *others: Coroutine[Any, An
 async def _serve(components: Components) -> None:
     settings = components.settings
     config = uvicorn.Config(
-        Ports(inside_app(components), network_app(components), settings.network_port),
+        RequestIds(Ports(inside_app(components), network_app(components), settings.network_port)),
         http="httptools",
         lifespan="off",
         log_config=None,

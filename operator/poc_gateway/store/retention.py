@@ -20,6 +20,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.disk_space import release_free_pages, used_bytes
+from vllm_poc.logs import bound
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ class Retention:
         while await self._database.write(lambda connection: delete_some(connection, id_)):
             pass
         self._forget(uid)
-        _log.info("deleted the round %s, which is no longer kept", uid)
+        with bound(round=uid):
+            _log.info("deleted the round, which is no longer kept")
 
 
 def deletable(quiet_since: int, refused_since: int) -> Select[int, str]:

@@ -15,6 +15,7 @@ FACTS = ModelFacts(
     max_batch_tokens=2048,
     max_batch_nonces=16,
     max_captured_tokens=1024,
+    max_captured_nonces=1024,
     scratch_bytes=4096,
     fused=False,
     stages=1,

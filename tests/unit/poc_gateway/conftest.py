@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test that uses ``database_url`` runs on both databases."""
+"""Every test that uses ``database_url`` runs on each of `ENGINES`; `store.test_conformance` says what one must do."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +9,9 @@ import pytest
 from poc_gateway.store.database import Database
 from tests.support.servers.postgres import PostgresServer, postgres
 
+#: The databases that the gateway supports.
+ENGINES = ("sqlite", "postgresql")
+
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
@@ -16,7 +19,7 @@ def postgres_server() -> Iterator[PostgresServer]:
         yield server
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=ENGINES)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/gateway.db"

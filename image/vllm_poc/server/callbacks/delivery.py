@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 import aiohttp
 from yarl import URL
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.scheduler import Item
 from vllm_poc.server.settings import Settings

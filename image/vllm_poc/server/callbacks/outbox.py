@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.delivery import Poster
 from vllm_poc.server.settings import Settings
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Callback:
+class TrackedCallback:
     """Where a delivery to one address stands."""
 
     poster: Poster[Any]
@@ -57,9 +57,9 @@ class Outbox:
         async with self._changed:
             await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
 
-    def send(self, url: str, items: Sequence[T], payload: Callable[[Sequence[T]], WireMessage]) -> Callback:
+    def send(self, url: str, items: Sequence[T], payload: Callable[[Sequence[T]], WireMessage]) -> TrackedCallback:
         """Send ``items`` to ``url``, in order; ``payload`` makes the body of some of them."""
-        callback = Callback(Poster(url, payload, session=self._session, settings=self._settings))
+        callback = TrackedCallback(Poster(url, payload, session=self._session, settings=self._settings))
         self._weight += len(items)
         task = asyncio.create_task(self._deliver(callback, items))
         self._tasks.add(task)
@@ -73,7 +73,7 @@ class Outbox:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _deliver(self, callback: Callback, items: Sequence[Any]) -> None:
+    async def _deliver(self, callback: TrackedCallback, items: Sequence[Any]) -> None:
         try:
             async with asyncio.timeout(self._settings.result_seconds):
                 accepted = [accepted async for accepted in callback.poster.deliver(items)]
@@ -86,7 +86,7 @@ class Outbox:
                 self._weight -= len(items)
                 self._changed.notify_all()
 
-    def _count(self, callback: Callback) -> None:
+    def _count(self, callback: TrackedCallback) -> None:
         if callback.state != "delivered":
             self.lost += 1
             metrics.CALLBACKS_LOST.inc()

@@ -93,7 +93,7 @@ class CacheGroup:
         # Each sequence starts a block, so its first slot is a multiple of the block size.
         slot_mapping = (table[:, :1] * self.block_size + positions.view(nonces, seq_len)).flatten()
         common = _common_metadata(shape, positions=positions, table=table.int(), slot_mapping=slot_mapping)
-        return self.builder.build(common_prefix_len=0, common_attn_metadata=common), slot_mapping
+        return _owned(self.builder.build(common_prefix_len=0, common_attn_metadata=common)), slot_mapping
 
 
 class ModelAdapter:
@@ -231,6 +231,14 @@ def _common_metadata(
     }
     known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
     return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in known})
+
+
+def _owned(metadata: Any) -> Any:  # noqa: ANN401 - each backend has its own
+    """Return metadata that the builder's next call leaves as it is: FlashAttention's has one buffer for all."""
+    schedule = getattr(metadata, "scheduler_metadata", None)
+    if not isinstance(schedule, Tensor):
+        return metadata
+    return dataclasses.replace(metadata, scheduler_metadata=schedule.clone())
 
 
 def _layer_stack(model: nn.Module) -> nn.ModuleList:

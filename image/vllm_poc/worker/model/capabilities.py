@@ -47,6 +47,7 @@ def model_facts(config: VllmConfig) -> ModelFacts:
         max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
         max_batch_nonces=config.scheduler_config.max_num_seqs,
         max_captured_tokens=0,
+        max_captured_nonces=0,
         scratch_bytes=0,
         fused=False,
         stages=config.parallel_config.pipeline_parallel_size,
@@ -56,10 +57,14 @@ def model_facts(config: VllmConfig) -> ModelFacts:
     )
 
 
-def fused_facts(facts: ModelFacts, *, experts: bool) -> ModelFacts:
-    """Return the same for the fused pass, of which larger ones than vLLM's can be captured."""
-    tokens = _MOST_TOKENS_OF_EXPERTS if experts else _MOST_TOKENS
-    return {**facts, "max_captured_tokens": max(facts["max_batch_tokens"], tokens)}
+def fused_facts(facts: ModelFacts, *, experts: bool, cached: bool) -> ModelFacts:
+    """Return the same for the fused pass, of which larger ones than vLLM's can be captured.
+
+    One with a cache (``cached``) has no more sequences than vLLM's: its attention has room to schedule so many.
+    """
+    tokens = max(facts["max_batch_tokens"], _MOST_TOKENS_OF_EXPERTS if experts else _MOST_TOKENS)
+    nonces = facts["max_batch_nonces"] if cached else tokens
+    return {**facts, "max_captured_tokens": tokens, "max_captured_nonces": nonces}
 
 
 def needs_vllms_operations() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward pass through a few of the layers: enough to learn what the others need, in a fraction of their time."""
+"""A forward pass through a few of the layers: enough to learn what all of them need, in a fraction of the time."""
 
 from __future__ import annotations
 

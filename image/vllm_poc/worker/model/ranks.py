@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 from vllm.distributed.parallel_state import GraphCaptureContext, Handle, get_pp_group, get_tp_group, get_world_group
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 
 _log = get_logger(__name__)
 

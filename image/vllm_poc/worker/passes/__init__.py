@@ -2,7 +2,7 @@
 """How the served model computes for PoC: as vLLM's code says, or with fused operations that give the same.
 
     plain          vLLM's own forward pass with a hook behind each layer; any device, any attention
-    fused          single kernels instead of many small operations, and no KV cache; CUDA alone
+    fused          single kernels instead of many small operations, and no KV cache except an FP8 one; CUDA alone
     attention, operations, quantisation    what the fused pass puts in place of vLLM's
     parity_check   compares passes before one of them is used
 

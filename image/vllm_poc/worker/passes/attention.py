@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention straight from queries, keys and values: a prefill whose cache nobody reads later needs none."""
+"""Attention straight from queries, keys and values: a prefill whose cache nobody reads later needs none.
+
+Where the cache rounds what attention reads, the server's own attention runs, over a scratch cache.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +24,14 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 
+#: Names of the type of an FP8 cache that has one scale for each tensor.
+_ROUNDED = {"fp8", "fp8_e4m3"}
+#: Axes of a cache of keys or of values: blocks, tokens of a block, heads, columns.
+_CACHE_AXES = 4
+#: Batch shapes whose plans are kept, beside those that graphs read.
+MAX_PLANS = 4
+
+
 class Prefill(NamedTuple):
     """What a batch of sequences of one length tells attention: ``starts`` int32 ``[nonces + 1]`` of the sequences."""
 
@@ -27,7 +41,37 @@ class Prefill(NamedTuple):
 
 def needs_no_cache(layers: Collection[Attention]) -> bool:
     """Whether all layers are FlashAttention's and would read from the cache what they wrote, unchanged."""
-    return bool(layers) and all(_is_plain(layer) for layer in layers)
+    return bool(layers) and all(_is_causal(layer) and _is_unchanged(layer) for layer in layers)
+
+
+def rounds_in_cache(layers: Collection[Attention]) -> bool:
+    """Whether all layers are FlashAttention's and some read from an FP8 cache with one scale for each tensor."""
+    known = all(_is_causal(layer) and (_is_rounded(layer) or _is_unchanged(layer)) for layer in layers)
+    return known and any(_is_rounded(layer) for layer in layers)
+
+
+class CachedPlans:
+    """Plans of the server's own attention for the last few batch shapes.
+
+    A CUDA graph can build none, since that takes numbers from the CPU, and reads one as long as it lives.
+    """
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+        self._plans = OrderedDict[BatchShape, AttentionPlan]()
+
+    def __getitem__(self, shape: BatchShape) -> AttentionPlan:
+        """Return the plan for a batch of this shape."""
+        if shape not in self._plans:
+            self._plans[shape] = self._adapter.plan(shape)
+            if len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(shape)
+        return self._plans[shape]
+
+    def kept(self) -> list[AttentionPlan]:
+        """Return all plans that are kept."""
+        return list(self._plans.values())
 
 
 def prefill_plan(adapter: ModelAdapter, shape: BatchShape) -> AttentionPlan:
@@ -42,6 +86,14 @@ def prefill_patches(layers: Collection[Attention], seq_len: int) -> Iterator[Pat
     for layer in layers:
         attend = _short(layer.impl) if attends_short(layer.impl, seq_len) else _of_any_length(layer.impl)
         yield Patch(layer.impl, "forward", _Direct(attend))
+
+
+def cache_patches() -> Iterator[Patch]:
+    """Replace vLLM's kernel that writes keys and values into an FP8 cache by one of the same bits."""
+    module = sys.modules.get("vllm.v1.attention.backends.flash_attn")
+    original = getattr(module, "reshape_and_cache_flash", None)
+    if original is not None:
+        yield Patch(module, "reshape_and_cache_flash", partial(_store, original))
 
 
 def attends_short(impl: FlashAttentionImpl, seq_len: int) -> bool:
@@ -113,7 +165,35 @@ def _of_any_length(impl: FlashAttentionImpl) -> _Attend:
     return attend
 
 
-def _is_plain(layer: Attention) -> bool:
-    impl = layer.impl
-    plain = type(impl).__name__ == "FlashAttentionImpl" and impl.attn_type == AttentionType.DECODER
-    return plain and impl.kv_cache_dtype in ("auto", "bfloat16", "float16") and layer.query_quant is None
+def _store(
+    original: Callable[..., None],
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    from vllm_poc.kernels import cache  # noqa: PLC0415 - needs Triton
+
+    tensors, head_dim = (key, value, key_cache, value_cache), key.shape[-1]
+    whole = len(key) == len(slots) and key.shape == value.shape and head_dim & (head_dim - 1) == 0
+    whole = whole and all(tensor.stride(-1) == 1 for tensor in tensors) and key_cache.ndim == _CACHE_AXES
+    if whole and dtype in _ROUNDED and k_scale.numel() == v_scale.numel() == 1:
+        cache.store(*tensors, slots, k_scale, v_scale)
+    else:
+        original(*tensors, slots, dtype, k_scale, v_scale)
+
+
+def _is_causal(layer: Attention) -> bool:
+    return type(layer.impl).__name__ == "FlashAttentionImpl" and layer.impl.attn_type == AttentionType.DECODER
+
+
+def _is_unchanged(layer: Attention) -> bool:
+    return layer.impl.kv_cache_dtype in {"auto", "bfloat16", "float16"} and layer.query_quant is None
+
+
+def _is_rounded(layer: Attention) -> bool:
+    return layer.impl.kv_cache_dtype in _ROUNDED and layer._k_scale.numel() == layer._v_scale.numel() == 1

@@ -14,7 +14,13 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.workspace import WorkspaceManager
 
 from vllm_poc.kernels import layers as kernels
-from vllm_poc.worker.passes.attention import prefill_patches, prefill_plan
+from vllm_poc.worker.passes.attention import (
+    CachedPlans,
+    cache_patches,
+    needs_no_cache,
+    prefill_patches,
+    prefill_plan,
+)
 from vllm_poc.worker.passes.operations import Patch, is_plain_norm, operation_patches, operations, patched
 from vllm_poc.worker.passes.plain import reflected_layers
 from vllm_poc.worker.passes.quantisation import quantisation_patches
@@ -26,35 +32,35 @@ if TYPE_CHECKING:
 
 
 class FusedPass:
-    """A `vllm_poc.worker.passes.plain.Pass` for CUDA and models whose attention needs no cache."""
-
-    needs_cache = False
+    """A `vllm_poc.worker.passes.plain.Pass` for CUDA and models whose attention is FlashAttention."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
         self._attention = list(adapter.attention_layers.values())
+        self._plans = CachedPlans(adapter)
+        self.needs_cache = not needs_no_cache(self._attention)
         self._operations = operations(adapter.model)
         self._norm_after = dict(_norms_after(adapter))
         self._workspace = WorkspaceManager(adapter.device)
 
     def plan(self, shape: BatchShape) -> AttentionPlan:
         """Describe a batch to the attention layers."""
-        return prefill_plan(self._adapter, shape)
+        return self._plans[shape] if self.needs_cache else prefill_plan(self._adapter, shape)
 
     def workspace(self) -> object:
-        """Return the memory that operations have worked in: whoever records them must keep it.
+        """Return the memory that operations have worked in or read: whoever records them must keep it.
 
         When one asks for more, vLLM lets go of it and takes another.
         """
-        return list(self._workspace._current_workspaces)
+        return [*self._workspace._current_workspaces, *self._plans.kept()]
 
     @contextmanager
     def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> Iterator[None]:
         """Make the model compute this way, and reflect each layer's output along its vector."""
         norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
         others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
-        patches = [*operation_patches(self._operations, norms), *prefill_patches(self._attention, shape.seq_len)]
-        patches += quantisation_patches()
+        patches = [*operation_patches(self._operations, norms), *quantisation_patches()]
+        patches += cache_patches() if self.needs_cache else prefill_patches(self._attention, shape.seq_len)
         # vLLM's is locked, and too small for larger batches than chat's.
         patches.append(Patch(workspace, "_manager", self._workspace))
         last = last_tokens_only(self._adapter.layers[-1], shape)

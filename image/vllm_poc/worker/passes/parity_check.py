@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vllm_poc.log import get_logger
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import PassSpec
 from vllm_poc.wire.messages import Protocol as WireProtocol
 from vllm_poc.worker.model.adapter import ModelAdapter, StageOutput
@@ -29,7 +29,7 @@ PARITY_TOKENS = _NONCES * max(spec.seq_len for spec in _SPECS)
 _TOLERANCE = 0.2
 
 
-class Stage(Protocol):
+class StageForward(Protocol):
     """What is needed of this rank's share of a batch."""
 
     @property
@@ -50,7 +50,7 @@ class Stage(Protocol):
         ...
 
 
-def hidden_states(stage: Stage) -> list[Tensor] | None:
+def hidden_states(stage: StageForward) -> list[Tensor] | None:
     """Return the hidden states of small batches, on all ranks together; none of them if another stage has them.
 
     None if a rank failed, and thus all that share its stage.
@@ -64,7 +64,7 @@ def hidden_states(stage: Stage) -> list[Tensor] | None:
     return found
 
 
-def _through_all_stages(stage: Stage, spec: PassSpec) -> tuple[bool, Tensor | None]:
+def _through_all_stages(stage: StageForward, spec: PassSpec) -> tuple[bool, Tensor | None]:
     """Compute stage by stage: nobody waits for what a stage that failed would have sent."""
     ranks, output = stage.adapter.ranks, None
     for turn in range(ranks.stages):
@@ -80,7 +80,7 @@ def _through_all_stages(stage: Stage, spec: PassSpec) -> tuple[bool, Tensor | No
     return True, output if isinstance(output, Tensor) else None
 
 
-def _output(stage: Stage, spec: PassSpec, received: dict[str, Tensor]) -> StageOutput | None:
+def _output(stage: StageForward, spec: PassSpec, received: dict[str, Tensor]) -> StageOutput | None:
     try:
         with torch.inference_mode():
             stage.load("parity check", spec)

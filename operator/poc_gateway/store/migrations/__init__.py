@@ -4,6 +4,7 @@
 A script is never changed once it is released; `poc_gateway.store.schema` is what all of them make together.
 """
 
+import logging
 from pathlib import Path
 
 from alembic import command
@@ -19,6 +20,8 @@ _SCRIPTS = Path(__file__).parent
 
 def migrate(engine: Engine) -> None:
     """Run the migrations that the database lacks; DatabaseUnavailable if a newer gateway has made it."""
+    # One line per migration and none about what it is for.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     config = Config()
     config.set_main_option("script_location", str(_SCRIPTS))
     head = ScriptDirectory.from_config(config).get_current_head()

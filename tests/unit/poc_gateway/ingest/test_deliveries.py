@@ -61,7 +61,7 @@ async def test_other_content_is_a_conflict(start: Start, caplog: pytest.LogCaptu
     assert [(row.nonce, row.vector) for row in conflicts] == [(1, vector(2)), (2, vector(3))]
     assert {row.nonce: row.vector for row in rows} == {nonce: vector(nonce) for nonce in range(3)}
     assert (slot.stored, slot.conflicts) == (3, 2)
-    assert "round uid-1: 1 nonces came again with other content: 1 of slot 0" in caplog.text
+    assert "1 nonces came again with other content: 1 of slot 0" in caplog.text
 
 
 @pytest.mark.parametrize(("receiver", "letters"), [("http://receiver/r", [1]), (None, [])])

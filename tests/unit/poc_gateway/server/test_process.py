@@ -61,7 +61,7 @@ def test_bad_settings_end_it_with_a_sentence(variable: str, value: str, message:
         f"POC_GATEWAY_{variable}": value,
     }
     argv = (sys.executable, "-m", "poc_gateway")
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
     line = json.loads(done.stderr)
     assert message in line["message"]

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections that are opened beside a write, and the tables that they find."""
+"""Connections that are opened beside a write."""
 
 from pathlib import Path
-from typing import Any
 
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 from sqlalchemy import Connection, insert, select
 
-from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import jobs
 
@@ -27,10 +23,3 @@ async def test_a_new_connection_does_not_fail_a_write_that_has_read(tmp_path: Pa
         await database.write(read_then_write)
     finally:
         database.close()
-
-
-async def test_the_migrations_make_the_schema(database: Database) -> None:
-    def differences(connection: Connection) -> list[Any]:
-        return list(compare_metadata(MigrationContext.configure(connection), schema.metadata))
-
-    assert await database.read(differences) == []

@@ -35,37 +35,37 @@ def learn(memory: Memory, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_before_the_first_batch_all_fit(memory: Memory) -> None:
-    assert memory.has_room_for(10**9)
+    assert memory.fits(10**9)
 
 
 def test_one_batch_tells_in_proportion(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     learn(memory, 8192, monkeypatch)  # 2 GiB
-    assert memory.has_room_for(8192)
-    assert not memory.has_room_for(16_384)
+    assert memory.fits(8192)
+    assert not memory.fits(16_384)
 
 
 def test_two_batches_tell_what_does_not_grow(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (64, 1024, 512):
         learn(memory, tokens, monkeypatch)
-    assert memory.has_room_for(13_000)  # 2.6 GiB, with what is left free 3.9
-    assert not memory.has_room_for(14_500)
+    assert memory.fits(13_000)  # 2.6 GiB, with what is left free 3.9
+    assert not memory.fits(14_500)
 
 
 def test_what_is_drawn_comes_on_top(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.has_room_for(8192, drawn=3 * GIB)
-    assert not memory.has_room_for(8192, drawn=4 * GIB)
+    assert memory.fits(8192, drawn=3 * GIB)
+    assert not memory.fits(8192, drawn=4 * GIB)
     learn(memory, 8192, monkeypatch)  # 2 GiB
-    assert memory.has_room_for(8192, drawn=GIB // 2)
-    assert not memory.has_room_for(8192, drawn=GIB)
+    assert memory.fits(8192, drawn=GIB // 2)
+    assert not memory.fits(8192, drawn=GIB)
 
 
 @pytest.mark.usefixtures("memory")
 def test_chats_peak_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     beside_chat = Memory(torch.device("cuda"), chat_peak=2 * GIB)
     learn(beside_chat, 8192, monkeypatch)  # 2 GiB
-    assert not beside_chat.has_room_for(8192)
+    assert not beside_chat.fits(8192)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 102 * GIB)  # PyTorch keeps it for chat
-    assert beside_chat.has_room_for(8192)
+    assert beside_chat.fits(8192)
 
 
 @pytest.mark.parametrize(("protocol", "expected"), [("artifact", 4 * 5 * 12**2), ("distance", 4 * 5 * 9 * 64)])
@@ -74,8 +74,8 @@ def test_what_seeds_draw_grows_with_the_nonces(protocol: str, expected: int) -> 
     assert drawn_bytes(spec, 5, hidden=64) == expected
 
 
-def test_a_cpu_has_room_for_all() -> None:
+def test_a_cpu_fits_all() -> None:
     memory = Memory(torch.device("cpu"))
     with memory.learning(1):
         pass
-    assert memory.has_room_for(10**12)
+    assert memory.fits(10**12)
