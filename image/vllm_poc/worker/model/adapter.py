@@ -236,7 +236,7 @@ def _common_metadata(
 def _owned(metadata: Any) -> Any:  # noqa: ANN401 - each backend has its own
     """Return metadata that the builder's next call leaves as it is: FlashAttention's has one buffer for all."""
     schedule = getattr(metadata, "scheduler_metadata", None)
-    if not isinstance(schedule, Tensor):
+    if not isinstance(schedule, Tensor) or not schedule.is_cuda:  # the CPU's is a new one, and holds its own address
         return metadata
     return dataclasses.replace(metadata, scheduler_metadata=schedule.clone())
 
