@@ -7,7 +7,7 @@ import logging
 import kopf
 from yarl import URL
 
-from poc_operator.handlers import objects as pods  # noqa: F401 - importing registers the handlers
+from poc_operator.handlers import objects, process  # noqa: F401 - importing registers the handlers
 from vllm_poc.logs import bind_handlers
 
 
