@@ -35,6 +35,7 @@ LONGEST = {
 }
 #: Files that take part and tell nothing about the walk's subject.
 BESIDE = {
+    "image/vllm_poc/logs.py": "what lines of the log are about",
     "image/vllm_poc/server/metrics.py": "counts",
     "image/vllm_poc/wire/messages.py": "the base of all messages",
     "image/vllm_poc/wire/artifacts.py": "of the pods, which run in the same process here",
