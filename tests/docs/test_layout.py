@@ -24,8 +24,6 @@ SHARED_NAMES = {
 }
 #: Modules of fewer than 50 lines, with the reason why they stand alone.
 SHORT_MODULES = {
-    "image/vllm_poc/log.py": "one function, for server and workers",
-    "operator/poc_gateway/logs.py": "the format of the process",
     "operator/poc_gateway/store/migrations/env.py": "Alembic asks for it",
     "operator/poc_operator/clients/http.py": "what the siblings beside it share",
     "operator/poc_operator/controller/logs.py": "all modules of the package use it",
