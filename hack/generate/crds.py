@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import yaml
 
+from poc_operator.apis.v1alpha1.conditions import UNSEEN
 from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, Column, Resource
 from poc_operator.apis.v1alpha1.schema import MUTABLE, VALIDATIONS, ApiModel
 
@@ -70,18 +71,19 @@ def schema(kind: type[Resource]) -> Schema:
     spec = found["properties"]["spec"]
     changeable = ", ".join(sorted(mutable_fields(kind)))
     spec["description"] += f" It is fixed once the object exists, except {changeable}."
+    unseen = UNSEEN.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     properties = {
         "apiVersion": {"type": "string"},
         "kind": {"type": "string"},
         "metadata": {"type": "object"},
         "spec": spec,
-        "status": _as_status(found["properties"]["status"]),
+        "status": _ordered({**_as_status(found["properties"]["status"]), "default": {"conditions": [unseen]}}),
     }
     return {"type": "object", "description": found["description"], "required": ["spec"], "properties": properties}
 
 
 def _as_status(schema: Schema, keys: Sequence[str] = ()) -> Schema:
-    """Return the schema of a status, or of a part of it: without defaults, and with nothing required except ``keys``.
+    """Return the schema of a status, or of a part of it, with no defaults of fields and only ``keys`` required.
 
     Defaults would be stored: a thousand slots would no longer fit. What an operator of another version leaves out must
     not make its status invalid.

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.checks.metrics import parse
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.http_server import free_port, serve
@@ -39,6 +40,13 @@ async def ended(pod: Pod, job: str, *, callback: bool = False) -> dict[str, Any]
         if found["status"] not in ("queued", "running") and not (callback and found.get("callback") == "pending"):
             return found
         assert monotonic() < deadline, found
+        await asyncio.sleep(0.005)
+
+
+async def until_queued(pod: Pod, nonces: int) -> None:
+    deadline = monotonic() + 10
+    while parse((await pod.http.get("/metrics/")).text)["poc_queued_nonces"] != nonces:
+        assert monotonic() < deadline, f"{nonces} nonces are not queued within 10 s"
         await asyncio.sleep(0.005)
 
 
@@ -177,7 +185,7 @@ async def test_the_queue_is_bounded(pod: Pod) -> None:
 async def test_requests_that_wait_count_as_queued(pod: Pod) -> None:
     pod.engine.output_processor.busy = True
     waiting = [asyncio.create_task(pod.post("generate", JOB | {"wait": True})) for _ in range(2)]
-    await asyncio.sleep(0.05)
+    await until_queued(pod, 80)
     error = error_of(await pod.post("generate", JOB | {"wait": True}), 429, "QueueFull")
     assert error.detail.startswith("Queue full: 120 nonces would be queued, and 100 may")
     error_of(await pod.post("generate", JOB), 429, "QueueFull")

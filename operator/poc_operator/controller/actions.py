@@ -12,7 +12,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.clients.errors import PodBusy, PodError, PodRefused, StoreError, StoreForbidden
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient, base_url
-from poc_operator.controller.logs import ObjectLogger, of
+from poc_operator.controller.logs import ObjectLogger
 from poc_operator.observed import Answer, PodReport, PodView
 from poc_operator.planning.snapshot import (
     Action,
@@ -24,6 +24,7 @@ from poc_operator.planning.snapshot import (
     StopPod,
     WorkEvent,
 )
+from vllm_poc.logs import bound
 from vllm_poc.wire.messages import CommandResponse
 
 Emit = Callable[[WorkEvent], None]
@@ -50,9 +51,11 @@ class PodActions:
         """Take these actions, but none on a pod that has one under way."""
         for action in actions:
             if not isinstance(action, DeleteWork | AskPod) and action.pod.uid not in self._in_flight:
-                task = asyncio.create_task(self._take(port, action))
-                self._in_flight[action.pod.uid] = task
-                task.add_done_callback(partial(self._done, action.pod.uid))
+                slot = action.request.slot.offset if isinstance(action, StartPod) else None
+                with bound(pod=action.pod.name, slot=slot):
+                    task = asyncio.create_task(self._take(port, action))
+                    self._in_flight[action.pod.uid] = task
+                    task.add_done_callback(partial(self._done, action.pod.uid))
 
     async def finish(self) -> None:
         """Wait for what is under way."""
@@ -104,28 +107,28 @@ class PodActions:
             self._wake.set()
         except PodBusy as error:
             # What it computes is this slot, as after an answer that was lost, or other work: the next poll tells.
-            self._log.info("start: %s", error, extra=of(pod))
+            self._log.info("start: %s", error)
         except PodRefused as error:
             self._refusals[pod.uid] = (error.reason, str(error))
         except PodError as error:
             # The outcome is unknown; the next poll tells, and a repeated start is harmless.
-            self._log.warning("start: %s", error, extra=of(pod))
+            self._log.warning("start: %s", error)
 
     async def _extend(self, port: int, extend: ExtendPod) -> None:
         try:
             await self._client.extend(base_url(extend.pod.ip or "", port), extend.request)
         except PodError as error:
             # What became of its round, or of the limit, the next poll tells.
-            self._log.info("extend: %s", error, extra=of(extend.pod))
+            self._log.info("extend: %s", error)
 
     async def _stop(self, port: int, stop: StopPod) -> None:
         try:
             await self._client.stop(base_url(stop.pod.ip or "", port), stop.round_id)
             self._wake.set()
         except PodBusy:
-            self._log.info("stop: the pod computes another round by now", extra=of(stop.pod))
+            self._log.info("stop: the pod computes another round by now")
         except PodError as error:
-            self._log.warning("stop: %s", error, extra=of(stop.pod))
+            self._log.warning("stop: %s", error)
 
     async def _delete(self, pod: PodView) -> None:
         try:
@@ -136,7 +139,7 @@ class PodActions:
                 message = f"pod {pod.name} cannot be deleted ({error}): install the chart with rbac.deletePods=true"
                 self._emit(WorkEvent(reason=Reason.STALLED, message=message, warning=True))
         except StoreError as error:
-            self._log.warning("deletion: %s", error, extra=of(pod))
+            self._log.warning("deletion: %s", error)
 
 
 _Key = tuple[str, str]  # pod uid, key of the ask

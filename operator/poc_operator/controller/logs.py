@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which object and which pod a log line is about, as fields that programs can search for."""
+"""Which object a log line is about, as kopf tells it; round, slot and pod are bound by `vllm_poc.logs`."""
 
 import logging
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 from poc_operator.apis.v1alpha1.meta import API_VERSION, Kind
-from poc_operator.observed import PodView
 
 
 class ObjectRef(NamedTuple):
@@ -26,8 +25,3 @@ class ObjectLogger(logging.LoggerAdapter[logging.Logger]):
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:  # noqa: ANN401
         """Add the object to what the line says of itself."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
-
-
-def of(pod: PodView) -> dict[str, str]:
-    """Return the ``extra`` of a line about this pod."""
-    return {"pod": pod.name}

@@ -17,6 +17,7 @@ from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
+from vllm_poc.logs import bound
 
 #: Seconds for a daemon to end by itself, as when its object is finished, before it is cancelled.
 _BACKOFF_SECONDS = 2.0
@@ -64,7 +65,8 @@ def _register(kind: type[Planner[Any]]) -> None:
         """Reconcile the object until it is finished. When the operator ends, the pods go on."""
         manager: Manager = memo.manager
         ref = ObjectRef(namespace or "", name, uid)
-        await manager.run(uid, manager.reconciler(kind, ref, _emitter(body)))
+        with bound(round=uid):
+            await manager.run(uid, manager.reconciler(kind, ref, _emitter(body)))
 
     @kopf.on.event(GROUP, VERSION, plural, id=f"event-{plural}")
     async def changed(uid: str, meta: kopf.Meta, memo: kopf.Memo, **_: object) -> None:
@@ -79,7 +81,8 @@ def _register(kind: type[Planner[Any]]) -> None:
         """Stop the pods of a deleted object; the finalizer holds it until they have, or time is up."""
         manager: Manager = memo.manager
         ref = ObjectRef(namespace or "", name, uid)
-        left = await manager.reconciler(kind, ref, _emitter(body)).stop_all()
+        with bound(round=uid):
+            left = await manager.reconciler(kind, ref, _emitter(body)).stop_all()
         if left:
             raise kopf.TemporaryError(f"{left} pods still compute for the deleted object", delay=2)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A receiver that records what it is sent, and rounds as the collector writes them down."""
+"""A receiver that records what it is sent, and rounds as the gateway writes them down."""
 
 import asyncio
 import itertools
@@ -123,7 +123,7 @@ async def add_round(
 
 
 async def store(database: Database, round_id: int, nonces: Sequence[int], *, distance: float | None = None) -> None:
-    """Store artifacts as the collector does: those that arrive late become letters."""
+    """Store artifacts as a delivery does: those that arrive late become late items."""
 
     def write(connection: Connection) -> None:
         found = select(slots.c.id, slots.c.slot, slots.c.last_nonce).where(slots.c.round_id == round_id)

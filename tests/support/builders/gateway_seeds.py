@@ -61,12 +61,12 @@ async def store_seeds(database: Database) -> None:
         known = await store(database, round_, [nonce for nonce in range(20) if nonce % nodes.count in nodes.ids])
         if round_.spec.callback_url is not None:
             row = {"slot_id": known.slots[0], "nonce": _DEAD, "state": "dead", "reason": "HTTP 400", "since": 1}
-            letter = schema.late_items.insert().values(row)
-            await database.write(partial(_insert, letter=letter))
+            late_item = schema.late_items.insert().values(row)
+            await database.write(partial(_insert, late_item=late_item))
 
 
-def _insert(connection: Connection, letter: Insert) -> None:
-    connection.execute(letter)
+def _insert(connection: Connection, late_item: Insert) -> None:
+    connection.execute(late_item)
 
 
 def rows(database: Database, tables: Sequence[Table] = schema.metadata.sorted_tables) -> Rows:
@@ -81,11 +81,11 @@ def check_seeds(before: Rows, after: Rows) -> None:
     """Fail unless everything that was stored is still there; what was replayed may have another state."""
     for table in ("rounds", "artifacts"):
         assert set(before[table]) <= set(after[table])
-    letters = {(letter.slot_id, letter.nonce) for letter in after["late_items"]}
-    assert {(letter.slot_id, letter.nonce) for letter in before["late_items"]} <= letters
+    late_items = {(late_item.slot_id, late_item.nonce) for late_item in after["late_items"]}
+    assert {(late_item.slot_id, late_item.nonce) for late_item in before["late_items"]} <= late_items
     # Of the round apart nothing may have changed.
     (apart,) = (round_.id for round_ in before["rounds"] if round_.uid == _APART.metadata.uid)
     (slot,) = (slot for slot in before["slots"] if slot.round_id == apart)
     assert slot in after["slots"]
-    (letter,) = (letter for letter in before["late_items"] if letter.slot_id == slot.id)
-    assert letter in after["late_items"]
+    (late_item,) = (late_item for late_item in before["late_items"] if late_item.slot_id == slot.id)
+    assert late_item in after["late_items"]

@@ -32,10 +32,18 @@ class ApiServer:
         trust = ssl.create_default_context(cafile=str(authority))
         self._connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=trust)
 
-    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: str) -> tuple[int, Any]:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        accept: str = "application/json",
+        **query: str,
+    ) -> tuple[int, Any]:
         """Return the status and the JSON of the answer."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": kind}
+        headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": kind, "Accept": accept}
         sent = json.dumps(body) if body is not None else None
         self._connection.request(method, f"{path}?{urlencode(query)}", sent, headers)
         answer = self._connection.getresponse()
@@ -68,6 +76,12 @@ class ApiServer:
     def write_status(self, kind: str, name: str, status: Mapping[str, Any]) -> tuple[int, Any]:
         """Write fields of the status."""
         return self.request("PATCH", f"{_objects(kind)}/{name}/status", {"status": status})
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Return what ``kubectl get -o wide`` shows of the objects, by column."""
+        _, table = self.request("GET", _objects(kind), accept="application/json;as=Table;v=v1;g=meta.k8s.io")
+        columns = [column["name"] for column in table["columnDefinitions"]]
+        return [dict(zip(columns, row["cells"], strict=True)) for row in table["rows"]]
 
     def install(self, crd: Mapping[str, Any]) -> None:
         """Create a CRD, or replace it, and wait until it is served."""

@@ -22,4 +22,4 @@ def test_every_series_is_documented_and_no_other(database: Database) -> None:
     registry.register(DatabaseGauges(database))
     # A counter's samples have a suffix that its family has not.
     names = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
-    assert names == set(DOCUMENTED.findall((ROOT / "docs" / "metrics.md").read_text()))
+    assert names == set(DOCUMENTED.findall((ROOT / "docs" / "reference" / "metrics.md").read_text()))

@@ -33,7 +33,7 @@ def test_each_package_says_what_belongs_into_it() -> None:
     for path in modules():
         if path.name == "__init__.py":
             text = (PACKAGE / path).read_text()
-            others = {other.stem for other in (PACKAGE / path).parent.glob("*.py")} - {"__init__", "__main__", "log"}
+            others = {other.stem for other in (PACKAGE / path).parent.glob("*.py")} - {"__init__", "__main__", "logs"}
             missing = {name for name in others if not re.search(rf"\b{name}\b", text)}
             assert not missing, f"{path} does not say what {missing} is for"
 

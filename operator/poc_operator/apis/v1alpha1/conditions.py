@@ -2,9 +2,10 @@
 """Conditions, as ``kubectl wait`` and programs with the rules of kstatus read them."""
 
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.schema import ApiModel, Int64, Message
 
 
@@ -55,6 +56,17 @@ class Condition(ApiModel):
     """Generation of the spec that the condition is about."""
     last_transition_time: datetime
     """When the status last changed."""
+
+
+#: What the API server gives a new object. Without it, tools that follow kstatus take one that no operator has seen for
+#: one that is done.
+UNSEEN = Condition(
+    type=ConditionType.READY,
+    status="Unknown",
+    reason=Reason.PENDING,
+    message="waiting for the operator",
+    last_transition_time=datetime(1970, 1, 1, tzinfo=UTC),
+)
 
 
 def merge_conditions(old: Iterable[Condition], new: Iterable[Condition]) -> list[Condition]:

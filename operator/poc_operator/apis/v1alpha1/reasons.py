@@ -34,6 +34,7 @@ class Reason(StrEnum):
     NO_POD_READY = "NoPodReady"
     NOTHING_COMPUTED = "NothingComputed"
     NOT_SUSPENDED = "NotSuspended"
+    PENDING = "Pending"
     PODS_BUSY = "PodsBusy"
     PODS_DISAGREE = "PodsDisagree"
     PODS_UNREACHABLE = "PodsUnreachable"
@@ -74,6 +75,11 @@ class Explanation:
 
 
 EXPLANATIONS: dict[Reason, Explanation] = {
+    Reason.PENDING: Explanation(
+        "Ready=Unknown",
+        "No operator has seen the object yet.",
+        "Check that the operator runs and watches the namespace.",
+    ),
     Reason.NO_MATCHING_PODS: Explanation(
         "Progressing=False",
         "No pod of the namespace matches `spec.selector`.",

@@ -64,14 +64,14 @@ async def test_other_content_is_a_conflict(start: Start, caplog: pytest.LogCaptu
     assert "1 nonces came again with other content: 1 of slot 0" in caplog.text
 
 
-@pytest.mark.parametrize(("receiver", "letters"), [("http://receiver/r", [1]), (None, [])])
-async def test_late_artifacts_are_sent_by_themselves(start: Start, receiver: str | None, letters: list[int]) -> None:
+@pytest.mark.parametrize(("receiver", "late"), [("http://receiver/r", [1]), (None, [])])
+async def test_late_artifacts_are_sent_by_themselves(start: Start, receiver: str | None, late: list[int]) -> None:
     async with start(a_round(callbackURL=receiver)) as gateway:
         await gateway.deliver(artifacts([0, 5, 4]))
         assert await gateway.deliver(artifacts([1, 6])) == (200, receipt(stored=2))
-        late = await gateway.rows(schema.late_items)
+        found = await gateway.rows(schema.late_items)
         (slot,) = await gateway.rows(schema.slots)
-    assert [(row.nonce, row.state, row.reason) for row in late] == [(nonce, "waiting", "late") for nonce in letters]
+    assert [(row.nonce, row.state, row.reason) for row in found] == [(nonce, "waiting", "late") for nonce in late]
     assert (slot.stored, slot.last_nonce) == (5, 6)
 
 

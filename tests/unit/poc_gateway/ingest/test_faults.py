@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fails under the collector: nothing that was acknowledged is lost, and every answer lets the sender try again."""
+"""What fails under deliveries: nothing that was acknowledged is lost, and every answer lets the sender try again."""
 
 import asyncio
 import json

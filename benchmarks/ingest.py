@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python3 -m benchmarks.collector: how many artifacts the gateway stores in a second, and how long a batch takes.
+"""python3 -m benchmarks.ingest: how many artifacts the gateway stores in a second, and how long a batch takes.
 
 The gateway and its database run beside the load's one process. A batch is acknowledged when it is durable.
 """
@@ -144,7 +144,7 @@ def main() -> None:
                 else:
                     figures = runner.run(measure(running.url, target, options.seconds))
                     figures = {**figures, "rss_mib": resident_mib(pid)}
-    report(f"Collector on {options.database}", figures)
+    report(f"Ingest on {options.database}", figures)
 
 
 if __name__ == "__main__":
