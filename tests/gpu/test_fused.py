@@ -118,7 +118,7 @@ def test_chats_cache_stays_as_it_is(real_client: Client) -> None:
     before = real_client.workers("poc_test_kv_checksum")
     asked = request(256, "artifact", NONCES[: TOKENS // 256])
     eager = computed(real_client, asked)
-    assert answer(real_client, "poc_rehearse", asked, WHOLE)["seconds"] > 0
+    assert answer(real_client, "poc_warm_up", asked, WHOLE)["seconds"] > 0
     assert computed(real_client, asked) == eager
     assert real_client.workers("poc_test_kv_checksum") == before
     # The attention of both schedules its work in the same memory.
