@@ -31,6 +31,7 @@ from poc_operator.planning.samples import (
     pace,
     retries,
     samples_failed,
+    started,
 )
 from poc_operator.planning.snapshot import Snapshot, Step
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest
@@ -89,7 +90,8 @@ def _unless_forgotten(sample: CalibrationSample, step: CalibrationStep) -> Calib
 
 def note_times(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
     """Record since when it runs, and since when nobody answers."""
-    return lifecycle.note_times(snapshot, step, extent(step.status.samples))
+    samples = step.status.samples
+    return lifecycle.note_times(snapshot, step, started=started(samples), extent=extent(samples))
 
 
 def conclude(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:

@@ -24,7 +24,6 @@ STUDENT_95 = 2.093
 STUDENT_DISAGREES = 3.4
 #: Rows of the random head that makes the distance protocol's outputs.
 OUTPUT_DIM = 8192
-
 _STEPS = 4000
 
 

@@ -21,7 +21,6 @@ from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse
 
 #: The user name beside the password, in the callback address that a pod is given.
 POD_USER = "pod"
-
 _DIGITS = 32
 
 

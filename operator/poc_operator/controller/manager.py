@@ -71,7 +71,7 @@ class Manager:
         await self._store.close()
 
     def pod_changed(self, pod: PodView) -> None:
-        """Remember a pod and let its objects look at it at once."""
+        """Remember a pod, and let its objects react at once."""
         if self._pods.put(pod):
             self._wake_work_on(pod)
 
@@ -81,7 +81,7 @@ class Manager:
             self._wake_work_on(pod)
 
     def work_changed(self, uid: str, generation: int) -> None:
-        """Let the object's loop look at its changed spec at once. A changed status is its own work and no news."""
+        """Let the object's loop react to its changed spec at once. A changed status is its own work and no news."""
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None and reconciler.generation != generation:
             reconciler.changed.set()

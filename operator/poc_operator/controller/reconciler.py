@@ -106,7 +106,7 @@ class Reconciler(Generic[WorkT]):
         self._planner = kind(sources, ref, self.log)
         self._work: WorkT | None = None  # as seen last
         self._trouble = ""
-        #: Which version of the spec was seen last; None before the first look.
+        #: Which version of the spec was seen last; None before the first turn.
         self.generation: int | None = None
         self._recorder = StatusRecorder[WorkT](self._store, time.monotonic)
         self._watch = ProgressWatch(time.monotonic)

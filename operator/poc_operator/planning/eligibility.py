@@ -43,7 +43,6 @@ def _k_dim_too_large(spec: WorkSpec, model: ModelLimits) -> Finding | None:
 
 
 _CHECKS = (_wrong_model, _sequence_too_long, _k_dim_too_large)
-
 _REFUSALS = {reason.value: reason for reason in Reason}
 
 
@@ -55,7 +54,7 @@ def _refused(report: PodReport) -> Finding | None:
 
 
 def incompatibility(spec: WorkSpec, report: PodReport) -> Finding | None:
-    """Return why the pod cannot run the round and what to do about it; None if it can."""
+    """Return why the pod cannot do the work and what to do about it; None if it can."""
     if report.status is None:
         return None
     findings = (check(spec, report.status.model) for check in _CHECKS)

@@ -113,14 +113,14 @@ def suspend(snapshot: Snapshot[Work], step: StepT) -> StepT:
     return step.extended(stop_time=None, start_time=None)
 
 
-def note_times(snapshot: Snapshot[Work], step: StepT, extent: str) -> StepT:
+def note_times(snapshot: Snapshot[Work], step: StepT, *, started: bool, extent: str) -> StepT:
     """Record when the first pod confirmed its start, and since when no pod has answered.
 
-    ``extent`` says how much work it is.
+    ``started`` says whether one has by now, ``extent`` how much work it is.
     """
     status, events = step.status, list[WorkEvent]()
     start_time = status.start_time
-    if start_time is None and any(share.state is SlotState.RUNNING for share in status.shares):
+    if start_time is None and started:
         start_time = snapshot.now
         events.append(WorkEvent(reason=Reason.STARTED, message=extent))
     failing_since = (status.poll_failure_time or snapshot.now) if _poll_failed(snapshot, status) else None

@@ -121,6 +121,11 @@ def pace(samples: Sequence[Sample | CalibrationSample], checked: int) -> str:
     return f"{working} pods compute; {checked} of {sum(sample.count for sample in samples)} nonces are done"
 
 
+def started(samples: Iterable[Sample | CalibrationSample]) -> bool:
+    """Whether a pod has begun; it may have answered before anybody saw it compute."""
+    return any(sample.state in (SlotState.RUNNING, SlotState.DONE) for sample in samples)
+
+
 def extent(samples: Sequence[Sample | CalibrationSample]) -> str:
     """Say how much work it is."""
     return f"{sum(sample.count for sample in samples)} nonces in {len(samples)} samples"

@@ -25,7 +25,7 @@ StatusT = TypeVar("StatusT", bound=WorkStatus)
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot(Generic[WorkT_co]):
-    """One look at the world. ``pods`` are those that the object's selector matches."""
+    """The world as one plan sees it. ``pods`` are those that the object's selector matches."""
 
     work: WorkT_co
     pods: Sequence[PodView]

@@ -15,12 +15,11 @@ from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.messages import ExtendRequest
 from vllm_poc.wire.partition import MAX_NONCE
 
-#: A allowance is worth so many seconds of its pod; another one is dealt when half of it is done. Several polls fit in.
+#: An allowance is worth so many seconds of its pod; another one is dealt when half of it is done. Several polls fit in.
 ALLOWANCE_SECONDS = 20.0
 
 #: The first allowance, before the pod's rate is known, and the least one, in batches.
 FIRST_BATCHES = 16
-
 LEAST_BATCHES = 2
 
 

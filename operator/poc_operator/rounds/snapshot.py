@@ -15,7 +15,7 @@ RoundStep = Step[RoundStatus]
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSnapshot(Snapshot[PoCRound]):
-    """One look at a round. ``gateway`` is None if pods deliver to the round's own callback address."""
+    """What one plan of a round sees. ``gateway`` is None if pods deliver to the round's own callback address."""
 
     gateway: GatewayReport | None = None
 

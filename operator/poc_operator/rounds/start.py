@@ -49,7 +49,6 @@ def _knows(snapshot: RoundSnapshot, lost: datetime) -> bool:
 
 
 _COUNTERS = ("start", "next", "delivered", "valid", "valid_before", "rejected", "rejected_before")
-
 _BEGINNING = {**dict.fromkeys(_COUNTERS, 0), "end": None}
 
 

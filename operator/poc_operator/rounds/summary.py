@@ -17,7 +17,9 @@ from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 def note_times(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Record when the first pod confirmed its start, and since when no pod has answered."""
-    return lifecycle.note_times(snapshot, step, f"{len(step.status.assignments)} slots of {step.status.slots}")
+    slots = step.status.assignments
+    started = any(slot.state is SlotState.RUNNING for slot in slots)
+    return lifecycle.note_times(snapshot, step, started=started, extent=f"{len(slots)} slots of {step.status.slots}")
 
 
 def summarise(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:

@@ -29,6 +29,7 @@ from poc_operator.planning.samples import (
     pace,
     retries,
     samples_failed,
+    started,
 )
 from poc_operator.planning.snapshot import Snapshot, Step
 from poc_operator.validations.proofs import digest
@@ -88,7 +89,8 @@ def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult
 
 def note_times(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
     """Record since when it runs, and since when nobody answers."""
-    return lifecycle.note_times(snapshot, step, extent(step.status.samples))
+    samples = step.status.samples
+    return lifecycle.note_times(snapshot, step, started=started(samples), extent=extent(samples))
 
 
 def conclude(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:

@@ -47,6 +47,7 @@ class Life:
             PodView(name=f"p{i}", namespace="ns", uid=f"u{i}", ip="10.0.0.1", ready=True) for i in range(PODS)
         ]
         self._reports = {pod.uid: self._says(PowState.IDLE) for pod in self._pods}
+        self._arriving: dict[str, PodReport] = {}
         self._measured: Mapping[int, Any] = {}
 
     def steps(self) -> Iterator[Step[Any]]:
@@ -62,7 +63,8 @@ class Life:
         yield from (self.step() for _ in range(3))
         self.now += YEAR
         self._pods = []
-        yield from (self.step() for _ in range(3))
+        self.body["spec"]["activeDeadlineSeconds"] = 1
+        yield from (self.step() for _ in range(4))
         self.now += YEAR
         yield self.step()
 
@@ -71,11 +73,14 @@ class Life:
         self.now += timedelta(seconds=2)
         step = self._plan()
         self.body["status"] = json.loads(json.dumps(step.status.stored()))
+        # What is told now shows in the poll after the next.
+        self._reports |= self._arriving
+        self._arriving = {}
         for action in step.actions:
             if isinstance(action, StartPod):
-                self._reports[action.pod.uid] = self._computes(action.request)
+                self._arriving[action.pod.uid] = self._computes(action.request)
             elif isinstance(action, AskPod):
-                self._reports[action.pod.uid] = self._answers(action.key, action.request)
+                self._arriving[action.pod.uid] = self._answers(action.key, action.request)
         return step
 
     def _plan(self) -> Step[Any]:

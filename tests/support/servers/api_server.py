@@ -27,6 +27,8 @@ class ApiServer:
     """One connection to a running API server, as its administrator."""
 
     def __init__(self, port: int, authority: Path) -> None:
+        self._address = f"https://127.0.0.1:{port}"
+        self._authority = authority
         trust = ssl.create_default_context(cafile=str(authority))
         self._connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=trust)
 
@@ -47,6 +49,18 @@ class ApiServer:
         answer = self._connection.getresponse()
         text = answer.read()
         return answer.status, json.loads(text) if text[:1] == b"{" else text.decode()
+
+    def kubeconfig(self) -> dict[str, Any]:
+        """Return what a program needs to connect as the administrator."""
+        cluster = {"server": self._address, "certificate-authority": str(self._authority)}
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "default"}}],
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": _TOKEN}}],
+        }
 
     def create(self, kind: str, name: str, spec: Mapping[str, Any] | None, *, dry_run: bool = False) -> tuple[int, Any]:
         """Create an object of one of our kinds, or only ask whether it would be; unknown fields are refused."""

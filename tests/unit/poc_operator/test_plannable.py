@@ -78,8 +78,9 @@ def test_every_accepted_edge_is_plannable(kind: type[Resource]) -> None:
 
 
 @_KIND
+@pytest.mark.timeout(300)
 @given(data=st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_accepted_spec_is_plannable(kind: type[Resource], data: st.DataObject) -> None:
     stored, flaws = admitted(kind, data.draw(specs(kind)))
     assert flaws == []

@@ -205,3 +205,10 @@ def test_the_networks_thresholds_judge_unless_told_otherwise() -> None:
         over = plan(seen(a_validation(step.status, statTest=told), ("a", report), proofs=PROOFS[:100])).status
         assert over.verdict is not None
         assert over.verdict.fraud is fraud
+
+
+def test_what_is_answered_between_two_polls_has_started_all_the_same() -> None:
+    step = plan(seen(a_validation(), ("a", says()), proofs=PROOFS[:5]))
+    over = plan(seen(a_validation(step.status), ("a", agreed(asks(step)[0], [])), proofs=PROOFS[:5]))
+    assert (over.status.state, over.status.start_time) == (State.COMPLETE, NOW)
+    assert [event.reason for event in over.events] == [Reason.STARTED, Reason.NO_FRAUD_DETECTED]

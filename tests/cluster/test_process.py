@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's process against a real API server, with pods in this process: one object of each kind, to its end."""
+
+import asyncio
+import json
+import os
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from tests.support.fakes.callback_receiver import CallbackReceiver, callback_receiver
+from tests.support.fakes.engine import vector
+from tests.support.servers.api_server import ApiServer
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import running_pod
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180, func_only=True)]
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+PODS = "/api/v1/namespaces/default/pods"
+LABELS = {"test": "process"}
+WORK: dict[str, Any] = {
+    "blockHash": "ab" * 32,
+    "blockHeight": 7,
+    "publicKey": "key",
+    "model": {"name": "tiny", "seqLen": 64},
+    "selector": {"matchLabels": LABELS},
+    "batchSize": 8,
+}
+NODES = {"first": 0, "last": 0, "count": 1}
+PROOFS = [{"nonce": nonce, "vector": vector(nonce, 4)} for nonce in range(20)]
+
+
+def add_pod(api: ApiServer, name: str, ip: str) -> None:
+    """Let the API server know a pod that is ready."""
+    container = {"name": "vllm", "image": "none"}
+    body = {"metadata": {"name": name, "labels": LABELS}, "spec": {"containers": [container]}}
+    assert api.request("POST", PODS, body)[0] == 201
+    conditions = [{"type": "Ready", "status": "True"}]
+    status = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "conditions": conditions}
+    assert api.request("PATCH", f"{PODS}/{name}/status", {"status": status})[0] == 200
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[CallbackReceiver]:
+    async with callback_receiver() as own:
+        yield own
+
+
+@pytest.fixture
+async def port(api: ApiServer) -> AsyncIterator[int]:
+    """The port of two pods that are ready."""
+    async with AsyncExitStack() as stack:
+        port = free_port()
+        for number, host in enumerate(HOSTS):
+            pod = await stack.enter_async_context(running_pod())
+            await stack.enter_async_context(serve(pod.app, host, port))
+            add_pod(api, f"pod-{number}", host)
+        yield port
+        for number, _ in enumerate(HOSTS):
+            api.request("DELETE", f"{PODS}/pod-{number}", gracePeriodSeconds="0")
+
+
+@pytest.fixture
+async def operator(api: ApiServer, tmp_path: Path) -> AsyncIterator[Process]:
+    """The operator's process, with its output in a file."""
+    config = tmp_path / "kubeconfig"
+    config.write_text(json.dumps(api.kubeconfig()))
+    environment = {**os.environ, "KUBECONFIG": str(config), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ports = [f"--health-port={free_port()}", f"--metrics-port={free_port()}"]
+    with (tmp_path / "operator.log").open("wb") as log:
+        flags = ["--namespace=default", "--log-format=plain", *ports]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "poc_operator", *flags, env=environment, stdout=log, stderr=log
+        )
+        yield process
+        process.terminate()
+        assert await process.wait() == 0
+    print((tmp_path / "operator.log").read_text())  # noqa: T201 - shown by pytest when the test fails
+
+
+def path_of(kind: str, name: str) -> str:
+    """Where the API server has the object."""
+    return f"/apis/poc.gonka.ai/v1alpha1/namespaces/default/{kind.lower()}s/{name}"
+
+
+async def read_until(
+    api: ApiServer, path: str, holds: Callable[[int, dict[str, Any]], bool], seconds: float = 90
+) -> dict[str, Any]:
+    """Read an object until its HTTP status and its status are as wanted, and return the latter."""
+    end = monotonic() + seconds
+    while True:
+        code, body = api.request("GET", path)
+        status: dict[str, Any] = body.get("status") or {} if code == HTTPStatus.OK else {}
+        if holds(code, status):
+            return status
+        assert monotonic() < end, (code, body)
+        await asyncio.sleep(0.2)
+
+
+async def finished(api: ApiServer, kind: str, name: str) -> dict[str, Any]:
+    """Wait until the object is complete or failed, and return its status."""
+    return await read_until(api, path_of(kind, name), lambda _, status: status.get("state") in ("Complete", "Failed"))
+
+
+@pytest.mark.usefixtures("operator")
+async def test_one_object_of_each_kind(api: ApiServer, port: int, receiver: CallbackReceiver) -> None:
+    artifact = {"artifact": {"kDim": 4}, "port": port}
+    round_ = {**WORK, **artifact, "nodes": NODES, "stop": {"afterNonces": 200}, "callbackURL": receiver.url}
+    assert api.create("PoCRound", "whole", round_)[0] == 201
+    status = await finished(api, "PoCRound", "whole")
+    assert (status["state"], status["done"]) == ("Complete", 2), status
+    assert status["totals"]["delivered"] == len(set(receiver.nonces)) >= 200
+    assert {found["type"]: found["status"] for found in status["conditions"]}["Ready"] == "True"
+
+    validation = {**WORK, **artifact, "proofs": {"inline": PROOFS}}
+    assert api.create("PoCValidation", "whole", validation)[0] == 201
+    status = await finished(api, "PoCValidation", "whole")
+    assert (status["state"], status["verdict"]["fraud"]) == ("Complete", False), status
+
+    assert api.create("PoCCalibration", "whole", {**WORK, "port": port, "validRate": "0.25", "nonces": 200})[0] == 201
+    status = await finished(api, "PoCCalibration", "whole")
+    assert (status["state"], status["target"]["nonces"]) == ("Complete", 200), status
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_deleted_round_stops_its_pods(api: ApiServer, port: int) -> None:
+    endless = {**WORK, "artifact": {"kDim": 4}, "port": port, "nodes": NODES}
+    assert api.create("PoCRound", "endless", endless)[0] == 201
+    path = path_of("PoCRound", "endless")
+    await read_until(api, path, lambda _, status: status.get("state") == "Running")
+    assert api.request("DELETE", path)[0] == HTTPStatus.OK
+    await read_until(api, path, lambda code, _: code == HTTPStatus.NOT_FOUND)
