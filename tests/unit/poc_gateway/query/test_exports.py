@@ -127,10 +127,11 @@ async def test_parquet_has_distances(database: Database, client: AsyncClient) ->
 
 
 async def test_parquet_tells_the_rounds_terms_but_no_address(database: Database, client: AsyncClient) -> None:
-    await store(database, a_round(callbackURL="http://user:secret@host/"), range(3))
+    await store(database, a_round(callbackURL="http://host/secret"), range(3))
     terms = json.loads((await parquet(client)).schema_arrow.metadata[TERMS_KEY.encode()])
     assert (terms["uid"], terms["block_hash"], terms["k_dim"], terms["model"]) == ("uid-1", "ab" * 32, 12, "demo")
     assert "receiver" not in terms
+    assert "secret" not in str(terms)
 
 
 @pytest.mark.parametrize("k_dim", [1, 2, 5])

@@ -65,7 +65,7 @@ async def test_a_round_that_is_being_deleted_is_gone(database: Database, client:
     ("parameters", "uids"),
     [
         ({"name": "round-uid-1"}, ["uid-1"]),
-        ({"namespace": "ns", "block_hash": "cd"}, ["uid-2"]),
+        ({"namespace": "ns", "block_hash": "cd" * 32}, ["uid-2"]),
         ({"namespace": "other"}, []),
     ],
 )
@@ -73,7 +73,7 @@ async def test_rounds_are_filtered(
     database: Database, client: AsyncClient, parameters: dict[str, Any], uids: list[str]
 ) -> None:
     await store(database, a_round("uid-1"), ())
-    await store(database, a_round("uid-2", blockHash="cd"), ())
+    await store(database, a_round("uid-2", blockHash="cd" * 32), ())
     found = (await client.get("/rounds", params=parameters)).json()["rounds"]
     assert [entry["uid"] for entry in found] == uids
 
