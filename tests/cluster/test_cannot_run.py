@@ -39,17 +39,17 @@ UNFIT = {
         {"model": {"name": "other/model", "seqLen": 64}},
         "ModelMismatch",
         'spec.model.name is "other/model" but the pod serves "/models/qwen3-tiny", "demo": '
-        "create the round with the served name",
+        "create a new one with the served name",
     ),
     "sequence": (
         {"model": {"name": "demo", "seqLen": 1025}},
         "SequenceTooLong",
-        "spec.model.seqLen is 1025 but the pod allows 1024: create the round with a smaller seqLen",
+        "spec.model.seqLen is 1025 but the pod allows 1024: create a new one with a smaller seqLen",
     ),
     "k_dim": (
         {"rTarget": None, "artifact": {"kDim": 129}},
         "KDimTooLarge",
-        "spec.artifact.kDim is 129 but the model's hidden size is 128: create the round with a smaller kDim",
+        "spec.artifact.kDim is 129 but the model's hidden size is 128: create a new one with a smaller kDim",
     ),
 }
 
@@ -73,7 +73,7 @@ def test_no_pod_matches(elsewhere: Rounds) -> None:
     elsewhere.apply("lonely")
     message = elsewhere.wait_for_reason("lonely", "Progressing", "NoMatchingPods")
     assert message == (
-        'no pod in namespace "poc-test" has the labels poc.gonka.ai/worker=true: '
+        'no pod in namespace "poc-test" matches poc.gonka.ai/worker=true: '
         "install the vllm-poc-worker chart there, or label your vLLM pods"
     )
 

@@ -19,7 +19,7 @@ def _wrong_model(spec: WorkSpec, model: ModelLimits) -> Finding | None:
     served = ", ".join(f'"{name}"' for name in model.names)
     return Reason.MODEL_MISMATCH, (
         f'spec.model.name is "{spec.model.name}" but the pod serves {served}: '
-        "create it with the served name, or select pods that serve this model"
+        "create a new one with the served name, or select pods that serve this model"
     )
 
 
@@ -28,7 +28,7 @@ def _sequence_too_long(spec: WorkSpec, model: ModelLimits) -> Finding | None:
         return None
     return Reason.SEQUENCE_TOO_LONG, (
         f"spec.model.seqLen is {spec.model.seq_len} but the pod allows {model.max_seq_len}: "
-        "create it with a smaller seqLen, or start vLLM with a larger --max-model-len"
+        "create a new one with a smaller seqLen, or start vLLM with a larger --max-model-len"
     )
 
 
@@ -38,7 +38,7 @@ def _k_dim_too_large(spec: WorkSpec, model: ModelLimits) -> Finding | None:
         return None
     return Reason.K_DIM_TOO_LARGE, (
         f"spec.artifact.kDim is {artifact.k_dim} but the model's hidden size is {model.hidden_size}: "
-        "create it with a smaller kDim"
+        "create a new one with a smaller kDim"
     )
 
 
