@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a round ends, and what ``spec.suspend`` does to its slots. The first rule with an answer wins."""
+"""When a round ends, what ``spec.suspend`` does to its slots, and when it is closed: Complete or Failed.
+
+Of the rules of an end the first with an answer wins.
+"""
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.planning import lifecycle
-from poc_operator.planning.lifecycle import LIMITS, EndRule, complete, end_by, failed
+from poc_operator.planning.lifecycle import LIMITS, EndRule, close, complete, end_by, failed
+from poc_operator.rounds.counters import PATIENCE
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 
@@ -114,3 +118,22 @@ def _resume(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
             "rejected_before": slot.rejected,
         }
     )
+
+
+def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
+    """Close the round once every pod has stopped."""
+    status = step.status
+    if status.outcome is None or any(share.state.active for share in status.shares):
+        return step
+    undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
+    if undelivered and _gateway_may_know_more(snapshot, status):
+        return step
+    if not undelivered:
+        return close(snapshot, step)
+    message = f"{status.outcome.message}; {undelivered} computed nonces were not delivered"
+    return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
+
+
+def _gateway_may_know_more(snapshot: RoundSnapshot, status: RoundStatus) -> bool:
+    stopped = status.stop_time
+    return snapshot.gateway is not None and stopped is not None and snapshot.now - stopped < PATIENCE

@@ -7,13 +7,13 @@ from poc_operator.planning.lifecycle import expire
 from poc_operator.planning.snapshot import Step
 from poc_operator.rounds.allowance import extend_pods, grant
 from poc_operator.rounds.cross_check import cross_check
-from poc_operator.rounds.end import end, suspend
+from poc_operator.rounds.end import end, finish, suspend
 from poc_operator.rounds.loss import heal_stalls
 from poc_operator.rounds.observe import observe
-from poc_operator.rounds.partition import bind_pods, fix_slots
+from poc_operator.rounds.slots import bind_pods, fix_slots
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.start import catch_up, rewind, start_pods
-from poc_operator.rounds.stop import finish, replace_other_work, stop_orphans, stop_pods
+from poc_operator.rounds.stop import replace_other_work, stop_orphans, stop_pods
 from poc_operator.rounds.summary import note_times, summarise, tell
 
 Policy = Callable[[RoundSnapshot, RoundStep], RoundStep]

@@ -11,13 +11,11 @@ from dataclasses import replace
 from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
-from poc_operator.planning.lifecycle import close
 from poc_operator.planning.snapshot import StopPod, WorkEvent
-from poc_operator.rounds.counters import PATIENCE
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.messages import PowState, StatusResponse
 
@@ -131,22 +129,3 @@ def _settle(slot: Assignment, busy: set[str]) -> Assignment:
     if slot.state in (SlotState.DONE, SlotState.FAILED) or slot.uid in busy:
         return slot
     return slot.model_copy(update={"state": SlotState.DONE})
-
-
-def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
-    """Close the round once every pod has stopped."""
-    status = step.status
-    if status.outcome is None or any(share.state.active for share in status.shares):
-        return step
-    undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
-    if undelivered and _gateway_may_know_more(snapshot, status):
-        return step
-    if not undelivered:
-        return close(snapshot, step)
-    message = f"{status.outcome.message}; {undelivered} computed nonces were not delivered"
-    return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
-
-
-def _gateway_may_know_more(snapshot: RoundSnapshot, status: RoundStatus) -> bool:
-    stopped = status.stop_time
-    return snapshot.gateway is not None and stopped is not None and snapshot.now - stopped < PATIENCE

@@ -11,7 +11,7 @@ from poc_operator.planning.conditions import set_conditions
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.lifecycle import tally
 from poc_operator.rounds.cross_check import describe
-from poc_operator.rounds.partition import free_pods
+from poc_operator.rounds.slots import free_pods
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 

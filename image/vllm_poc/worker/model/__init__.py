@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that reads vLLM's internals to know the served model; a new release of vLLM is met here.
+"""All that reads vLLM's internals to know the served model. A new release of vLLM is met here and in ``passes``.
 
     adapter        layers, attention metadata, the forward pass on given embeddings
     capabilities   what the configuration allows, and why it may forbid PoC

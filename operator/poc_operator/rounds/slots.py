@@ -26,7 +26,7 @@ def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> lis
 def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Decide the residue classes, once: as many groups as asked for, or so that every pod of today gets a slot.
 
-    Pods beyond `MAX_SLOTS` get none. A spec that asks for more has ended the round: `ends.too_many_slots`.
+    Pods beyond `MAX_SLOTS` get none. A spec that asks for more has ended the round: `end.too_many_slots`.
     """
     if step.status.slots or step.status.stop_time or not usable_pods(snapshot):
         return step
