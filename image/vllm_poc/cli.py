@@ -58,6 +58,7 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
     if not poc:
         return [*options, *model, *positionals]
     _check_options(parsed)
+    _check_model(parsed, options)
     hooks = ["--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
     return [*options, *model, *hooks, *positionals]
 
@@ -103,6 +104,17 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError(refusal)
 
 
+def _check_model(parsed: argparse.Namespace, words: Sequence[str]) -> None:
+    # vLLM would serve a model of its own choice, under whatever name was given, and its results would be taken for
+    # those of the model that was meant.
+    named = getattr(parsed, "model_tag", None) is not None or _names_model(words)
+    if not named and parsed.model == parse_as_server([]).model:
+        raise UsageError(
+            "no model is named: give it first, as in 'serve MODEL --enable-poc'. "
+            "Behind an option that takes several values it would be one of them."
+        )
+
+
 def parse_as_server(words: Sequence[str]) -> argparse.Namespace:
     """Return what vLLM's API server makes of its command line. UsageError without vLLM, SystemExit if it is wrong."""
     # vLLM's own parser knows which words are values of options, abbreviations, underscores and --config. Its imports
@@ -131,6 +143,10 @@ def _model(parsed: argparse.Namespace, options: Sequence[str]) -> list[str]:
     """Return the option that names the positional model: the API server reads ``--model`` alone."""
     if (model := getattr(parsed, "model_tag", None)) is None:
         return []
-    if any(word == "--model" or word.startswith("--model=") for word in options):
+    if _names_model(options):
         raise UsageError(f"the model is named twice, by {model} and by --model: leave one of them out.")
     return ["--model", model]
+
+
+def _names_model(words: Sequence[str]) -> bool:
+    return any(word == "--model" or word.startswith("--model=") for word in words)

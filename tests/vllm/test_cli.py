@@ -67,6 +67,16 @@ def test_a_model_that_is_named_twice_is_refused() -> None:
         server_arguments(["serve", "--enable-poc", "m", "--model", "other"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["--enable-poc"], ["--enable-poc", "--served-model-name", "llama", "meta/llama"]],
+    ids=["none", "swallowed"],
+)
+def test_a_server_of_a_model_that_nobody_named_is_refused(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="no model is named: give it first"):
+        server_arguments(["serve", *words])
+
+
 def test_a_misspelt_setting_ends_the_start_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_POC_TOKENS", "s3cret")
     with pytest.raises(UsageError, match=r"VLLM_POC_TOKENS is not a setting: did you mean VLLM_POC_TOKEN[?]"):

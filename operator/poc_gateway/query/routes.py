@@ -73,7 +73,7 @@ class Results:
         return await self._database.read(read)
 
     async def sample(self, namespace: str, name: str, query: Annotated[SampleQuery, Query()]) -> list[Proof]:
-        """Draw proofs for a Validate round; the same seed draws the same while nothing more is stored."""
+        """Draw proofs for a PoCValidation; the same seed draws the same while nothing more is stored."""
 
         def read(connection: Connection) -> list[Proof]:
             drawn = draw(connection, _find(connection, namespace, name, query), query.nonces, query.seed)

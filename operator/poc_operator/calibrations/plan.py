@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.calibrations.target import found_target
 from poc_operator.planning import lifecycle
-from poc_operator.planning.conditions import set_conditions
+from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding, usable_pods
 from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend, tally
 from poc_operator.planning.requests import named_nonces
@@ -85,13 +85,17 @@ def _unless_forgotten(sample: CalibrationSample, step: CalibrationStep) -> Calib
     needed = step.status.target is None and step.status.outcome is None
     if not needed or sample.state is not SlotState.DONE or sample.first in step.measured:
         return sample
-    return sample.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None})
+    # It was not lost by a pod: no retry is spent.
+    again = {"state": SlotState.WAITING, "pod": None, "uid": None, "attempts": max(0, sample.attempts - 1)}
+    return sample.model_copy(update=again)
 
 
 def note_times(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
     """Record since when it runs, and since when nobody answers."""
     samples = step.status.samples
-    return lifecycle.note_times(snapshot, step, started=started(samples), extent=extent(samples))
+    return lifecycle.note_times(
+        snapshot, step, started=started(samples, snapshot.work.status.samples), extent=extent(samples)
+    )
 
 
 def conclude(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
@@ -171,6 +175,8 @@ def tell(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationSte
     findings = list[Finding]()
     if status.not_computed:
         findings.append((Reason.RESULTS_REJECTED, f"{status.not_computed} nonces had no finite result"))
+    if (lost := given_up(status, "samples")) is not None:
+        findings.append(lost)
     if status.target is not None and not status.target.agrees:
         theory = f"by theory rTarget {status.target.r_target} makes {status.target.theory_rate} valid"
         findings.append((Reason.THEORY_DISAGREES, f"{theory}, measured is {status.target.valid_rate}"))

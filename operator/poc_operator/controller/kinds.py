@@ -25,7 +25,7 @@ from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot
 from poc_operator.rounds.stop import running_pods, stop_orders
 from poc_operator.validations import plan as validations
-from poc_operator.validations.proofs import parse_proofs
+from poc_operator.validations.proofs import in_order, parse_proofs
 from vllm_poc.wire.messages import Protocol
 
 WorkT = TypeVar("WorkT", bound=Work)
@@ -121,11 +121,12 @@ class ValidationPlanner(Planner[PoCValidation]):
         """Read the proofs, or find out why they cannot be had."""
         proofs, protocol = work.spec.proofs, work.spec.protocol
         if proofs.round is not None:
-            self._proofs = await self._sample(proofs.round, protocol)
+            found = await self._sample(proofs.round, protocol)
         elif proofs.config_map is not None:
-            self._proofs = await self._entry(proofs.config_map, protocol)
+            found = await self._entry(proofs.config_map, protocol)
         else:
-            self._proofs = proofs.inline or ()
+            found = proofs.inline or ()
+        self._proofs = found if isinstance(found, str) else in_order(found)
 
     def plan(self, seen: Snapshot[PoCValidation]) -> Step[Any]:
         """Return the validation's next step."""

@@ -47,6 +47,7 @@ class StatusRecorder(Generic[WorkT]):
         # The newest status, with the stored one that it was made from or is stored as: what is stored has its errors
         # cut, and may lag behind by what was held back.
         self._known: tuple[WorkStatus, WorkStatus] | None = None
+        self._held_back = False  # whether the newest status is still to be written
 
     def newest(self, stored: WorkT) -> WorkT:
         """Return the object with the status that was recorded last, unless somebody has written another one since."""
@@ -58,15 +59,15 @@ class StatusRecorder(Generic[WorkT]):
 
     async def record(self, stored: WorkT, status: WorkStatus) -> None:
         """Write the status, or hold it back. Errors as from `ObjectStore.write_status`."""
-        if status == self.newest(stored).status:
+        if status == self.newest(stored).status and not self._held_back:
             return
         written = _as_stored(status)
         fresh = self._clock() - self._written < COUNTERS_SECONDS
         if written == stored.status or (fresh and _differ_in_counters(written, stored.status)):
-            self._known = stored.status, status
+            self._known, self._held_back = (stored.status, status), written != stored.status
             return
         await self._store.write_status(stored, status)
-        self._written, self._known = self._clock(), (written, status)
+        self._written, self._known, self._held_back = self._clock(), (written, status), False
 
 
 def _as_stored(status: WorkStatus) -> WorkStatus:
@@ -150,7 +151,9 @@ class Reconciler(Generic[WorkT]):
             self._trouble = event.message
             self._emit(event)
         namespace, name = self._ref.namespace, self._ref.name
-        await self._store.write_conditions(self._resource, namespace, name, conditions, event.message)
+        await self._store.write_conditions(
+            self._resource, namespace, name, conditions, message=event.message, degraded=event.reason
+        )
 
     async def close(self) -> None:
         """Give up what is under way; the next process finds out what became of it."""

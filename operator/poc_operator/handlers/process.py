@@ -54,7 +54,10 @@ def _gateway(url: str | None) -> GatewayClient | None:
 
 async def _end_without(lease: LeaderElection) -> None:
     """End the process at once when the lease is lost. The pods go on; whoever has the lease adopts them."""
-    await lease.keep()
+    try:
+        await lease.keep()
+    except Exception:
+        log.exception("the lease cannot be kept")
     log.critical("the lease is lost to %s: ending at once, so that no two operators act", lease.holder)
     logging.shutdown()
     os._exit(1)

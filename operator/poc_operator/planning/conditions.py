@@ -87,6 +87,14 @@ def _progressing(snapshot: Snapshot[Work], status: WorkStatus, pace: str, blocke
     return (False, *blocked) if blocked is not None else waits_for(snapshot)
 
 
+def given_up(status: WorkStatus, what: str) -> Finding | None:
+    """Return the finding that slots or samples, as ``what`` names them, were given up; None if none was."""
+    failed = [share for share in status.shares if share.state is SlotState.FAILED]
+    if not failed:
+        return None
+    return Reason.SLOTS_FAILED, f"{len(failed)} {what} were given up, the first: {failed[0].error}"
+
+
 def _degraded(findings: Sequence[Finding]) -> Verdict:
     if not findings:
         return False, Reason.ALL_SLOTS_WORK, "nothing is lost"

@@ -166,7 +166,10 @@ def _state(status: WorkStatus) -> State:
 
 
 def expire(snapshot: Snapshot[Work], step: StepT) -> StepT:
-    """Delete a finished object when its time to live has passed."""
+    """Delete a finished object when its time to live has passed; until then its spec may change, and is observed."""
+    generation = snapshot.work.metadata.generation
+    seen = [found.model_copy(update={"observed_generation": generation}) for found in step.status.conditions]
+    step = step.extended(observed_generation=generation, conditions=seen)
     ttl = snapshot.work.spec.ttl_seconds_after_finished
     finished = step.status.completion_time
     if ttl is None or finished is None or snapshot.seconds_since(finished) < ttl:

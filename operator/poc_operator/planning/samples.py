@@ -121,9 +121,16 @@ def pace(samples: Sequence[Sample | CalibrationSample], checked: int) -> str:
     return f"{working} pods compute; {checked} of {sum(sample.count for sample in samples)} nonces are done"
 
 
-def started(samples: Iterable[Sample | CalibrationSample]) -> bool:
-    """Whether a pod has begun; it may have answered before anybody saw it compute."""
-    return any(sample.state in (SlotState.RUNNING, SlotState.DONE) for sample in samples)
+def started(samples: Iterable[Sample | CalibrationSample], before: Iterable[Sample | CalibrationSample]) -> bool:
+    """Whether a pod computes, or has answered since the last plan, before anybody saw it compute.
+
+    What was done ``before`` says nothing: suspended work starts anew.
+    """
+    known = {sample.first for sample in before if sample.state is SlotState.DONE}
+    return any(
+        sample.state is SlotState.RUNNING or (sample.state is SlotState.DONE and sample.first not in known)
+        for sample in samples
+    )
 
 
 def extent(samples: Sequence[Sample | CalibrationSample]) -> str:

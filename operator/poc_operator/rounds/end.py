@@ -48,11 +48,16 @@ def all_nonces_computed(snapshot: RoundSnapshot, status: RoundStatus) -> Outcome
     return complete("every nonce of the round is computed")
 
 
-def all_slots_failed(snapshot: RoundSnapshot, status: RoundStatus) -> Outcome | None:
-    """Every slot was given up."""
-    if not status.assignments or any(slot.state is not SlotState.FAILED for slot in status.assignments):
+def no_slot_left(snapshot: RoundSnapshot, status: RoundStatus) -> Outcome | None:
+    """Slots were given up, and nothing is left to compute in the others."""
+    slots = status.assignments
+    given_up = [slot for slot in slots if slot.state is SlotState.FAILED]
+    if not given_up or any(slot.state not in (SlotState.FAILED, SlotState.DONE) for slot in slots):
         return None
-    return failed(Reason.BACKOFF_LIMIT_EXCEEDED, status.assignments[0].error or "every slot was given up")
+    why = given_up[0].error or "it was lost too often"
+    return failed(
+        Reason.BACKOFF_LIMIT_EXCEEDED, f"{len(given_up)} of {len(slots)} slots were given up, the first: {why}"
+    )
 
 
 def too_many_slots(snapshot: RoundSnapshot, status: RoundStatus) -> Outcome | None:
@@ -73,7 +78,7 @@ ENDS: tuple[EndRule[RoundSnapshot, RoundStatus], ...] = (
     enough_time,
     all_nonces_computed,
     *LIMITS,
-    all_slots_failed,
+    no_slot_left,
 )
 
 

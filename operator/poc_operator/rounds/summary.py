@@ -7,7 +7,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning import lifecycle
-from poc_operator.planning.conditions import set_conditions
+from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.lifecycle import tally
 from poc_operator.rounds.cross_check import describe
@@ -43,10 +43,12 @@ def totals(snapshot: RoundSnapshot, status: RoundStatus) -> Totals:
 
 def _rate(snapshot: RoundSnapshot, status: RoundStatus, checked: int) -> float:
     """Return nonces per second: of the pods that compute now, and the mean once the round is over."""
-    if status.completion_time is None or status.start_time is None or status.stop_time is None:
+    if status.completion_time is None or status.stop_time is None:
         running = [snapshot.report_of(slot).status for slot in status.assignments if slot.state is SlotState.RUNNING]
         return sum(found.rate_per_second for found in running if found)
-    return checked / max(1.0, status.worked_seconds + (status.stop_time - status.start_time).total_seconds())
+    # It may have ended before it started again after a suspension.
+    last = (status.stop_time - status.start_time).total_seconds() if status.start_time is not None else 0.0
+    return checked / max(1.0, status.worked_seconds + last)
 
 
 def tell(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
@@ -66,10 +68,7 @@ _NAMED = 3
 
 
 def _failed(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
-    failed = [share for share in status.shares if share.state is SlotState.FAILED]
-    if not failed:
-        return None
-    return Reason.SLOTS_FAILED, f"{len(failed)} slots were given up, the first: {failed[0].error}"
+    return given_up(status, "slots")
 
 
 def _stalled(_: RoundSnapshot, status: RoundStatus) -> Finding | None:

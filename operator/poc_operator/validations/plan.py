@@ -16,7 +16,7 @@ from poc_operator.apis.v1alpha1.validation import (
     Verdict,
 )
 from poc_operator.planning import lifecycle
-from poc_operator.planning.conditions import set_conditions
+from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding, usable_pods
 from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend, tally
 from poc_operator.planning.requests import named_nonces
@@ -90,7 +90,9 @@ def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult
 def note_times(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
     """Record since when it runs, and since when nobody answers."""
     samples = step.status.samples
-    return lifecycle.note_times(snapshot, step, started=started(samples), extent=extent(samples))
+    return lifecycle.note_times(
+        snapshot, step, started=started(samples, snapshot.work.status.samples), extent=extent(samples)
+    )
 
 
 def conclude(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
@@ -206,6 +208,8 @@ def tell(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
     if step.status.not_computed:
         message = f"{step.status.not_computed} nonces had no finite result and are left out"
         findings.append((Reason.RESULTS_REJECTED, message))
+    if (lost := given_up(step.status, "samples")) is not None:
+        findings.append(lost)
     told = pace(step.status.samples, step.status.checked)
     return set_conditions(snapshot, step, pace=told, findings=findings, blocked=blocked)
 

@@ -37,6 +37,11 @@ def _flaw(where: str, proofs: Sequence[Proof], protocol: Protocol) -> str | None
     return None
 
 
+def in_order(proofs: Sequence[Proof]) -> Sequence[Proof]:
+    """Return the proofs by nonce: to the API server, proofs in another order are the same."""
+    return sorted(proofs, key=lambda proof: proof.nonce)
+
+
 def digest(proofs: Sequence[Proof]) -> str:
     """Return the SHA-256 of the proofs, by which a later change is noticed."""
     return hashlib.sha256(json.dumps([proof.model_dump() for proof in proofs]).encode()).hexdigest()

@@ -77,9 +77,16 @@ class ObjectStore:
             )
 
     async def write_conditions(
-        self, resource: type[Resource], namespace: str, name: str, conditions: Iterable[Condition], message: str
+        self,
+        resource: type[Resource],
+        namespace: str,
+        name: str,
+        conditions: Iterable[Condition],
+        *,
+        message: str,
+        degraded: str,
     ) -> None:
-        """Change these conditions and the message of an object, whatever else stands in it.
+        """Change these conditions, the message and the ``degraded`` column of an object, whatever else stands in it.
 
         Nothing happens if it is gone. StaleObject if somebody changed it meanwhile.
         """
@@ -95,6 +102,7 @@ class ObjectStore:
                     "status": {
                         "conditions": [found.model_dump(mode="json", by_alias=True) for found in merged],
                         "message": message,
+                        "degraded": degraded,
                     },
                 },
                 _content_type="application/merge-patch+json",

@@ -90,6 +90,7 @@ def test_a_new_process_measures_again_what_it_has_not_seen() -> None:
     replaced = plan(seen(a_calibration(step.status), ("a", says()), ("b", says())))
     assert [sample.state for sample in replaced.status.samples].count(SlotState.DONE) == 0
     assert replaced.status.checked == 0
+    assert replaced.status.retries == 0, "no pod has lost anything"
 
 
 def test_what_was_found_is_not_measured_again() -> None:

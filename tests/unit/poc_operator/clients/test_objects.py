@@ -117,10 +117,11 @@ async def test_conditions_are_changed_whatever_else_is_there(api: tuple[Api, Obj
     server.body["spec"] = {"from": "elsewhere"}
     server.body["status"] = {"conditions": [FOREIGN]}
     condition = Condition(type="Degraded", status="True", reason="InternalError", last_transition_time=NOW)
-    await store.write_conditions(PoCRound, "ns", "r", [condition], "why")
+    await store.write_conditions(PoCRound, "ns", "r", [condition], message="why", degraded="InternalError")
     written = server.seen[1][3]
     assert [found["type"] for found in written["status"]["conditions"]] == ["Foreign", "Degraded"]
     assert (written["status"]["message"], written["metadata"]) == ("why", {"resourceVersion": "1"})
+    assert written["status"]["degraded"] == "InternalError"
 
 
 async def test_an_entry_of_a_config_map(api: tuple[Api, ObjectStore]) -> None:

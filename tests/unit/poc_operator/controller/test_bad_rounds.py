@@ -64,7 +64,14 @@ class Rounds:
         self.rounds[name] = round_.model_copy(update={"status": status})
 
     async def write_conditions(
-        self, resource: type, namespace: str, name: str, conditions: Sequence[Condition], message: str
+        self,
+        resource: type,
+        namespace: str,
+        name: str,
+        conditions: Sequence[Condition],
+        *,
+        message: str,
+        degraded: str,
     ) -> None:
         """Store conditions."""
         self.conditions |= {found.type: (name, found.status, found.reason) for found in conditions}

@@ -50,7 +50,8 @@ class StandingRound(GoneRound):
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return the round."""
         self.reads += 1
-        return a_round(RoundStatus(state=State.COMPLETE), ttlSecondsAfterFinished=31_536_000)
+        over = RoundStatus(state=State.COMPLETE, observed_generation=1)
+        return a_round(over, ttlSecondsAfterFinished=31_536_000)
 
 
 @asynccontextmanager

@@ -77,6 +77,16 @@ async def test_what_is_held_back_is_what_the_next_plan_starts_from() -> None:
     assert written.newest == counted(2)
 
 
+async def test_what_is_held_back_is_written_though_nothing_moves_any_more() -> None:
+    written = Written()
+    await written.record(counted(1))
+    assert await written.record(counted(2), after=1) == 0
+    assert await written.record(counted(2), after=COUNTERS_SECONDS - 2) == 0
+    assert await written.record(counted(2), after=1) == 1
+    assert written.round.status == counted(2)
+    assert await written.record(counted(2), after=COUNTERS_SECONDS) == 0
+
+
 async def test_it_gives_way_to_what_somebody_else_has_written() -> None:
     written = Written()
     await written.record(counted(1))

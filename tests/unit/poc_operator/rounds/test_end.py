@@ -118,7 +118,19 @@ def test_one_answer_ends_the_poll_failure() -> None:
 def test_every_slot_given_up_fails_the_round() -> None:
     status = a_status(a_slot(state=SlotState.FAILED, error="gave up"))
     ended = plan(look(a_round(status), (a_pod("a"), says()))).status
-    assert (ended.state, ended.outcome and ended.outcome.message) == (State.FAILED, "gave up")
+    assert ended.state is State.FAILED
+    assert ended.outcome is not None
+    assert ended.outcome.message == "1 of 1 slots were given up, the first: gave up"
+
+
+def test_a_round_whose_other_slots_are_computed_does_not_wait_for_those_given_up() -> None:
+    lost, whole = a_slot(state=SlotState.FAILED, error="gave up"), a_slot("b", group=1, state=SlotState.DONE)
+    status = a_status(lost, whole, a_slot("c", group=2, state=SlotState.RUNNING))
+    assert plan(look(a_round(status), (a_pod("c"), says(GENERATING)))).status.outcome is None
+    ended = plan(look(a_round(a_status(lost, whole)), (a_pod("a"), says()))).status
+    assert ended.outcome is not None
+    assert (ended.outcome.type, ended.outcome.reason) == (Result.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED)
+    assert "1 of 2 slots" in ended.outcome.message
 
 
 def test_suspend_stops_and_resume_goes_on_after_what_was_delivered() -> None:
@@ -150,8 +162,9 @@ def test_time_to_live(ttl: int | None, after: int, deletes: int) -> None:
 
 def test_a_finished_round_never_restarts() -> None:
     over = a_status(a_slot(state=SlotState.DONE), state=State.COMPLETE, completion_time=NOW)
-    step = plan(look(a_round(over), (a_pod("a"), says())))
-    assert step.status == over
+    round_ = a_round(over)
+    step = plan(look(round_, (a_pod("a"), says())))
+    assert step.status == over.model_copy(update={"observed_generation": round_.metadata.generation})
     assert not step.actions
 
 
@@ -208,3 +221,13 @@ def test_the_mean_rate_leaves_suspensions_out() -> None:
     )
     over = plan(look(a_round(running, stop=None), (a_pod("a"), says()), after=3615)).status
     assert (over.state, over.totals.rate) == (State.COMPLETE, "10.0")
+
+
+def test_the_mean_rate_is_that_before_a_suspension_from_which_a_round_never_came_back() -> None:
+    slot = a_slot(state=SlotState.WAITING, pod=None, next=100, delivered=100)
+    lost = a_status(slot, worked_seconds=10, start_time=None, stop_time=NOW)
+    ended = lost.model_copy(
+        update={"outcome": Outcome(type=Result.FAILED, reason="StartDeadlineExceeded", message="late")}
+    )
+    over = plan(look(a_round(ended, stop=None), after=1)).status
+    assert (over.state, over.totals.rate) == (State.FAILED, "10.0")

@@ -141,6 +141,7 @@ def test_a_sample_that_fails_again_and_again_ends_the_validation() -> None:
     assert status.outcome is not None
     assert status.outcome.reason == Reason.BACKOFF_LIMIT_EXCEEDED
     assert "no answer within 300 s; spec.retry.backoffLimitPerSample of 1 is used up" in status.outcome.message
+    assert status.degraded == Reason.SLOTS_FAILED
 
 
 def test_a_suspended_validation_asks_nothing_and_goes_on_later() -> None:
@@ -151,6 +152,21 @@ def test_a_suspended_validation_asks_nothing_and_goes_on_later() -> None:
     assert paused.status.state is State.SUSPENDED
     resumed = plan(seen(a_validation(paused.status), ("a", says())))
     assert [ask.request.nonces[0] for ask in asks(resumed)] == [0]
+
+
+def test_a_validation_that_is_resumed_has_not_started_by_what_was_done_before() -> None:
+    step = plan(seen(a_validation(), ("a", says())))
+    step = plan(seen(a_validation(step.status), ("a", agreed(asks(step)[0], []))))
+    assert [sample.state for sample in step.status.samples] == [SlotState.DONE, SlotState.RUNNING]
+    pause = plan(seen(a_validation(step.status, suspend=True)))
+    paused = plan(seen(a_validation(pause.status, suspend=True)))
+    assert paused.status.state is State.SUSPENDED
+    resumed = plan(seen(a_validation(paused.status)))
+    again = plan(seen(a_validation(resumed.status)))
+    assert (again.status.start_time, again.status.state) == (None, State.PENDING)
+    late = plan(seen(a_validation(again.status, startDeadlineSeconds=60), after=10_000)).status
+    assert late.outcome is not None
+    assert late.outcome.reason == Reason.START_DEADLINE_EXCEEDED
 
 
 def test_changed_proofs_end_the_validation() -> None:

@@ -3,7 +3,8 @@
 
 import pytest
 
-from poc_operator.validations.proofs import parse_proofs
+from poc_operator.apis.v1alpha1.validation import Proof
+from poc_operator.validations.proofs import digest, in_order, parse_proofs
 from vllm_poc.wire.messages import Protocol
 
 
@@ -29,6 +30,12 @@ def test_what_is_wrong_is_told(text: str | None, told: str) -> None:
     found = parse_proofs("claims", text, Protocol.DISTANCE)
     assert isinstance(found, str)
     assert found.startswith(told)
+
+
+def test_proofs_in_another_order_are_the_same() -> None:
+    proofs = [Proof(nonce=nonce, vector="AAAA") for nonce in (3, 1, 2)]
+    assert digest(in_order(proofs)) == digest(in_order(proofs[::-1]))
+    assert [proof.nonce for proof in in_order(proofs)] == [1, 2, 3]
 
 
 def test_proofs_are_read() -> None:
