@@ -2,8 +2,8 @@
 """What is stored goes on to its receiver, in order, until it is accepted or refused for good.
 
 What belongs here: the `ledger` of what is to be sent and what became of it, forwarding, one post and what its answer
-means, such as 503 (`post`), where a post may go (`guard`), when (`pace`), and the routes that tell of it. What does
-not: checking what arrives (`poc_gateway.ingest`), and what is made of it for people (`poc_gateway.query`).
+means, such as 503 (`post`), where a post may go (`guard`), when (`pace`), and the routes that tell of it.
+What does not: checking what arrives (`poc_gateway.ingest`), and what is made of it for people (`poc_gateway.query`).
 
 An artifact of a round with a receiver; of one without, only "arrived"::
 
