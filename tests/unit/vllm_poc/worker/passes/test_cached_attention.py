@@ -69,11 +69,17 @@ class Metadata:
     scheduler_metadata: Any
 
 
+class OnGpu(torch.Tensor):  # type: ignore[misc, name-defined]
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
 class Builder:
     """Fills one buffer for all of its batches, as FlashAttention's does for CUDA graphs."""
 
-    def __init__(self) -> None:
-        self._buffer = torch.zeros(4)
+    def __init__(self, buffer: Any) -> None:  # noqa: ANN401 - a tensor
+        self._buffer = buffer
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Metadata:  # noqa: ANN401
         self._buffer.fill_(common_attn_metadata.num_reqs)
@@ -83,10 +89,21 @@ class Builder:
 def test_a_plan_outlives_the_next_batch() -> None:
     from vllm_poc.worker.model.adapter import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
 
-    group = CacheGroup(layers={}, builder=Builder(), block_dim=0, block_size=16)
+    buffer = torch.zeros(4).as_subclass(OnGpu)
+    group = CacheGroup(layers={}, builder=Builder(buffer), block_dim=0, block_size=16)
     plans = [group.plan(BatchShape(nonces, 8), torch.arange(8).repeat(nonces)) for nonces in (2, 3)]
     assert [metadata.scheduler_metadata.tolist() for metadata, _ in plans] == [[2.0] * 4, [3.0] * 4]
     assert [len(slots) for _, slots in plans] == [16, 24]
+
+
+def test_a_schedule_on_a_cpu_is_left_as_it_is() -> None:
+    """The CPU backend's holds addresses of its own memory: a copy would point elsewhere."""
+    from vllm_poc.worker.model.adapter import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
+
+    buffer = torch.zeros(4)
+    group = CacheGroup(layers={}, builder=Builder(buffer), block_dim=0, block_size=16)
+    metadata, _ = group.plan(BatchShape(2, 8), torch.arange(8).repeat(2))
+    assert metadata.scheduler_metadata is buffer
 
 
 def test_a_pass_with_a_cache_has_no_more_sequences_than_vllms() -> None:
