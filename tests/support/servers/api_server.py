@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,16 @@ _LOG_LINES = 20
 
 
 class ApiServer:
-    """One connection to a running API server, as its administrator."""
+    """A running API server, as its administrator sees it.
+
+    Each request has a connection of its own: the server closes one that was idle while other tests ran.
+    """
 
     def __init__(self, port: int, authority: Path) -> None:
+        self._port = port
         self._address = f"https://127.0.0.1:{port}"
         self._authority = authority
-        trust = ssl.create_default_context(cafile=str(authority))
-        self._connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=trust)
+        self._trust = ssl.create_default_context(cafile=str(authority))
 
     def request(
         self,
@@ -45,9 +48,11 @@ class ApiServer:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Authorization": f"Bearer {_TOKEN}", "Content-Type": kind, "Accept": accept}
         sent = json.dumps(body) if body is not None else None
-        self._connection.request(method, f"{path}?{urlencode(query)}", sent, headers)
-        answer = self._connection.getresponse()
-        text = answer.read()
+        server = http.client.HTTPSConnection("127.0.0.1", self._port, timeout=30, context=self._trust)
+        with closing(server) as connection:
+            connection.request(method, f"{path}?{urlencode(query)}", sent, headers)
+            answer = connection.getresponse()
+            text = answer.read()
         return answer.status, json.loads(text) if text[:1] == b"{" else text.decode()
 
     def kubeconfig(self) -> dict[str, Any]:
