@@ -19,8 +19,8 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.engine import DatabaseError
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.kube.connection import connect
+from poc_operator.clients.kube.labelled_rounds import LabelledRounds
 from poc_operator.clients.kube.objects import ObjectStore
-from poc_operator.clients.kube.requested import RequestedRounds
 from vllm_poc import logs
 
 
@@ -33,10 +33,10 @@ async def _run(settings: Settings) -> None:
         await store.close()
 
 
-def _cluster(client: ApiClient, settings: Settings) -> RequestedRounds | None:
+def _cluster(client: ApiClient, settings: Settings) -> LabelledRounds | None:
     if settings.round_template is None:
         return None
-    return RequestedRounds(client, RoundTemplate.load(settings.round_template).namespace, LABELS)
+    return LabelledRounds(client, RoundTemplate.load(settings.round_template).namespace, LABELS)
 
 
 def _settings() -> Settings:

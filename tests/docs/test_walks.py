@@ -26,11 +26,11 @@ from tests.support.servers.pod import ARTIFACT, SLOT, running_pod
 
 #: (page, heading or none) -> how many files a reader may need.
 LONGEST = {
-    ("generate", "To the answer"): 12,
-    ("generate", None): 18,
+    ("init-generate", "To the answer"): 12,
+    ("init-generate", None): 18,
     ("batch", "The plain pass"): 18,
     ("batch", "The fused pass"): 24,
-    ("round", None): 24,
+    ("apply-to-complete", None): 24,
     ("delivery", None): 15,
 }
 #: Files that take part and tell nothing about the walk's subject.
@@ -110,7 +110,7 @@ async def test_an_object() -> None:
             await fleet.start_pod(host)
         with files_called("operator/poc_operator", "image/vllm_poc/wire") as called:
             await fleet.reconcile_until(lambda status: status.state is State.COMPLETE)
-    _compare(called, _part("round", None))
+    _compare(called, _part("apply-to-complete", None))
 
 
 @pytest.mark.usefixtures("_quick_pods")
@@ -122,7 +122,7 @@ async def test_start_and_first_delivery() -> None:
             answer = await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
             await forwarding.until(lambda: bool(receiver.payloads))
     assert answer.status_code == 200
-    _compare(called, _part("generate", None))
+    _compare(called, _part("init-generate", None))
 
 
 async def test_a_delivery(tmp_path: Path) -> None:

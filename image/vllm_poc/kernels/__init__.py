@@ -6,7 +6,7 @@
     layers      norms, gate, rotation, reflection, quantisation      rows    their sums
     joint_norm  a norm over all heads of a token, and the rotation of a part of each
     router      the product of a router whose weights are float32
-    cache       keys and values into an FP8 KV cache
+    kv_cache    keys and values into an FP8 KV cache
 
 They round where the unfused operations round, so that both give the same numbers. Which operation of vLLM one of them
 stands for is decided in `vllm_poc.worker.passes`.

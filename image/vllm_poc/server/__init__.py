@@ -4,8 +4,8 @@
     app           the ASGI middleware that vLLM loads: token, body, when the engine is ready
     routes        the REST routes            service      executes them
     admission     what is refused before work begins
-    rounds        the one round, its phases  generation   computes a slot
-    requests      named nonces, verdicts     callbacks/   results on their way to receivers
+    phases        the one round, its phases  generation   computes a slot
+    jobs          named nonces, verdicts     callbacks/   results on their way to receivers
     scheduler     slices, chat first         autotune     how many nonces a forward pass holds
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
     status, metrics, settings, errors

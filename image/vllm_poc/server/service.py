@@ -14,8 +14,8 @@ from vllm_poc.server import admission
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import refusal
-from vllm_poc.server.requests import Job, JobQueue, RequestWorker, Result
-from vllm_poc.server.rounds import Phases
+from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
+from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.status import model_limits, status_response

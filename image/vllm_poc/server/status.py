@@ -9,8 +9,8 @@ from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.generation import Generation
-from vllm_poc.server.requests import JobQueue
-from vllm_poc.server.rounds import Phases
+from vllm_poc.server.jobs import JobQueue
+from vllm_poc.server.phases import Phases
 from vllm_poc.wire.messages import ModelLimits, PowState, Protocol, RoundStats, StatusResponse
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes that the network's own client calls, one module per area; an init becomes a PoCRound.
 
-What belongs here: the areas (`round_control`, `generate`, `node`), and what stands behind them (`service`): the
+What belongs here: the areas (`init_generate`, `generate`, `node`), and what stands behind them (`service`): the
 network's PoCRounds, and named nonces as jobs that are dispatched to pods. What does not: results of rounds, which pods
 deliver to `poc_gateway.ingest`, and posting callbacks, which `poc_gateway.outbox` does.
 

@@ -25,7 +25,7 @@ _CONCURRENCY = 100
 
 
 class Cluster(Protocol):
-    """The API server; `poc_operator.clients.kube.requested.RequestedRounds` is one.
+    """The API server; `poc_operator.clients.kube.labelled_rounds.LabelledRounds` is one.
 
     Errors are of ``clients.errors``.
     """

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.security import HTTPBearer
 
 from poc_gateway.errors import RETRY_AFTER, Refusal, documented
-from poc_gateway.node_api import generate, node, round_control
+from poc_gateway.node_api import generate, init_generate, node
 from poc_gateway.node_api.service import NodeApi
 from vllm_poc.wire.messages import API_PREFIX
 
@@ -31,12 +31,12 @@ def router(service: NodeApi | None) -> APIRouter:
         request.state.node_api = service
 
     routes = APIRouter(
-        # The token is for the document alone: by now `poc_gateway.server.admission` has asked for it.
+        # The token is for the document alone: by now `poc_gateway.server.middleware` has asked for it.
         dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(provide)],
         responses=documented(401, 503),
     )
     absent = _absent()
-    for prefix, rounds in ((NODE_PREFIX, round_control.node), (API_PREFIX, round_control.pod)):
+    for prefix, rounds in ((NODE_PREFIX, init_generate.node), (API_PREFIX, init_generate.pod)):
         for area in (rounds, generate.routes, absent):
             routes.include_router(area, prefix=prefix)
     routes.include_router(node.routes, prefix="/api/v1")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands behind the network's routes: the ready pods, the network's rounds, and the jobs.
 
-How it is told to the network is a matter of the areas: `round_control`, `generate` and `node`.
+How it is told to the network is a matter of the areas: `init_generate`, `generate` and `node`.
 """
 
 from collections.abc import Sequence

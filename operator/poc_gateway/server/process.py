@@ -28,7 +28,7 @@ from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query import routes as query_routes
 from poc_gateway.server import health
-from poc_gateway.server.admission import (
+from poc_gateway.server.middleware import (
     Access,
     Authorize,
     BodyLimit,

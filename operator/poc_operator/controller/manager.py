@@ -16,13 +16,13 @@ from poc_operator.clients.kube.connection import connect
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit
-from poc_operator.controller.health import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.controller.kinds import PLANNERS, Planner, Sources
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
+from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)

@@ -176,13 +176,13 @@ def _store(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    from vllm_poc.kernels import cache  # noqa: PLC0415 - needs Triton
+    from vllm_poc.kernels import kv_cache  # noqa: PLC0415 - needs Triton
 
     tensors, head_dim = (key, value, key_cache, value_cache), key.shape[-1]
     whole = len(key) == len(slots) and key.shape == value.shape and head_dim & (head_dim - 1) == 0
     whole = whole and all(tensor.stride(-1) == 1 for tensor in tensors) and key_cache.ndim == _CACHE_AXES
     if whole and dtype in _ROUNDED and k_scale.numel() == v_scale.numel() == 1:
-        cache.store(*tensors, slots, k_scale, v_scale)
+        kv_cache.store(*tensors, slots, k_scale, v_scale)
     else:
         original(*tensors, slots, dtype, k_scale, v_scale)
 

@@ -2,7 +2,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from poc_gateway.server.admission import BURST_SECONDS, LARGEST_AT_ONCE, MOST_PEERS, Peers
+from poc_gateway.server.middleware import BURST_SECONDS, LARGEST_AT_ONCE, MOST_PEERS, Peers
 from tests.support.builders.deliveries import a_round, artifacts, path
 from tests.support.builders.forwarding import until
 from tests.unit.poc_gateway.ingest.conftest import Start

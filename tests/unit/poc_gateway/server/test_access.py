@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from poc_gateway.outbox.forward import Outbox
-from poc_gateway.server.admission import OPEN_PATHS
+from poc_gateway.server.middleware import OPEN_PATHS
 from poc_gateway.server.process import Components, inside_app, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database

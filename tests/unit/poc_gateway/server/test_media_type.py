@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from poc_gateway.outbox.forward import Outbox
-from poc_gateway.server.admission import is_json
+from poc_gateway.server.middleware import is_json
 from poc_gateway.server.process import Components, inside_app
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds

@@ -19,7 +19,7 @@ from poc_operator.observed import PodView
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
-class RequestedRounds:
+class LabelledRounds:
     """The PoCRounds of one namespace that carry ``labels``. Errors are of ``clients.errors``."""
 
     def __init__(self, api: client.ApiClient, namespace: str, labels: Mapping[str, str]) -> None:

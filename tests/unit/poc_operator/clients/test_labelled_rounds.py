@@ -10,7 +10,7 @@ from kubernetes.aio import client
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
-from poc_operator.clients.kube.requested import RequestedRounds
+from poc_operator.clients.kube.labelled_rounds import LabelledRounds
 from tests.unit.poc_operator.build import a_round
 
 ROUNDS = "/apis/poc.gonka.ai/v1alpha1/namespaces/ns/pocrounds"
@@ -52,19 +52,19 @@ def _made(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[tuple[Api, RequestedRounds]]:
+async def api() -> AsyncIterator[tuple[Api, LabelledRounds]]:
     api, app = Api(), web.Application()
     app.router.add_route("*", "/{path:.*}", api.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     connection = client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
-    yield api, RequestedRounds(connection, "ns", {"poc.gonka.ai/origin": "network"})
+    yield api, LabelledRounds(connection, "ns", {"poc.gonka.ai/origin": "network"})
     await connection.close()  # type: ignore[no-untyped-call]
     await runner.cleanup()
 
 
-async def test_what_is_sent(api: tuple[Api, RequestedRounds]) -> None:
+async def test_what_is_sent(api: tuple[Api, LabelledRounds]) -> None:
     server, rounds = api
     assert (await rounds.create("one", SPEC)).metadata.name == "one"
     assert [found.metadata.name for found in await rounds.list_rounds()] == ["one"]
@@ -91,7 +91,7 @@ async def test_what_is_sent(api: tuple[Api, RequestedRounds]) -> None:
         (404, StoreUnavailable, 'no namespace "ns", or no PoCRound'),
     ],
 )
-async def test_refusals(api: tuple[Api, RequestedRounds], status: int, error: type[Exception], message: str) -> None:
+async def test_refusals(api: tuple[Api, LabelledRounds], status: int, error: type[Exception], message: str) -> None:
     server, rounds = api
     server.fault = (status, "spec.blockHash: must be the block's hash")
     with pytest.raises(error) as caught:
@@ -100,7 +100,7 @@ async def test_refusals(api: tuple[Api, RequestedRounds], status: int, error: ty
     assert message in str(caught.value)
 
 
-async def test_a_round_that_is_gone_needs_no_end(api: tuple[Api, RequestedRounds]) -> None:
+async def test_a_round_that_is_gone_needs_no_end(api: tuple[Api, LabelledRounds]) -> None:
     server, rounds = api
     server.fault = (404, "not found")
     await rounds.finish("one")
