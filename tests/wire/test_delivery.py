@@ -21,6 +21,7 @@ def expected_nonces(body: dict[str, Any], status: StatusResponse) -> list[int]:
     return [nonce for nonce in nonces if "params" in body or distance(nonce) < body["r_target"]]
 
 
+@pytest.mark.parametrize("pod_settings", [{"FLUSH_SECONDS": "10"}], ids=["patient"])
 @pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
 @pytest.mark.parametrize("faults", [[], [500, 503], [200, 429, 200, 408, 500, 302]], ids=str)
 async def test_every_nonce_arrives_once_and_in_order(
@@ -147,6 +148,7 @@ async def test_stop_is_bounded_while_the_receiver_is_down(pod: Pod, receiver: Ca
     assert status.next_index > 0
 
 
+@pytest.mark.parametrize("pod_settings", [{"CALLBACK_SECONDS": "0.5"}], ids=["half a second"])
 async def test_a_receiver_that_hangs_is_given_up_and_tried_again(pod: Pod, receiver: CallbackReceiver) -> None:
     receiver.delay = 60
     await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
