@@ -16,23 +16,38 @@ from vllm_poc.wire.artifacts import decode_vector
 
 
 def equality(model: LLM, seq_len: int, batch: int, nonces: int) -> dict[str, Any]:
-    """Return mean and largest L2 distance of artifacts, and the same of differences of distances; {} for no nonces."""
+    """Return mean and largest L2 distance of artifacts, and the same of differences of distances; {} for no nonces.
+
+    ``vllm_itself`` is how far the artifacts of vLLM's own pass are from those of the same pass over half as many nonces
+    at a time, ``halved`` the same of PoC's: nobody can be nearer to vLLM's pass than it is to itself.
+    """
     if nonces == 0:
         return {}
     artifacts, others = (
         a_batch(range(nonces), seq_len=seq_len, protocol=protocol, batch=batch) for protocol in ("artifact", "distance")
     )
+    found, unfused = _found(model, artifacts), _unfused(model, artifacts)
     return {
-        "artifacts": _spread(torch.linalg.vector_norm(_difference(model, artifacts), dim=1)),
-        "distances": _spread(_difference(model, others).abs()),
+        "artifacts": _spread(_apart(found, unfused)),
+        "distances": _spread((_found(model, others) - _unfused(model, others)).abs()),
+        "vllm_itself": _spread(_apart(_unfused(model, artifacts, share=2), unfused)),
+        "halved": _spread(_apart(_found(model, {**artifacts, "batch": max(1, batch // 2)}), found)),
     }
 
 
-def _difference(model: LLM, asked: BatchRequest) -> Tensor:
+def _apart(some: Tensor, others: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(some - others, dim=1)
+
+
+def _found(model: LLM, asked: BatchRequest) -> Tensor:
     *_, (_, found) = in_calls(model, asked)
-    largest = MAX_TOKENS // asked["seq_len"]
-    expected = call(model, "poc_test_unfused", {**asked, "batch": min(asked["batch"], largest)})
-    return _values(found, asked["k_dim"]) - _values(expected, asked["k_dim"])
+    return _values(found, asked["k_dim"])
+
+
+def _unfused(model: LLM, asked: BatchRequest, *, share: int = 1) -> Tensor:
+    batch = min(asked["batch"], MAX_TOKENS // asked["seq_len"])
+    result = call(model, "poc_test_unfused", {**asked, "batch": max(1, batch // share)})
+    return _values(result, asked["k_dim"])
 
 
 def _values(result: BatchResult, k_dim: int) -> Tensor:
