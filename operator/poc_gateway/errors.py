@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from poc_gateway.store.engine import DatabaseError, DatabaseFull
-from poc_operator.clients.errors import StoreUnavailable
+from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
 from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse, FieldError
 
 _log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ def install_handlers(app: FastAPI) -> None:
     app.exception_handler(RequestValidationError)(_not_valid)
     app.exception_handler(DatabaseError)(_database_failed)
     app.exception_handler(StoreUnavailable)(_api_server_failed)
+    app.exception_handler(UnreadableObject)(_round_unreadable)
     app.exception_handler(Exception)(_crashed)
 
 
@@ -122,6 +123,14 @@ async def _api_server_failed(_: Request, error: StoreUnavailable) -> JSONRespons
     _log.warning("the API server cannot be asked: %s", error)
     detail = f"the Kubernetes API server cannot be asked ({error}): try again later"
     return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "ApiServerUnavailable", detail, headers=RETRY_AFTER).response()
+
+
+async def _round_unreadable(_: Request, error: UnreadableObject) -> JSONResponse:
+    # A 503, so that pods keep their results: with matching CRDs, or another spec, the round can be read again.
+    where = f"PoCRound {error.namespace}/{error.name}"
+    _log.warning("%s cannot be read: %s", where, error)
+    detail = f"{where} cannot be read ({error}): install the CRDs of this release, or delete the round"
+    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "RoundUnreadable", detail, headers=RETRY_AFTER).response()
 
 
 async def _crashed(request: Request, error: Exception) -> JSONResponse:

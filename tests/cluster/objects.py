@@ -93,7 +93,7 @@ class Objects(Generic[WorkT]):
     def wait_for_reason(self, name: str, condition: str, reason: str) -> str:
         """Wait until a condition has this reason; return its message."""
         self.wait(name, f'jsonpath={{.status.conditions[?(@.type=="{condition}")].reason}}={reason}')
-        return next(found.message for found in self.get(name).status.conditions if found.type == condition)
+        return next(found.message for found in self.get(name).status.own_conditions if found.type == condition)
 
     def wait_until(self, name: str, holds: Callable[[WorkT], bool], seconds: float = SECONDS) -> WorkT:
         """Wait until something holds for the object; return it."""

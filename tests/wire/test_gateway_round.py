@@ -48,7 +48,7 @@ def indices(collecting: Gateway, offset: int) -> list[int]:
 
 
 def degraded(status: RoundStatus) -> tuple[str, str]:
-    found = [condition for condition in status.conditions if condition.type == ConditionType.DEGRADED]
+    found = [condition for condition in status.own_conditions if condition.type == ConditionType.DEGRADED]
     return (found[0].reason, found[0].message) if found else ("", "")
 
 
@@ -142,5 +142,5 @@ async def test_a_sample_that_cannot_be_had(collecting: Gateway, receiver: Callba
         await fleet.operator.close()
     says = 'has no results of a round "before"' if configured else "start the operator with --gateway-url"
     assert says in status.message
-    reasons = {condition.type: condition.reason for condition in status.conditions}
+    reasons = {condition.type: condition.reason for condition in status.own_conditions}
     assert reasons["Accepted"] == Reason.PROOFS_UNAVAILABLE

@@ -80,7 +80,7 @@ def reasons(fleet: RoundFleet) -> list[str]:
 
 
 def progressing(status: RoundStatus) -> tuple[str, str]:
-    condition = next(found for found in status.conditions if found.type == ConditionType.PROGRESSING)
+    condition = next(found for found in status.own_conditions if found.type == ConditionType.PROGRESSING)
     return condition.reason, condition.message
 
 

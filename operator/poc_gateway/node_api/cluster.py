@@ -31,7 +31,7 @@ class Cluster(Protocol):
     """
 
     async def list_rounds(self) -> list[PoCRound]:
-        """Return the network's rounds."""
+        """Return the network's rounds; UnreadableObject if one that is not over cannot be understood."""
         ...
 
     async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:

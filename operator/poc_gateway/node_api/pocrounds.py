@@ -117,7 +117,9 @@ class NetworkRounds:
             except ObjectInvalid as error:
                 raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", str(error)) from error
             except StaleObject:
-                detail = f"there is a PoCRound {name} that is not labelled as the network's: delete it"
+                detail = (
+                    f"there is a PoCRound {name} that is not labelled as the network's, or cannot be read: delete it"
+                )
                 raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail) from None
 
     async def stop(self) -> Sequence[PoCRound]:

@@ -22,7 +22,8 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.partition import NonceSlot
 
-#: Reads a PoCRound by namespace and name; None if there is none. Raises StoreUnavailable.
+#: Reads a PoCRound by namespace and name; None if there is none. Raises StoreUnavailable and
+#: UnreadableObject.
 ReadRound = Callable[[str, str], Awaitable[PoCRound | None]]
 
 
@@ -108,7 +109,8 @@ class Rounds:
 
         A PoCRound whose slots are not fixed yet is none: no pod has been told of it. A new round is written down if
         ``fits`` does not raise. RoundDeleted while its rows are being deleted, StoreUnavailable if the API server is
-        needed and cannot be asked, DatabaseError if the database fails.
+        needed and cannot be asked, UnreadableObject if the PoCRound cannot be understood, DatabaseError if the
+        database fails.
         """
         if uid not in self._known:
             lock = self._locks.setdefault(uid, asyncio.Lock())

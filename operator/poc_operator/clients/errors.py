@@ -18,6 +18,9 @@
     UnreadableObject       no failed request: the object is not what the CRD allows, and stays so
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class PodError(Exception):
     """A request to a pod failed; the text says why."""
@@ -72,8 +75,14 @@ class StoreForbidden(StoreUnavailable):
 
 
 class UnreadableObject(Exception):  # noqa: N818
-    """A stored object that the models refuse, as one that an older CRD accepted; the text names the field."""
+    """A stored object that the models refuse, as one that an older CRD accepted; the text names the field.
 
-    def __init__(self, message: str, generation: int) -> None:
+    ``body`` is the object as the API server has it.
+    """
+
+    def __init__(self, message: str, body: Mapping[str, Any]) -> None:
         super().__init__(message)
-        self.generation = generation
+        self.body = body
+        metadata = body["metadata"]
+        self.namespace, self.name = str(metadata["namespace"]), str(metadata["name"])
+        self.generation = int(metadata["generation"])

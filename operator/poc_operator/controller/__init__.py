@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The moving parts: one process, one loop per object.
 
-- ``manager``: what the process has once: connections, the pod cache, the loops. An exception in a loop becomes the
-  condition ``InternalError`` of its object.
+- ``manager``: what the process has once: connections, the pod cache, the loops.
+- ``failing_objects``: one bad object harms nobody: an exception in a loop becomes a condition of its object, which is
+  tried again less and less often.
 - ``reconciler``: one object's loop: read, observe, plan, record, act; the same for all kinds.
 - ``kinds``: what differs: what is asked beside the pods, and which plan is made.
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.

@@ -30,9 +30,6 @@ log = logging.getLogger(__name__)
 #: Seconds after which one reconciliation is given up. All that it waits for has shorter limits of its own.
 RECONCILE_SECONDS = 180.0
 
-#: Longest pause, in seconds, between two tries of an object on which the operator fails; the first is `POLL_SECONDS`.
-MOST_PAUSE_SECONDS = 300.0
-
 
 class Manager:
     """One per process."""
@@ -84,7 +81,7 @@ class Manager:
         """Let the object's loop react to its changed spec at once. A changed status is its own work and no news."""
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None and reconciler.generation != generation:
-            reconciler.changed.set()
+            reconciler.failures.spec_changed.set()
             reconciler.wake.set()
 
     def _wake_work_on(self, pod: PodView) -> None:
@@ -127,33 +124,22 @@ class Manager:
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:
         """Reconcile the object until it is finished. A cancellation is safe at any moment."""
         self._reconcilers[uid] = reconciler
-        pause = POLL_SECONDS
+        failures = reconciler.failures
         try:
             while True:
                 try:
                     if not await self._reconcile(reconciler):
                         return
-                    pause, news = POLL_SECONDS, reconciler.wake
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(reconciler.wake.wait(), POLL_SECONDS)
                 except Exception as error:
-                    await self._report(reconciler, error)
-                    # News of pods would not help; another spec may.
-                    pause, news = min(2 * pause, MOST_PAUSE_SECONDS), reconciler.changed
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), pause)
+                    await failures.failed(error, reconciler.generation or 0)
+                    await failures.pause()
                 reconciler.wake.clear()
-                reconciler.changed.clear()
+                failures.spec_changed.clear()
         finally:
             await reconciler.close()
             self._reconcilers.pop(uid, None)
-
-    async def _report(self, reconciler: Reconciler[Any], error: Exception) -> None:
-        """Log the operator's failure on an object, and tell the object's user."""
-        reconciler.log.error("the operator fails on this object; others go on", exc_info=error)
-        self.metrics.work_failed(error)
-        try:
-            await reconciler.report(error)
-        except Exception as another:
-            reconciler.log.warning("the failure cannot be told in the object: %s", another)
 
     async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next turn."""
@@ -161,11 +147,14 @@ class Manager:
             return True  # the process is about to end: another may act by now
         try:
             async with asyncio.timeout(RECONCILE_SECONDS):
-                return await reconciler.reconcile()
+                goes_on = await reconciler.reconcile()
         except StaleObject as error:
             self.metrics.api_server_failed(error)
             reconciler.log.debug("the object changed while it was planned; planning again")
         except StoreUnavailable as error:
             self.metrics.api_server_failed(error)
             reconciler.log.warning("API server: %s; trying again", error)
+        else:
+            reconciler.failures.succeeded()
+            return goes_on
         return True

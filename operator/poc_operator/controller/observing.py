@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import GatewayError, PodError
 from poc_operator.clients.gateway import GatewayClient
@@ -59,9 +60,13 @@ class PodCache:
 
     def matching(self, work: Work) -> list[PodView]:
         """Return the pods of the object's namespace that its selector matches."""
+        return self.selected(work.metadata.namespace, work.spec.selector)
+
+    def selected(self, namespace: str, selector: LabelSelector) -> list[PodView]:
+        """Return the pods of the namespace that the selector matches."""
         for uid in [uid for uid, moment in self._forget_at.items() if moment <= self._clock()]:
             del self._pods[uid], self._forget_at[uid]
-        return [pod for pod in self._pods.values() if selects(work, pod)]
+        return [pod for pod in self._pods.values() if pod.namespace == namespace and selector.matches(pod.labels)]
 
 
 #: Polls in flight at once; a poll is cheap, 1 000 pods take about a second. Up to so many pods that do not answer

@@ -23,12 +23,12 @@ from poc_operator.clients.errors import UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit, PodActions, PodAsks
+from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBackoff, pods_left, stop_unreadable
 from poc_operator.controller.kinds import Planner, Sources, WorkT
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, ProgressWatch, poll, selects
 from poc_operator.observed import PodReport, PodView
-from poc_operator.planning.conditions import internal_error
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot
 
 #: Seconds between two turns of an object that runs or waits.
@@ -106,15 +106,13 @@ class Reconciler(Generic[WorkT]):
         self.log = ObjectLogger(logging.getLogger(__name__), kind.resource.KIND, ref)
         self._planner = kind(sources, ref, self.log)
         self._work: WorkT | None = None  # as seen last
-        self._trouble = ""
         #: Which version of the spec was seen last; None before the first turn.
         self.generation: int | None = None
+        self.failures = FailureBackoff(kind.resource, ref, store=self._store, metrics=metrics, emit=emit, log=self.log)
         self._recorder = StatusRecorder[WorkT](self._store, time.monotonic)
         self._watch = ProgressWatch(time.monotonic)
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
-        #: Set when the spec has changed.
-        self.changed = asyncio.Event()
         self._actions = PodActions(store=self._store, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
 
@@ -131,7 +129,6 @@ class Reconciler(Generic[WorkT]):
         seen = await self._observe(work)
         with self._metrics.plan_seconds.time():
             step = self._planner.plan(seen)
-        self._trouble = ""
         await self._recorder.record(stored, step.status)
         self._planner.recorded(step)
         self._metrics.planned(seen, step.status, step.events)
@@ -144,17 +141,6 @@ class Reconciler(Generic[WorkT]):
         self._actions.begin(work.spec.port, step.actions)
         return not (step.status.state.finished and work.spec.ttl_seconds_after_finished is None)
 
-    async def report(self, error: Exception) -> None:
-        """Tell the user, in the conditions and once by an Event, why the object cannot be taken further."""
-        conditions, event = internal_error(error, datetime.now(UTC).replace(microsecond=0), self.generation or 0)
-        if event.message != self._trouble:
-            self._trouble = event.message
-            self._emit(event)
-        namespace, name = self._ref.namespace, self._ref.name
-        await self._store.write_conditions(
-            self._resource, namespace, name, conditions, message=event.message, degraded=event.reason
-        )
-
     async def close(self) -> None:
         """Give up what is under way; the next process finds out what became of it."""
         await self._asks.cancel()
@@ -162,9 +148,21 @@ class Reconciler(Generic[WorkT]):
         await self._planner.close()
         self._metrics.forget(self._ref.uid)
 
+    async def stop_deleted(self, waited: float) -> int:
+        """Stop the pods of a deleted object, which has waited for so many seconds; return 0 if it can be released."""
+        left = await self.stop_all()
+        if left and waited >= RELEASE_SECONDS:
+            self._emit(pods_left(left))
+            return 0
+        return left
+
     async def stop_all(self) -> int:
         """Stop every pod that computes for the object; return how many still do. For one that is being deleted."""
-        work = await self._read()
+        try:
+            work = await self._read()
+        except UnreadableObject as error:
+            self.log.warning("the deleted object cannot be read: %s; pods that say that they compute it stop", error)
+            return await stop_unreadable(error, self._ref.uid, self._client, self._pods)
         if work is None:
             return 0
         seen = await self._observe(work)

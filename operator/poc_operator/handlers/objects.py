@@ -4,14 +4,15 @@
 Pods are watched read-only; nothing is ever written to them.
 """
 
-from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import kopf
 
 from poc_operator.apis.v1alpha1.meta import GROUP, VERSION
-from poc_operator.apis.v1alpha1.status import State
+from poc_operator.apis.v1alpha1.status import is_finished
 from poc_operator.controller.actions import Emit
+from poc_operator.controller.failing_objects import RELEASE_SECONDS
 from poc_operator.controller.kinds import PLANNERS, Planner
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
@@ -22,20 +23,16 @@ from vllm_poc.logs import bound
 #: Seconds for a daemon to end by itself, as when its object is finished, before it is cancelled.
 _BACKOFF_SECONDS = 2.0
 _CANCEL_SECONDS = 10.0
-#: Seconds for which a deleted object waits for its pods to stop; a pod flushes for 30 s at most.
-_DELETE_SECONDS = 120.0
-
-
-def _finished(status: Mapping[str, Any]) -> bool:
-    return status.get("state") in (State.COMPLETE, State.FAILED)
+#: Seconds after which kopf releases a deleted object on which its handler keeps failing.
+_DELETE_SECONDS = RELEASE_SECONDS + 30.0
 
 
 def _needs_reconciling(spec: kopf.Spec, status: kopf.Status, **_: object) -> bool:
-    return not _finished(status) or spec.get("ttlSecondsAfterFinished") is not None
+    return not is_finished(status) or spec.get("ttlSecondsAfterFinished") is not None
 
 
 def _needs_stopping(status: kopf.Status, **_: object) -> bool:
-    return not _finished(status)
+    return not is_finished(status)
 
 
 def _emitter(body: kopf.Body) -> Emit:
@@ -76,13 +73,20 @@ def _register(kind: type[Planner[Any]]) -> None:
 
     @kopf.on.delete(GROUP, VERSION, plural, id=f"stop-{plural}", when=_needs_stopping, timeout=_DELETE_SECONDS)
     async def stop_deleted(
-        *, namespace: str | None, name: str, uid: str, body: kopf.Body, memo: kopf.Memo, **_: object
+        *,
+        namespace: str | None,
+        name: str,
+        uid: str,
+        body: kopf.Body,
+        memo: kopf.Memo,
+        runtime: timedelta,
+        **_: object,
     ) -> None:
         """Stop the pods of a deleted object; the finalizer holds it until they have, or time is up."""
         manager: Manager = memo.manager
         ref = ObjectRef(namespace or "", name, uid)
         with bound(round=uid):
-            left = await manager.reconciler(kind, ref, _emitter(body)).stop_all()
+            left = await manager.reconciler(kind, ref, _emitter(body)).stop_deleted(runtime.total_seconds())
         if left:
             raise kopf.TemporaryError(f"{left} pods still compute for the deleted object", delay=2)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conditions of an object of any kind: for programs its contract, for people what it does or waits for.
 
-``Ready`` and ``Stalled`` repeat ``Complete`` and ``Failed`` for tools that follow kstatus. `internal_error` has the
-conditions of an object on which the operator itself fails.
+``Ready`` and ``Stalled`` repeat ``Complete`` and ``Failed`` for tools that follow kstatus. An object on which the
+operator itself fails has conditions of its own, in `poc_operator.controller.failing_objects`.
 """
 
 from collections import Counter
@@ -15,10 +15,10 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.schema import shorten
 from poc_operator.apis.v1alpha1.status import Result, SlotState, State, WorkStatus
 from poc_operator.planning.eligibility import Finding, incompatibility
-from poc_operator.planning.snapshot import Snapshot, Step, Work, WorkEvent
+from poc_operator.planning.snapshot import Snapshot, Step, Work
 from poc_operator.planning.waiting import waits_for
-from vllm_poc.wire.messages import MAX_TEXT
 
+#: Whether a condition is true, its reason, its message.
 Verdict = tuple[bool, str, str]
 StepT = TypeVar("StepT", bound=Step[Any])
 
@@ -49,7 +49,7 @@ def set_conditions(
         ConditionType.READY: complete,
         ConditionType.STALLED: failed,
     }
-    new = _conditions(verdicts, snapshot.now, snapshot.work.metadata.generation)
+    new = conditions_of(verdicts, snapshot.now, snapshot.work.metadata.generation)
     return step.extended(
         conditions=merge_conditions(status.conditions, new),
         message=shorten(progressing[2]),
@@ -115,7 +115,8 @@ def _suspended(status: WorkStatus) -> Verdict:
     return False, Reason.NOT_SUSPENDED, "the work is not suspended"
 
 
-def _conditions(verdicts: Mapping[ConditionType, Verdict], now: datetime, generation: int) -> Iterable[Condition]:
+def conditions_of(verdicts: Mapping[ConditionType, Verdict], now: datetime, generation: int) -> Iterable[Condition]:
+    """Return the conditions that these verdicts (whether it is true, reason, message) make."""
     return [
         Condition(
             type=kind,
@@ -127,18 +128,3 @@ def _conditions(verdicts: Mapping[ConditionType, Verdict], now: datetime, genera
         )
         for kind, (true, reason, message) in verdicts.items()
     ]
-
-
-_REMEDY = "it stands still and is tried again, less and less often: look at the operator's log, or delete the object"
-
-
-def internal_error(error: Exception, now: datetime, generation: int) -> tuple[Iterable[Condition], WorkEvent]:
-    """Return the conditions and the Event for an exception while an object was read, planned or acted on."""
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    message = f"{shorten(what, MAX_TEXT // 2)}; {_REMEDY}"
-    verdicts: dict[ConditionType, Verdict] = {
-        ConditionType.PROGRESSING: (False, Reason.INTERNAL_ERROR, message),
-        ConditionType.DEGRADED: (True, Reason.INTERNAL_ERROR, message),
-    }
-    event = WorkEvent(reason=Reason.INTERNAL_ERROR, message=message, warning=True)
-    return _conditions(verdicts, now, generation), event

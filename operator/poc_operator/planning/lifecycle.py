@@ -56,7 +56,7 @@ def _startable_since(snapshot: Snapshot[Work]) -> datetime:
     created = snapshot.work.metadata.creation_timestamp
     changes = [
         condition.last_transition_time
-        for condition in snapshot.work.status.conditions
+        for condition in snapshot.work.status.own_conditions
         if condition.type == ConditionType.SUSPENDED
     ]
     return max([created, *changes])
@@ -168,7 +168,7 @@ def _state(status: WorkStatus) -> State:
 def expire(snapshot: Snapshot[Work], step: StepT) -> StepT:
     """Delete a finished object when its time to live has passed; until then its spec may change, and is observed."""
     generation = snapshot.work.metadata.generation
-    seen = [found.model_copy(update={"observed_generation": generation}) for found in step.status.conditions]
+    seen = step.status.with_own_conditions(observed_generation=generation)
     step = step.extended(observed_generation=generation, conditions=seen)
     ttl = snapshot.work.spec.ttl_seconds_after_finished
     finished = step.status.completion_time

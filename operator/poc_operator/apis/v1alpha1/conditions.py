@@ -4,9 +4,13 @@
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.schema import ApiModel, Int64, Message
+from poc_operator.apis.v1alpha1.schema import ApiModel, Int64, Message, Open
 
 
 class ConditionType(StrEnum):
@@ -44,7 +48,7 @@ _MEANINGS = {
 class Condition(ApiModel):
     """One condition, as API conventions have it."""
 
-    type: str
+    type: Annotated[ConditionType, Open()]
     """Type of the condition, such as Complete."""
     status: str
     """True, False or Unknown."""
@@ -58,6 +62,18 @@ class Condition(ApiModel):
     """When the status last changed."""
 
 
+class OtherCondition(ApiModel):
+    """A condition of another writer, or one that is not complete: it is kept as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    """Type of the condition."""
+
+
+#: A condition as it is read. What others write need not be complete.
+StoredCondition = Annotated[Condition | SkipJsonSchema[OtherCondition], Field(union_mode="left_to_right")]
+
 #: What the API server gives a new object. Without it, tools that follow kstatus take one that no operator has seen for
 #: one that is done.
 UNSEEN = Condition(
@@ -69,12 +85,16 @@ UNSEEN = Condition(
 )
 
 
-def merge_conditions(old: Iterable[Condition], new: Iterable[Condition]) -> list[Condition]:
+def merge_conditions(
+    old: Iterable[Condition | OtherCondition], new: Iterable[Condition]
+) -> list[Condition | OtherCondition]:
     """Return ``old`` updated by ``new``. Conditions of other writers and transition times are kept."""
-    merged = {condition.type: condition for condition in old}
+    merged = {str(condition.type): condition for condition in old}
     for condition in new:
         before = merged.get(condition.type)
-        unchanged = before is not None and before.status == condition.status
-        time = {"last_transition_time": before.last_transition_time} if before is not None and unchanged else {}
+        unchanged = isinstance(before, Condition) and before.status == condition.status
+        time = (
+            {"last_transition_time": before.last_transition_time} if isinstance(before, Condition) and unchanged else {}
+        )
         merged[condition.type] = condition.model_copy(update=time)
     return list(merged.values())

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     PENDING = "Pending"
     PODS_BUSY = "PodsBusy"
     PODS_DISAGREE = "PodsDisagree"
+    PODS_LEFT = "PodsLeft"
     PODS_UNREACHABLE = "PodsUnreachable"
     PROOFS_CHANGED = "ProofsChanged"
     PROOFS_UNAVAILABLE = "ProofsUnavailable"
@@ -251,6 +252,11 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.WORK_LOST: Explanation(
         "Event",
         "A pod lost its slot or sample. The message says why, and where it starts again or that it was given up.",
+    ),
+    Reason.PODS_LEFT: Explanation(
+        "Event",
+        "The object was deleted, and 120 s later some of its pods had not confirmed that they stopped.",
+        "Look whether these pods answer. A pod that computes on stops at its stop condition, or when it is restarted.",
     ),
     Reason.STARTED: Explanation("Event", "The first pod confirmed its start."),
     Reason.ACCEPTED: Explanation("Accepted=True", "Nothing is wrong with the spec."),

@@ -286,7 +286,7 @@ class RoundStatus(WorkStatus):
     def without_counters(self) -> Self:
         """Return the status without what moves while pods just compute: counters, and messages, which repeat them."""
         slots = [slot.model_copy(update=_NOT_COUNTED) for slot in self.assignments]
-        conditions = [condition.model_copy(update={"message": ""}) for condition in self.conditions]
+        conditions = self.with_own_conditions(message="")
         cleared = {"message": "", "totals": Totals(), "assignments": slots, "conditions": conditions}
         return self.model_copy(update=cleared)
 

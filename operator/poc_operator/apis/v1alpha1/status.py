@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from poc_operator.apis.v1alpha1.conditions import Condition
+from poc_operator.apis.v1alpha1.conditions import Condition, OtherCondition, StoredCondition
 from poc_operator.apis.v1alpha1.schema import (
     ERROR_BYTES,
     ApiModel,
@@ -49,6 +49,11 @@ class State(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> "State | None":
         return cls.PENDING if isinstance(value, str) else None  # decided anew from the rest of the status
+
+
+def is_finished(status: Mapping[str, Any]) -> bool:
+    """Whether the work is over for good, by its status as the API server has it."""
+    return status.get("state") in (State.COMPLETE, State.FAILED)
 
 
 class SlotState(StrEnum):
@@ -156,8 +161,17 @@ class WorkStatus(ApiModel):
     """Those of them that were given up."""
     errors: list[SharedError] = Field(default_factory=list)
     """What went wrong last, by error; at most 20 different ones."""
-    conditions: Annotated[list[Condition], ListMap(("type",))] = Field(default_factory=list)
+    conditions: Annotated[list[StoredCondition], ListMap(("type",))] = Field(default_factory=list)
     """Conditions, for programs."""
+
+    @property
+    def own_conditions(self) -> Sequence[Condition]:
+        """The conditions of the operator."""
+        return [found for found in self.conditions if isinstance(found, Condition)]
+
+    def with_own_conditions(self, **fields: Any) -> list[Condition | OtherCondition]:  # noqa: ANN401 - of a condition
+        """Return all conditions, those of the operator with these fields changed."""
+        return [found.model_copy(update=fields) if isinstance(found, Condition) else found for found in self.conditions]
 
     @property
     def shares(self) -> Sequence[Share]:

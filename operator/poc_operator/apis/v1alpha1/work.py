@@ -23,6 +23,9 @@ from poc_operator.apis.v1alpha1.schema import (
 )
 from vllm_poc.wire.messages import DEFAULT_BATCH_SIZE, Protocol
 
+#: Port of vLLM's server.
+DEFAULT_PORT = 8000
+
 
 class ConcurrencyPolicy(StrEnum):
     """What is done about a pod that computes other work."""
@@ -60,7 +63,7 @@ class WorkSpec(ApiModel):
     """The model that the pods must serve."""
     selector: LabelSelector = LabelSelector(match_labels=WORKER_LABELS)
     """Which pods of the namespace do the work."""
-    port: Annotated[Int32, Field(ge=1, le=65_535)] = 8000
+    port: Annotated[Int32, Field(ge=1, le=65_535)] = DEFAULT_PORT
     """Port of the vLLM server in the pods."""
     batch_size: Annotated[Int32, Field(ge=1, le=65_536)] = DEFAULT_BATCH_SIZE
     """Largest number of nonces in one forward pass. Provers and validators should use the same."""

@@ -11,9 +11,10 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from poc_operator.apis.v1alpha1.meta import API_VERSION, GROUP, VERSION, LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import is_finished
 from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
-from poc_operator.clients.kube.objects import readable
+from poc_operator.clients.kube.objects import parse_object, readable
 from poc_operator.observed import PodView
 
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -37,16 +38,24 @@ class LabelledRounds:
         }
 
     async def list_rounds(self) -> list[PoCRound]:
-        """Return the rounds as they are now."""
+        """Return the rounds as they are now, without finished ones that cannot be understood.
+
+        UnreadableObject if one that is not over cannot be understood: pods may compute for it.
+        """
         async with api_errors():
             found: Any = await self._objects.list_namespaced_custom_object(
                 label_selector=_selector(self._labels), **self._kind
             )
-            return list(readable(PoCRound, found["items"]))
+            over = [body for body in found["items"] if is_finished(body.get("status") or {})]
+            others = [body for body in found["items"] if not is_finished(body.get("status") or {})]
+            return [*(parse_object(PoCRound, body) for body in others), *readable(PoCRound, over)]
         raise self._missing()
 
     async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:
-        """Create a round; StaleObject if there is one of this name, ObjectInvalid if its spec is refused."""
+        """Create a round; StaleObject if there is one of this name, ObjectInvalid if its spec is refused.
+
+        UnreadableObject if the API server made a round of it that cannot be understood.
+        """
         body = {
             "apiVersion": API_VERSION,
             "kind": PoCRound.KIND.kind,
@@ -60,7 +69,7 @@ class LabelledRounds:
                 if error.status in _INVALID:
                     raise ObjectInvalid(_message(error)) from error
                 raise
-            return PoCRound.parse(made)
+            return parse_object(PoCRound, made)
         raise self._missing()
 
     async def finish(self, name: str) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from kubernetes.aio import client
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from poc_operator.apis.v1alpha1.conditions import Condition, merge_conditions
+from poc_operator.apis.v1alpha1.conditions import Condition, StoredCondition, merge_conditions
 from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, LabelSelector, Resource
 from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
@@ -23,6 +23,7 @@ from poc_operator.observed import PodView
 log = logging.getLogger(__name__)
 
 ResourceT = TypeVar("ResourceT", bound=Resource)
+_CONDITIONS = TypeAdapter(list[StoredCondition])
 
 
 class ObjectStore:
@@ -41,7 +42,7 @@ class ObjectStore:
         """Return the object as it is now; None if it does not exist; UnreadableObject if it cannot be understood."""
         async with api_errors():
             body: Any = await self._objects.get_namespaced_custom_object(**_key(resource, namespace, name))
-            return _parse(resource, body)
+            return parse_object(resource, body)
         return None
 
     async def list_objects(self, resource: type[ResourceT], namespaces: Collection[str]) -> list[ResourceT]:
@@ -93,7 +94,7 @@ class ObjectStore:
         async with api_errors():
             key = _key(resource, namespace, name)
             body: Any = await self._objects.get_namespaced_custom_object(**key)
-            known = [Condition.model_validate(found) for found in (body.get("status") or {}).get("conditions") or []]
+            known = _CONDITIONS.validate_python((body.get("status") or {}).get("conditions") or [])
             merged = merge_conditions(known, conditions)
             await self._objects.patch_namespaced_custom_object_status(
                 **key,
@@ -144,20 +145,21 @@ def _key(resource: type[Resource], namespace: str, name: str) -> dict[str, Any]:
     return {**_kind(resource), "namespace": namespace, "name": name}
 
 
-def _parse(resource: type[ResourceT], body: Mapping[str, Any]) -> ResourceT:
+def parse_object(resource: type[ResourceT], body: Mapping[str, Any]) -> ResourceT:
+    """Build the object from the API server's JSON. UnreadableObject if it cannot be understood."""
     try:
         return resource.parse(body)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise UnreadableObject(f"{field}: {first['msg']}", body["metadata"]["generation"]) from error
+        raise UnreadableObject(f"{field}: {first['msg']}", body) from error
 
 
 def readable(resource: type[ResourceT], bodies: Iterable[Mapping[str, Any]]) -> Iterator[ResourceT]:
     """Yield the objects that can be understood; the others are logged."""
     for body in bodies:
         try:
-            yield _parse(resource, body)
+            yield parse_object(resource, body)
         except UnreadableObject as error:
             metadata = body["metadata"]
             log.warning("%s %s/%s: %s", resource.KIND.kind, metadata["namespace"], metadata["name"], error)

@@ -17,7 +17,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
 from poc_operator.apis.v1alpha1.round import PoCRound
-from poc_operator.clients.errors import StoreUnavailable
+from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
 from tests.support.builders.deliveries import JSON, path
 from tests.support.servers.http_server import free_port, serve
 
@@ -33,6 +33,7 @@ class Gateway:
         self.database = database
         self.found: dict[str, PoCRound] = {}
         self.api_server_away = False
+        self.unreadable = False
         self.looking = asyncio.Event()  # while it is not set, the API server does not answer
         self.looking.set()
         self.forget: Callable[[str], None] = lambda _: None
@@ -41,6 +42,9 @@ class Gateway:
         await self.looking.wait()
         if self.api_server_away:
             raise StoreUnavailable("no answer")
+        if self.unreadable:
+            metadata = {"namespace": namespace, "name": name, "generation": 1}
+            raise UnreadableObject("spec.nodes: Field required", {"metadata": metadata})
         return self.found.get(f"{namespace}/{name}")
 
     def add(self, *rounds: PoCRound) -> None:

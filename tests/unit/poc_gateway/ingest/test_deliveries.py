@@ -94,6 +94,18 @@ async def test_a_round_written_down_needs_no_api_server(start: Start) -> None:
         assert await gateway.deliver(artifacts([0]), uid="uid-2") == (200, receipt(stored=1))
 
 
+async def test_results_of_a_round_that_cannot_be_read_are_not_lost(start: Start) -> None:
+    async with start(a_round()) as gateway:
+        gateway.unreadable = True
+        status, body = await gateway.deliver(artifacts([0]))
+        assert (status, body["reason"]) == (503, "RoundUnreadable")
+        assert body["detail"].startswith(
+            "PoCRound ns/round-uid-1 cannot be read (spec.nodes: Field required): install the CRDs"
+        )
+        gateway.unreadable = False
+        assert await gateway.deliver(artifacts([0])) == (200, receipt(stored=1))
+
+
 VERDICT = {"request_id": "1", "node_id": 0, "n_total": 4, "n_mismatch": 0, "mismatch_nonces": []}
 
 

@@ -20,7 +20,7 @@ from poc_gateway.store.rounds import Rounds
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState, State
-from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError, UnreadableObject
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.observed import PodView
 from tests.support.servers.http_server import free_port, serve
@@ -37,7 +37,7 @@ class MemoryCluster:
         self.rounds: dict[str, PoCRound] = {}
         self.specs: list[dict[str, Any]] = []
         self.pods: list[PodView] = []
-        self.fault: StoreError | None = None
+        self.fault: StoreError | UnreadableObject | None = None
         self.refusal: ObjectInvalid | None = None
         self.operator_runs = True
         self._uids = itertools.count(1)

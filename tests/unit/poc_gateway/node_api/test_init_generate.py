@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from poc_gateway.node_api.pocrounds import NetworkRounds
-from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable
+from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable, UnreadableObject
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of
 
@@ -125,6 +125,15 @@ async def test_without_the_api_server_the_client_is_told_to_wait(podless: World)
     ):
         error_of(answer, 503, "ApiServerUnavailable")
         assert int(answer.headers["Retry-After"]) > 0
+
+
+async def test_a_round_that_cannot_be_read_is_named(podless: World) -> None:
+    body = {"metadata": {"namespace": "ns", "name": "bad", "generation": 1}}
+    podless.cluster.fault = UnreadableObject("spec.nodes: Field required", body)
+    for answer in (await podless.post("pow/init/generate", INIT), await podless.post("stop")):
+        error = error_of(answer, 503, "RoundUnreadable")
+        assert "PoCRound ns/bad cannot be read (spec.nodes: Field required)" in error.detail
+        assert error.detail.endswith("or delete the round")
 
 
 @pytest.mark.parametrize("path", ["init", "init/validate", "phase/generate", "phase/validate", "validate"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
+from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, OtherCondition, merge_conditions
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.schema import ERROR_BYTES, MESSAGE_BYTES
@@ -117,16 +117,17 @@ def test_words_of_another_version_are_read() -> None:
 
 
 def test_conditions_of_others_survive_and_times_move_with_the_status_only() -> None:
-    def condition(kind: str, status: str, hour: int) -> Condition:
+    complete, failed = ConditionType.COMPLETE, ConditionType.FAILED
+
+    def condition(kind: ConditionType, status: str, hour: int) -> Condition:
         return Condition(type=kind, status=status, reason="R", last_transition_time=NOW.replace(hour=hour))
 
-    old = [condition("Foreign", "True", 1), condition("Complete", "False", 2), condition("Failed", "False", 3)]
-    merged = merge_conditions(old, [condition("Complete", "False", 9), condition("Failed", "True", 9)])
-    assert [(found.type, found.status, found.last_transition_time.hour) for found in merged] == [
-        ("Foreign", "True", 1),
-        ("Complete", "False", 2),
-        ("Failed", "True", 9),
-    ]
+    foreign = OtherCondition.model_validate({"type": "Foreign", "status": "True"})
+    # One of ours that is not complete, as a tool may write it, is written anew.
+    bare = OtherCondition.model_validate({"type": "Failed", "status": "True"})
+    old: list[Condition | OtherCondition] = [foreign, condition(complete, "False", 2), bare]
+    merged = merge_conditions(old, [condition(complete, "False", 9), condition(failed, "True", 9)])
+    assert merged == [foreign, condition(complete, "False", 2), condition(failed, "True", 9)]
 
 
 def test_an_object_without_a_status_is_new() -> None:

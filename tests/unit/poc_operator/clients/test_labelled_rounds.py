@@ -9,7 +9,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
-from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.labelled_rounds import LabelledRounds
 from tests.unit.poc_operator.build import a_round
 
@@ -23,6 +23,7 @@ class Api:
 
     def __init__(self) -> None:
         self.fault: tuple[int, str] | None = None
+        self.round = _made("one")
         self.seen: list[tuple[str, str, dict[str, str], Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -35,8 +36,8 @@ class Api:
             pod = {"metadata": {"name": "a", "namespace": "ns", "uid": "u"}, "status": {"podIP": "10.0.0.1"}}
             return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": [pod]})
         if request.method == "GET":
-            return web.json_response({"items": [_made("one")]})
-        return web.json_response(_made("one"), status=201 if request.method == "POST" else 200)
+            return web.json_response({"items": [self.round, _made("two")]})
+        return web.json_response(self.round, status=201 if request.method == "POST" else 200)
 
 
 def _made(name: str) -> dict[str, Any]:
@@ -67,7 +68,7 @@ async def api() -> AsyncIterator[tuple[Api, LabelledRounds]]:
 async def test_what_is_sent(api: tuple[Api, LabelledRounds]) -> None:
     server, rounds = api
     assert (await rounds.create("one", SPEC)).metadata.name == "one"
-    assert [found.metadata.name for found in await rounds.list_rounds()] == ["one"]
+    assert [found.metadata.name for found in await rounds.list_rounds()] == ["one", "two"]
     assert [pod.ip for pod in await rounds.list_pods(LabelSelector(match_labels={"a": "b", "c": "d"}))] == ["10.0.0.1"]
     await rounds.finish("one")
     labels = {"poc.gonka.ai/origin": "network"}
@@ -106,3 +107,20 @@ async def test_a_round_that_is_gone_needs_no_end(api: tuple[Api, LabelledRounds]
     await rounds.finish("one")
     with pytest.raises(StoreUnavailable):
         await rounds.list_rounds()
+
+
+async def test_a_round_that_cannot_be_read_is_not_overlooked(api: tuple[Api, LabelledRounds]) -> None:
+    """Its pods may compute: another round must not be started as if there was none."""
+    server, rounds = api
+    server.round["spec"] = SPEC | {"nodes": {}}
+    with pytest.raises(UnreadableObject, match=r"spec\.nodes") as caught:
+        await rounds.list_rounds()
+    assert (caught.value.namespace, caught.value.name) == ("ns", "one")
+    with pytest.raises(UnreadableObject, match=r"spec\.nodes"):
+        await rounds.create("one", SPEC)
+
+
+async def test_a_finished_round_that_cannot_be_read_harms_nobody(api: tuple[Api, LabelledRounds]) -> None:
+    server, rounds = api
+    server.round |= {"spec": SPEC | {"nodes": {}}, "status": {"state": "Complete"}}
+    assert [found.metadata.name for found in await rounds.list_rounds()] == ["two"]

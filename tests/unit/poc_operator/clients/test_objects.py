@@ -10,7 +10,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
-from poc_operator.apis.v1alpha1.conditions import Condition
+from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
 from poc_operator.apis.v1alpha1.meta import LabelSelector, Operator, Requirement
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
@@ -20,7 +20,12 @@ from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
 
 API = "/apis/poc.gonka.ai/v1alpha1/namespaces/ns"
-FOREIGN = {"type": "Foreign", "status": "True", "reason": "X", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+#: Conditions of other writers: they need not be complete.
+FOREIGN: list[dict[str, Any]] = [
+    {"type": "Foreign", "status": "True", "reason": "X", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+    {"type": "Bare"},
+    {"type": "Odd", "status": True, "lastTransitionTime": "yesterday"},
+]
 
 
 class Api:
@@ -115,13 +120,26 @@ async def test_a_status_is_written_against_what_was_read(api: tuple[Api, ObjectS
 async def test_conditions_are_changed_whatever_else_is_there(api: tuple[Api, ObjectStore]) -> None:
     server, store = api
     server.body["spec"] = {"from": "elsewhere"}
-    server.body["status"] = {"conditions": [FOREIGN]}
-    condition = Condition(type="Degraded", status="True", reason="InternalError", last_transition_time=NOW)
+    server.body["status"] = {"conditions": [*FOREIGN, {"type": "Degraded"}]}
+    condition = Condition(type=ConditionType.DEGRADED, status="True", reason="InternalError", last_transition_time=NOW)
     await store.write_conditions(PoCRound, "ns", "r", [condition], message="why", degraded="InternalError")
     written = server.seen[1][3]
-    assert [found["type"] for found in written["status"]["conditions"]] == ["Foreign", "Degraded"]
+    *others, own = written["status"]["conditions"]
+    assert others == FOREIGN
+    assert (own["type"], own["reason"]) == ("Degraded", "InternalError")
     assert (written["status"]["message"], written["metadata"]) == ("why", {"resourceVersion": "1"})
     assert written["status"]["degraded"] == "InternalError"
+
+
+async def test_conditions_of_others_are_kept_as_they_are(api: tuple[Api, ObjectStore]) -> None:
+    server, store = api
+    server.body["status"] = {"conditions": FOREIGN}
+    round_ = await store.get(PoCRound, "ns", "r")
+    assert round_ is not None
+    status = plan(look(round_, (a_pod("a"), says()))).status
+    await store.write_status(round_, status)
+    assert server.seen[1][3]["status"]["conditions"][: len(FOREIGN)] == FOREIGN
+    assert len(status.own_conditions) == len(ConditionType)
 
 
 async def test_an_entry_of_a_config_map(api: tuple[Api, ObjectStore]) -> None:

@@ -16,7 +16,6 @@ from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.calibrations import plan as calibrations
 from poc_operator.observed import PodReport
-from poc_operator.planning.conditions import internal_error
 from poc_operator.planning.snapshot import Work
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot
@@ -66,7 +65,7 @@ def with_status(work: Work, status: WorkStatus, **spec: Any) -> Work:  # noqa: A
 
 def kstatus(work: Work, status: WorkStatus) -> str:
     """What kstatus makes of a custom resource without a rule of its own."""
-    conditions = {condition.type: condition.status for condition in status.conditions}
+    conditions = {str(condition.type): condition.status for condition in status.own_conditions}
     if status.observed_generation != work.metadata.generation or conditions.get("Reconciling") == "True":
         return "InProgress"
     if conditions.get("Stalled") == "True":
@@ -105,7 +104,7 @@ def test_all_that_is_wrong_is_told() -> None:
         gateway=has((1, 1), (1, 1), (1, 1), conflicts=2, error="gateway http://g: no answer within 5 s"),
     )
     status = rounds.plan(snapshot).status
-    degraded = next(found for found in status.conditions if found.type == ConditionType.DEGRADED)
+    degraded = next(found for found in status.own_conditions if found.type == ConditionType.DEGRADED)
     assert status.degraded.split(",")[:3] == ["SlotsFailed", "ResultsConflict", "GatewayUnreachable"]
     assert degraded.reason == Reason.SLOTS_FAILED
     for part in ("1 slots were given up", "results came twice", "no answer within 5 s"):
@@ -116,15 +115,5 @@ def test_a_condition_is_as_long_as_what_is_stored() -> None:
     """Else the status would seem changed whenever it is read, and be written for ever."""
     slots = [a_slot("a", SlotState.FAILED, error="x" * 5000)]
     status = rounds.plan(look(a_round(a_status(*slots), stop=None), (a_pod("a"), says()))).status
-    assert all(len(found.message.encode()) <= MESSAGE_BYTES for found in status.conditions)
+    assert all(len(found.message.encode()) <= MESSAGE_BYTES for found in status.own_conditions)
     assert len(status.message.encode()) <= MESSAGE_BYTES
-
-
-def test_a_failure_of_the_operator_fits_as_well() -> None:
-    conditions, event = internal_error(RuntimeError("x" * 5000), NOW, 3)
-    assert [(found.type, found.status, found.observed_generation) for found in conditions] == [
-        ("Progressing", "False", 3),
-        ("Degraded", "True", 3),
-    ]
-    assert all(len(found.message.encode()) <= MESSAGE_BYTES for found in conditions)
-    assert event.message.endswith("look at the operator's log, or delete the object")

@@ -35,7 +35,7 @@ def planned(report: PodReport, **spec: Any) -> RoundStep:  # noqa: ANN401
 
 
 def condition(step: RoundStep, kind: str) -> tuple[str, str]:
-    found = next(condition for condition in step.status.conditions if condition.type == kind)
+    found = next(condition for condition in step.status.own_conditions if condition.type == kind)
     return found.reason, found.message
 
 

@@ -61,7 +61,7 @@ World = tuple[tuple[PodView, PodReport | None], ...]
 )
 def test_progressing_tells_what_is_waited_for(world: World, reason: Reason, says_what: str) -> None:
     status = plan(look(a_round(), *world)).status
-    progressing = next(c for c in status.conditions if c.type == "Progressing")
+    progressing = next(c for c in status.own_conditions if c.type == "Progressing")
     assert (progressing.status, progressing.reason) == ("False", reason)
     assert says_what in progressing.message
     assert status.message == progressing.message
@@ -69,17 +69,19 @@ def test_progressing_tells_what_is_waited_for(world: World, reason: Reason, says
 
 def test_a_round_that_no_pod_can_run_is_not_accepted() -> None:
     world = (a_pod("a"), says(model=ModelLimits(names=["qwen"])))
-    accepted = next(c for c in plan(look(a_round(), world)).status.conditions if c.type == "Accepted")
+    accepted = next(c for c in plan(look(a_round(), world)).status.own_conditions if c.type == "Accepted")
     assert (accepted.status, accepted.reason) == ("False", Reason.MODEL_MISMATCH)
 
 
 def test_artifact_longer_than_the_hidden_state() -> None:
     round_ = a_round(rTarget=None, artifact={"kDim": 129})
     status = plan(look(round_, (a_pod("a"), says()))).status
-    assert next(c.reason for c in status.conditions if c.type == "Accepted") == Reason.K_DIM_TOO_LARGE
+    assert next(c.reason for c in status.own_conditions if c.type == "Accepted") == Reason.K_DIM_TOO_LARGE
 
 
 def test_conditions_keep_their_transition_time() -> None:
     first = plan(look(a_round())).status
     second = plan(look(a_round(first), after=60)).status
-    assert [c.last_transition_time for c in first.conditions] == [c.last_transition_time for c in second.conditions]
+    assert [c.last_transition_time for c in first.own_conditions] == [
+        c.last_transition_time for c in second.own_conditions
+    ]

@@ -83,7 +83,7 @@ def test_a_pod_that_differs_is_named_once_in_an_event_and_in_degraded() -> None:
     done = plan(seen(checking(step.status), answers(step, a=1.4, b=1.41, c=1.4)))
     message = "b (2 nonces) of 3 pods computed something else than most"
     assert [(event.reason, event.message) for event in done.events] == [(Reason.PODS_DISAGREE, message)]
-    degraded = next(found for found in done.status.conditions if found.type == "Degraded")
+    degraded = next(found for found in done.status.own_conditions if found.type == "Degraded")
     assert (degraded.status, degraded.reason, degraded.message) == ("True", Reason.PODS_DISAGREE, message)
     again = plan(seen(checking(done.status), after=300))
     twice = plan(seen(checking(again.status), answers(again, a=1.4, b=1.41, c=1.4), after=300))

@@ -75,7 +75,7 @@ def test_undelivered_results_are_told() -> None:
     stopping = a_status(a_slot(), stop_time=NOW, outcome=_outcome())
     report = says(STOPPED, next_index=104, delivered_index=100, **OURS)
     status = plan(look(a_round(stopping), (a_pod("a"), report))).status
-    degraded = next(c for c in status.conditions if c.type == "Degraded")
+    degraded = next(c for c in status.own_conditions if c.type == "Degraded")
     assert (degraded.status, degraded.reason) == ("True", Reason.DELIVERY_INCOMPLETE)
     assert "4 computed nonces were not delivered" in status.message
 

@@ -42,7 +42,7 @@ def starts(step: RoundStep) -> list[tuple[int, str]]:
 
 
 def degraded(step: RoundStep) -> tuple[str, str]:
-    condition = next(found for found in step.status.conditions if found.type == "Degraded")
+    condition = next(found for found in step.status.own_conditions if found.type == "Degraded")
     return condition.reason, condition.message
 
 

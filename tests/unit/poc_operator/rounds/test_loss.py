@@ -51,7 +51,7 @@ def test_a_stalled_pod_is_stopped_and_named() -> None:
         (StopPod, "round-uid")
     ]
     assert [(event.reason, event.warning) for event in step.events] == [("Stalled", True)]
-    degraded = next(condition for condition in step.status.conditions if condition.type == "Degraded")
+    degraded = next(condition for condition in step.status.own_conditions if condition.type == "Degraded")
     assert (degraded.status, degraded.reason) == ("True", "SlotsStalled")
     assert "pod a has made no progress" in degraded.message
 

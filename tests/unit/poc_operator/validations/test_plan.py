@@ -178,7 +178,7 @@ def test_changed_proofs_end_the_validation() -> None:
 
 def test_proofs_that_cannot_be_had_are_waited_for() -> None:
     step = plan(seen(a_validation(), ("a", says()), proofs='there is no ConfigMap "claims"'))
-    reasons = {condition.type: condition.reason for condition in step.status.conditions}
+    reasons = {str(condition.type): condition.reason for condition in step.status.own_conditions}
     assert reasons["Accepted"] == reasons["Progressing"] == Reason.PROOFS_UNAVAILABLE
     assert step.status.message == 'there is no ConfigMap "claims"'
     assert asks(plan(seen(a_validation(step.status), ("a", says())))) != []

@@ -11,10 +11,12 @@ import pytest
 
 from poc_operator.apis.v1alpha1.conditions import Condition
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
-from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
+from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES
+from poc_operator.clients.errors import PodTimeout, StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import manager as module
+from poc_operator.controller import failing_objects, manager
+from poc_operator.controller.failing_objects import RELEASE_SECONDS, internal_error
 from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
@@ -23,7 +25,8 @@ from poc_operator.controller.reconciler import Reconciler
 from poc_operator.planning.snapshot import WorkEvent
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
-from tests.unit.poc_operator.build import a_pod, newborn, says
+from tests.unit.poc_operator.build import NOW, a_pod, newborn, says
+from vllm_poc.wire.messages import PowState
 
 #: What the schema refuses, and what a plan must survive all the same, should it ever get one.
 POISON: Mapping[str, Mapping[str, Any]] = {
@@ -39,6 +42,9 @@ def a_round(**spec: Any) -> PoCRound:  # noqa: ANN401
     """A round that was created now, with these fields of its spec as they are, unchecked."""
     made = newborn(build.a_round())
     return made.model_copy(update={"spec": made.spec.model_copy(update=spec)})
+
+
+BODY: Mapping[str, Any] = {"metadata": {"namespace": "ns", "name": "bad", "generation": 1}}
 
 
 class Rounds:
@@ -113,7 +119,8 @@ async def driven(rounds: Rounds, events: list[WorkEvent]) -> AsyncIterator[Manag
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(manager, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(failing_objects, "FIRST_PAUSE_SECONDS", 0.1)
 
 
 async def failed(rounds: Rounds) -> list[WorkEvent]:
@@ -156,7 +163,7 @@ async def test_any_exception_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_round_that_cannot_be_read() -> None:
-    fault = UnreadableObject("spec.proofs.inline.0.nonce: Input should be greater than or equal to 0", 1)
+    fault = UnreadableObject("spec.proofs.inline.0.nonce: Input should be greater than or equal to 0", BODY)
     events = await failed(Rounds(a_round(), fault))
     assert "spec.proofs.inline.0.nonce" in events[0].message
 
@@ -177,7 +184,7 @@ async def test_another_spec_is_tried_at_once() -> None:
 
 
 async def test_a_reconciliation_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RECONCILE_SECONDS", 0.1)
+    monkeypatch.setattr(manager, "RECONCILE_SECONDS", 0.1)
     rounds = Rounds(a_round())
     hang = asyncio.Event()
 
@@ -197,3 +204,89 @@ async def test_the_api_servers_failure_is_no_round_s() -> None:
         await asyncio.sleep(0.5)
         assert rounds.conditions == {}
         assert len(rounds.reads["bad"]) >= 5
+
+
+def test_a_failure_of_the_operator_fits_as_well() -> None:
+    conditions, event = internal_error(RuntimeError("x" * 5000), NOW, 3)
+    assert [(found.type, found.status, found.observed_generation) for found in conditions] == [
+        ("Progressing", "False", 3),
+        ("Degraded", "True", 3),
+    ]
+    assert all(len(found.message.encode()) <= MESSAGE_BYTES for found in conditions)
+    assert event.message.endswith("look at the operator's log, or delete the object")
+
+
+class Store:
+    """A store whose only object cannot be understood."""
+
+    def __init__(self, spec: object) -> None:
+        self.body = {**BODY, "spec": spec}
+
+    async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
+        """Refuse to build it."""
+        raise UnreadableObject("spec.nodes: Field required", self.body)
+
+
+class Computing:
+    """Pods by address, each computing one round, or none; ``fault`` is raised by `stop`."""
+
+    def __init__(self, **rounds: str | None) -> None:
+        self.rounds = {f"http://{host}/api/v1/pow": round_ for host, round_ in rounds.items()}
+        self.fault: Exception | None = None
+        self.asked: list[str] = []
+
+    async def status(self, base: str) -> object:
+        """Tell the round."""
+        self.asked.append(base)
+        round_ = self.rounds[base]
+        return says(PowState.GENERATING, round_id=round_).status if round_ is not None else says().status
+
+    async def stop(self, base: str, round_id: str) -> object:
+        """End the round."""
+        if self.fault is not None:
+            raise self.fault
+        assert self.rounds[base] == round_id
+        self.rounds[base] = None
+        return None
+
+
+def deleted(spec: object, client: Computing, events: list[WorkEvent]) -> Reconciler[PoCRound]:
+    """The reconciler of a deleted round that cannot be understood; pod d has another label, e is elsewhere."""
+    operator = Manager(cast(ObjectStore, Store(spec)), cast(LeaderElection, None), cast(PodClient, client))
+    for name, fields in {"a": {}, "b": {}, "c": {}, "d": {"labels": {"my": "pod"}}, "e": {"namespace": "x"}}.items():
+        operator.pod_changed(a_pod(name, ip=f"h{name}", **cast(dict[str, Any], fields)))
+    return operator.reconciler(RoundPlanner, ObjectRef("ns", "bad", build.UID), events.append)
+
+
+async def test_a_deleted_round_that_cannot_be_read_stops_its_pods() -> None:
+    events = list[WorkEvent]()
+    client = Computing(**{"ha:8000": build.UID, "hb:8000": "another", "hc:8000": None})
+    reconciler = deleted({}, client, events)
+    assert await reconciler.stop_deleted(0.0) == 1
+    assert list(client.rounds.values()) == [None, "another", None]
+    assert await reconciler.stop_deleted(2.0) == 0
+    assert events == []
+
+
+@pytest.mark.parametrize("spec", [None, "text", {"selector": {"matchLabels": 7}, "port": "http"}, {"port": 2**16}])
+async def test_what_of_its_spec_cannot_be_read_has_its_default(spec: object) -> None:
+    client = Computing(**{"ha:8000": build.UID, "hb:8000": None, "hc:8000": None})
+    assert await deleted(spec, client, []).stop_deleted(0.0) == 1
+
+
+async def test_what_of_its_spec_can_be_read_is_used() -> None:
+    client = Computing(**{"hd:9000": build.UID})
+    assert await deleted({"selector": {"matchLabels": {"my": "pod"}}, "port": 9000}, client, []).stop_deleted(0.0) == 1
+    assert client.rounds == {"http://hd:9000/api/v1/pow": None}
+
+
+async def test_pods_that_do_not_stop_hold_it_for_a_while_only() -> None:
+    events = list[WorkEvent]()
+    client = Computing(**{"ha:8000": build.UID, "hb:8000": None, "hc:8000": None})
+    client.fault = PodTimeout("no answer within 60 s")
+    reconciler = deleted({}, client, events)
+    assert await reconciler.stop_deleted(RELEASE_SECONDS - 1) == 1
+    assert events == []
+    assert await reconciler.stop_deleted(RELEASE_SECONDS) == 0
+    assert [(event.reason, event.warning) for event in events] == [("PodsLeft", True)]
+    assert events[0].message.startswith("the object is deleted although 1 pods may still compute for it")
