@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals, and how every error becomes a `vllm_poc.wire.messages.ErrorResponse`."""
+"""Refusals, and how every error becomes a `vllm_poc.wire.answers.ErrorResponse`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 
 from poc_gateway.store.engine import DatabaseError, DatabaseFull
 from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
-from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse, FieldError
+from vllm_poc.wire.answers import ErrorResponse, FieldError
+from vllm_poc.wire.messages import MAX_TEXT
 
 _log = logging.getLogger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise

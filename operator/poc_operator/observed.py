@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
-from vllm_poc.wire.messages import StatusResponse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ from hack.deploy.releases import NAMESPACE, PODS
 from hack.toolchain.common import wait_until
 from poc_operator.observed import PodView
 from tests.support.servers.cluster import diagnosis
+from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse
-from vllm_poc.wire.messages import API_PREFIX, StatusResponse
+from vllm_poc.wire.messages import API_PREFIX
 
 REQUEST_SECONDS = 60.0
 #: A pod that is deleted has 60 s to end; its replacement loads vLLM beside another pod that computes.

@@ -15,7 +15,7 @@ from tests.cluster.pods import ready_pods, replace, statuses, wait_for_replaceme
 from tests.cluster.results import indices_by_slot
 from tests.support.fakes.receiver import Receiver
 from tests.support.servers.cluster import ready
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480, func_only=True)]
 

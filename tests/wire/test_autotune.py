@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.servers.pod import ARTIFACT, SLOT, Pod
 from vllm_poc.server.autotune import MAX_KINDS
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.builders.fuzz import PROOF
 from tests.support.servers.pod import DISTANCE, SLOT, Pod
-from vllm_poc.wire.messages import API_PREFIX, ErrorResponse
+from vllm_poc.wire.answers import ErrorResponse
+from vllm_poc.wire.messages import API_PREFIX
 
 START = DISTANCE | SLOT | {"round_id": "r"}
 #: A body for each route that takes one, and the call before which it would not be accepted.

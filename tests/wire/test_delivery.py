@@ -10,7 +10,7 @@ from tests.support.fakes.callback_receiver import CallbackReceiver, payload_nonc
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from vllm_poc.server.callbacks.delivery import SEARCH_LIMIT
-from vllm_poc.wire.messages import PowState, StatusResponse
+from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
 
 NEARLY_DONE = {"node_id": 0, "node_count": 1, "start_index": MAX_NONCE - 99}

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.fakes.engine import distance
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod, running_pod
-from vllm_poc.wire.messages import InitGenerateRequest, PowState
+from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.messages import InitGenerateRequest
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
 
 NEARLY_DONE = {"node_id": 0, "node_count": 1, "start_index": MAX_NONCE - 99}

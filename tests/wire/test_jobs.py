@@ -15,7 +15,8 @@ from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE
 from tests.wire.test_requests import error_of
-from vllm_poc.wire.messages import API_PREFIX, PowState
+from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.messages import API_PREFIX
 
 JOB: dict[str, Any] = ARTIFACT | {"nonces": list(range(40))}
 WRONG: dict[str, Any] = {"validation": {"artifacts": [{"nonce": nonce, "vector_b64": ""} for nonce in range(40)]}}

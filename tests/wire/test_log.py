@@ -11,7 +11,7 @@ from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE
 from vllm_poc.logs import fields_of
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 LOGGER = "vllm.vllm_poc.server.generation"
 PROGRESS = re.compile(

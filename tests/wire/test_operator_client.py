@@ -17,7 +17,8 @@ from poc_operator.clients.pods.reference import ReferenceCommand, ReferenceStatu
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import DISTANCE, SLOT, Pod
-from vllm_poc.wire.messages import CommandResponse, InitGenerateRequest, PowState, StatusResponse
+from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
+from vllm_poc.wire.messages import InitGenerateRequest
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tests.support.fakes.engine import distance
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE, expected_nonces
 from tests.wire.test_requests import error_of
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 VALID = [nonce for nonce in range(1000) if distance(nonce) < 1.405][:25]
 INVALID = [nonce for nonce in range(1000) if distance(nonce) >= 1.405][:25]

@@ -10,7 +10,8 @@ import pytest
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.pod import ARTIFACT, DISTANCE, ROUND, SLOT, Pod
 from vllm_poc.server.settings import SettingsError
-from vllm_poc.wire.messages import API_PREFIX, ErrorResponse
+from vllm_poc.wire.answers import ErrorResponse
+from vllm_poc.wire.messages import API_PREFIX
 
 START = DISTANCE | SLOT
 GENERATE = DISTANCE | {"nonces": [5, 3, 9], "wait": True}

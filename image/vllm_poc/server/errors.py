@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals, and how every error becomes a `vllm_poc.wire.messages.ErrorResponse`."""
+"""Refusals, and how every error becomes a `vllm_poc.wire.answers.ErrorResponse`."""
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from vllm_poc.logs import get_logger
 from vllm_poc.server.engine import EngineError
-from vllm_poc.wire.messages import ErrorResponse, FieldError
+from vllm_poc.wire.answers import ErrorResponse, FieldError
 
 _log = get_logger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise

@@ -26,7 +26,8 @@ from vllm_poc.server.callbacks.payloads import callback, valid_items
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.messages import InitGenerateRequest, PowState
+from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.messages import InitGenerateRequest
 
 _log = get_logger(__name__)
 

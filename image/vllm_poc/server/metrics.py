@@ -10,7 +10,8 @@ from typing import Literal
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm_poc.wire.messages import PowState, Protocol
+from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.messages import Protocol
 
 #: What nonces are computed for: a round, or POST generate and validate.
 Work = Literal["round", "request"]

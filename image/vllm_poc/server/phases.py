@@ -24,16 +24,8 @@ from vllm_poc.server.errors import RefusalError, field_refusal, refusal
 from vllm_poc.server.generation import Generation
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.messages import (
-    ErrorResponse,
-    ExtendRequest,
-    InitGenerateRequest,
-    InitRequest,
-    PowState,
-    PowStatus,
-    Protocol,
-    SlotRequest,
-)
+from vllm_poc.wire.answers import ErrorResponse, PowState, PowStatus
+from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest, InitRequest, Protocol, SlotRequest
 
 _RUNNING = (PowState.GENERATING, PowState.VALIDATING)
 

@@ -12,6 +12,7 @@ from fastapi.security import HTTPBearer
 from vllm_poc.server.engine import vllm_version
 from vllm_poc.server.errors import install_handlers, refusal
 from vllm_poc.server.service import PocService
+from vllm_poc.wire.answers import CommandResponse, ErrorResponse, PowState, StatusResponse, VersionsResponse
 from vllm_poc.wire.generate import (
     GeneratedResponse,
     GenerateRequest,
@@ -20,17 +21,7 @@ from vllm_poc.wire.generate import (
     ProofVerdict,
     ValidatedResponse,
 )
-from vllm_poc.wire.messages import (
-    API_PREFIX,
-    CommandResponse,
-    ErrorResponse,
-    ExtendRequest,
-    InitGenerateRequest,
-    InitRequest,
-    PowState,
-    StatusResponse,
-    VersionsResponse,
-)
+from vllm_poc.wire.messages import API_PREFIX, ExtendRequest, InitGenerateRequest, InitRequest
 
 _MEANINGS = {
     400: "No round is configured, or the artifacts are not those of the nonces",

@@ -19,16 +19,9 @@ from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.status import model_limits, status_response
+from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
-from vllm_poc.wire.messages import (
-    CallbackRequest,
-    CommandResponse,
-    ExtendRequest,
-    InitGenerateRequest,
-    InitRequest,
-    PowState,
-    StatusResponse,
-)
+from vllm_poc.wire.messages import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.generation import Generation
 from vllm_poc.server.jobs import JobQueue
 from vllm_poc.server.phases import Phases
-from vllm_poc.wire.messages import ModelLimits, PowState, Protocol, RoundStats, StatusResponse
+from vllm_poc.wire.answers import ModelLimits, PowState, RoundStats, StatusResponse
+from vllm_poc.wire.messages import Protocol
 
 
 def status_response(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one contract between operator, gateway, pods and receivers.
 
-- ``messages``: requests, status, answers and errors of a round.
+- ``messages``: requests about a round. ``answers``: its status, the answers to commands, and errors.
 - ``generate``: the same for named nonces: ``POST generate`` and ``POST validate``.
 - ``callbacks``: what pods post to receivers.
 - ``artifacts``: vectors as text. ``partition``: which nonces a slot has. ``stat_test``: when a mismatch is fraud.

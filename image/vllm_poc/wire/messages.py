@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages about the round of a pod: the requests that start its phases, the status, the other answers and errors.
+"""What a pod is asked about its round: the requests that start its phases, and what all messages share.
+
+The answers are in `vllm_poc.wire.answers`.
 
 One body serves both protocols. ``r_target`` selects the distance protocol, ``params`` the artifact
 protocol, and exactly one of them must be there. Fields after "ours" are additions to the protocol,
@@ -7,7 +9,7 @@ which its clients may leave out and ignore.
 """
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, AnyHttpUrl, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -32,10 +34,6 @@ MAX_TEXT = 500
 
 #: Text for people, cut where it is longer: a status with a thousand of them must still fit.
 ShortText = Annotated[str, AfterValidator(lambda text: text[:MAX_TEXT])]
-#: Index of a slot's nonce, or a count of them.
-Index = Annotated[int, Field(ge=0, le=2**31)]
-#: Seconds, or a rate; large enough for any, small enough to add up.
-Quantity = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class Protocol(StrEnum):
@@ -43,16 +41,6 @@ class Protocol(StrEnum):
 
     DISTANCE = "distance"
     ARTIFACT = "artifact"
-
-
-class PowState(StrEnum):
-    """State of the PoC server in a pod."""
-
-    IDLE = "IDLE"
-    GENERATING = "GENERATING"
-    VALIDATING = "VALIDATING"
-    STOPPED = "STOPPED"
-    FAILED = "FAILED"
 
 
 class WireMessage(BaseModel):
@@ -226,145 +214,3 @@ class ExtendRequest(WireMessage):
 
     round_id: str = Field(min_length=1, max_length=253)
     end_index: int = Field(ge=0)
-
-
-SessionId = Annotated[str, Field(max_length=256)]
-
-
-class RoundConfig(WireMessage):
-    """The round that runs, as it was requested."""
-
-    block_hash: str
-    block_height: int
-    public_key: str
-    node_id: int
-    node_count: int
-    group_id: int
-    n_groups: int
-    seq_len: int
-    k_dim: int | None = None
-    # Ours.
-    protocol: Protocol
-    model: str | None = None
-    batch_size: int
-    url: str | None = None
-    poc_stronger_rng: bool = False
-    use_layer_hooks: bool = False
-    use_sign_flips: bool = False
-
-
-class RoundStats(WireMessage):
-    """Progress in the artifact protocol's words."""
-
-    total_processed: Index = 0
-    nonces_per_second: Quantity = 0.0
-
-
-class ModelLimits(WireMessage):
-    """What the served model allows; lets a client say what is wrong before it asks.
-
-    ``scratch_bytes`` is the device memory of PoC's own KV cache on the rank that has most, ``fused`` whether PoC's
-    forward pass is faster than vLLM's own. ``attention`` and ``experts`` are vLLM's names of the kernels that compute
-    these; with others, results differ as those of another GPU do.
-    """
-
-    names: list[ShortText] = Field(default_factory=list)
-    max_seq_len: int = Field(default=0, ge=0)
-    hidden_size: int = Field(default=0, ge=0)
-    scratch_bytes: int = Field(default=0, ge=0)
-    fused: bool = False
-    attention: ShortText = ""
-    experts: ShortText = ""
-
-
-class StatusResponse(WireMessage):
-    """``GET status``, for both protocols.
-
-    Times are seconds, rates are nonces per second. ``next_index`` is the first index of the slot
-    that was not computed yet; ``delivered_index`` the first that the receiver has not accepted
-    yet: a restart from there loses nothing. ``delivered_valid`` and ``delivered_rejected`` count the
-    valid and the rejected nonces from ``start_index`` up to ``delivered_index``. Rejected is a nonce
-    whose result is not finite or whose delivery the receiver refused for good (4xx). At ``end_index`` the
-    round waits to be extended; null if it goes on to the end of its slot.
-
-    ``status`` and ``state`` differ in one case: after a stop the artifact protocol's clients expect
-    IDLE in ``status``, the distance protocol's STOPPED in ``state``. The counters stay readable until
-    the next start. ``valid_nonces`` and ``valid_distances`` hold the newest of a long round only.
-    """
-
-    status: PowState
-    config: RoundConfig | None = None
-    stats: RoundStats | None = None
-    # Distance protocol.
-    state: PowState
-    valid_nonces: list[int] = Field(default_factory=list)
-    valid_distances: list[float] = Field(default_factory=list)
-    total_checked: Index = 0
-    total_valid: Index = 0
-    elapsed_seconds: Quantity = 0.0
-    rate_per_second: Quantity = 0.0
-    r_target: float | None = None
-    # Ours.
-    session_id: SessionId
-    round_id: str | None = None
-    next_index: Index = 0
-    delivered_index: Index = 0
-    start_index: Index = 0
-    end_index: Index | None = None
-    delivered_valid: Index = 0
-    delivered_rejected: Index = 0
-    rejected: Index = 0
-    last_progress_seconds: Quantity | None = None
-    held_back_seconds: Quantity = 0.0
-    # Why the round FAILED, and what the callback receiver last answered while deliveries fail.
-    error: ShortText | None = None
-    delivery_error: ShortText | None = None
-    # Callbacks of queued work and of verdicts: on their way, and rejected or given up since the server's start.
-    callbacks_pending: int = 0
-    callbacks_lost: int = 0
-    model: ModelLimits = Field(default_factory=ModelLimits)
-
-
-class PowStatus(WireMessage):
-    """The state after a call that changed it."""
-
-    status: PowState
-    session_id: SessionId
-    round_id: str | None = None
-    next_index: Index = 0
-    delivered_index: Index = 0
-
-
-class CommandResponse(WireMessage):
-    """Answer to every call that changes the state."""
-
-    status: Literal["OK"] = "OK"
-    pow_status: PowStatus
-
-
-class VersionsResponse(WireMessage):
-    """``GET versions``. Servers without this route abort inference when they validate."""
-
-    vllm_version: str
-    poc_validation_inference: Literal[True] = True
-    # Ours.
-    protocols: list[Protocol] = Field(default_factory=lambda: list(Protocol))
-
-
-class FieldError(WireMessage):
-    """One thing wrong with a request."""
-
-    field: str
-    message: str
-
-
-class ErrorResponse(WireMessage):
-    """Body of every 4xx and 5xx answer. ``detail`` is the sentence for people."""
-
-    detail: ShortText
-    # CamelCase word for programs: RoundConflict, ModelMismatch, SequenceTooLong, InvalidRequest, ...
-    reason: ShortText
-    errors: list[FieldError] = Field(default_factory=list)
-    # With RoundConflict: what runs instead.
-    running: RoundConfig | None = None
-    round_id: str | None = None

@@ -15,8 +15,8 @@ from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference import ReferenceStatus
 from poc_operator.observed import PodView
+from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.messages import PowState, StatusResponse
 
 #: Label of the rounds that the network asked for.
 LABELS = {"poc.gonka.ai/origin": "network"}

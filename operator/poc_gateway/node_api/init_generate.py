@@ -25,7 +25,8 @@ from poc_gateway.node_api.pocrounds import waits_for_operator
 from poc_gateway.node_api.service import Service
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed import PodView
-from vllm_poc.wire.messages import PowState, Protocol, RoundConfig, RoundStats
+from vllm_poc.wire.answers import PowState, RoundConfig, RoundStats
+from vllm_poc.wire.messages import Protocol
 
 Overall = Literal["GENERATING", "MIXED", "IDLE"]
 

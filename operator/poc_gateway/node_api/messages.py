@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from vllm_poc.wire.answers import RoundConfig, RoundStats
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.messages import ArtifactParams, InitGenerateRequest, RoundConfig, RoundStats, WireMessage
+from vllm_poc.wire.messages import ArtifactParams, InitGenerateRequest, WireMessage
 
 #: The reference's node numbers its backends from this port on; clients show it and ask for jobs by it.
 FIRST_PORT = 5001

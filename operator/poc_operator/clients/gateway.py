@@ -17,7 +17,8 @@ from yarl import URL
 from poc_operator.clients.errors import GatewayError
 from poc_operator.clients.http import read_bounded
 from poc_operator.observed import CollectedRound
-from vllm_poc.wire.messages import MAX_TEXT, ErrorResponse
+from vllm_poc.wire.answers import ErrorResponse
+from vllm_poc.wire.messages import MAX_TEXT
 
 #: The user name beside the password, in the callback address that a pod is given.
 POD_USER = "pod"

@@ -25,7 +25,7 @@ from poc_operator.planning.snapshot import (
     WorkEvent,
 )
 from vllm_poc.logs import bound
-from vllm_poc.wire.messages import CommandResponse
+from vllm_poc.wire.answers import CommandResponse
 
 Emit = Callable[[WorkEvent], None]
 

@@ -32,7 +32,8 @@ from poc_operator.controller.observing import PodCache
 from poc_operator.observed import PodView
 from poc_operator.planning.conditions import Verdict, conditions_of
 from poc_operator.planning.snapshot import WorkEvent
-from vllm_poc.wire.messages import MAX_TEXT, PowState, StatusResponse
+from vllm_poc.wire.answers import PowState, StatusResponse
+from vllm_poc.wire.messages import MAX_TEXT
 
 #: First and longest pause, in seconds, between two tries of an object on which the operator fails.
 FIRST_PAUSE_SECONDS = 4.0

@@ -22,7 +22,7 @@ from poc_operator.clients.pods.reference import ReferenceStatus, as_ours
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.observed import GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import Work
-from vllm_poc.wire.messages import PowState, StatusResponse
+from vllm_poc.wire.answers import PowState, StatusResponse
 
 #: Seconds for which a deleted pod is remembered that the cluster took away: often it says so and deletes the pod in
 #: one breath, and the rounds must learn of both. Less than the time between two checks of the watches.

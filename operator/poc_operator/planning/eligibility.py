@@ -8,7 +8,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec, WorkSpec
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import Snapshot, Work
-from vllm_poc.wire.messages import ModelLimits, PowState
+from vllm_poc.wire.answers import ModelLimits, PowState
 
 Finding = tuple[Reason, str]
 

@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.planning.snapshot import WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot
-from vllm_poc.wire.messages import StatusResponse
+from vllm_poc.wire.answers import StatusResponse
 
 
 def contradiction(

@@ -15,7 +15,7 @@ from poc_operator.rounds.counters import contradiction, counted, doubt, settled_
 from poc_operator.rounds.loss import lose, silent_for_long, stall, stalled_for_long
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import is_of_slot
-from vllm_poc.wire.messages import PowState, StatusResponse
+from vllm_poc.wire.answers import PowState, StatusResponse
 
 _COMPUTING = (PowState.GENERATING, PowState.VALIDATING)
 

@@ -17,7 +17,8 @@ from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE, counted
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import computed_slots
-from vllm_poc.wire.messages import InitGenerateRequest, PowState
+from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.messages import InitGenerateRequest
 
 
 def catch_up(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:

@@ -17,7 +17,7 @@ from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
 from poc_operator.planning.snapshot import StopPod, WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
-from vllm_poc.wire.messages import PowState, StatusResponse
+from vllm_poc.wire.answers import PowState, StatusResponse
 
 
 def replace_other_work(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:

@@ -16,9 +16,10 @@ from poc_operator.planning.snapshot import AskPod, StartPod, Step
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot
 from poc_operator.validations import plan as validations
+from vllm_poc.wire.answers import ModelLimits, PowState, StatusResponse
 from vllm_poc.wire.artifacts import Artifact, encode_vector
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.messages import InitGenerateRequest, ModelLimits, PowState, StatusResponse
+from vllm_poc.wire.messages import InitGenerateRequest
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 YEAR = timedelta(days=366)

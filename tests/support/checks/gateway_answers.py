@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.support.builders.fuzz import ANSWER_SECONDS
 from tests.support.builders.gateway_requests import Request
-from vllm_poc.wire.messages import ErrorResponse
+from vllm_poc.wire.answers import ErrorResponse
 
 _CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 _DOCUMENT = Path(__file__).parents[3] / "docs/reference/gateway-api.md"

@@ -14,7 +14,8 @@ from prometheus_client import make_asgi_app
 
 from tests.support.fakes.engine import FakeEngineClient
 from vllm_poc.server.app import PocMiddleware
-from vllm_poc.wire.messages import API_PREFIX, StatusResponse
+from vllm_poc.wire.answers import StatusResponse
+from vllm_poc.wire.messages import API_PREFIX
 
 ROUND: dict[str, Any] = {"block_hash": "abc123", "block_height": 7, "public_key": "node1"}
 SLOT: dict[str, Any] = {"node_id": 1, "node_count": 3, "group_id": 1, "n_groups": 2}

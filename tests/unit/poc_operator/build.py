@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.apis.v1alpha1.validation import PoCValidation, ValidationSpec, ValidationStatus
 from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport, PodReport, PodView
 from poc_operator.rounds.snapshot import RoundSnapshot
-from vllm_poc.wire.messages import ModelLimits, PowState, StatusResponse
+from vllm_poc.wire.answers import ModelLimits, PowState, StatusResponse
 
 WorkT = TypeVar("WorkT", PoCRound, PoCValidation, PoCCalibration)
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -6,10 +6,11 @@ from typing import Any
 
 from vllm_poc.server.callbacks.delivery import shown
 from vllm_poc.server.scheduler import Item
+from vllm_poc.wire.answers import RoundConfig
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.messages import RoundConfig, RoundRequest, SlotRequest, WireMessage
+from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
 
 Items = Sequence[Item]
 

@@ -12,8 +12,9 @@ from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRef
 from poc_operator.clients.http import read_bounded
 from poc_operator.clients.pods import reference
 from poc_operator.clients.pods.reference import Command, Status
+from vllm_poc.wire.answers import ErrorResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ErrorResponse, ExtendRequest, InitGenerateRequest
+from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ExtendRequest, InitGenerateRequest
 
 #: A status with its lists left out is about 1 KiB; no state or command is near this.
 MAX_BODY_BYTES = 64 * 2**10

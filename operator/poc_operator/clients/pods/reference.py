@@ -16,17 +16,8 @@ from pydantic import Discriminator, Tag, ValidationError
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodBusy, PodRefused
 from poc_operator.observed import PodView
-from vllm_poc.wire.messages import (
-    MAX_TEXT,
-    CommandResponse,
-    Index,
-    PowState,
-    Protocol,
-    RoundConfig,
-    RoundStats,
-    StatusResponse,
-    WireMessage,
-)
+from vllm_poc.wire.answers import CommandResponse, Index, PowState, RoundConfig, RoundStats, StatusResponse
+from vllm_poc.wire.messages import MAX_TEXT, Protocol, WireMessage
 
 
 class ReferenceConfig(WireMessage):

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 
 from tests.support.fakes.engine import vector
-from vllm_poc.wire.messages import ErrorResponse
+from vllm_poc.wire.answers import ErrorResponse
 
 URL = "http://chain.example/v2/poc-batches/org%252Ftiny"
 BLOCK: dict[str, Any] = {

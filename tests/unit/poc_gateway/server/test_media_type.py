@@ -23,7 +23,7 @@ from tests.support.builders.gateway_seeds import read_round, store_seeds
 from tests.support.servers.http_server import free_port, serve
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS
-from vllm_poc.wire.messages import ErrorResponse
+from vllm_poc.wire.answers import ErrorResponse
 
 HOST = "127.0.0.1"
 #: By the end of a route's path: a body that it takes. A new route needs its own here.

@@ -26,7 +26,7 @@ from poc_operator.planning.snapshot import WorkEvent
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import NOW, a_pod, newborn, says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 #: What the schema refuses, and what a plan must survive all the same, should it ever get one.
 POISON: Mapping[str, Mapping[str, Any]] = {

@@ -6,7 +6,7 @@ import pytest
 from poc_operator.controller.observing import ProgressWatch
 from poc_operator.observed import PodReport
 from tests.unit.poc_operator.build import says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 COMPUTING = says(PowState.GENERATING, next_index=10)
 SILENT = PodReport(error="no answer")

@@ -11,7 +11,8 @@ from poc_operator.planning.snapshot import StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.messages import PowState, Protocol, RoundConfig
+from vllm_poc.wire.answers import PowState, RoundConfig
+from vllm_poc.wire.messages import Protocol
 
 
 def holding(height: int | None, round_id: str | None = "other") -> PodReport:

@@ -7,7 +7,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.observed import PodReport, PodView
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, look, says
-from vllm_poc.wire.messages import ModelLimits, PowState
+from vllm_poc.wire.answers import ModelLimits, PowState
 
 World = tuple[tuple[PodView, PodReport | None], ...]
 

@@ -13,7 +13,7 @@ from poc_operator.rounds.allowance import FIRST_BATCHES
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 BATCH = 10
 FIRST = FIRST_BATCHES * BATCH

@@ -11,7 +11,7 @@ from poc_operator.observed import PodReport
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 KNOWN = {"start": 4, "next": 20, "delivered": 16, "valid": 7, "valid_before": 2, "rejected": 1}
 SLOT = a_slot().model_copy(update=KNOWN)

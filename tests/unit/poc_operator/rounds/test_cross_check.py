@@ -14,8 +14,8 @@ from poc_operator.rounds.cross_check import deviations
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.answers import PowState, RoundConfig
 from vllm_poc.wire.generate import GeneratedResponse
-from vllm_poc.wire.messages import PowState, RoundConfig
 
 NAMES = ("a", "b", "c")
 

@@ -13,7 +13,7 @@ from poc_operator.planning.snapshot import DeleteWork, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.stop import STOP_PATIENCE
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 GENERATING, STOPPED = PowState.GENERATING, PowState.STOPPED
 RUNNING = a_status(a_slot())

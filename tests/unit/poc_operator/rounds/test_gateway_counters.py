@@ -16,7 +16,7 @@ from poc_operator.rounds.counters import PATIENCE
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import CALLBACK, NOW, a_pod, a_round, a_slot, a_status, has, look, says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 GENERATING, IDLE, STOPPED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED
 RUNNING = a_slot(next=12, delivered=8, valid=3)

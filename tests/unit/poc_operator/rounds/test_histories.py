@@ -20,7 +20,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.rounds.world import PodAction, SimPod, SlotKey, World, key, slot_of, valid_below
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 MOST_PODS = 4
 

@@ -14,7 +14,7 @@ from poc_operator.planning.snapshot import DeletePod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 GENERATING, STOPPED = PowState.GENERATING, PowState.STOPPED
 OURS = {"round_id": "round-uid"}

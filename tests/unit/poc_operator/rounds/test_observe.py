@@ -9,7 +9,7 @@ from poc_operator.observed import PodReport
 from poc_operator.rounds.observe import observe
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 GENERATING, IDLE, STOPPED, FAILED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED, PowState.FAILED
 

@@ -12,7 +12,8 @@ from poc_operator.planning.snapshot import StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.messages import PowState, Protocol, RoundConfig
+from vllm_poc.wire.answers import PowState, RoundConfig
+from vllm_poc.wire.messages import Protocol
 
 STARTING: dict[str, Any] = {"state": SlotState.STARTING, "start": 8, "next": 8, "delivered": 8}
 

@@ -7,7 +7,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.messages import PowState
+from vllm_poc.wire.answers import PowState
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import CALLBACK, UID, a_pod, a_round, has, look
 from vllm_poc.server.callbacks.payloads import round_config
-from vllm_poc.wire.messages import InitGenerateRequest, ModelLimits, PowState, StatusResponse
+from vllm_poc.wire.answers import ModelLimits, PowState, StatusResponse
+from vllm_poc.wire.messages import InitGenerateRequest
 
 SlotKey = tuple[int, int]  # node, group
 PodAction = StartPod | StopPod | DeletePod

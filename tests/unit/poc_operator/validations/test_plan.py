@@ -15,8 +15,8 @@ from poc_operator.observed import Answer, PodReport
 from poc_operator.planning.snapshot import AskPod
 from poc_operator.validations.plan import ValidationSnapshot, ValidationStep, plan
 from tests.unit.poc_operator.build import NOW, a_pod, a_validation, says
+from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
-from vllm_poc.wire.messages import PowState
 
 PROOFS = [Proof(nonce=nonce, vector="AAAA") for nonce in range(250)]
 
