@@ -44,7 +44,10 @@ async def test_json_is_read_with_and_without_a_content_type(pod: Pod, route: str
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "json", "application/xml"])
+@pytest.mark.parametrize(
+    "content_type",
+    ["text/plain", "application/x-www-form-urlencoded", "json", "application/xml", "application/x/y+json"],
+)
 @pytest.mark.parametrize("route", BODIES)
 async def test_another_content_type_is_refused_with_the_remedy(pod: Pod, route: str, content_type: str) -> None:
     answer = await post(pod, route, json.dumps(BODIES[route][0]), content_type)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from vllm_poc.logs import get_logger
 from vllm_poc.server.engine import EngineError
 from vllm_poc.wire.answers import ErrorResponse, FieldError
+from vllm_poc.wire.messages import is_json
 
 _log = get_logger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
@@ -67,7 +68,8 @@ async def _engine_failed(_: Request, error: EngineError) -> JSONResponse:
 
 
 async def _not_valid(request: Request, error: RequestValidationError) -> JSONResponse:
-    if (content_type := _not_json(request)) is not None and any(_is_body(entry) for entry in error.errors()):
+    content_type = request.headers.get("content-type", "").strip()
+    if not is_json(content_type) and any(_is_body(entry) for entry in error.errors()):
         detail = f"the body is {content_type}: send JSON, with Content-Type: application/json or without any"
         return response(refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaType", detail))
     fields = [
@@ -86,14 +88,6 @@ async def _crashed(request: Request, error: Exception) -> JSONResponse:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     detail = f"{type(error).__name__}: {error}; the server's log has more"
     return response(refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalError", detail))
-
-
-def _not_json(request: Request) -> str | None:
-    """Return the request's content type, or None if that is JSON."""
-    content_type = request.headers.get("content-type", "").strip()
-    essence = content_type.partition(";")[0].strip().lower()
-    is_json = essence == "application/json" or (essence.startswith("application/") and essence.endswith("+json"))
-    return None if is_json else content_type
 
 
 def _is_body(entry: Mapping[str, Any]) -> bool:

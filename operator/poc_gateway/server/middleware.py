@@ -12,7 +12,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from email.message import Message as Headed
 from http import HTTPStatus
 from typing import NamedTuple
 from uuid import uuid4
@@ -24,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from poc_gateway.errors import Refusal
 from poc_operator.clients.gateway import POD_USER, round_password
 from vllm_poc.logs import bound
+from vllm_poc.wire.messages import is_json
 
 #: A peer may use so many seconds' worth of requests at once.
 BURST_SECONDS = 4.0
@@ -226,20 +226,12 @@ class JsonBodies:
             await self._app(scope, receive, send)
             return
         sent = headers.get("content-type", "").strip()
-        if sent and not is_json(sent):
+        if not is_json(sent):
             await _unsupported(sent).response()(scope, receive, send)
             return
         if not sent:
             headers["content-type"] = _JSON
         await self._app({**scope, "headers": headers.raw}, receive, send)
-
-
-def is_json(content_type: str) -> bool:
-    """Return whether a Content-Type is of JSON: ``application/json`` or ``application/*+json``, with any parameters."""
-    headed = Headed()
-    headed["content-type"] = content_type
-    subtype = headed.get_content_subtype()
-    return headed.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
 def _has_body(headers: MutableHeaders) -> bool:

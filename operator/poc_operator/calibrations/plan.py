@@ -17,21 +17,20 @@ from poc_operator.apis.v1alpha1.calibration import (
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.calibrations.target import found_target
-from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import given_up, set_conditions
-from poc_operator.planning.eligibility import Finding, usable_pods
-from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend, tally
+from poc_operator.planning.eligibility import Finding
+from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend
 from poc_operator.planning.requests import named_nonces
 from poc_operator.planning.samples import (
     PodResult,
     ask_pods,
     bind_samples,
-    extent,
+    count_samples,
+    may_split,
+    note_times,
     observe_samples,
     pace,
-    retries,
     samples_failed,
-    started,
 )
 from poc_operator.planning.snapshot import Snapshot, Step
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest
@@ -90,14 +89,6 @@ def _unless_forgotten(sample: CalibrationSample, step: CalibrationStep) -> Calib
     return sample.model_copy(update=again)
 
 
-def note_times(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
-    """Record since when it runs, and since when nobody answers."""
-    samples = step.status.samples
-    return lifecycle.note_times(
-        snapshot, step, started=started(samples, snapshot.work.status.samples), extent=extent(samples)
-    )
-
-
 def conclude(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
     """Find the target once all samples are measured, each with a distance at least."""
     status = step.status
@@ -134,7 +125,7 @@ def end(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep
 
 def choose_samples(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
     """Split the nonces evenly, once, when a pod can compute them."""
-    if step.status.samples or step.status.stop_time or not usable_pods(snapshot):
+    if not may_split(snapshot, step):
         return step
     count = -(-snapshot.work.spec.nonces // SAMPLES)
     samples = [CalibrationSample(first=i * count, count=count, state=SlotState.WAITING) for i in range(SAMPLES)]
@@ -154,19 +145,6 @@ def request(spec: CalibrationSpec, sample: CalibrationSample) -> GenerateRequest
     """Return what a pod is asked: the distances of the sample's nonces under the sample's hash."""
     derived = hashlib.sha256(f"{spec.block_hash}/{sample.first}".encode()).hexdigest()
     return named_nonces(spec, range(sample.first, sample.first + sample.count), block_hash=derived)
-
-
-def summarise(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
-    """Fill in what ``kubectl get`` shows."""
-    samples = step.status.samples
-    done = [sample for sample in samples if sample.state is SlotState.DONE]
-    step = step.extended(
-        nonces=sum(sample.count for sample in samples),
-        checked=sum(sample.count for sample in done),
-        not_computed=sum(sample.not_computed for sample in done),
-        retries=retries(samples),
-    )
-    return tally(snapshot, step)
 
 
 def tell(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationStep:
@@ -192,7 +170,7 @@ POLICIES: tuple[Policy, ...] = (
     choose_samples,  # which nonces are asked for together, once
     ask,  # which pod for which sample
     close,
-    summarise,
+    count_samples,
     tell,
 )
 

@@ -1,31 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work on named nonces: they are split into samples, and each pod is asked for one at a time.
 
+What validations and calibrations do alike stands here; what they ask and make of the answers stands in their plans.
+
 Nothing runs on in a pod when nobody waits for the answer. So a sample can be asked for again at any time, by
 any operator process and of any pod.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from poc_operator.apis.v1alpha1.calibration import CalibrationSample, PoCCalibration
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Sample
 from poc_operator.observed import Answer, PodView
+from poc_operator.planning import lifecycle
 from poc_operator.planning.eligibility import computes_other_work, usable_pods
-from poc_operator.planning.lifecycle import failed
-from poc_operator.planning.snapshot import AskPod, Snapshot, Work, WorkEvent
+from poc_operator.planning.snapshot import AskPod, Snapshot, Step, Work, WorkEvent
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
+#: The kinds whose pods are asked for named nonces.
+NamedNonces = PoCValidation | PoCCalibration
+AnySample = Sample | CalibrationSample
 SampleT = TypeVar("SampleT", Sample, CalibrationSample)
+StepT = TypeVar("StepT", bound=Step[Any])
 PodResult = GeneratedResponse | ValidatedResponse
 #: What a result makes of its sample. ValueError if it is about something else.
 Take = Callable[[SampleT, PodResult], SampleT]
 
 
 def observe_samples(
-    snapshot: Snapshot[PoCValidation | PoCCalibration], samples: Iterable[SampleT], take: Take[SampleT] | None
+    snapshot: Snapshot[NamedNonces], samples: Iterable[SampleT], take: Take[SampleT] | None
 ) -> tuple[list[SampleT], list[WorkEvent]]:
     """Take what the pods answered; a sample whose pod is gone or failed waits for another one.
 
@@ -36,7 +42,7 @@ def observe_samples(
 
 
 def _observe(
-    snapshot: Snapshot[PoCValidation | PoCCalibration], sample: SampleT, take: Take[SampleT] | None
+    snapshot: Snapshot[NamedNonces], sample: SampleT, take: Take[SampleT] | None
 ) -> tuple[SampleT, WorkEvent | None]:
     if not sample.state.active:
         return sample, None
@@ -60,9 +66,7 @@ def _taken(sample: SampleT, answer: Answer, take: Take[SampleT]) -> SampleT:
     return take(sample, answer.result)
 
 
-def _lost(
-    snapshot: Snapshot[PoCValidation | PoCCalibration], sample: SampleT, why: str
-) -> tuple[SampleT, WorkEvent | None]:
+def _lost(snapshot: Snapshot[NamedNonces], sample: SampleT, why: str) -> tuple[SampleT, WorkEvent | None]:
     limit = snapshot.work.spec.retry.backoff_limit_per_sample
     over = sample.attempts > limit
     if over:
@@ -106,22 +110,24 @@ def ask_pods(
     ]
 
 
-def _key(sample: Sample | CalibrationSample) -> str:
+def _key(sample: AnySample) -> str:
     return f"sample {sample.first} attempt {sample.attempts}"
 
 
-def retries(samples: Iterable[Sample | CalibrationSample]) -> int:
-    """Return how often samples were given out again."""
-    return sum(max(0, sample.attempts - 1) for sample in samples)
+def may_split(snapshot: Snapshot[NamedNonces], step: Step[Any]) -> bool:
+    """Whether the work is to be split into samples: once, when a pod can compute them."""
+    return not step.status.shares and not step.status.stop_time and bool(usable_pods(snapshot))
 
 
-def pace(samples: Sequence[Sample | CalibrationSample], checked: int) -> str:
-    """Say how the work gets on."""
-    working = len({sample.uid for sample in samples if sample.state.active})
-    return f"{working} pods compute; {checked} of {sum(sample.count for sample in samples)} nonces are done"
+def note_times(snapshot: Snapshot[NamedNonces], step: StepT) -> StepT:
+    """Record since when it runs, and since when nobody answers."""
+    samples: Sequence[AnySample] = step.status.samples
+    extent = f"{sum(sample.count for sample in samples)} nonces in {len(samples)} samples"
+    started = _started(samples, snapshot.work.status.samples)
+    return lifecycle.note_times(snapshot, step, started=started, extent=extent)
 
 
-def started(samples: Iterable[Sample | CalibrationSample], before: Iterable[Sample | CalibrationSample]) -> bool:
+def _started(samples: Iterable[AnySample], before: Iterable[AnySample]) -> bool:
     """Whether a pod computes, or has answered since the last plan, before anybody saw it compute.
 
     What was done ``before`` says nothing: suspended work starts anew.
@@ -133,9 +139,23 @@ def started(samples: Iterable[Sample | CalibrationSample], before: Iterable[Samp
     )
 
 
-def extent(samples: Sequence[Sample | CalibrationSample]) -> str:
-    """Say how much work it is."""
-    return f"{sum(sample.count for sample in samples)} nonces in {len(samples)} samples"
+def count_samples(snapshot: Snapshot[NamedNonces], step: StepT) -> StepT:
+    """Fill in what ``kubectl get`` shows of samples of either kind."""
+    samples: Sequence[AnySample] = step.status.samples
+    done = [sample for sample in samples if sample.state is SlotState.DONE]
+    step = step.extended(
+        nonces=sum(sample.count for sample in samples),
+        checked=sum(sample.count for sample in done),
+        not_computed=sum(sample.not_computed for sample in done),
+        retries=sum(max(0, sample.attempts - 1) for sample in samples),
+    )
+    return lifecycle.tally(snapshot, step)
+
+
+def pace(samples: Sequence[AnySample], checked: int) -> str:
+    """Say how the work gets on."""
+    working = len({sample.uid for sample in samples if sample.state.active})
+    return f"{working} pods compute; {checked} of {sum(sample.count for sample in samples)} nonces are done"
 
 
 def samples_failed(_: Snapshot[Work], status: WorkStatus) -> Outcome | None:
@@ -143,4 +163,4 @@ def samples_failed(_: Snapshot[Work], status: WorkStatus) -> Outcome | None:
     given_up = next((share for share in status.shares if share.state is SlotState.FAILED), None)
     if given_up is None:
         return None
-    return failed(Reason.BACKOFF_LIMIT_EXCEEDED, given_up.error or "a sample was given up")
+    return lifecycle.failed(Reason.BACKOFF_LIMIT_EXCEEDED, given_up.error or "a sample was given up")

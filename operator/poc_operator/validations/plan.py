@@ -15,21 +15,20 @@ from poc_operator.apis.v1alpha1.validation import (
     ValidationStatus,
     Verdict,
 )
-from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import given_up, set_conditions
-from poc_operator.planning.eligibility import Finding, usable_pods
-from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend, tally
+from poc_operator.planning.eligibility import Finding
+from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend
 from poc_operator.planning.requests import named_nonces
 from poc_operator.planning.samples import (
     PodResult,
     ask_pods,
     bind_samples,
-    extent,
+    count_samples,
+    may_split,
+    note_times,
     observe_samples,
     pace,
-    retries,
     samples_failed,
-    started,
 )
 from poc_operator.planning.snapshot import Snapshot, Step
 from poc_operator.validations.proofs import digest
@@ -85,14 +84,6 @@ def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult
     if computed + len(result.not_computed) != len(proofs):
         raise ValueError(f"its answer is about {computed} nonces instead of {len(proofs)}")
     return mismatches
-
-
-def note_times(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
-    """Record since when it runs, and since when nobody answers."""
-    samples = step.status.samples
-    return lifecycle.note_times(
-        snapshot, step, started=started(samples, snapshot.work.status.samples), extent=extent(samples)
-    )
 
 
 def conclude(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
@@ -152,7 +143,7 @@ def end(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
 def choose_samples(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
     """Split the proofs, once, when a pod can compute them; those that cannot be had are waited for."""
     proofs = snapshot.proofs
-    if step.status.samples or step.status.stop_time or isinstance(proofs, str) or not usable_pods(snapshot):
+    if isinstance(proofs, str) or not may_split(snapshot, step):
         return step
     samples = [
         Sample(first=first, count=min(SAMPLE_NONCES, len(proofs) - first), state=SlotState.WAITING)
@@ -189,16 +180,8 @@ def _part(proofs: Sequence[Proof], sample: Sample) -> Sequence[Proof]:
 
 def summarise(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
     """Fill in what ``kubectl get`` shows."""
-    samples = step.status.samples
-    done = [sample for sample in samples if sample.state is SlotState.DONE]
-    step = step.extended(
-        nonces=sum(sample.count for sample in samples),
-        checked=sum(sample.count for sample in done),
-        mismatches=sum(sample.mismatches for sample in done),
-        not_computed=sum(sample.not_computed for sample in done),
-        retries=retries(samples),
-    )
-    return tally(snapshot, step)
+    mismatches = sum(sample.mismatches for sample in step.status.samples if sample.state is SlotState.DONE)
+    return count_samples(snapshot, step.extended(mismatches=mismatches))
 
 
 def tell(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:

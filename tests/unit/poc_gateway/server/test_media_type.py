@@ -14,7 +14,6 @@ import pytest
 from fastapi import FastAPI
 
 from poc_gateway.outbox.forward import Outbox
-from poc_gateway.server.middleware import is_json
 from poc_gateway.server.process import Components, inside_app
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
@@ -24,6 +23,7 @@ from tests.support.servers.http_server import free_port, serve
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS
 from vllm_poc.wire.answers import ErrorResponse
+from vllm_poc.wire.messages import is_json
 
 HOST = "127.0.0.1"
 #: By the end of a route's path: a body that it takes. A new route needs its own here.
@@ -130,6 +130,8 @@ async def test_without_a_body_its_type_says_nothing(world: World, content_type: 
         ("text/json", False),
         ("json", False),
         ("application/jsonl", False),
+        ("application/x/y+json", False),
+        ("", True),
     ],
 )
 def test_which_types_are_json(content_type: str, *, expected: bool) -> None:
