@@ -16,12 +16,16 @@ from pydantic import BaseModel
 import poc_gateway.metrics
 import vllm_poc.server.metrics
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.query.export import writer
+from poc_gateway.query.messages import Format
 from poc_gateway.server.process import Components, inside_app, network_app
 from poc_gateway.settings import Settings as GatewaySettings
 from poc_gateway.store.database import Database
-from poc_gateway.store.rounds import Rounds
+from poc_gateway.store.rounds import Rounds, RoundTerms
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.controller.metrics import Metrics
-from tests.docs.pages import ROOT, pages
+from tests.docs.pages import ROOT, TRANSCRIPT, blocks, pages
+from tests.support.builders.deliveries import a_round
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.settings import Settings as PodSettings
 from vllm_poc.wire.messages import API_PREFIX
@@ -139,6 +143,25 @@ def test_routes_of_the_gateway_are_listed(tmp_path: Path) -> None:
     listed = _listed_routes("gateway-api.md")
     listed |= {(method, route.replace("/inference/pow/", "/pow/")) for method, route in listed}
     assert listed == inside | network
+
+
+def test_tables_of_rounds_have_the_columns_of_the_kind() -> None:
+    lines = [block.text.splitlines() for block in blocks() if block.language == TRANSCRIPT]
+    tables = [found[i:] for found in lines for i, line in enumerate(found) if re.match("NAME .* DESIRED ", line)]
+    assert tables
+    columns = ["NAME", *(column.name.upper() for column in PoCRound.COLUMNS if not column.wide)]
+    for header, *rows in tables:
+        assert header.split() == columns
+        # Whatever stands under a heading begins there.
+        starts = [match.start() for match in re.finditer(r"\S+", header)]
+        assert rows
+        assert all(row[place - 1] == " " for row in rows for place in starts[1:])
+
+
+def test_the_shown_export_has_the_columns_of_the_gateway() -> None:
+    (shown,) = [block.text for block in blocks() if block.page.name == "quick-start.md" and block.language == "text"]
+    exported = writer(Format.CSV, RoundTerms.of(a_round())).begin()
+    assert exported.decode().splitlines() == shown.splitlines()
 
 
 def test_routes_of_pods_are_listed() -> None:
