@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from hack.generate.__main__ import KINDS
 from poc_operator.apis.v1alpha1.meta import Resource
-from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.round import MAX_SLOTS, PoCRound
+from poc_operator.clients.kube.objects import merge_patch
+from tests.support.builders.largest_status import largest_status
 from tests.support.builders.specs import FULL, edges, specs
 from tests.support.checks.admission import admitted, spec_schema
 from tests.support.checks.kstatus import kstatus
@@ -64,6 +66,13 @@ def test_a_status_with_words_of_another_version_is_stored(api: ApiServer) -> Non
     code, answer = api.write_status("PoCRound", "status", status)
     assert code == 200
     assert answer["status"].items() >= status.items()
+
+
+def test_the_largest_status_is_stored(api: ApiServer) -> None:
+    assert api.create("PoCRound", "largest", FULL[PoCRound][0])[0] == 201
+    status, answer = api.write_status("PoCRound", "largest", merge_patch(largest_status()))
+    assert status == 200, answer
+    assert len(answer["status"]["assignments"]) == MAX_SLOTS
 
 
 def test_kubectl_shows_every_column(api: ApiServer) -> None:

@@ -144,7 +144,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.TOO_MANY_SLOTS: Explanation(
         "Failed=True",
-        "`nodes` makes more than 10 000 slots.",
+        "`nodes` makes more than 3 000 slots.",
         "Serve fewer ML node ids in one round, or use fewer groups.",
         _ROUND,
     ),

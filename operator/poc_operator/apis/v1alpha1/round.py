@@ -14,8 +14,9 @@ from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec
 from vllm_poc.wire.partition import MAX_NONCE
 
-#: Slots that one round may have in this cluster: their list is the largest part of the status.
-MAX_SLOTS = 10_000
+#: Slots that one round may have in this cluster. Their list is the largest part of the status, and the API server must
+#: be able to store it whatever their counters, pods and errors are.
+MAX_SLOTS = 3_000
 
 _LABEL = "[A-Za-z0-9](?:[-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
 _TOP_LABEL = "[A-Za-z](?:[-A-Za-z0-9]{0,61}[A-Za-z0-9])?"

@@ -2,7 +2,6 @@
 """A status is stored with bounds and read back leniently."""
 
 import json
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -13,9 +12,12 @@ from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.schema import ERROR_BYTES, MESSAGE_BYTES
 from poc_operator.apis.v1alpha1.status import MAX_ERRORS, Outcome, Result, SlotState, State
 from poc_operator.apis.v1alpha1.validation import Sample, ValidationStatus
+from poc_operator.clients.kube.objects import merge_patch
+from tests.support.builders.largest_status import LONGEST, NOW, largest_status
 
-NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
-LONGEST = "x" * 5_000
+#: Largest object that etcd takes by default, and what an object may have beside its status: a spec, and metadata with a
+#: copy of the spec and the fields' managers.
+ETCD_BYTES, REST_BYTES = 1536 * 1024, 64 * 1024
 
 
 def a_slot(index: int, **fields: Any) -> Assignment:  # noqa: ANN401
@@ -54,6 +56,12 @@ def test_a_thousand_slots_with_the_longest_errors_fit(more: dict[str, int], erro
         outcome=Outcome(type=Result.FAILED, reason=Reason.START_DEADLINE_EXCEEDED, message=LONGEST),
     )
     assert len(json.dumps(status.stored(), separators=(",", ":"))) < 256 * 1024
+
+
+def test_as_many_slots_as_are_allowed_fit_into_the_api_server() -> None:
+    """Else a round would start and never be recorded."""
+    patch = {"metadata": {"resourceVersion": "1" * 20}, "status": merge_patch(largest_status())}
+    assert len(json.dumps(patch, separators=(",", ":"))) < ETCD_BYTES - REST_BYTES
 
 
 def test_slots_share_the_text_of_an_error() -> None:
