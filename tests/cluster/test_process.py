@@ -138,3 +138,25 @@ async def test_a_deleted_round_stops_its_pods(api: ApiServer, port: int) -> None
     await read_until(api, path, lambda _, status: status.get("state") == "Running")
     assert api.request("DELETE", path)[0] == HTTPStatus.OK
     await read_until(api, path, lambda code, _: code == HTTPStatus.NOT_FOUND)
+
+
+def observes(generation: int) -> Callable[[int, dict[str, Any]], bool]:
+    """Whether a status is about this generation of the spec."""
+    return lambda _, status: status.get("observedGeneration") == generation
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_changed_spec_of_a_finished_object_is_observed(api: ApiServer) -> None:
+    """Else tools that follow kstatus wait for ever, and a time to live that is set late never passes."""
+    podless = {**WORK, "artifact": {"kDim": 4}, "nodes": NODES, "startDeadlineSeconds": 1}
+    assert api.create("PoCRound", "over", podless)[0] == 201
+    path = path_of("PoCRound", "over")
+    first = await finished(api, "PoCRound", "over")
+    changes: list[dict[str, Any]] = [{"suspend": True}, {"startDeadlineSeconds": 5}]
+    for change in changes:
+        code, body = api.patch("PoCRound", "over", change)
+        assert code == HTTPStatus.OK
+        seen = await read_until(api, path, observes(body["metadata"]["generation"]), 15)
+        assert (seen["state"], seen["outcome"]) == ("Failed", first["outcome"])
+    assert api.patch("PoCRound", "over", {"ttlSecondsAfterFinished": 1})[0] == HTTPStatus.OK
+    await read_until(api, path, lambda code, _: code == HTTPStatus.NOT_FOUND, 15)

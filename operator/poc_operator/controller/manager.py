@@ -122,7 +122,7 @@ class Manager:
         )
 
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:
-        """Reconcile the object until it is finished. A cancellation is safe at any moment."""
+        """Reconcile the object as long as it exists. A cancellation is safe at any moment."""
         self._reconcilers[uid] = reconciler
         failures = reconciler.failures
         try:
@@ -130,6 +130,8 @@ class Manager:
                 try:
                     if not await self._reconcile(reconciler):
                         return
+                    if reconciler.resting:
+                        await failures.spec_changed.wait()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(reconciler.wake.wait(), POLL_SECONDS)
                 except Exception as error:

@@ -111,6 +111,8 @@ class Reconciler(Generic[WorkT]):
         self.failures = FailureBackoff(kind.resource, ref, store=self._store, metrics=metrics, emit=emit, log=self.log)
         self._recorder = StatusRecorder[WorkT](self._store, time.monotonic)
         self._watch = ProgressWatch(time.monotonic)
+        #: Whether only another spec would give it something to do.
+        self.resting = False
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
         self._actions = PodActions(store=self._store, client=client, emit=emit, wake=self.wake, log=self.log)
@@ -121,7 +123,7 @@ class Reconciler(Generic[WorkT]):
         return self._work is None or selects(self._work, pod)
 
     async def reconcile(self) -> bool:
-        """Take the object one step further. Return False when there is nothing left to do."""
+        """Take the object one step further. Return False when it is gone, or is going."""
         stored = await self._read()
         if stored is None or stored.metadata.deletion_timestamp is not None:
             return False
@@ -139,7 +141,8 @@ class Reconciler(Generic[WorkT]):
             return False
         self._asks.keep(work.spec.port, (action for action in step.actions if isinstance(action, AskPod)))
         self._actions.begin(work.spec.port, step.actions)
-        return not (step.status.state.finished and work.spec.ttl_seconds_after_finished is None)
+        self.resting = step.status.state.finished and work.spec.ttl_seconds_after_finished is None
+        return True
 
     async def close(self) -> None:
         """Give up what is under way; the next process finds out what became of it."""

@@ -4,6 +4,8 @@
 Pods are watched read-only; nothing is ever written to them.
 """
 
+import asyncio
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +29,9 @@ _CANCEL_SECONDS = 10.0
 _DELETE_SECONDS = RELEASE_SECONDS + 30.0
 
 
-def _needs_reconciling(spec: kopf.Spec, status: kopf.Status, **_: object) -> bool:
-    return not is_finished(status) or spec.get("ttlSecondsAfterFinished") is not None
+def _needs_reconciling(spec: kopf.Spec, status: kopf.Status, meta: kopf.Meta, **_: object) -> bool:
+    unseen = status.get("observedGeneration") != meta.get("generation")
+    return unseen or not is_finished(status) or spec.get("ttlSecondsAfterFinished") is not None
 
 
 def _needs_stopping(status: kopf.Status, **_: object) -> bool:
@@ -57,13 +60,32 @@ def _register(kind: type[Planner[Any]]) -> None:
         cancellation_timeout=_CANCEL_SECONDS,
     )
     async def reconcile(
-        *, namespace: str | None, name: str, uid: str, body: kopf.Body, memo: kopf.Memo, **_: object
+        *,
+        namespace: str | None,
+        name: str,
+        uid: str,
+        body: kopf.Body,
+        memo: kopf.Memo,
+        stopped: kopf.DaemonStopped,
+        **_: object,
     ) -> None:
-        """Reconcile the object until it is finished. When the operator ends, the pods go on."""
+        """Reconcile the object until kopf stops the daemon. When the operator ends, the pods go on.
+
+        The daemon of a finished object is stopped as well, since it needs none. It must not end by itself: then kopf
+        would not start another one for a changed spec.
+        """
         manager: Manager = memo.manager
         ref = ObjectRef(namespace or "", name, uid)
         with bound(round=uid):
-            await manager.run(uid, manager.reconciler(kind, ref, _emitter(body)))
+            loop = asyncio.create_task(manager.run(uid, manager.reconciler(kind, ref, _emitter(body))))
+        stop = asyncio.ensure_future(stopped.wait())
+        try:
+            await asyncio.wait({loop, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+            loop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop
 
     @kopf.on.event(GROUP, VERSION, plural, id=f"event-{plural}")
     async def changed(uid: str, meta: kopf.Meta, memo: kopf.Memo, **_: object) -> None:
