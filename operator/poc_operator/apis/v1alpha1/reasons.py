@@ -131,7 +131,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.PROOFS_UNAVAILABLE: Explanation(
         "Accepted, Progressing=False",
-        "The proofs cannot be read: the ConfigMap or its entry does not exist or has no list of proofs, or the gateway "
+        "The proofs cannot be read. The ConfigMap or its entry does not exist or has no list of proofs, or the gateway "
         "has no results of `proofs.round`.",
         "Create them; the validation waits until `startDeadlineSeconds`. The message says what is missing.",
         _VALIDATION,

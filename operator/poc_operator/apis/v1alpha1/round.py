@@ -31,7 +31,7 @@ CallbackURL = Annotated[
     Field(max_length=1024),
     Grammar(
         _URL,
-        "must be an http:// or https:// URL with a host name or address and a port of 1 to 65535, if any; "
+        "must be an http:// or https:// URL with a host, a valid port if any, "
         "without user name, password, query or fragment",
     ),
     Rule(
@@ -164,8 +164,8 @@ class RoundSpec(ProtocolSpec):
     nodes: Nodes
     """The ML nodes that this cluster serves; pods are spread over them."""
     callback_url: CallbackURL | None = None
-    """Results are posted to this URL + `/generated`: by the pods, or, if the operator runs with `--gateway-url`, by the
-    gateway, to which the pods deliver then. Without it, results are only counted, or kept in the gateway."""
+    """Results are posted to this URL + `/generated`, by the pods or by the gateway. Pods deliver to the gateway if the
+    operator runs with `--gateway-url`. Without this URL results are only counted, or kept in the gateway."""
     stop: Stop | None = None
     """When the round is complete. Without it, the round runs until it is suspended, finished or deleted, until a
     deadline passes, or until all nonces are computed."""
@@ -176,8 +176,8 @@ class RoundSpec(ProtocolSpec):
     cross_check: CrossCheck | None = None
     """Lets the pods recompute nonces of each other. Without it they do not."""
     concurrency_policy: ConcurrencyPolicy = ConcurrencyPolicy.WAIT
-    """What happens when a pod computes other work: Wait for its end, Replace it if its block height is lower, or Fail,
-    if this round has not started yet."""
+    """What happens when a pod computes other work. Wait: until it ends. Replace: the other work is stopped if its block
+    height is lower. Fail: this round fails, unless it has started."""
     finish: Annotated[bool, Mutable()] = False
     """True ends the round now as if its `stop` were reached: pods deliver what is left, and the round is Complete. A
     suspended round is complete at once, and so is one that has not started. It cannot be taken back."""
@@ -293,7 +293,7 @@ class RoundStatus(WorkStatus):
 
 
 class PoCRound(Resource):
-    """PoCRound is one round of Proof of Compute: the vLLM pods of its namespace compute new nonces for a block and a
+    """PoCRound is one round of Proof of Compute. The vLLM pods of its namespace compute new nonces for a block and a
     key, each pod those of its own residue class."""
 
     KIND: ClassVar[Kind] = Kind(kind="PoCRound", plural="pocrounds", short="pocr")

@@ -197,7 +197,7 @@ class ValidationStatus(WorkStatus):
 
 
 class PoCValidation(Resource):
-    """PoCValidation checks claims of a prover: the vLLM pods of its namespace recompute the claimed nonces, and a
+    """PoCValidation checks claims of a prover. The vLLM pods of its namespace recompute the claimed nonces. A
     statistical test says whether an honest prover would have claimed them."""
 
     KIND: ClassVar[Kind] = Kind(kind="PoCValidation", plural="pocvalidations", short="pocv")
