@@ -17,6 +17,8 @@ OPERATOR_CHART = ROOT / "charts" / "vllm-poc-operator"
 WORKER_CHART = ROOT / "charts" / "vllm-poc-worker"
 #: The name that the example round asks for.
 SERVED_NAME = "demo"
+#: The ML node that the demo's pods are.
+ML_NODE = "demo"
 _VLLM = "/opt/vllm"
 _STORAGE_CLASS = "local"
 _STORAGE_SIZE = "10Gi"
@@ -38,7 +40,7 @@ def _image(role: Role) -> Values:
 def operator_values(namespace: str) -> Values:
     """Build and load the operator's and the gateway's image; return the chart values that use them.
 
-    Rounds that the network starts are made in ``namespace``.
+    The gateway has one ML node, whose rounds are made in ``namespace``.
     """
     template = {"selector": {"matchLabels": {"poc.gonka.ai/worker": "true"}}}
     gateway = _image(Role.GATEWAY)
@@ -49,7 +51,7 @@ def operator_values(namespace: str) -> Values:
             "image": {"repository": gateway["repository"], "tag": gateway["tag"]},
             "storage": {"className": _STORAGE_CLASS, "size": _STORAGE_SIZE},
             "receivers": {"private": [POD_RANGE, SERVICE_RANGE]},
-            "roundTemplate": {"namespace": namespace, "spec": template},
+            "mlNodes": [{"name": ML_NODE, "template": {"namespace": namespace, "spec": template}}],
         },
     }
 

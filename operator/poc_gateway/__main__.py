@@ -12,8 +12,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import ConfigException
 from pydantic import ValidationError
 
-from poc_gateway.node_api.cluster import LABELS
-from poc_gateway.node_api.pocrounds import RoundTemplate
+from poc_gateway.node_api.ml_nodes import MlNode
 from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
 from poc_gateway.store.engine import DatabaseError
@@ -28,15 +27,13 @@ async def _run(settings: Settings) -> None:
     client, _ = await connect()
     store = ObjectStore(client)
     try:
-        await run(settings, partial(store.get, PoCRound), _cluster(client, settings))
+        await run(settings, partial(store.get, PoCRound), partial(_cluster, client))
     finally:
         await store.close()
 
 
-def _cluster(client: ApiClient, settings: Settings) -> LabelledRounds | None:
-    if settings.round_template is None:
-        return None
-    return LabelledRounds(client, RoundTemplate.load(settings.round_template).namespace, LABELS)
+def _cluster(client: ApiClient, ml_node: MlNode) -> LabelledRounds:
+    return LabelledRounds(client, ml_node.template.namespace, ml_node.labels)
 
 
 def _settings() -> Settings:

@@ -35,10 +35,10 @@ class Settings(BaseModel):
     token: SecretStr | None = Field(default=None, min_length=1)
     #: Sent to the pods, for those that ask for a token.
     pod_token: SecretStr | None = Field(default=None, min_length=1)
-    #: Guards the routes of the network.
+    #: Guards the routes of those ML nodes that have no token of their own.
     network_token: SecretStr | None = Field(default=None, min_length=1)
-    #: YAML or JSON file that the network's rounds are made from; without it the network's routes answer 503.
-    round_template: Path | None = None
+    #: YAML or JSON file that lists the ML nodes; without one the network's routes answer 503.
+    ml_nodes: Path | None = None
     log_format: LogFormat = "json"
     #: Hosts that results may be forwarded to, as patterns with ``*``.
     receiver_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)

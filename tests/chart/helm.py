@@ -47,7 +47,20 @@ ALL_VALUES: dict[Path, Values] = {
             "auth": {"existingSecret": "gateway-tokens"},
             "database": {"existingSecret": "gateway-database"},
             "storage": {"size": "1Ti", "className": "fast", "existingClaim": "results"},
-            "roundTemplate": {"namespace": NAMESPACE, "spec": {"selector": {"matchLabels": {"app": "vllm"}}}},
+            "mlNodes": [
+                {
+                    "name": "h200",
+                    "number": 1,
+                    "host": "h200.example.org",
+                    "auth": {"existingSecret": "h200-token"},
+                    "chat": {"existingSecret": "h200-api-key"},
+                    "template": {"namespace": NAMESPACE, "spec": {"selector": {"matchLabels": {"app": "vllm"}}}},
+                },
+                {
+                    "name": "b200",
+                    "template": {"namespace": "default", "spec": {"selector": {"matchLabels": {"app": "vllm"}}}},
+                },
+            ],
             "receivers": {"allow": ["*.example.org", "example.com"], "private": ["10.0.0.0/8", "fd00::/8"]},
             "retention": {"days": 7, "bytes": 5_000_000_000},
             "networkService": {"type": "LoadBalancer", "port": 8443, "annotations": {"example.org/lb": "internal"}},

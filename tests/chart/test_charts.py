@@ -57,11 +57,28 @@ WRONG: dict[str, tuple[Path, Values, tuple[str, ...]]] = {
         {"gateway": {"receivers": {"private": ["example.org"]}}},
         ("/gateway/receivers/private/0", "pattern"),
     ),
-    "template without a spec": (OPERATOR_CHART, {"gateway": {"roundTemplate": {"namespace": "a"}}}, ("roundTemplate",)),
-    "template elsewhere": (
+    "ML node without a template": (
         OPERATOR_CHART,
-        {"watchNamespaces": ["a"], "gateway": {"roundTemplate": {"namespace": "b", "spec": {}}}},
-        ('gateway.roundTemplate.namespace "b" is not watched: add it to watchNamespaces',),
+        {"gateway": {"mlNodes": [{"name": "a"}]}},
+        ("/gateway/mlNodes/0", "'template'"),
+    ),
+    "ML node's name": (
+        OPERATOR_CHART,
+        {"gateway": {"mlNodes": [{"name": "A.b", "template": {"namespace": "a", "spec": {"selector": {}}}}]}},
+        ("/gateway/mlNodes/0/name", "pattern"),
+    ),
+    "ML node without a selector": (
+        OPERATOR_CHART,
+        {"gateway": {"mlNodes": [{"name": "a", "template": {"namespace": "a", "spec": {}}}]}},
+        ("/gateway/mlNodes/0/template/spec", "'selector'"),
+    ),
+    "ML node elsewhere": (
+        OPERATOR_CHART,
+        {
+            "watchNamespaces": ["a"],
+            "gateway": {"mlNodes": [{"name": "n", "template": {"namespace": "b", "spec": {"selector": {}}}}]},
+        },
+        ('gateway.mlNodes: the namespace "b" of "n" is not watched: add it to watchNamespaces',),
     ),
     "no model": (
         WORKER_CHART,

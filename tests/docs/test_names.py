@@ -137,7 +137,7 @@ def test_routes_of_the_gateway_are_listed(tmp_path: Path) -> None:
         return None
 
     rounds, outbox = Rounds(database, read_round), Outbox(database, settings)
-    components = Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
+    components = Components(settings=settings, database=database, rounds=rounds, outbox=outbox)
     inside, network = _routes(inside_app(components)), _routes(network_app(components))
     database.close()
     listed = _listed_routes("gateway-api.md")

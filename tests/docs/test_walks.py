@@ -137,9 +137,7 @@ async def test_a_delivery(tmp_path: Path) -> None:
             # Opened here, so that its threads are followed too.
             database = Database.open(f"sqlite:///{tmp_path}/gateway.db")
             rounds, outbox = Rounds(database, read_round), Outbox(database, settings)
-            app = inside_app(
-                Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
-            )
+            app = inside_app(Components(settings=settings, database=database, rounds=rounds, outbox=outbox))
             http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
             async with http, forwarding.running(outbox):
                 called.clear()

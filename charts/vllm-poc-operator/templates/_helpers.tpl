@@ -60,6 +60,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- printf "http://%s.%s.svc:8080" (include "gateway.fullname" .) .Release.Namespace -}}
 {{- end -}}
 
+{{/* The file of the ML nodes, as the gateway reads it: tokens are files. */}}
+{{- define "gateway.mlNodes" -}}
+{{- $nodes := list -}}
+{{- range .Values.gateway.mlNodes -}}
+{{- $node := omit . "auth" "chat" -}}
+{{- if (.auth | default dict).existingSecret -}}
+{{- $_ := set $node "token" (dict "file" (printf "/etc/poc-gateway-tokens/%s/token" .name)) -}}
+{{- end -}}
+{{- if (.chat | default dict).existingSecret -}}
+{{- $_ := set $node "chatToken" (dict "file" (printf "/etc/poc-gateway-chat-tokens/%s/token" .name)) -}}
+{{- end -}}
+{{- $nodes = append $nodes $node -}}
+{{- end -}}
+{{- toPrettyJson $nodes -}}
+{{- end -}}
+
 {{/* What the gateway may do in a namespace that is watched. */}}
 {{- define "gateway.rules" -}}
 - apiGroups: [poc.gonka.ai]

@@ -18,8 +18,6 @@ from poc_operator.observed import PodView
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
-#: Label of the rounds that the network asked for.
-LABELS = {"poc.gonka.ai/origin": "network"}
 #: Pods that are asked for their status at once.
 _CONCURRENCY = 100
 
@@ -31,7 +29,7 @@ class Cluster(Protocol):
     """
 
     async def list_rounds(self) -> list[PoCRound]:
-        """Return the network's rounds; UnreadableObject if one that is not over cannot be understood."""
+        """Return the ML node's rounds; UnreadableObject if one that is not over cannot be understood."""
         ...
 
     async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from poc_gateway.errors import Refusal, documented
+from poc_gateway.node_api.base_url import Service
 from poc_gateway.node_api.messages import NetworkGenerate
-from poc_gateway.node_api.service import Service
 from vllm_poc.wire.generate import GeneratedResponse, JobResponse, ValidatedResponse
 
 Result = TypeVar("Result")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 
 from poc_gateway.errors import documented
+from poc_gateway.node_api.base_url import Service
 from poc_gateway.node_api.messages import (
     FIRST_PORT,
     Backend,
@@ -22,7 +23,6 @@ from poc_gateway.node_api.messages import (
     PodStatus,
 )
 from poc_gateway.node_api.pocrounds import waits_for_operator
-from poc_gateway.node_api.service import Service
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed import PodView
 from vllm_poc.wire.answers import PowState, RoundConfig, RoundStats

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``POST generate``: what is queued is written down first, so that a restart of the gateway takes it up again.
 
+A job's id names its ML node, which alone tells of it and takes it up.
+
 queued -> completed or failed; a queued job of which a pod has begun a chunk is told as running. A result and its
 callbacks become durable together, so that neither is there without the other.
 """
@@ -61,10 +63,11 @@ class JobEnd:
 
 
 class Jobs:
-    """The requests for named nonces. `start` takes up those of an earlier process."""
+    """An ML node's requests for named nonces. `start` takes up those of an earlier process."""
 
-    def __init__(self, database: Database, ready_pods: ReadyPods, settings: Settings) -> None:
+    def __init__(self, database: Database, ready_pods: ReadyPods, settings: Settings, ml_node: str) -> None:
         self._database = database
+        self._prefix = prefix_of(ml_node)
         self._settings = settings
         self._dispatcher = Dispatcher(ready_pods)
         self._works: dict[str, Work] = {}
@@ -73,7 +76,8 @@ class Jobs:
     async def start(self) -> None:
         """Take up queued jobs, and begin to give out work."""
         self._spawn(self._dispatcher.run())
-        for job_id, request in await self._database.read(unfinished_jobs):
+        unfinished = await self._database.read(lambda connection: unfinished_jobs(connection, self._prefix))
+        for job_id, request in unfinished:
             parsed = GenerateRequest.model_validate_json(request)
             self._follow(job_id, parsed, self._dispatcher.add(job_id, parsed))
 
@@ -86,14 +90,14 @@ class Jobs:
     async def compute(self, request: GenerateRequest) -> Result:
         """Return the result of a request whose client waits. Refusal if there is none."""
         self._admit(request)
-        job_id = _new_id()
+        job_id = self._new_id()
         values = await self._dispatcher.finish(self._dispatcher.add(job_id, request))
         return result_of(request, job_id, values)
 
     async def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued."""
         self._admit(request)
-        job_id, text = _new_id(), request.model_dump_json(exclude_none=True)
+        job_id, text = self._new_id(), request.model_dump_json(exclude_none=True)
         # Counted from here on, since the next request may come while this one is written.
         work = self._dispatcher.add(job_id, request)
         try:
@@ -106,7 +110,9 @@ class Jobs:
 
     async def find(self, job_id: str) -> str:
         """Return the JSON of a job's state or result; refused with 404 if there is none."""
-        row = await self._database.read(lambda connection: find_job(connection, job_id))
+        row = None
+        if job_id.startswith(self._prefix):
+            row = await self._database.read(lambda connection: find_job(connection, job_id))
         if row is None:
             detail = f"no request {job_id}: results are kept for {KEEP_SECONDS} s"
             raise Refusal(HTTPStatus.NOT_FOUND, "JobNotFound", detail)
@@ -116,6 +122,9 @@ class Jobs:
         state = JobState.RUNNING if work is not None and work.begun else JobState(row.state)
         fields = {"status": state, "request_id": job_id, "error": row.error}
         return JobResponse.model_validate(fields).model_dump_json(exclude_none=True)
+
+    def _new_id(self) -> str:
+        return f"{self._prefix}{uuid4().hex}"
 
     def _admit(self, request: GenerateRequest) -> None:
         check_validation(request)
@@ -160,8 +169,9 @@ class Jobs:
             _log.error("work of the network's routes failed", exc_info=task.exception())
 
 
-def _new_id() -> str:
-    return f"{FIRST_PORT}:{uuid4().hex}"
+def prefix_of(ml_node: str) -> str:
+    """Return what the ids of an ML node's jobs begin with. A name has no dot, so that none begins another's."""
+    return f"{FIRST_PORT}:{ml_node}."
 
 
 def insert_job(connection: Connection, job_id: str, request: str) -> None:
@@ -171,9 +181,10 @@ def insert_job(connection: Connection, job_id: str, request: str) -> None:
     connection.execute(schema.jobs.insert().values(**values))
 
 
-def unfinished_jobs(connection: Connection) -> Sequence[tuple[str, str]]:
-    """Return id and request of the jobs that have not ended, oldest first."""
-    found = select(_jobs.id, _jobs.request).where(_jobs.finished_at.is_(None)).order_by(_jobs.created_at)
+def unfinished_jobs(connection: Connection, prefix: str = "") -> Sequence[tuple[str, str]]:
+    """Return id and request of the jobs that have not ended, oldest first: those whose ids begin so."""
+    unfinished = _jobs.finished_at.is_(None) & _jobs.id.startswith(prefix, autoescape=True)
+    found = select(_jobs.id, _jobs.request).where(unfinished).order_by(_jobs.created_at)
     return [(row.id, row.request) for row in connection.execute(found)]
 
 
@@ -196,6 +207,15 @@ def finish_job(connection: Connection, end: JobEnd) -> None:
     }
     connection.execute(schema.jobs.update().where(_jobs.id == end.job_id).values(**ended))
     ledger.add_job_callbacks(connection, end.job_id, end.callbacks)
+
+
+def fail_foreign_jobs(connection: Connection, ml_nodes: Sequence[str]) -> int:
+    """End the jobs whose ML node is gone, and return how many: nobody would ever compute them."""
+    prefixes = tuple(prefix_of(name) for name in ml_nodes)
+    foreign = [job_id for job_id, _ in unfinished_jobs(connection) if not job_id.startswith(prefixes)]
+    for job_id in foreign:
+        finish_job(connection, JobEnd(job_id, error="its ML node was removed from the gateway's configuration"))
+    return len(foreign)
 
 
 def _expire(connection: Connection) -> None:

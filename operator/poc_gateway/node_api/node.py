@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import APIRouter
 
 from poc_gateway.errors import Refusal
+from poc_gateway.node_api.base_url import Service
 from poc_gateway.node_api.cluster import ReadyPod
 from poc_gateway.node_api.init_generate import CHANGES, node_status, stopped
 from poc_gateway.node_api.messages import FanOut, NodeState, UpRequest
-from poc_gateway.node_api.service import Service, models_of
+from poc_gateway.node_api.service import models_of
 from poc_operator.apis.v1alpha1 import meta
 from poc_operator.apis.v1alpha1.round import PoCRound
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network's rounds: one at a time, each a PoCRound made from the template and what the request brings.
+"""The rounds of an ML node: one at a time, each a PoCRound made from the template and what the request brings.
 
-The template is a file with ``namespace`` and ``spec``, the start of a PoCRound's; the request brings block, key, node
-id, model, protocol and receiver. Nothing is remembered here: which round is active, the API server is asked each time.
+The template has ``namespace`` and ``spec``, the start of a PoCRound's; the request brings block, key, node id, model,
+protocol and receiver. Nothing is remembered here: which round is active, the API server is asked each time.
 """
 
 import asyncio
@@ -12,18 +12,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from http import HTTPStatus
-from pathlib import Path
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-
-from poc_gateway.errors import Refusal
+from poc_gateway.errors import Refusal, field_refusal
 from poc_gateway.node_api.cluster import Cluster
-from poc_operator.apis.v1alpha1.meta import LabelSelector
-from poc_operator.apis.v1alpha1.round import PoCRound, RoundSpec
-from poc_operator.apis.v1alpha1.schema import aliases
+from poc_gateway.node_api.ml_nodes import MlNode
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.errors import ObjectInvalid, StaleObject
 from vllm_poc.wire.messages import InitGenerateRequest
@@ -34,68 +29,13 @@ UNSEEN_SECONDS = 10.0
 STOP_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
 
-_OF_THE_REQUEST = {"blockHash", "blockHeight", "publicKey", "rTarget", "artifact", "callbackURL"}
-
-
-class RoundTemplate(BaseModel):
-    """Where the network's rounds are created, and the part of their spec that the cluster decides."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    namespace: str = Field(min_length=1)
-    spec: dict[str, Any]
-
-    @field_validator("spec")
-    @classmethod
-    def _leaves_the_rest_to_the_request(cls, spec: dict[str, Any]) -> dict[str, Any]:
-        foreign = sorted(_OF_THE_REQUEST & spec.keys())
-        if foreign:
-            raise ValueError(f"{', '.join(foreign)} come with each request: remove them from the template")
-        if set(spec.get("nodes") or {}) - {"groups"}:
-            raise ValueError("nodes may only have groups: the ids come with each request")
-        unknown = sorted(spec.keys() - aliases(RoundSpec).values())
-        if unknown:
-            raise ValueError(f"a PoCRound's spec has no {', '.join(unknown)}: see `kubectl explain pocround.spec`")
-        if "selector" not in spec:
-            raise ValueError("selector is missing: name the labels of the pods that serve the network")
-        if not str(LabelSelector.model_validate(spec["selector"])):
-            raise ValueError("selector is empty and would take every pod: set matchLabels or matchExpressions")
-        return spec
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a YAML or JSON file; ValueError says what is wrong with it."""
-        try:
-            return cls.model_validate(yaml.safe_load(path.read_text()))
-        except ValidationError as error:
-            first = error.errors()[0]
-            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            what = str(error)
-        raise ValueError(f"POC_GATEWAY_ROUND_TEMPLATE={path}: {what}")
-
-    @property
-    def selector(self) -> LabelSelector:
-        """Which pods serve the network."""
-        return LabelSelector.model_validate(self.spec["selector"])
-
-    @property
-    def port(self) -> int:
-        """The port of the pods' server; the CRD's default unless told otherwise."""
-        return int(self.spec.get("port", 8000))
-
-    def spec_of(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return a round's whole spec."""
-        nodes = {**(self.spec.get("nodes") or {}), **asked["nodes"]}
-        return {**self.spec, **asked, "nodes": nodes}
-
 
 class NetworkRounds:
-    """The rounds that carry the network's label."""
+    """The rounds that carry the ML node's labels."""
 
-    def __init__(self, cluster: Cluster, template: RoundTemplate, *, stop_seconds: float = STOP_SECONDS) -> None:
+    def __init__(self, cluster: Cluster, ml_node: MlNode, *, stop_seconds: float = STOP_SECONDS) -> None:
         self._cluster = cluster
-        self._template = template
+        self._ml_node = ml_node
         self._stop_seconds = stop_seconds
         self._starting = asyncio.Lock()
 
@@ -105,20 +45,22 @@ class NetworkRounds:
 
     async def start(self, request: InitGenerateRequest, model: str) -> PoCRound:
         """Create the round, unless it runs already; refused with 409 while another one is not over."""
+        self._check_number(request)
         asked = asked_of(request, model)
+        wanted = name_of(self._ml_node.name, asked)
         async with self._starting:
             rounds = await self._cluster.list_rounds()
             running = next(iter(_active(rounds)), None)
             if running is not None:
-                return _same(running, name_of(asked))
-            name = _free_name(name_of(asked), rounds)
+                return _same(running, wanted)
+            name = _free_name(wanted, rounds)
             try:
-                return await self._cluster.create(name, self._template.spec_of(asked))
+                return await self._cluster.create(name, self._ml_node.template.spec_of(asked))
             except ObjectInvalid as error:
                 raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", str(error)) from error
             except StaleObject:
                 detail = (
-                    f"there is a PoCRound {name} that is not labelled as the network's, or cannot be read: delete it"
+                    f"there is a PoCRound {name} that is not labelled as this ML node's, or cannot be read: delete it"
                 )
                 raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail) from None
 
@@ -133,6 +75,12 @@ class NetworkRounds:
             await asyncio.sleep(_LOOK_SECONDS)
             rounds = [round_ for round_ in _active(await self._cluster.list_rounds()) if round_.id in ending]
         return rounds
+
+    def _check_number(self, request: InitGenerateRequest) -> None:
+        number = self._ml_node.number
+        if number is not None and request.node_id != number:
+            message = f"{request.node_id} was sent to ML node {self._ml_node.name}, which is number {number}: "
+            raise field_refusal("node_id", message + "correct the network node's base URL, or gateway.mlNodes")
 
 
 def waits_for_operator(round_: PoCRound) -> str | None:
@@ -189,7 +137,7 @@ def asked_of(request: InitGenerateRequest, model: str) -> dict[str, Any]:
     return asked
 
 
-def name_of(asked: dict[str, Any]) -> str:
-    """Return the name of the round with this content: the same for the same content."""
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+def name_of(ml_node: str, asked: dict[str, Any]) -> str:
+    """Return the name of an ML node's round with this content: the same for the same content."""
+    digest = hashlib.sha256(json.dumps([ml_node, asked], sort_keys=True).encode()).hexdigest()
     return f"network-{asked['blockHeight']}-{digest[:10]}"

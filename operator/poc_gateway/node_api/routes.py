@@ -8,12 +8,12 @@ further fields.
 from http import HTTPStatus
 from typing import NoReturn
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from fastapi.security import HTTPBearer
 
-from poc_gateway.errors import RETRY_AFTER, Refusal, documented
+from poc_gateway.errors import Refusal, documented
 from poc_gateway.node_api import generate, init_generate, node
-from poc_gateway.node_api.service import NodeApi
+from poc_gateway.node_api.base_url import node_of
 from vllm_poc.wire.messages import API_PREFIX
 
 NODE_PREFIX = "/api/v1/inference/pow"
@@ -21,19 +21,12 @@ NODE_PREFIX = "/api/v1/inference/pow"
 _ABSENT = ("/init", "/init/validate", "/phase/generate", "/phase/validate", "/validate")
 
 
-def router(service: NodeApi | None) -> APIRouter:
-    """Return the routes; without a ``service``, for lack of a round template, all of them answer 503."""
-
-    async def provide(request: Request) -> None:
-        if service is None:
-            detail = "the network's routes need a round template: set POC_GATEWAY_ROUND_TEMPLATE to its file"
-            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotConfigured", detail, headers=RETRY_AFTER)
-        request.state.node_api = service
-
+def router() -> APIRouter:
+    """Return the routes of an ML node; `poc_gateway.node_api.base_url` says of which one."""
     routes = APIRouter(
         # The token is for the document alone: by now `poc_gateway.server.middleware` has asked for it.
-        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(provide)],
-        responses=documented(401, 503),
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(node_of)],
+        responses=documented(401, 404, 503),
     )
     absent = _absent()
     for prefix, rounds in ((NODE_PREFIX, init_generate.node), (API_PREFIX, init_generate.pod)):

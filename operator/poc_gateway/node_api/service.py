@@ -4,19 +4,19 @@
 How it is told to the network is a matter of the areas: `init_generate`, `generate` and `node`.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from fnmatch import fnmatchcase
 from http import HTTPStatus
-from typing import Annotated
 from urllib.parse import urlsplit
-
-from fastapi import Depends, Request
 
 from poc_gateway.errors import Refusal, field_refusal
 from poc_gateway.node_api.cluster import Cluster, ReadyPod, ReadyPods
-from poc_gateway.node_api.jobs import Jobs
+from poc_gateway.node_api.jobs import Jobs, fail_foreign_jobs
 from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit
-from poc_gateway.node_api.pocrounds import NetworkRounds, RoundTemplate
+from poc_gateway.node_api.ml_nodes import MlNode, load_ml_nodes
+from poc_gateway.node_api.pocrounds import NetworkRounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -24,23 +24,33 @@ from poc_operator.clients.pods.client import PodClient
 from poc_operator.observed import PodView
 from vllm_poc.wire.messages import CallbackRequest
 
+_log = logging.getLogger(__name__)
+
+#: What an ML node's rounds and pods are looked up in.
+ClusterOf = Callable[[MlNode], Cluster]
+
 
 class NodeApi:
-    """The cluster as one ML node; its jobs run between `start` and `close`."""
+    """One ML node: pods, rounds and jobs of its own. The jobs run between `start` and `close`.
+
+    ValueError if a token of the ML node cannot be read.
+    """
 
     def __init__(
         self,
         *,
         cluster: Cluster,
-        template: RoundTemplate,
+        ml_node: MlNode,
         client: PodClient,
         database: Database,
         settings: Settings,
     ) -> None:
+        template = ml_node.template
+        self.ml_node = ml_node
+        self.token = ml_node.token.read() if ml_node.token is not None else settings.network_token
         self.pods = ReadyPods(cluster, client, selector=template.selector, port=template.port)
-        self.rounds = NetworkRounds(cluster, template)
-        self.jobs = Jobs(database, self.pods, settings)
-        self._template = template
+        self.rounds = NetworkRounds(cluster, ml_node)
+        self.jobs = Jobs(database, self.pods, settings, ml_node.name)
         self._settings = settings
 
     async def start(self) -> None:
@@ -74,9 +84,8 @@ class NodeApi:
 
     def model_name(self, served: Sequence[str]) -> str | None:
         """Return the one of the model's names that clients know: the template's, else one that is no path."""
-        told = (self._template.spec.get("model") or {}).get("name")
         by_kind = sorted(served, key=lambda name: name.startswith("/"))
-        return str(told) if told else next(iter(by_kind), None)
+        return self.ml_node.template.model or next(iter(by_kind), None)
 
     def _model(self, request: NetworkInit, found: Sequence[ReadyPod]) -> str:
         """Return the model's name; a distance request has none, so it is the template's, or what the pods serve."""
@@ -84,7 +93,7 @@ class NodeApi:
         if request.params is None:
             if (name := self.model_name(models)) is not None:
                 return name
-            detail = "no pod tells its model's name: set spec.model.name in the round template, or wait for a pod"
+            detail = "no pod tells its model's name: set spec.model.name in the ML node's template, or wait for a pod"
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, headers={"Retry-After": "10"})
         if models and request.params.model not in models:
             detail = f"params.model: {request.params.model} was requested, but this cluster serves {', '.join(models)}"
@@ -92,18 +101,34 @@ class NodeApi:
         return request.params.model
 
 
+@asynccontextmanager
+async def running_ml_nodes(
+    settings: Settings, database: Database, cluster_of: ClusterOf | None
+) -> AsyncIterator[Sequence[NodeApi]]:
+    """Run the ML nodes of the settings' file. ValueError if it, or a token that it names, cannot be read."""
+    if cluster_of is None or settings.ml_nodes is None:
+        yield ()
+        return
+    listed = load_ml_nodes(settings.ml_nodes)
+    lost = await database.write(lambda connection: fail_foreign_jobs(connection, [one.name for one in listed]))
+    if lost:
+        _log.warning("%d requests for named nonces have failed: their ML nodes are not in %s", lost, settings.ml_nodes)
+    async with AsyncExitStack() as stack:
+        token = settings.pod_token.get_secret_value() if settings.pod_token is not None else None
+        client = await stack.enter_async_context(PodClient(token))
+        found = [
+            NodeApi(cluster=cluster_of(one), ml_node=one, client=client, database=database, settings=settings)
+            for one in listed
+        ]
+        for one in found:
+            stack.push_async_callback(one.close)
+            await one.start()
+        yield found
+
+
 def models_of(found: Sequence[ReadyPod]) -> list[str]:
     """Return the names of the models that the pods serve, each once."""
     return list(dict.fromkeys(name for one in found for name in one.models))
-
-
-async def _given(request: Request) -> NodeApi:
-    node_api: NodeApi = request.state.node_api
-    return node_api
-
-
-#: What a route asks FastAPI for; `poc_gateway.node_api.routes` puts it there.
-Service = Annotated[NodeApi, Depends(_given)]
 
 
 def _check_receiver(request: CallbackRequest, settings: Settings) -> None:

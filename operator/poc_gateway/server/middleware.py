@@ -21,6 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from poc_gateway.errors import Refusal
+from poc_gateway.node_api.base_url import resolved
 from poc_operator.clients.gateway import POD_USER, round_password
 from vllm_poc.logs import bound
 from vllm_poc.wire.messages import is_json
@@ -171,12 +172,17 @@ def inside_access(token: SecretStr | None) -> Authorize:
 
 
 def network_access(token: SecretStr | None) -> Authorize:
-    """Return who may use the network's port: the token; all without one."""
+    """Return who may use the network's port: the ML node's token, ``token`` where there is no ML node; all without."""
 
     def authorize(scope: Scope) -> Refusal | None:
-        if token is None or _has_bearer(scope, token):
+        node = resolved(scope).node
+        wanted = node.token if node is not None else token
+        if wanted is None or _has_bearer(scope, wanted):
             return None
-        detail = "Authorization: send the header with Bearer and the value of POC_GATEWAY_NETWORK_TOKEN"
+        detail = (
+            "Authorization: send the header with Bearer and the ML node's token, or the value of "
+            "POC_GATEWAY_NETWORK_TOKEN if it has none of its own"
+        )
         return _unauthorized(detail, "Bearer")
 
     return authorize

@@ -7,7 +7,7 @@ One app is for the inside of the cluster and one for the network; which of them 
 import asyncio
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +21,14 @@ from poc_gateway.errors import install_handlers
 from poc_gateway.ingest import routes as ingest_routes
 from poc_gateway.metrics import DatabaseGauges
 from poc_gateway.node_api import routes as node_routes
-from poc_gateway.node_api.cluster import Cluster
-from poc_gateway.node_api.pocrounds import RoundTemplate
-from poc_gateway.node_api.service import NodeApi
+from poc_gateway.node_api.base_url import BaseUrls
+from poc_gateway.node_api.service import ClusterOf, NodeApi, running_ml_nodes
 from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query import routes as query_routes
 from poc_gateway.server import health
 from poc_gateway.server.middleware import (
     Access,
-    Authorize,
     BodyLimit,
     JsonBodies,
     Limits,
@@ -42,7 +40,6 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import Retention
 from poc_gateway.store.rounds import ReadRound, Rounds
-from poc_operator.clients.pods.client import PodClient
 
 #: Requests that are under way may take this long to finish at the end.
 GRACE_SECONDS = 20
@@ -54,13 +51,13 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What the routes work on. Without a ``node_api`` the network's routes answer that they are not configured."""
+    """What the routes work on. Without ``ml_nodes`` the network's routes answer that they are not configured."""
 
     settings: Settings
     database: Database
     rounds: Rounds
     outbox: Outbox
-    node_api: NodeApi | None
+    ml_nodes: Sequence[NodeApi] = ()
 
 
 class Ports:
@@ -79,38 +76,38 @@ class Ports:
 def inside_app(components: Components) -> FastAPI:
     """Return the app for pods, the operator and people."""
     database, settings = components.database, components.settings
-    return _app(
+    app = _app(
         "Proof-of-Compute gateway",
-        components,
-        inside_access(settings.token),
-        BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes),
+        health.router(database),
         ingest_routes.router(database, components.rounds, stored=components.outbox.wake),
         outbox_routes.router(database, components.outbox),
         query_routes.router(database),
     )
+    # What is added last is asked first.
+    app.add_middleware(JsonBodies)
+    app.add_middleware(Access, authorize=inside_access(settings.token))
+    body = BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes)
+    app.add_middleware(Limits, body=body, peer_requests=settings.peer_requests)
+    return app
 
 
 def network_app(components: Components) -> FastAPI:
-    """Return the app for the network's node."""
+    """Return the app for the network's node: all ML nodes, each below its base URL."""
     settings = components.settings
-    return _app(
-        "Proof-of-Compute node",
-        components,
-        network_access(settings.network_token),
-        BodyLimit("POC_GATEWAY_NETWORK_BODY_BYTES", settings.network_body_bytes),
-        node_routes.router(components.node_api),
-    )
+    app = _app("Proof-of-Compute node", health.router(components.database), node_routes.router())
+    app.add_middleware(JsonBodies)
+    app.add_middleware(Access, authorize=network_access(settings.network_token))
+    app.add_middleware(BaseUrls, ml_nodes=components.ml_nodes)
+    body = BodyLimit("POC_GATEWAY_NETWORK_BODY_BYTES", settings.network_body_bytes)
+    app.add_middleware(Limits, body=body, peer_requests=settings.peer_requests)
+    return app
 
 
-def _app(title: str, components: Components, authorize: Authorize, body: BodyLimit, *routers: APIRouter) -> FastAPI:
+def _app(title: str, *routers: APIRouter) -> FastAPI:
     app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None)
-    for router in (health.router(components.database), *routers):
+    for router in routers:
         app.include_router(router)
     install_handlers(app)
-    # What is added last is asked first.
-    app.add_middleware(JsonBodies)
-    app.add_middleware(Access, authorize=authorize)
-    app.add_middleware(Limits, body=body, peer_requests=components.settings.peer_requests)
     return app
 
 
@@ -126,36 +123,22 @@ class Server(uvicorn.Server):
         yield
 
 
-async def run(settings: Settings, read_round: ReadRound, cluster: Cluster | None = None) -> None:
-    """Serve until SIGTERM, the network's routes on ``cluster``.
+async def run(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf | None = None) -> None:
+    """Serve until SIGTERM, each ML node's routes on what ``cluster_of`` returns for it.
 
-    DatabaseError, ValueError or OSError if the database, the round template or a port cannot be used.
+    DatabaseError, ValueError or OSError if the database, the file of the ML nodes or a port cannot be used.
     """
     async with AsyncExitStack() as stack:
         database = Database.open(settings.database.get_secret_value())
         stack.callback(database.close)
         rounds, outbox = Rounds(database, read_round), Outbox(database, settings)
-        node_api = await _node_api(stack, settings, database, cluster)
+        ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, cluster_of))
         registry = prometheus_client.REGISTRY
         registry.register(DatabaseGauges(database))
         metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=registry)
         stack.callback(metrics_server.shutdown)
-        components = Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=node_api)
+        components = Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes)
         await _beside(_serve(components), Retention(database, settings, rounds.forget).run(), outbox.run())
-
-
-async def _node_api(
-    stack: AsyncExitStack, settings: Settings, database: Database, cluster: Cluster | None
-) -> NodeApi | None:
-    if cluster is None or settings.round_template is None:
-        return None
-    token = settings.pod_token.get_secret_value() if settings.pod_token is not None else None
-    client = await stack.enter_async_context(PodClient(token))
-    template = RoundTemplate.load(settings.round_template)
-    node_api = NodeApi(cluster=cluster, template=template, client=client, database=database, settings=settings)
-    await node_api.start()
-    stack.push_async_callback(node_api.close)
-    return node_api
 
 
 async def _beside(serving: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:

@@ -73,10 +73,10 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.ERROR, name)
 
 
-def _parts(database: Database, node_api: NodeApi | None) -> Components:
+def _parts(database: Database, *ml_nodes: NodeApi) -> Components:
     values = Settings.from_environment(SETTINGS)
     known, outbox = Rounds(database, read_round), Outbox(database, values)
-    return Components(settings=values, database=database, rounds=known, outbox=outbox, node_api=node_api)
+    return Components(settings=values, database=database, rounds=known, outbox=outbox, ml_nodes=ml_nodes)
 
 
 def _fuzz(
@@ -112,7 +112,7 @@ def test_the_inside(database: Database) -> None:
     with asyncio.Runner() as runner:
         runner.run(store_seeds(database))
         before = rows(database)
-        app = inside_app(_parts(database, None))
+        app = inside_app(_parts(database))
         _fuzz(runner, app, lambda: rows(database), targets(), f"the inside on {database.engine.dialect.name}")
         check_seeds(before, rows(database))
 
@@ -122,7 +122,7 @@ def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.05)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        world = runner.run(stack.enter_async_context(running_world(tmp_path, pods=1, **SETTINGS)))
+        world = runner.run(stack.enter_async_context(running_world(tmp_path, pods=1, also=None, **SETTINGS)))
         try:
             _fuzz_network(runner, world)
         finally:

@@ -85,7 +85,7 @@ def start(database: Database) -> Start:
             gateway.forget = known.forget
             values = Settings.from_environment(names)
             outbox = Outbox(database, values)
-            parts = Components(settings=values, database=database, rounds=known, outbox=outbox, node_api=None)
+            parts = Components(settings=values, database=database, rounds=known, outbox=outbox)
             async with serve(inside_app(parts), "127.0.0.1", port):
                 yield gateway
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from poc_gateway.node_api.pocrounds import RoundTemplate
+from poc_gateway.node_api.jobs import fail_foreign_jobs
+from poc_gateway.node_api.ml_nodes import MlNode
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.server.process import Components, network_app
@@ -116,58 +117,79 @@ class World:
     """A gateway, its database, its cluster's pods."""
 
     def __init__(self, stack: AsyncExitStack, folder: Path, settings: Mapping[str, str]) -> None:
-        self.cluster = MemoryCluster()
+        self.clusters: dict[str, MemoryCluster] = {}
+        self.ml_nodes: list[MlNode] = []
         self.pods: dict[str, Pod] = {}
         self.port = free_port()
-        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "retry": {"backoffLimit": 5}}
-        self.template = RoundTemplate(namespace="ns", spec=spec)
+        self.ml_node = self.add_ml_node("one")
+        self.cluster = self.clusters["one"]
         self.settings = Settings.from_environment(settings)
         self._url = f"sqlite:///{folder}/gateway.db"
         self._stack = stack
+
+    def add_ml_node(self, name: str, **fields: Any) -> MlNode:  # noqa: ANN401
+        """Add an ML node with a cluster of its own, before `open`."""
+        spec = {"selector": {"matchLabels": LABELS}, "port": self.port, "retry": {"backoffLimit": 5}}
+        entry = {"name": name, "template": {"namespace": "ns", "spec": spec}, **fields}
+        self.ml_nodes.append(MlNode.model_validate(entry))
+        self.clusters[name] = MemoryCluster()
+        return self.ml_nodes[-1]
 
     async def open(self) -> None:
         """Start a gateway process."""
         self.database = Database.open(self._url)
         self.client = PodClient()
-        self.service = NodeApi(
-            cluster=self.cluster,
-            template=self.template,
-            client=self.client,
-            database=self.database,
-            settings=self.settings,
-        )
-        await self.service.start()
+        self.services = {
+            one.name: NodeApi(
+                cluster=self.clusters[one.name],
+                ml_node=one,
+                client=self.client,
+                database=self.database,
+                settings=self.settings,
+            )
+            for one in self.ml_nodes
+        }
+        names = list(self.services)
+        await self.database.write(lambda connection: fail_foreign_jobs(connection, names))
+        for service in self.services.values():
+            await service.start()
         self.app = network_app(
             Components(
                 settings=self.settings,
                 database=self.database,
                 rounds=Rounds(self.database, _no_round),
                 outbox=Outbox(self.database, self.settings),
-                node_api=self.service,
+                ml_nodes=list(self.services.values()),
             )
         )
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30)
 
+    @property
+    def service(self) -> NodeApi:
+        """The ML node ``one``."""
+        return self.services["one"]
+
     async def close(self) -> None:
         """End the gateway process."""
         await self.http.aclose()
-        await self.service.close()
+        for service in self.services.values():
+            await service.close()
         await self.client.close()
         self.database.close()
 
-    async def add_pod(self, host: str) -> Pod:
+    async def add_pod(self, host: str, ml_node: str = "one") -> Pod:
         """Start a pod and let the API server tell of it."""
         pod = await self._stack.enter_async_context(running_pod())
         await self._stack.enter_async_context(serve(pod.app, host, self.port))
         self.pods[host] = pod
-        self.announce(host)
+        self.announce(host, ml_node)
         return pod
 
-    def announce(self, host: str) -> None:
+    def announce(self, host: str, ml_node: str = "one") -> None:
         """Let the API server tell of a ready pod, whether it is there or not."""
         view = PodView(name=f"pod-{host}", namespace="ns", uid=host, labels=LABELS, ip=host, ready=True)
-        self.cluster.pods.append(view)
+        self.clusters[ml_node].pods.append(view)
 
     async def post(self, path: str, body: object = None) -> httpx.Response:
         return await self.http.post(f"/api/v1/{path}", json=body)
@@ -186,10 +208,18 @@ async def _no_round(_: str, __: str) -> None:
 
 
 @asynccontextmanager
-async def running_world(folder: Path, *, pods: int, **settings: str) -> AsyncIterator[World]:
-    """Run a gateway in front of some pods."""
+async def running_world(
+    folder: Path,
+    *,
+    pods: int,
+    also: Mapping[str, Mapping[str, Any]] | None = None,
+    **settings: Any,  # noqa: ANN401
+) -> AsyncIterator[World]:
+    """Run a gateway in front of some pods of the ML node ``one``; ``also`` are more ML nodes by name."""
     async with AsyncExitStack() as stack:
         world = World(stack, folder, settings)
+        for name, fields in (also or {}).items():
+            world.add_ml_node(name, **fields)
         for number in range(1, pods + 1):
             await world.add_pod(f"127.0.0.{number}")
         await world.open()

@@ -60,7 +60,7 @@ async def test_without_pods_a_round_waits(tmp_path: Path) -> None:
 
 async def test_an_operator_that_does_not_run_is_told(world: World) -> None:
     world.cluster.operator_runs = False
-    world.service.rounds = NetworkRounds(world.cluster, world.template, stop_seconds=0.1)
+    world.service.rounds = NetworkRounds(world.cluster, world.ml_node, stop_seconds=0.1)
     fresh = await world.post("inference/pow/init/generate", INIT)
     assert (fresh.status_code, fresh.json().get("detail")) == (200, None)
     (name,) = world.cluster.rounds

@@ -41,7 +41,7 @@ async def test_an_epoch(world: World) -> None:
         assert (answer.status_code, answer.json()) == (200, started)
     assert world.cluster.specs == [
         {
-            **world.template.spec,
+            **world.ml_node.template.spec,
             "blockHash": "ab" * 32,
             "blockHeight": 4711,
             "publicKey": "AqBX",

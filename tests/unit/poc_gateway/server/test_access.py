@@ -28,7 +28,7 @@ def parts(tmp_path: Path) -> Iterator[Components]:
 
     settings, database = Settings.from_environment(SETTINGS), Database.open(f"sqlite:///{tmp_path}/gateway.db")
     rounds, outbox = Rounds(database, no_round), Outbox(database, settings)
-    yield Components(settings=settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
+    yield Components(settings=settings, database=database, rounds=rounds, outbox=outbox)
     database.close()
 
 

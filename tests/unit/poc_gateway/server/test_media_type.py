@@ -91,7 +91,7 @@ async def apps(world: World) -> AsyncIterator[list[Served]]:
 
 def _parts(database: Database, world: World) -> Components:
     rounds, outbox = Rounds(database, read_round), Outbox(database, world.settings)
-    return Components(settings=world.settings, database=database, rounds=rounds, outbox=outbox, node_api=None)
+    return Components(settings=world.settings, database=database, rounds=rounds, outbox=outbox)
 
 
 @pytest.mark.parametrize("content_type", [None, "", "application/json", "application/json; charset=utf-8"])
