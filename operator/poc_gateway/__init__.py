@@ -10,3 +10,6 @@
 `server` puts them together, by port. Each package says what belongs in it and what does not; import-linter holds the
 order: server, node_api, query and ingest, outbox, errors and metrics, store, settings.
 """
+
+#: The release that this is, as in ``pyproject.toml``: an image has no package metadata.
+__version__ = "0.1.0"

@@ -125,7 +125,7 @@ def _nameless(path: str) -> str:
 
 
 def _listed_routes(page: str) -> set[tuple[str, str]]:
-    found = [re.fullmatch(r"(GET|POST) (/\S+)", code) for code in _first_cells(page)]
+    found = [re.fullmatch(r"(GET|POST|DELETE) (/\S+)", code) for code in _first_cells(page)]
     return {(match[1], _nameless(match[2].rstrip("…").rstrip("/"))) for match in found if match}
 
 

@@ -22,6 +22,7 @@ ROUTES = {
     "status": {"get"},
     "stop": {"post"},
     "versions": {"get"},
+    "gpus": {"get"},
 }
 
 

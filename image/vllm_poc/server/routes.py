@@ -11,6 +11,7 @@ from fastapi.security import HTTPBearer
 
 from vllm_poc.server.engine import vllm_version
 from vllm_poc.server.errors import install_handlers, refusal
+from vllm_poc.server.gpus import read_gpus
 from vllm_poc.server.service import PocService
 from vllm_poc.wire.answers import CommandResponse, ErrorResponse, PowState, StatusResponse, VersionsResponse
 from vllm_poc.wire.generate import (
@@ -21,6 +22,7 @@ from vllm_poc.wire.generate import (
     ProofVerdict,
     ValidatedResponse,
 )
+from vllm_poc.wire.gpus import GpusResponse
 from vllm_poc.wire.messages import API_PREFIX, ExtendRequest, InitGenerateRequest, InitRequest
 
 _MEANINGS = {
@@ -138,6 +140,12 @@ async def stop(service: Service, round_id: str | None = None) -> CommandResponse
 async def versions() -> VersionsResponse:
     """Tell what runs here. Validation never aborts inference."""
     return VersionsResponse(vllm_version=vllm_version())
+
+
+@router.get("/gpus")
+async def gpus() -> GpusResponse:
+    """Tell of the GPUs that this pod sees, and what their sensors say; none on a CPU."""
+    return await asyncio.to_thread(read_gpus)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -5,21 +5,26 @@ The network calls a pod a backend; here it is a pod until it is written into an 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import PodClient, base_url
-from poc_operator.clients.pods.reference import ReferenceStatus
+from poc_operator.clients.pods.reference import PodVersions, ReferenceStatus
 from poc_operator.observed import PodView
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.gpus import GpusResponse
 
-#: Pods that are asked for their status at once.
+#: Pods that are asked at once.
 _CONCURRENCY = 100
+#: A pod that needs longer does not answer. The network's client gives up after 5 s on what takes two such questions.
+ASK_SECONDS = 2.0
+
+T = TypeVar("T")
 
 
 class Cluster(Protocol):
@@ -76,24 +81,55 @@ class ReadyPods:
         self._client = client
         self._selector = selector
         self._port = port
+        self._versions: dict[str, PodVersions] = {}
 
     async def ready(self) -> list[PodView]:
         """Return the ready pods, by name. StoreError if the API server cannot be asked."""
         pods = await self._cluster.list_pods(self._selector)
         return sorted((pod for pod in pods if pod.ready and pod.ip and not pod.gone), key=lambda pod: pod.name)
 
+    async def starting(self) -> bool:
+        """Whether there are pods that are not ready yet. StoreError if the API server cannot be asked."""
+        return any(not pod.ready and not pod.gone for pod in await self._cluster.list_pods(self._selector))
+
     async def poll(self) -> Sequence[ReadyPod]:
         """Return the ready pods with what they answer."""
+        pods = await self.ready()
+        answers = await self._ask(self._client.status, pods)
+        return [ReadyPod(pod, answer) for pod, answer in zip(pods, answers, strict=True)]
+
+    async def versions(self, pods: Sequence[PodView]) -> Sequence[PodVersions | None]:
+        """Return what runs in these pods; None for one that has never answered. A server is asked once."""
+        servers = [pod.server(self._port) for pod in pods]
+        unknown = [pod for pod, server in zip(pods, servers, strict=True) if server not in self._versions]
+        answers = await self._ask(self._client.versions, unknown)
+        known = {server: versions for server, versions in self._versions.items() if server in servers}
+        for pod, answer in zip(unknown, answers, strict=True):
+            if answer is not None:
+                known[pod.server(self._port)] = answer
+        self._versions = known
+        return [known.get(server) for server in servers]
+
+    async def gpus(self) -> Sequence[GpusResponse | None]:
+        """Return the GPUs of each ready pod; None for one that does not tell of them."""
+        return await self._ask(self._client.gpus, await self.ready())
+
+    async def metrics(self) -> Sequence[str | None]:
+        """Return the metrics of each ready pod's vLLM; None for one that does not answer."""
+        return await self._ask(self._client.metrics, await self.ready())
+
+    async def _ask(self, question: Callable[[str], Awaitable[T]], pods: Sequence[PodView]) -> Sequence[T | None]:
         limit = asyncio.Semaphore(_CONCURRENCY)
 
-        async def ask(pod: PodView) -> ReadyPod:
+        async def ask(pod: PodView) -> T | None:
             async with limit:
                 try:
-                    return ReadyPod(pod, await self._client.status(self._base(pod)))
-                except PodError:
-                    return ReadyPod(pod, None)
+                    async with asyncio.timeout(ASK_SECONDS):
+                        return await question(self._base(pod))
+                except (PodError, TimeoutError):
+                    return None
 
-        return await asyncio.gather(*[ask(pod) for pod in await self.ready()])
+        return await asyncio.gather(*[ask(pod) for pod in pods])
 
     async def generate(self, pod: PodView, request: GenerateRequest) -> GeneratedResponse | ValidatedResponse:
         """Let a pod compute named nonces. PodError if it does not."""

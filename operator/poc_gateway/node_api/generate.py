@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from poc_gateway.errors import Refusal, documented
+from poc_gateway.errors import RETRY_AFTER, Refusal, documented
 from poc_gateway.node_api.base_url import Service
 from poc_gateway.node_api.messages import NetworkGenerate
 from vllm_poc.wire.generate import GeneratedResponse, JobResponse, ValidatedResponse
@@ -18,18 +18,21 @@ _Work = GeneratedResponse | ValidatedResponse | JobResponse
 
 routes = APIRouter()
 
+#: A request with ``wait`` is answered within this time: proxies, and the network's, wait for 60 s.
+WAIT_SECONDS = 55.0
+
 
 @routes.post("/generate", response_model=_Work, responses=documented(409, 422, 507))
 async def generate(body: NetworkGenerate, request: Request, service: Service) -> Response:
     """Compute named nonces, or compare received artifacts with them, on whichever pods are free.
 
-    With `wait` the answer is the result, and the work is dropped if the client goes away. Without, the work is
-    queued, survives a restart of the gateway, and its result is also sent to `url` if there is one.
+    With `wait` the answer is the result, or 503 after 55 s; the work is dropped if the client goes away. Without, it
+    is queued, survives a restart of the gateway, and its result is also sent to `url` if there is one.
     The p-value's threshold is `stat_test.fraud_threshold`, or else `stat_test.p_value_threshold`.
     """
     checked = service.check(body)
     if checked.wait:
-        result = await _while_connected(request, service.jobs.compute(checked))
+        result = await _while_connected(request, _in_time(service.jobs.compute(checked), len(checked.nonces)))
         return _json(result.model_dump_json(exclude_none=True))
     return _json((await service.jobs.submit(checked)).model_dump_json(exclude_none=True))
 
@@ -42,6 +45,19 @@ async def generate_result(request_id: str, service: Service) -> Response:
 
 def _json(text: str) -> Response:
     return Response(text, media_type="application/json")
+
+
+async def _in_time(work: Coroutine[Any, Any, Result], nonces: int) -> Result:
+    """Return what ``work`` returns; refused with 503 if that takes longer than a client would wait."""
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            return await work
+    except TimeoutError:
+        detail = (
+            f"the pods did not compute {nonces} nonces within {WAIT_SECONDS:.0f} s: send the request without wait and "
+            "fetch its result, or send fewer nonces at once"
+        )
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotInTime", detail, headers=RETRY_AFTER) from None
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

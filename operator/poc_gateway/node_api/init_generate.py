@@ -6,21 +6,25 @@ Twice: in the words of the network's node (``/api/v1/inference/pow``), and in th
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any, Literal
 
 from fastapi import APIRouter
 
-from poc_gateway.errors import documented
+from poc_gateway.errors import Refusal, documented
 from poc_gateway.node_api.base_url import Service
+from poc_gateway.node_api.cluster import ReadyPod
 from poc_gateway.node_api.messages import (
     FIRST_PORT,
     Backend,
     BackendFailure,
+    BackendStatus,
     FanOut,
     NetworkInit,
     NodeStatus,
     PodCommand,
     PodStatus,
+    PowVersions,
 )
 from poc_gateway.node_api.pocrounds import waits_for_operator
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -52,8 +56,20 @@ async def node_stop(service: Service) -> FanOut:
 
 @node.get("/status", response_model_exclude_none=True)
 async def get_node_status(service: Service) -> NodeStatus:
-    """Tell what the pods do."""
+    """Tell what the pods do, and how fast each computes its slot."""
     return node_status(*await service.observe())
+
+
+@node.get("/versions", responses=documented(503))
+@pod.get("/versions", responses=documented(503))
+async def get_versions(service: Service) -> PowVersions:
+    """Tell what runs in the pods, as a pod does."""
+    versions = await service.versions()
+    if versions.vllm_version is None:
+        detail = "no ready pod tells what runs in it: wait for one, or look at the pods"
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, headers={"Retry-After": "10"})
+    fields = versions.model_dump(exclude={"version"})
+    return PowVersions(gonka_poc_version=versions.version, **fields)
 
 
 @pod.post("/init/generate", responses=CHANGES, response_model_exclude_none=True)
@@ -72,7 +88,7 @@ async def pod_stop(service: Service) -> PodCommand:
 @pod.get("/status")
 async def get_pod_status(service: Service) -> PodStatus:
     """Tell what the cluster does, as if it was one pod."""
-    return pod_status(*await service.observe())
+    return pod_status(await service.rounds.active(), await service.pods.ready())
 
 
 def overall(round_: PoCRound | None) -> Overall:
@@ -84,21 +100,29 @@ def overall(round_: PoCRound | None) -> Overall:
     return "GENERATING" if active == len(slots) else "MIXED"
 
 
-def backends(pods: Sequence[PodView], status: dict[str, str] | str) -> list[Backend]:
-    """Number the pods; their status is one for all, or by uid where it is not IDLE."""
-    words = [status if isinstance(status, str) else status.get(pod.uid, "IDLE") for pod in pods]
-    return [Backend(port=FIRST_PORT + place, status=word) for place, word in enumerate(words)]
+def backends(pods: Sequence[PodView], status: str) -> list[Backend]:
+    """Number the pods, which have one status."""
+    return [Backend(port=FIRST_PORT + place, status=status) for place, _ in enumerate(pods)]
 
 
-def node_status(round_: PoCRound | None, pods: Sequence[PodView]) -> NodeStatus:
-    """Return the node's status."""
+def node_status(round_: PoCRound | None, found: Sequence[ReadyPod]) -> NodeStatus:
+    """Return the node's status. A pod that computes something else than the round is idle for the network."""
     slots = round_.status.assignments if round_ is not None else []
-    generating = {slot.uid: "GENERATING" for slot in slots if slot.uid is not None and slot.state.active}
+    generating = {slot.uid for slot in slots if slot.uid is not None and slot.state.active}
     return NodeStatus(
-        status=overall(round_) if pods else "NO_BACKENDS",
-        backends=backends(pods, generating),
-        detail=note(round_, pods),
+        status=overall(round_) if found else "NO_BACKENDS",
+        backends=[
+            _backend(FIRST_PORT + place, one, generates=one.pod.uid in generating) for place, one in enumerate(found)
+        ],
+        detail=note(round_, [one.pod for one in found]),
     )
+
+
+def _backend(port: int, found: ReadyPod, *, generates: bool) -> BackendStatus:
+    if not generates:
+        return BackendStatus(port=port, status="IDLE")
+    stats = (found.status.stats if found.status is not None else None) or RoundStats()
+    return BackendStatus(port=port, status="GENERATING", nonces_per_second=stats.nonces_per_second, stats=stats)
 
 
 def note(round_: PoCRound | None, pods: Sequence[PodView]) -> str | None:

@@ -61,11 +61,95 @@ class UpRequest(WireMessage):
     model: str = Field(min_length=1)
 
 
+class UpStatus(WireMessage):
+    """``GET inference/up/status``."""
+
+    is_running: bool
+    status: Literal["not_started", "starting", "running"]
+    error: str | None = None
+
+
+class ModelName(WireMessage):
+    """A model of the hub, at a commit or at any."""
+
+    hf_repo: str = Field(min_length=1, max_length=512)
+    hf_commit: str | None = None
+
+
+WeightsState = Literal["DOWNLOADED", "DOWNLOADING", "NOT_FOUND"]
+
+
+class ModelStatus(WireMessage):
+    """``POST models/status``. How far a download is, pods do not tell."""
+
+    model: ModelName
+    status: WeightsState
+    progress: None = None
+    error_message: str | None = None
+
+
+class ModelDownload(WireMessage):
+    """``POST models/download``. IGNORED means that the model is not fetched."""
+
+    task_id: str
+    status: Literal["DOWNLOADED", "DOWNLOADING", "IGNORED"]
+    model: ModelName
+
+
+class ListedModel(WireMessage):
+    """A model whose weights are there."""
+
+    model: ModelName
+    status: WeightsState
+
+
+class ModelList(WireMessage):
+    """``GET models/list``."""
+
+    models: list[ListedModel]
+
+
+class GpuDevice(WireMessage):
+    """A GPU, by its place among all of the ML node's. Sizes are MiB; null is what its driver does not tell."""
+
+    index: int
+    name: str
+    total_memory_mb: int | None
+    free_memory_mb: int | None
+    used_memory_mb: int | None
+    utilization_percent: int | None
+    temperature_c: int | None
+    is_available: bool
+    error_message: str | None
+
+
+class GpuDevices(WireMessage):
+    """``GET gpu/devices``."""
+
+    devices: list[GpuDevice]
+    count: int
+
+
+class GpuDriver(WireMessage):
+    """``GET gpu/driver``."""
+
+    driver_version: str
+    cuda_driver_version: str | None
+    nvml_version: str | None
+
+
 class Backend(WireMessage):
     """One pod, by its place among the ready ones."""
 
     port: int
     status: str
+
+
+class BackendStatus(Backend):
+    """One pod, and how far its slot is."""
+
+    nonces_per_second: float = 0.0
+    stats: RoundStats = Field(default_factory=RoundStats)
 
 
 class BackendFailure(WireMessage):
@@ -90,7 +174,7 @@ class NodeStatus(WireMessage):
     """The node's status: of all pods together, and of each."""
 
     status: Literal["GENERATING", "MIXED", "IDLE", "NO_BACKENDS"]
-    backends: list[Backend]
+    backends: list[BackendStatus]
     detail: str | None = None
 
 
@@ -128,3 +212,20 @@ class NodeState(WireMessage):
     poc_status: str
     inference_healthy: bool
     loaded_model: str | None
+    poc_validation_inference: bool
+
+
+class NodeVersions(WireMessage):
+    """``GET /api/v1/versions``. vLLM's release is that of the first pod that answers."""
+
+    version: str
+    vllm_version: str | None
+    poc_validation_inference: bool
+
+
+class PowVersions(WireMessage):
+    """``GET pow/versions``, as a pod answers it."""
+
+    vllm_version: str
+    gonka_poc_version: str
+    poc_validation_inference: bool

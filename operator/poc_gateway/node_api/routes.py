@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends
 from fastapi.security import HTTPBearer
 
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.node_api import generate, init_generate, node
+from poc_gateway.node_api import generate, hardware, init_generate, node, weights
 from poc_gateway.node_api.base_url import node_of
 from vllm_poc.wire.messages import API_PREFIX
 
@@ -32,7 +32,8 @@ def router() -> APIRouter:
     for prefix, rounds in ((NODE_PREFIX, init_generate.node), (API_PREFIX, init_generate.pod)):
         for area in (rounds, generate.routes, absent):
             routes.include_router(area, prefix=prefix)
-    routes.include_router(node.routes, prefix="/api/v1")
+    for area in (node.routes, weights.routes, hardware.routes):
+        routes.include_router(area, prefix="/api/v1")
     return routes
 
 

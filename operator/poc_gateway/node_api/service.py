@@ -11,11 +11,13 @@ from fnmatch import fnmatchcase
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
+from poc_gateway import __version__
 from poc_gateway.errors import Refusal, field_refusal
 from poc_gateway.node_api.cluster import Cluster, ReadyPod, ReadyPods
 from poc_gateway.node_api.jobs import Jobs, fail_foreign_jobs
-from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit
+from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit, NodeVersions
 from poc_gateway.node_api.ml_nodes import MlNode, load_ml_nodes
+from poc_gateway.node_api.node_metrics import NodeMetrics
 from poc_gateway.node_api.pocrounds import NetworkRounds
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
@@ -51,6 +53,7 @@ class NodeApi:
         self.pods = ReadyPods(cluster, client, selector=template.selector, port=template.port)
         self.rounds = NetworkRounds(cluster, ml_node)
         self.jobs = Jobs(database, self.pods, settings, ml_node.name)
+        self.metrics = NodeMetrics(self.pods, model=template.model, version=__version__)
         self._settings = settings
 
     async def start(self) -> None:
@@ -73,9 +76,17 @@ class NodeApi:
         left = await self.rounds.stop()
         return next(iter(left), None), await self.pods.ready()
 
-    async def observe(self) -> tuple[PoCRound | None, list[PodView]]:
-        """Return the active round and the ready pods."""
-        return await self.rounds.active(), await self.pods.ready()
+    async def observe(self) -> tuple[PoCRound | None, Sequence[ReadyPod]]:
+        """Return the active round, and the ready pods with what they answer."""
+        return await self.rounds.active(), await self.pods.poll()
+
+    async def versions(self) -> NodeVersions:
+        """Return what runs here. Inference goes on during a validation if every ready pod says so."""
+        pods = await self.pods.ready()
+        told = await self.pods.versions(pods)
+        first = next((one.vllm_version for one in told if one is not None and one.vllm_version), None)
+        proven = bool(pods) and all(one is not None and one.poc_validation_inference for one in told)
+        return NodeVersions(version=__version__, vllm_version=first, poc_validation_inference=proven)
 
     def check(self, request: NetworkGenerate) -> NetworkGenerate:
         """Refuse named nonces whose result could not be delivered."""

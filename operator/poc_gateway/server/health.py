@@ -1,21 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the gateway can store: what the kubelet asks, and the network's client."""
+"""Whether the gateway can store, which the kubelet asks, and whether an ML node is well, which the network asks.
+
+The gateway is ready without pods: a round may wait for them. An ML node is ill if pods are ready and none answers.
+"""
 
 import asyncio
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from sqlalchemy import text
+from starlette.types import Scope
 
-from poc_gateway.errors import Refusal, documented
+from poc_gateway.errors import RETRY_AFTER, Refusal, documented
+from poc_gateway.node_api.base_url import resolved
+from poc_gateway.node_api.node import state_fields
+from poc_gateway.node_api.service import NodeApi
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
+from poc_operator.clients.errors import StoreError
 
 #: A write that changes nothing may take this long, behind those that wait.
 WRITE_SECONDS = 2.0
 #: An answer is given again for this long, so that many probes cost one write.
 CACHE_SECONDS = 1.0
+#: What an ML node's pods told is given again for this long.
+ML_NODE_CACHE_SECONDS = 5.0
 #: The schema's revision, which is always there: a full disk or a database that may only be read shows in the commit.
 _WRITE = text("UPDATE alembic_version SET version_num = version_num")
 
@@ -49,8 +62,13 @@ class Health:
 
 
 def router(database: Database) -> APIRouter:
-    """Return the routes, which need no token."""
+    """Return the routes of the inside's port, which need no token."""
     routes, health = APIRouter(responses=documented(503)), Health(database)
+
+    @routes.get("/livez")
+    async def live() -> dict[str, str]:
+        """Answer 200 while the process answers at all."""
+        return {"status": "OK"}
 
     @routes.get("/health")
     @routes.get("/readyz")
@@ -62,3 +80,77 @@ def router(database: Database) -> APIRouter:
         return {"status": "OK"}
 
     return routes
+
+
+class MlNodeHealth:
+    """Whether ML nodes are well; what one tells is given again for `ML_NODE_CACHE_SECONDS`."""
+
+    def __init__(self, database: Database) -> None:
+        self._storage = Health(database)
+        self._told: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    async def tell(self, node: NodeApi) -> dict[str, Any]:
+        """Return what ``GET health`` answers. ``problem`` is null if all is well."""
+        name = node.ml_node.name
+        asked, told = self._told.get(name, (float("-inf"), {}))
+        if time.monotonic() - asked > ML_NODE_CACHE_SECONDS:
+            told = await self._ask(node)
+            self._told[name] = (time.monotonic(), told)
+        return told
+
+    async def _ask(self, node: NodeApi) -> dict[str, Any]:
+        problem = await self._storage.problem()
+        try:
+            round_, found = await node.observe()
+            gpus = [gpu.name or "unknown" for pod in await node.pods.gpus() if pod is not None for gpu in pod.devices]
+        except StoreError as error:
+            return {"problem": problem or f"the Kubernetes API server cannot be asked: {error}", "service_state": None}
+        state = state_fields(round_, found)
+        running, healthy = bool(found), bool(state["inference_healthy"])
+        if running and not healthy:
+            problem = problem or f"{len(found)} pods are ready, and none of them answers: look at their logs"
+        return {
+            "problem": problem,
+            "service_state": state["state"],
+            "gpu": {"available": bool(gpus), "count": len(gpus), "devices": gpus},
+            "managers": {
+                "pow": {"running": state["state"] == "POW", "healthy": healthy},
+                "inference": {"running": running, "healthy": healthy},
+                "train": {"running": False, "healthy": False},
+            },
+        }
+
+
+def ml_node_router(database: Database) -> APIRouter:
+    """Return the routes of the network's port, which need no token. Without an ML node they tell of the gateway."""
+    routes, storage, health = APIRouter(responses=documented(404, 503)), Health(database), MlNodeHealth(database)
+
+    async def told(scope: Scope) -> dict[str, Any]:
+        found = resolved(scope)
+        if found.node is not None:
+            return await health.tell(found.node)
+        if found.named and found.refusal is not None:
+            raise found.refusal
+        return {"problem": await storage.problem(), "service_state": None}
+
+    @routes.get("/health", response_model=None)
+    @routes.get("/livez", response_model=None)
+    async def node_health(request: Request) -> JSONResponse:
+        """Tell of the ML node's parts; 503 if the gateway cannot store, or pods are ready and none answers."""
+        fields = await told(request.scope)
+        return _answer(fields["problem"], {key: value for key, value in fields.items() if key != "problem"})
+
+    @routes.get("/readyz", response_model=None)
+    async def node_ready(request: Request) -> JSONResponse:
+        """Tell whether the ML node takes calls; 503 as for `health`."""
+        problem = (await told(request.scope))["problem"]
+        return _answer(problem, {"ready": problem is None})
+
+    return routes
+
+
+def _answer(problem: str | None, fields: Mapping[str, Any]) -> JSONResponse:
+    if problem is None:
+        return JSONResponse({"status": "healthy", **fields})
+    error = {"reason": "NotReady", "detail": problem}
+    return JSONResponse({"status": "unhealthy", **fields, **error}, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER)

@@ -37,7 +37,7 @@ LARGEST_AT_ONCE = 4
 Authorize = Callable[[Scope], Refusal | None]
 
 #: What anybody may ask, the kubelet among them.
-OPEN_PATHS = frozenset({"/readyz", "/health", "/openapi.json"})
+OPEN_PATHS = frozenset({"/readyz", "/livez", "/health", "/openapi.json"})
 _CALLBACKS = "/callbacks/"
 #: Where the uid stands in /callbacks/{namespace}/{name}/{uid}/….
 _UID = 4

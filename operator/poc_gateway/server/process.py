@@ -94,7 +94,7 @@ def inside_app(components: Components) -> FastAPI:
 def network_app(components: Components) -> FastAPI:
     """Return the app for the network's node: all ML nodes, each below its base URL."""
     settings = components.settings
-    app = _app("Proof-of-Compute node", health.router(components.database), node_routes.router())
+    app = _app("Proof-of-Compute node", health.ml_node_router(components.database), node_routes.router())
     app.add_middleware(JsonBodies)
     app.add_middleware(Access, authorize=network_access(settings.network_token))
     app.add_middleware(BaseUrls, ml_nodes=components.ml_nodes)

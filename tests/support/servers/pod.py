@@ -2,6 +2,7 @@
 """A pod in this process: an ASGI app that looks like vLLM's, with the PoC middleware, over a fake engine."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import monotonic
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 from prometheus_client import make_asgi_app
+from starlette.routing import Mount
 
 from tests.support.fakes.engine import FakeEngineClient
 from vllm_poc.server.app import PocMiddleware
@@ -33,7 +35,9 @@ class Pod:
         self.app.get("/v1/models")(lambda: {"data": ["tiny"]})
         for path in ("chat/completions", "completions", "responses"):
             self.app.post(f"/v1/{path}")(_infer)
-        self.app.mount("/metrics", make_asgi_app())
+        metrics = Mount("/metrics", make_asgi_app())
+        metrics.path_regex = re.compile("^/metrics(?P<path>.*)$")  # as vLLM does, so that nothing is redirected
+        self.app.routes.append(metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://pod")
 
     def become_ready(self) -> None:

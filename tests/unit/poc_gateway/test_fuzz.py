@@ -122,7 +122,7 @@ def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.05)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        world = runner.run(stack.enter_async_context(running_world(tmp_path, pods=1, also=None, **SETTINGS)))
+        world = runner.run(stack.enter_async_context(running_world(tmp_path, pods=1, one=None, also=None, **SETTINGS)))
         try:
             _fuzz_network(runner, world)
         finally:

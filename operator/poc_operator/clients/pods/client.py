@@ -11,9 +11,10 @@ from yarl import URL
 from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRefused, PodTimeout, PodUnreachable
 from poc_operator.clients.http import read_bounded
 from poc_operator.clients.pods import reference
-from poc_operator.clients.pods.reference import Command, Status
+from poc_operator.clients.pods.reference import Command, PodVersions, Status
 from vllm_poc.wire.answers import ErrorResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.gpus import GpusResponse
 from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ExtendRequest, InitGenerateRequest
 
 #: A status with its lists left out is about 1 KiB; no state or command is near this.
@@ -21,6 +22,9 @@ MAX_BODY_BYTES = 64 * 2**10
 
 #: The distances of 1 000 nonces take about 60 KiB; no result is near this.
 MAX_RESULT_BYTES = 1024 * 2**10
+
+#: The metrics of a vLLM server take some 100 KiB.
+MAX_METRICS_BYTES = 4 * 2**20
 
 #: Seconds for a status poll: a pod that needs longer counts as not answering.
 STATUS_SECONDS = 5.0
@@ -39,6 +43,10 @@ Answer = TypeVar("Answer")
 _STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 
 _COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
+
+_VERSIONS: TypeAdapter[PodVersions] = TypeAdapter(PodVersions)
+
+_GPUS: TypeAdapter[GpusResponse] = TypeAdapter(GpusResponse)
 
 _RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(GeneratedResponse | ValidatedResponse)
 
@@ -66,6 +74,22 @@ class PodClient:
         """Return the pod's state and counters, without the lists of valid nonces."""
         url = URL(f"{base}/status").with_query(lists="false")
         return await self._call("GET", url, STATUS_SECONDS, _STATUS)
+
+    async def versions(self, base: str) -> PodVersions:
+        """Return what runs in the pod."""
+        return await self._call("GET", URL(f"{base}/versions"), STATUS_SECONDS, _VERSIONS)
+
+    async def gpus(self, base: str) -> GpusResponse:
+        """Return the pod's GPUs. NotAPodOfOurs from pods that do not tell of them."""
+        return await self._call("GET", URL(f"{base}/gpus"), STATUS_SECONDS, _GPUS)
+
+    async def metrics(self, base: str) -> str:
+        """Return the exposition of vLLM's own metrics."""
+        url = URL(base.removesuffix(API_PREFIX) + "/metrics")
+        status, body = await self._exchange("GET", url, STATUS_SECONDS, None, MAX_METRICS_BYTES)
+        if status != HTTPStatus.OK:
+            raise NotAPodOfOurs(f"HTTP {status} to a request for metrics")
+        return body.decode(errors="replace")
 
     async def start(self, base: str, request: InitGenerateRequest) -> Command:
         """Start a slot; safe to repeat, since the request carries the round's id."""
@@ -100,11 +124,16 @@ class PodClient:
         *,
         limit: int = MAX_BODY_BYTES,
     ) -> Answer:
+        return _parse(*await self._exchange(method, url, seconds, body, limit), answer)
+
+    async def _exchange(
+        self, method: str, url: URL, seconds: float, body: object | None, limit: int
+    ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=seconds)
         call = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False)
         try:
             async with call as response:
-                return _parse(response.status, await _read(response, limit), answer)
+                return response.status, await _read(response, limit)
         except TimeoutError as error:
             raise PodTimeout(f"no answer within {seconds:g} s") from error
         except aiohttp.ClientError as error:

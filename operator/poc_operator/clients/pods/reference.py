@@ -17,7 +17,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodBusy, PodRefused
 from poc_operator.observed import PodView
 from vllm_poc.wire.answers import CommandResponse, Index, PowState, RoundConfig, RoundStats, StatusResponse
-from vllm_poc.wire.messages import MAX_TEXT, Protocol, WireMessage
+from vllm_poc.wire.messages import MAX_TEXT, Protocol, ShortText, WireMessage
 
 
 class ReferenceConfig(WireMessage):
@@ -40,6 +40,13 @@ class ReferenceStatus(WireMessage):
     status: Literal[PowState.IDLE, PowState.GENERATING]
     config: ReferenceConfig | None = None
     stats: RoundStats | None = None
+
+
+class PodVersions(WireMessage):
+    """``GET versions`` of any pod. A pod that does not say that it validates beside inference does not."""
+
+    vllm_version: ShortText = ""
+    poc_validation_inference: bool = False
 
 
 class ReferenceCommand(WireMessage):

@@ -116,12 +116,14 @@ class MemoryCluster:
 class World:
     """A gateway, its database, its cluster's pods."""
 
-    def __init__(self, stack: AsyncExitStack, folder: Path, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, stack: AsyncExitStack, folder: Path, settings: Mapping[str, str], one: Mapping[str, Any]
+    ) -> None:
         self.clusters: dict[str, MemoryCluster] = {}
         self.ml_nodes: list[MlNode] = []
         self.pods: dict[str, Pod] = {}
         self.port = free_port()
-        self.ml_node = self.add_ml_node("one")
+        self.ml_node = self.add_ml_node("one", **one)
         self.cluster = self.clusters["one"]
         self.settings = Settings.from_environment(settings)
         self._url = f"sqlite:///{folder}/gateway.db"
@@ -186,9 +188,9 @@ class World:
         self.announce(host, ml_node)
         return pod
 
-    def announce(self, host: str, ml_node: str = "one") -> None:
+    def announce(self, host: str, ml_node: str = "one", *, ready: bool = True) -> None:
         """Let the API server tell of a ready pod, whether it is there or not."""
-        view = PodView(name=f"pod-{host}", namespace="ns", uid=host, labels=LABELS, ip=host, ready=True)
+        view = PodView(name=f"pod-{host}", namespace="ns", uid=host, labels=LABELS, ip=host, ready=ready)
         self.clusters[ml_node].pods.append(view)
 
     async def post(self, path: str, body: object = None) -> httpx.Response:
@@ -212,12 +214,13 @@ async def running_world(
     folder: Path,
     *,
     pods: int,
+    one: Mapping[str, Any] | None = None,
     also: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> AsyncIterator[World]:
-    """Run a gateway in front of some pods of the ML node ``one``; ``also`` are more ML nodes by name."""
+    """Run a gateway in front of some pods of the ML node ``one``, with these fields; ``also`` are more ML nodes."""
     async with AsyncExitStack() as stack:
-        world = World(stack, folder, settings)
+        world = World(stack, folder, settings, one or {})
         for name, fields in (also or {}).items():
             world.add_ml_node(name, **fields)
         for number in range(1, pods + 1):

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from poc_gateway.node_api import dispatch, pocrounds
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
+
+#: What the pods' vLLM calls itself.
+VLLM_VERSION = "0.25.1"
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +18,12 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pocrounds, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(dispatch.Dispatcher.__init__, "__kwdefaults__", {"look_seconds": 0.1})
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.2)
+
+
+@pytest.fixture(autouse=True)
+def _vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.version", ModuleType("vllm.version"))
+    monkeypatch.setattr(sys.modules["vllm.version"], "__version__", VLLM_VERSION, raising=False)
 
 
 @pytest.fixture

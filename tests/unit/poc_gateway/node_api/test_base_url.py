@@ -24,7 +24,7 @@ async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setenv("TOKEN_OF_B", "secret-b")
     fields = {"number": 2, "host": HOST, "token": {"env": "TOKEN_OF_B"}}
     token = {"POC_GATEWAY_NETWORK_TOKEN": "secret-one"}
-    async with running_world(tmp_path, pods=1, also={"b": fields}, **token) as world:
+    async with running_world(tmp_path, pods=1, one=None, also={"b": fields}, **token) as world:
         await world.add_pod("127.0.0.2", "b")
         yield world
 
@@ -86,8 +86,8 @@ async def test_several_ml_nodes_are_told_apart_by_path_and_host(pair: World) -> 
     assert (await ask(pair, "GET", "/nodes/one/api/v1/state", host=HOST)).status_code == 200
     unnamed = error_of(await ask(pair, "GET", "/api/v1/state"), 404, "MlNodeNotFound")
     assert "put /nodes/NAME in front of the path" in unnamed.detail
-    unknown = error_of(await ask(pair, "GET", "/nodes/c/api/v1/state"), 404, "MlNodeNotFound")
-    assert "no ML node is called c" in unknown.detail
+    for path in ("/nodes/c/api/v1/state", "/nodes/c/readyz"):
+        assert "no ML node is called c" in error_of(await ask(pair, "GET", path), 404, "MlNodeNotFound").detail
     # The gateway itself is ready whichever ML nodes it has.
     assert (await ask(pair, "GET", "/readyz")).status_code == 200
 

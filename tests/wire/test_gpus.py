@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pod tells of its GPUs. Of NVML only its binding is a stand-in; without one a pod has no GPUs."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.servers.pod import Pod
+from vllm_poc.server import gpus
+from vllm_poc.wire.messages import API_PREFIX
+
+
+class NvmlError(Exception):
+    """What the binding raises."""
+
+
+def binding(**functions: Any) -> ModuleType:  # noqa: ANN401
+    """A binding with two GPUs, of which the second is lost; what it lacks, a GPU does not have."""
+    nvml: Any = ModuleType("pynvml")
+
+    def handle(index: int) -> int:
+        if index == 1:
+            raise NvmlError("GPU is lost")
+        return index
+
+    def refuse(*_: object) -> int:
+        raise NvmlError("Not Supported")
+
+    nvml.NVMLError = NvmlError
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlDeviceGetCount = lambda: 2
+    nvml.nvmlDeviceGetHandleByIndex = handle
+    nvml.nvmlSystemGetCudaDriverVersion = lambda: 13010
+    nvml.nvmlSystemGetDriverVersion = lambda: b"580.1"
+    nvml.nvmlSystemGetNVMLVersion = lambda: "13.580.1"
+    nvml.nvmlDeviceGetName = lambda _: "NVIDIA H200"
+    nvml.nvmlDeviceGetMemoryInfo = lambda _: SimpleNamespace(total=150 * 2**30, free=100 * 2**30, used=50 * 2**30)
+    nvml.nvmlDeviceGetUtilizationRates = lambda _: SimpleNamespace(gpu=87)
+    nvml.nvmlDeviceGetTemperature = lambda _, which: 41 + which
+    nvml.nvmlDeviceGetPowerUsage = lambda _: 412_300
+    nvml.nvmlDeviceGetEnforcedPowerLimit = lambda _: 700_000
+    nvml.nvmlDeviceGetClockInfo = lambda _, __: 1980
+    nvml.nvmlDeviceGetTotalEccErrors = refuse
+    reading = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=55))
+    nvml.nvmlDeviceGetFieldValues = lambda _, fields: [reading for _ in fields]
+    for name, function in functions.items():
+        setattr(nvml, name, function)
+    made: ModuleType = nvml
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _looked_for_anew() -> Iterator[None]:
+    gpus._nvml.cache_clear()
+    yield
+    gpus._nvml.cache_clear()
+
+
+async def ask(pod: Pod) -> Any:  # noqa: ANN401
+    answer = await pod.http.get(f"{API_PREFIX}/gpus")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_without_nvml_there_are_no_gpus(pod: Pod) -> None:
+    nothing: dict[str, Any] = {"devices": [], "driver_version": None, "cuda_driver_version": None, "nvml_version": None}
+    assert await ask(pod) == nothing
+
+
+async def test_without_a_driver_there_are_no_gpus(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise NvmlError("NVML Shared Library Not Found")
+
+    monkeypatch.setitem(sys.modules, "pynvml", binding(nvmlInit=refuse))
+    assert (await ask(pod))["devices"] == []
+
+
+async def test_a_driver_that_fails_later_leaves_no_gpus(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise NvmlError("Driver Not Loaded")
+
+    monkeypatch.setitem(sys.modules, "pynvml", binding(nvmlDeviceGetCount=refuse))
+    assert (await ask(pod))["devices"] == []
+
+
+async def test_gpus_are_told_with_the_sensors_that_they_have(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", binding())
+    told = await ask(pod)
+    assert (told["driver_version"], told["cuda_driver_version"], told["nvml_version"]) == ("580.1", "13.1", "13.580.1")
+    first, lost = told["devices"]
+    assert {name: value for name, value in first.items() if value is not None} == {
+        "index": 0,
+        "name": "NVIDIA H200",
+        "memory_total_bytes": 150 * 2**30,
+        "memory_free_bytes": 100 * 2**30,
+        "memory_used_bytes": 50 * 2**30,
+        "utilization_percent": 87,
+        "temperature_celsius": 41,
+        "memory_temperature_celsius": 55,
+        "power_watts": pytest.approx(412.3),
+        "power_limit_watts": 700,
+        "sm_clock_hertz": 1_980_000_000,
+    }
+    assert {name: value for name, value in lost.items() if value is not None} == {"index": 1, "error": "GPU is lost"}
