@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gateway as a process of its own, which reads PoCRounds from a JSON file instead of an API server.
 
-python -m tests.simulation.gateway_process ROUNDS.json, with the gateway's settings in the environment.
+python -m tests.simulation.gateway_process ROUNDS.json [HOST …], with the gateway's settings in the environment. Every
+ML node has a pod at each of the hosts.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ import uvloop
 from hack.images.site import ROOT
 from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
+from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.observed import PodView
 from tests.support.servers.http_server import free_port
 from vllm_poc import logs
 
@@ -37,30 +40,55 @@ class GatewayProcess:
     process: subprocess.Popen[bytes]
     url: str
     metrics_url: str
+    network_url: str = ""
+
+
+class FixedPods:
+    """An ML node's cluster with pods at fixed addresses, in which no rounds are started."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._pods = [PodView(name=f"pod-{host}", namespace="ns", uid=host, ip=host, ready=True) for host in hosts]
+
+    async def list_rounds(self) -> list[PoCRound]:
+        return []
+
+    async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:
+        raise NotImplementedError
+
+    async def finish(self, name: str) -> None:
+        raise NotImplementedError
+
+    async def list_pods(self, selector: LabelSelector) -> list[PodView]:
+        assert str(selector)
+        return self._pods
 
 
 @contextmanager
 def gateway(
-    database: str, rounds: Path, log: Path, settings: Mapping[str, str] | None = None
+    database: str,
+    rounds: Path,
+    log: Path,
+    settings: Mapping[str, str] | None = None,
+    hosts: Sequence[str] = (),
 ) -> Iterator[GatewayProcess]:
     """Run a gateway until the block ends; then it ends in order."""
-    port, metrics = free_port(), free_port()
+    port, metrics, network = free_port(), free_port(), free_port()
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("operator", "image", ".")),
         "POC_GATEWAY_DATABASE": database,
         "POC_GATEWAY_PORT": str(port),
         "POC_GATEWAY_METRICS_PORT": str(metrics),
-        "POC_GATEWAY_NETWORK_PORT": str(free_port()),
+        "POC_GATEWAY_NETWORK_PORT": str(network),
         "POC_GATEWAY_PEER_REQUESTS": "1000000",  # all load comes from one address
         **(settings or {}),
     }
-    argv = (sys.executable, "-m", "tests.simulation.gateway_process", str(rounds))
+    argv = (sys.executable, "-m", "tests.simulation.gateway_process", str(rounds), *hosts)
     with log.open("ab") as output, subprocess.Popen(argv, env=environment, cwd=ROOT, stderr=output) as process:
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(process, url)
-            yield GatewayProcess(process, url, f"http://127.0.0.1:{metrics}/metrics")
+            yield GatewayProcess(process, url, f"http://127.0.0.1:{metrics}/metrics", f"http://127.0.0.1:{network}")
         finally:
             process.terminate()
 
@@ -87,7 +115,8 @@ def main() -> None:
 
     logs.configure()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run(Settings.from_environment(os.environ), read_round))
+        pods = FixedPods(sys.argv[2:])
+        runner.run(run(Settings.from_environment(os.environ), read_round, lambda _: pods))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 """The routes that the network's own client calls, one module per area; an init becomes a PoCRound.
 
 What belongs here: which ML node a request is for (`ml_nodes`, `base_url`), the areas (`init_generate`, `generate`,
-`node`, `weights`, `hardware`), and what stands behind them (`service`): the ML node's PoCRounds, and named nonces as
-jobs that are dispatched to pods. What does not: results of rounds, which pods deliver to `poc_gateway.ingest`, and
-posting callbacks, which `poc_gateway.outbox` does.
+`node`, `weights`, `hardware`), chat to the pods (`chat`), and what stands behind them (`service`): the ML node's
+PoCRounds, and named nonces as jobs that are dispatched to pods. What does not: results of rounds, which pods deliver to
+`poc_gateway.ingest`, and posting callbacks, which `poc_gateway.outbox` does.
 
 A job of ``POST generate``::
 

@@ -27,6 +27,7 @@ _VERSION = re.compile(r"[vV]?\d[\w.+-]{0,63}", re.ASCII)
 #: What follows a version: the first segments of the ML node's paths. ``/v1/models`` begins with no version.
 _AFTER_VERSION = frozenset({"api", "v1", _NODES, "health", "livez", "readyz"})
 _STATE = "resolved"
+CHAT_PREFIX = "/v1"
 
 
 class Resolved(NamedTuple):
@@ -62,6 +63,23 @@ class BaseUrls:
         if len(self._by_name) == 1:
             return Resolved(next(iter(self._by_name.values())), None, named=False)
         return Resolved(None, _ambiguous() if self._by_name else _none(), named=False)
+
+
+class Chat:
+    """ASGI middleware that hands what is below ``/v1`` to the ML node's proxy; it stands behind `BaseUrls`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        if scope["type"] != "http" or not (scope["path"] == CHAT_PREFIX or scope["path"].startswith(f"{CHAT_PREFIX}/")):
+            await self._app(scope, receive, send)
+            return
+        found = resolved(scope)
+        if found.node is not None:
+            await found.node.chat.serve(scope, receive, send)
+        else:
+            await (found.refusal or _none()).response()(scope, receive, send)
 
 
 def resolved(scope: Scope) -> Resolved:

@@ -18,6 +18,7 @@ from poc_operator.observed import PodView
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 from vllm_poc.wire.gpus import GpusResponse
+from vllm_poc.wire.messages import API_PREFIX
 
 #: Pods that are asked at once.
 _CONCURRENCY = 100
@@ -134,6 +135,10 @@ class ReadyPods:
     async def generate(self, pod: PodView, request: GenerateRequest) -> GeneratedResponse | ValidatedResponse:
         """Let a pod compute named nonces. PodError if it does not."""
         return await self._client.generate(self._base(pod), request)
+
+    def address(self, pod: PodView) -> str:
+        """Return the address of a pod's server, without a path."""
+        return self._base(pod).removesuffix(API_PREFIX)
 
     def _base(self, pod: PodView) -> str:
         return base_url(pod.ip or "", self._port)

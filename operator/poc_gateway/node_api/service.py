@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from poc_gateway import __version__
 from poc_gateway.errors import Refusal, field_refusal
+from poc_gateway.node_api.chat import ChatProxy
 from poc_gateway.node_api.cluster import Cluster, ReadyPod, ReadyPods
 from poc_gateway.node_api.jobs import Jobs, fail_foreign_jobs
 from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit, NodeVersions
@@ -54,6 +55,11 @@ class NodeApi:
         self.rounds = NetworkRounds(cluster, ml_node)
         self.jobs = Jobs(database, self.pods, settings, ml_node.name)
         self.metrics = NodeMetrics(self.pods, model=template.model, version=__version__)
+        self.chat = ChatProxy(
+            self.pods,
+            guarded=self.token is not None,
+            token=ml_node.chat_token.read() if ml_node.chat_token is not None else None,
+        )
         self._settings = settings
 
     async def start(self) -> None:
@@ -61,8 +67,9 @@ class NodeApi:
         await self.jobs.start()
 
     async def close(self) -> None:
-        """End the jobs' work."""
+        """End the jobs' work, and the connections of chat."""
         await self.jobs.close()
+        await self.chat.close()
 
     async def init_generate(self, request: NetworkInit) -> tuple[PoCRound, list[PodView]]:
         """Create the round; return it and the pods that are ready for it."""

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from poc_gateway.errors import Refusal
 from poc_gateway.node_api.base_url import resolved
+from poc_gateway.node_api.chat import BODY_SENT
 from poc_operator.clients.gateway import POD_USER, round_password
 from vllm_poc.logs import bound
 from vllm_poc.wire.messages import is_json
@@ -38,6 +39,8 @@ Authorize = Callable[[Scope], Refusal | None]
 
 #: What anybody may ask, the kubelet among them.
 OPEN_PATHS = frozenset({"/readyz", "/livez", "/health", "/openapi.json"})
+#: What the network's client asks without its token: the names of the models, which the chain tells everybody.
+MODELS_PATH = "/v1/models"
 _CALLBACKS = "/callbacks/"
 #: Where the uid stands in /callbacks/{namespace}/{name}/{uid}/….
 _UID = 4
@@ -110,13 +113,14 @@ class Limits:
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A chunked body tells its length only while it arrives, and others may never arrive in full.
-        taken = 0
+        taken = held = 0
 
         async def bounded() -> Message:
-            nonlocal taken
+            nonlocal taken, held
             message = await receive()
             size = len(message.get("body", b""))
             taken += size
+            held += size
             self._under_way += size
             if taken > self._body.bytes:
                 raise self._too_large()
@@ -124,10 +128,16 @@ class Limits:
                 raise self._busy()
             return message
 
+        def release() -> None:
+            nonlocal held
+            self._under_way -= held
+            held = 0
+
+        state = {**scope.get("state", {}), BODY_SENT: release}
         try:
-            await self._app(scope, bounded, send)
+            await self._app({**scope, "state": state}, bounded, send)
         finally:
-            self._under_way -= taken
+            release()
 
     def _busy(self) -> Refusal:
         most = LARGEST_AT_ONCE * self._body.bytes
@@ -176,6 +186,8 @@ def network_access(token: SecretStr | None) -> Authorize:
 
     def authorize(scope: Scope) -> Refusal | None:
         node = resolved(scope).node
+        if (scope["method"], scope["path"]) == ("GET", MODELS_PATH):
+            return None
         wanted = node.token if node is not None else token
         if wanted is None or _has_bearer(scope, wanted):
             return None

@@ -21,7 +21,7 @@ from poc_gateway.errors import install_handlers
 from poc_gateway.ingest import routes as ingest_routes
 from poc_gateway.metrics import DatabaseGauges
 from poc_gateway.node_api import routes as node_routes
-from poc_gateway.node_api.base_url import BaseUrls
+from poc_gateway.node_api.base_url import BaseUrls, Chat
 from poc_gateway.node_api.service import ClusterOf, NodeApi, running_ml_nodes
 from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
@@ -96,6 +96,7 @@ def network_app(components: Components) -> FastAPI:
     settings = components.settings
     app = _app("Proof-of-Compute node", health.ml_node_router(components.database), node_routes.router())
     app.add_middleware(JsonBodies)
+    app.add_middleware(Chat)
     app.add_middleware(Access, authorize=network_access(settings.network_token))
     app.add_middleware(BaseUrls, ml_nodes=components.ml_nodes)
     body = BodyLimit("POC_GATEWAY_NETWORK_BODY_BYTES", settings.network_body_bytes)
