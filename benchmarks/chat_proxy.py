@@ -3,9 +3,9 @@
 
 The gateway is one process in front of a server that streams pieces at a fixed pace; clients and server have processes
 of their own. First-token times are those of clients that chat at that pace, once straight with the server and once
-through the gateway. The rate is that of a faster server, divided by the processor time that the gateway took; the server
-still pauses after each piece, since pieces that come together are passed on together, and cost little. Run it on a
-machine that does nothing else.
+through the gateway. The rate is that of a faster server, divided by the processor time that the gateway took. That
+server pauses after each piece, too, since pieces that come together are passed on together, and cost little. Run it on
+a machine that does nothing else.
 """
 
 import argparse
