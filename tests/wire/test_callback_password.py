@@ -16,8 +16,8 @@ PASSWORD = "0123456789abcdef"  # noqa: S105 - of this test alone
 BASIC = "Basic " + base64.b64encode(f"pod:{PASSWORD}".encode()).decode()
 
 
-def with_password(url: str) -> str:
-    return url.replace("http://", f"http://pod:{PASSWORD}@")
+def with_password(url: str, password: str = PASSWORD) -> str:
+    return url.replace("http://", f"http://pod:{password}@")
 
 
 @pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
@@ -65,3 +65,40 @@ async def test_the_allow_list_is_about_the_host_alone(pod: Pod, receiver: Callba
     assert disguised.status_code == 422
     assert "callbacks to evil are not allowed" in disguised.json()["detail"]
     assert "secret" not in disguised.text
+
+
+@pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
+async def test_results_wait_while_the_gateway_refuses_the_password_and_a_repeated_start_brings_another(
+    pod: Pod, receiver: CallbackReceiver, body: dict[str, Any]
+) -> None:
+    receiver.password, receiver.challenge = "another", 'Basic realm="poc-gateway"'
+    field = "url" if "params" in body else "callback_url"
+    order = body | SLOT | {"round_id": "r1"}
+    await pod.start(order | {field: with_password(receiver.url)})
+    status = await pod.reach(lambda s: s.callback_unauthorized)
+    assert (status.delivered_index, status.delivered_rejected) == (0, 0)
+    assert status.delivery_error == f"{receiver.url}/generated: HTTP 401"
+    again = await pod.start(order | {field: with_password(receiver.url, "another")})
+    assert again.status_code == 200
+    status = await pod.reach(lambda s: s.delivered_index > 20)
+    assert (status.callback_unauthorized, status.delivered_rejected) == (False, 0)
+    await pod.post("stop")
+    indices = [(nonce - 4) // 6 for nonce in receiver.nonces]
+    if "params" in body:
+        assert indices == list(range(len(indices))), "nothing is lost"
+    other = await pod.start(order | {"round_id": "r2", field: with_password(receiver.url)})
+    assert other.status_code == 200
+
+
+async def test_another_receivers_401_is_final(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.password, receiver.challenge = "another", 'Basic realm="elsewhere"'
+    await pod.start(ARTIFACT | SLOT | {"url": with_password(receiver.url)})
+    status = await pod.reach(lambda s: s.delivered_rejected > 0)
+    assert not status.callback_unauthorized
+
+
+async def test_a_repeated_start_with_another_receiver_is_other_work(pod: Pod, receiver: CallbackReceiver) -> None:
+    order = ARTIFACT | SLOT | {"round_id": "r1"}
+    await pod.start(order | {"url": with_password(receiver.url)})
+    answer = await pod.start(order | {"url": with_password(f"{receiver.url}/else")})
+    assert answer.status_code == 409

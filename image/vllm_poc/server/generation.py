@@ -116,6 +116,11 @@ class Generation:
             self.end_index = end_index
             self._extended.set()
 
+    def readdress(self, receiver: str | None) -> None:
+        """Deliver with another user and password from the next attempt on."""
+        if receiver is not None:
+            self.delivery.readdress(receiver)
+
     async def stop(self, why: str) -> None:
         """Stop computing, deliver what is left within the flush time, then end. Harmless after the end."""
         await _cancel(self._computing)

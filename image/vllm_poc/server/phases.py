@@ -79,12 +79,19 @@ class Phases:
         await self._free.wait()
 
     async def start(self, request: InitGenerateRequest, slice_limit: int) -> None:
-        """Generate; a repeat with the same ``round_id`` and content changes nothing, other work is refused."""
+        """Generate; other work than what runs is refused.
+
+        A repeat with the same ``round_id`` and content changes nothing but the password of the callback address.
+        """
         async with self._commands:
-            if self.state is not PowState.GENERATING:
+            if self.state is not PowState.GENERATING or self.generation is None:
                 await self._generate(request, slice_limit)
             elif request.round_id is None or self.config is None or not self.config.same_work(request):
                 raise self._conflict()
+            else:
+                self.generation.readdress(request.receiver)
+                addresses = {"url": request.url, "callback_url": request.callback_url}
+                self.config = self.config.model_copy(update=addresses)
 
     async def extend(self, request: ExtendRequest) -> None:
         """Let the round compute on; refused if it does not generate."""

@@ -57,6 +57,7 @@ def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
         "held_back_seconds": current.held_back_seconds,
         "error": current.error,
         "delivery_error": current.delivery.error,
+        "callback_unauthorized": current.delivery.unauthorized,
     }
 
 

@@ -119,6 +119,8 @@ class StatusResponse(WireMessage):
     # Why the round FAILED, and what the callback receiver last answered while deliveries fail.
     error: ShortText | None = None
     delivery_error: ShortText | None = None
+    # Whether the gateway refuses the callback address as not valid now. A repeated start may bring another one.
+    callback_unauthorized: bool = False
     # Callbacks of queued work and of verdicts: on their way, and rejected or given up since the server's start.
     callbacks_pending: int = 0
     callbacks_lost: int = 0

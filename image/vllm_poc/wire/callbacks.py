@@ -7,6 +7,8 @@ from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.messages import Nonce, WireMessage
 from vllm_poc.wire.stat_test import Verdict
 
+#: Realm of the gateway's 401: the address is not valid now, as while keys are changed, and may be replaced.
+GATEWAY_REALM = "poc-gateway"
 #: A receiver's client errors about the address or the sender: no part of the payload would fare better.
 NOT_ABOUT_CONTENT = frozenset(
     {

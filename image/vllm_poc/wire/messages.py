@@ -11,6 +11,7 @@ which its clients may leave out and ignore.
 from email.message import Message as Headed
 from enum import StrEnum
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, AnyHttpUrl, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -197,9 +198,20 @@ class SlotRequest(CallbackRequest):
         return NonceSlot.model_validate(self, from_attributes=True)
 
     def same_work(self, other: "SlotRequest") -> bool:
-        """Whether both ask for the same slot of the same round; where they resume and pause may differ."""
-        skip: Any = {"start_index", "end_index"}
-        return self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
+        """Whether both ask for the same slot of the same round.
+
+        Where they resume and pause may differ, and so may the user and the password of the callback address.
+        """
+        skip: Any = {"start_index", "end_index", "url", "callback_url"}
+        same_address = _without_user(self.receiver) == _without_user(other.receiver)
+        return same_address and self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
+
+
+def _without_user(url: str | None) -> str | None:
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 class InitGenerateRequest(SlotRequest):

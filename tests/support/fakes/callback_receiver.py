@@ -2,6 +2,7 @@
 """A callback receiver on the loopback interface that can be told to misbehave."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,8 @@ from aiohttp import web
 class CallbackReceiver:
     """Keeps accepted payloads. ``faults`` are the answers to the next posts; then comes ``answer``.
 
-    A payload with one of the ``bad`` nonces is answered 400 as a whole, as the network does.
+    A payload with one of the ``bad`` nonces is answered 400 as a whole, as the network does. With a ``password`` a post
+    that does not have it is answered 401 with this ``challenge``.
     """
 
     def __init__(self) -> None:
@@ -20,6 +22,8 @@ class CallbackReceiver:
         self.answer = 200
         self.faults: list[int] = []
         self.bad: set[int] = set()
+        self.password: str | None = None
+        self.challenge = ""
         self.delay = 0.0
         self.attempts = 0
         self.authorizations: set[str | None] = set()
@@ -35,6 +39,8 @@ class CallbackReceiver:
         """Take one payload."""
         self.attempts += 1
         self.authorizations.add(request.headers.get("Authorization"))
+        if self.password is not None and request.headers.get("Authorization") != _basic(self.password):
+            return web.Response(status=401, headers={"WWW-Authenticate": self.challenge})
         payload = await request.json()
         await asyncio.sleep(self.delay)
         status = self.faults.pop(0) if self.faults else self.answer
@@ -50,6 +56,10 @@ class CallbackReceiver:
         self.authorizations.add(request.headers.get("Authorization"))
         self.verdicts.append(await request.json())
         return web.Response(status=self.answer)
+
+
+def _basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"pod:{password}".encode()).decode()
 
 
 def payload_nonces(payload: dict[str, Any]) -> list[int]:

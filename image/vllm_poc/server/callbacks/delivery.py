@@ -5,7 +5,7 @@ A payload is tried until the receiver accepts it or refuses it for good. What is
 are found, so that they alone are lost:
 
     waiting -> posted -> accepted                         2xx
-                      -> waiting, after a pause           5xx, 408, 429, no answer
+                      -> waiting, after a pause           5xx, 408, 425, 429, our gateway's 401, no answer
                       -> halved, and each half posted     other 4xx, several items
                       -> refused                          other 4xx, one item; 401, 403, 404, 405, 410
 """
@@ -26,7 +26,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.scheduler import Item
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
+from vllm_poc.wire.callbacks import GATEWAY_REALM, NOT_ABOUT_CONTENT
 from vllm_poc.wire.messages import WireMessage
 
 _log = get_logger(__name__)
@@ -34,7 +34,8 @@ _log = get_logger(__name__)
 _SUCCESS = range(200, 300)
 _CLIENT_ERRORS = range(400, 500)
 #: Client errors that may pass, so that the payload is sent again.
-_PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
+_PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
+_OUR_REALM = f'realm="{GATEWAY_REALM}"'
 #: After so many single items refused in a row the receiver is taken to refuse everything.
 SEARCH_LIMIT = 64
 
@@ -69,12 +70,17 @@ class Poster(Generic[T]):
     ) -> None:
         self.error: str | None = None  # of the last attempt
         self.refusal: str | None = None  # the last one that was final
+        self.unauthorized = False  # the gateway's last answer was that the address is not valid now
         self._url = url
         self._shown = shown(url)
         self._payload = payload
         self._session = session
         self._settings = settings
         self._refused_in_a_row = 0
+
+    def readdress(self, url: str) -> None:
+        """Post to ``url`` from the next attempt on: the same address with another user and password."""
+        self._url = url
 
     async def deliver(self, items: Sequence[T]) -> AsyncIterator[bool]:
         """Post ``items`` in order, in payloads of bounded size; yield for each whether it was accepted.
@@ -99,20 +105,25 @@ class Poster(Generic[T]):
         pause = self._settings.retry_first_seconds
         while True:
             status = await self._attempt(body)
-            if status in _SUCCESS or (status in _CLIENT_ERRORS and status not in _PASSING):
+            if status in _SUCCESS or (status in _CLIENT_ERRORS and not self._may_pass(status)):
                 return self._judge(status, len(items))
             metrics.CALLBACKS.labels("failed").inc()
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._settings.retry_limit_seconds)
+
+    def _may_pass(self, status: int) -> bool:
+        return status in _PASSING or self.unauthorized
 
     async def _attempt(self, body: str) -> int:
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer:
                 status = answer.status
+                challenge = answer.headers.get("WWW-Authenticate", "")
         except (aiohttp.ClientError, TimeoutError) as error:
             self._failed(str(error) or type(error).__name__)
             return 0
+        self.unauthorized = status == HTTPStatus.UNAUTHORIZED and _OUR_REALM in challenge
         if status not in _SUCCESS:
             self._failed(f"HTTP {status}")
         return status
@@ -185,6 +196,16 @@ class Delivery:
     def error(self) -> str | None:
         """What the receiver last answered while deliveries fail."""
         return self._poster.error if self._poster is not None else None
+
+    @property
+    def unauthorized(self) -> bool:
+        """Whether the gateway refuses the address as not valid now."""
+        return self._poster is not None and self._poster.unauthorized
+
+    def readdress(self, receiver: str) -> None:
+        """Deliver to ``receiver`` from the next attempt on: the same address with another user and password."""
+        if self._poster is not None:
+            self._poster.readdress(f"{receiver}/generated")
 
     @property
     def pending(self) -> int:
