@@ -41,7 +41,8 @@ def _settings() -> Settings:
         return Settings.from_environment(os.environ)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"{first['loc'][0]}: {first['msg']}; correct this environment variable") from None
+        where = f"{first['loc'][0]}: " if first["loc"] else ""
+        raise ValueError(f"{where}{first['msg'].removeprefix('Value error, ')}; correct the environment") from None
 
 
 def main() -> None:

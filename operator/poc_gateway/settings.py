@@ -6,11 +6,16 @@ from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from poc_operator.credentials import secrets_of
 from vllm_poc.logs import LogFormat
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+def _variable(field: str) -> str:
+    return f"POC_GATEWAY_{field.upper()}"
 
 
 def _split_commas(value: object) -> object:
@@ -19,10 +24,19 @@ def _split_commas(value: object) -> object:
     return value
 
 
+def _split_secrets(value: object) -> object:
+    return secrets_of(value) if isinstance(value, str) else value
+
+
+#: Secrets that are good at the same time, so that each can be changed without a break.
+Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split_secrets)]
+_GUARDS = ("token", "operator_token", "callback_key", "network_token")
+
+
 class Settings(BaseModel):
     """Addresses, limits and times; the defaults suit one gateway beside one operator."""
 
-    model_config = ConfigDict(frozen=True, alias_generator=lambda field: f"POC_GATEWAY_{field.upper()}", extra="ignore")
+    model_config = ConfigDict(frozen=True, alias_generator=_variable, extra="ignore")
 
     #: SQLAlchemy URL: sqlite:////PATH, or postgresql://USER:PASSWORD@HOST/NAME.
     database: SecretStr = SecretStr("sqlite:////var/lib/poc-gateway/gateway.db")
@@ -31,12 +45,16 @@ class Settings(BaseModel):
     metrics_port: int = Field(default=8081, ge=1, le=65535)
     #: Where the network's node talks to it: another port, so that it alone can be exposed.
     network_port: int = Field(default=8082, ge=1, le=65535)
-    #: Guards what pods deliver and what people read. Pods are given one made from it, for their round alone.
-    token: SecretStr | None = Field(default=None, min_length=1)
+    #: Guards what people read and replay. This one and the next two are set together: without them all is open.
+    token: Secrets = ()
+    #: Guards what the operator asks.
+    operator_token: Secrets = ()
+    #: What the operator signs the credentials of pods with, which guard what they deliver.
+    callback_key: Secrets = ()
     #: Sent to the pods, for those that ask for a token.
     pod_token: SecretStr | None = Field(default=None, min_length=1)
     #: Guards the routes of those ML nodes that have no token of their own.
-    network_token: SecretStr | None = Field(default=None, min_length=1)
+    network_token: Secrets = ()
     #: YAML or JSON file that lists the ML nodes; without one the network's routes answer 503.
     ml_nodes: Path | None = None
     log_format: LogFormat = "json"
@@ -61,6 +79,20 @@ class Settings(BaseModel):
     retention_seconds: int = Field(default=30 * 86_400, ge=0)
     #: The oldest wholly forwarded rounds are deleted while the database is larger; 0 for no limit.
     retention_bytes: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _secrets_fit_together(self) -> Self:
+        inside = [name for name in _GUARDS[:3] if getattr(self, name)]
+        if inside and len(inside) < len(_GUARDS[:3]):
+            missing = ", ".join(_variable(name) for name in _GUARDS[:3] if name not in inside)
+            raise ValueError(f"{_variable(inside[0])} is set without {missing}: set all of them, or none")
+        used = dict[str, str]()
+        for name in _GUARDS:
+            for secret in getattr(self, name):
+                other = used.setdefault(secret.get_secret_value(), name)
+                if other != name:
+                    raise ValueError(f"{_variable(other)} and {_variable(name)} share a secret: give each its own")
+        return self
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:

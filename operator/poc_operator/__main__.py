@@ -7,8 +7,10 @@ import logging
 import kopf
 from yarl import URL
 
+from poc_operator.credentials import RATE_LIMIT
 from poc_operator.handlers import objects, process  # noqa: F401 - importing registers the handlers
 from vllm_poc.logs import bind_handlers
+from vllm_poc.wire.partition import MAX_NONCE
 
 
 def gateway_url(text: str) -> str:
@@ -21,6 +23,13 @@ def gateway_url(text: str) -> str:
     if not right:
         raise argparse.ArgumentTypeError(f'"{text}" is not like http://HOST:PORT')
     return text
+
+
+def rate_limit(text: str) -> int:
+    """Return the option's value; ArgumentTypeError if it is no number of nonces."""
+    if not text.isdecimal() or not 0 < int(text) <= MAX_NONCE:
+        raise argparse.ArgumentTypeError(f'"{text}" is no whole number from 1 to {MAX_NONCE}')
+    return int(text)
 
 
 def main() -> None:
@@ -48,6 +57,13 @@ def main() -> None:
         type=gateway_url,
         help="http://HOST:PORT of the gateway: pods deliver there, and it forwards to the rounds' callback addresses "
         "(default: none, pods deliver to these themselves)",
+    )
+    parser.add_argument(
+        "--max-nonces-per-second",
+        type=rate_limit,
+        default=RATE_LIMIT,
+        help="nonces per second that no pod exceeds: results and counters beyond are not believed "
+        f"(default: {RATE_LIMIT})",
     )
     parser.add_argument("--log-format", choices=["json", "plain"], default="json")
     options = parser.parse_args()

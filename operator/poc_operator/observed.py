@@ -8,12 +8,14 @@ are asked belongs into ``clients``. Names that the gateway sends are snake_case 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.messages import ShortText
+from vllm_poc.wire.partition import MAX_NONCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,36 +127,63 @@ class PodReport:
     answer: Answer | None = None
 
 
-class CollectedSlot(BaseModel):
-    """One slot; ``slot`` is its first nonce.
+class _FromGateway(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
-    ``last_nonce`` is the largest nonce stored, -1 without any; pods deliver in order, so that every index before
-    ``delivered_index`` is settled. ``duplicates`` and ``conflicts`` count deliveries of nonces that were stored
-    already, with the same and with other content; ``forwarded`` what the round's receiver has accepted.
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Rivals(_FromGateway):
+    """Two pods of one slot that delivered different results: ``kept`` came first. None if a pod is not known.
+
+    ``nonce`` is the first of ``count`` nonces.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    slot: int
-    stored: int
-    last_nonce: int
-    delivered_index: int
-    duplicates: int
-    conflicts: int
-    forwarded: int
+    kept: ShortText | None
+    other: ShortText | None
+    nonce: Count
+    count: Count
 
 
-class CollectedRound(BaseModel):
-    """A round, and the sums over its slots."""
+class RefusedPod(_FromGateway):
+    """A pod of ``slot``, and how many deliveries of it no pod of the slot may send; ``why`` is about the last."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    slot: Count
+    pod: ShortText
+    count: Count
+    why: ShortText
+
+
+class CollectedSlot(_FromGateway):
+    """One slot; ``slot`` is its first nonce.
+
+    ``last_nonce`` is the largest nonce stored, -1 without any. Every index before ``delivered_index`` is stored; in the
+    distance protocol, whose results are delivered below the target alone, it is the one after ``last_nonce``.
+    ``duplicates`` and ``conflicts`` count deliveries of nonces that were stored already, with the same and with other
+    content; ``forwarded`` what the round's receiver has accepted.
+    """
+
+    slot: Count
+    stored: Count
+    last_nonce: Annotated[int, Field(ge=-1, le=MAX_NONCE)]
+    delivered_index: Count
+    duplicates: Count
+    conflicts: Count
+    forwarded: Count
+    rivals: list[Rivals] = Field(default_factory=list)
+
+
+class CollectedRound(_FromGateway):
+    """A round, and the sums over its slots. ``refused`` are pods that delivered what they must not."""
 
     uid: str
-    stored: int
-    duplicates: int
-    conflicts: int
-    forwarded: int
+    stored: Count
+    duplicates: Count
+    conflicts: Count
+    forwarded: Count
     slots: list[CollectedSlot]
+    refused: list[RefusedPod] = Field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's client of the gateway, over real HTTP."""
 
+import time
 from argparse import ArgumentTypeError
 from collections.abc import AsyncIterator
 
 import pytest
 from yarl import URL
 
-from poc_operator.__main__ import gateway_url
+from poc_operator.__main__ import gateway_url, rate_limit
 from poc_operator.clients import gateway as collector
 from poc_operator.clients.errors import GatewayError
-from poc_operator.clients.gateway import GatewayClient, round_password
+from poc_operator.clients.gateway import GatewayClient
+from poc_operator.credentials import Grant, verify
 from tests.support.fakes.gateway import TOKEN, Gateway, gateway
 from tests.support.servers.http_server import free_port
 
@@ -94,18 +96,18 @@ async def test_nobody_listens() -> None:
 
 
 async def test_where_pods_deliver_to() -> None:
-    async with GatewayClient("http://gateway:8080", TOKEN) as client:
-        url = URL(client.callback_url(*ROUND))
-        assert (url.user, url.password) == ("pod", round_password(TOKEN, "round-uid"))
-        assert str(url.with_user(None)) == "http://gateway:8080/callbacks/ns/r/round-uid"
+    granted = Grant(round="round-uid", slot=1, pod="a", pod_uid="u", start=5, since=7, rate=9)
+    async with GatewayClient("http://gateway:8080", TOKEN, "key") as client:
+        address = client.callback_url(*ROUND)
+        assert address == "http://gateway:8080/callbacks/ns/r/round-uid"
+        url = URL(client.signed(address, granted))
+        assert str(url.with_user(None)) == address
+        assert url.user == "pod"
+        assert url.password is not None
+        assert verify(["key"], url.password, time.time()) == granted
     async with GatewayClient("http://gateway:8080/") as client:
-        assert client.callback_url(*ROUND) == "http://gateway:8080/callbacks/ns/r/round-uid"
-
-
-def test_a_password_is_of_one_round_and_one_token() -> None:
-    # printf uid | openssl dgst -sha256 -hmac token
-    assert round_password("token", "uid") == "d76b059c4f3a46b18e0f8f4d73bdf740"
-    assert len({round_password(token, uid) for token in ("a", "b") for uid in ("c", "d")}) == 4
+        assert client.callback_url(*ROUND) == address
+        assert client.signed(address, granted) == address
 
 
 @pytest.mark.parametrize("text", ["http://gateway:8080", "https://gateway", "http://[fd00::1]:80/"])
@@ -128,3 +130,10 @@ def test_addresses_of_gateways(text: str) -> None:
 def test_what_is_no_address_of_a_gateway(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="is not like http://HOST:PORT"):
         gateway_url(text)
+
+
+def test_rates_of_pods() -> None:
+    assert rate_limit("50000") == 50_000
+    for text in ("0", "-1", "1.5", "x", "", "2147483648"):
+        with pytest.raises(ArgumentTypeError, match="is no whole number from 1 to 2147483647"):
+            rate_limit(text)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole rounds whose pods deliver to a gateway: ours, and those with the reference implementation."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -14,7 +15,7 @@ from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import observing
 from tests.support.fakes.callback_receiver import CallbackReceiver
-from tests.support.fakes.gateway import TOKEN, Gateway, gateway
+from tests.support.fakes.gateway import CALLBACK_KEY, TOKEN, Gateway, gateway
 from tests.support.servers.fleet import RoundFleet, ValidationFleet
 from tests.wire.test_reference_pods import ReferenceFleet
 from tests.wire.test_round import HOSTS, complete, computes
@@ -33,7 +34,8 @@ async def fleet(
     monkeypatch.setattr(observing, "ASK_SECONDS", 0.05)
     for name in ("CALLBACK_INTERVAL_SECONDS", "RETRY_FIRST_SECONDS"):
         monkeypatch.setenv(f"VLLM_POC_{name}", "0.01")
-    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
+    collector = GatewayClient(collecting.url, TOKEN, CALLBACK_KEY)
+    async with AsyncExitStack() as stack, PodClient() as client, collector:
         fleet: RoundFleet = request.param(stack, receiver, client, gateway=collector)
         if isinstance(fleet, ReferenceFleet):
             fleet.servers = {}
@@ -99,6 +101,30 @@ async def test_conflicts_are_told(fleet: RoundFleet, collecting: Gateway) -> Non
     assert "node 0 group 0 (pod pod-127.0.0.1: 3)" in degraded(status)[1]
 
 
+async def test_a_changed_key_costs_nothing(fleet: RoundFleet, collecting: Gateway) -> None:
+    """The pods keep their results, and are told the address again, signed with the key that the gateway knows."""
+    if isinstance(fleet, ReferenceFleet):
+        pytest.skip("it cannot be told another address: its keys are changed with two valid at once")
+    fleet.change(stop=None)
+    await fleet.reconcile_until(lambda status: status.totals.delivered > 0)
+    collecting.key = "another"
+    held = len(collecting.stored)
+    await asyncio.sleep(0.1)
+    assert fleet.collector is not None
+    fleet.collector.key = "another"
+    status = await fleet.reconcile_until(lambda status: len(collecting.stored) > held + 100)
+    fleet.change(finish=True)
+    status = await fleet.reconcile_until(complete)
+    assert (status.totals.rejected, status.totals.retries, collecting.duplicates) == (0, 0, 0)
+    for slot in status.assignments:
+        assert indices(collecting, slot.group) == list(range(slot.delivered))
+
+
+async def test_each_pod_delivers_under_its_own_name(fleet: RoundFleet, collecting: Gateway) -> None:
+    await fleet.reconcile_until(complete)
+    assert collecting.pods == {(f"pod-{host}", f"pod-{host}") for host in HOSTS}
+
+
 async def test_no_password_in_the_status(fleet: RoundFleet) -> None:
     status = await fleet.reconcile_until(complete)
     assert "pod:" not in status.model_dump_json()
@@ -108,7 +134,8 @@ async def test_no_password_in_the_status(fleet: RoundFleet) -> None:
 async def test_a_reference_pods_refusal_does_not_show_the_password(
     collecting: Gateway, receiver: CallbackReceiver
 ) -> None:
-    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
+    collector = GatewayClient(collecting.url, TOKEN, CALLBACK_KEY)
+    async with AsyncExitStack() as stack, PodClient() as client, collector:
         fleet = ReferenceFleet(stack, receiver, client, gateway=collector, rTarget="1.4", artifact=None)
         fleet.servers = {}
         await fleet.start_pod(HOSTS[0])
@@ -121,7 +148,8 @@ async def test_a_reference_pods_refusal_does_not_show_the_password(
 async def test_a_sample_of_another_round_is_recomputed(collecting: Gateway, receiver: CallbackReceiver) -> None:
     collecting.uid, collecting.stored = "another", set(range(40))
     proofs = {"round": {"name": "before", "nonces": 30, "seed": "x"}}
-    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
+    collector = GatewayClient(collecting.url, TOKEN, CALLBACK_KEY)
+    async with AsyncExitStack() as stack, PodClient() as client, collector:
         fleet = ValidationFleet(stack, receiver, client, gateway=collector, proofs=proofs)
         await fleet.start_pod(HOSTS[0])
         status = await fleet.reconcile_until(lambda status: status.state.finished)
@@ -135,7 +163,8 @@ async def test_a_sample_of_another_round_is_recomputed(collecting: Gateway, rece
 @pytest.mark.parametrize("configured", [False, True])
 async def test_a_sample_that_cannot_be_had(collecting: Gateway, receiver: CallbackReceiver, configured: bool) -> None:
     proofs = {"round": {"name": "before"}}
-    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient(collecting.url, TOKEN) as collector:
+    collector = GatewayClient(collecting.url, TOKEN, CALLBACK_KEY)
+    async with AsyncExitStack() as stack, PodClient() as client, collector:
         fleet = ValidationFleet(stack, receiver, client, gateway=collector if configured else None, proofs=proofs)
         await fleet.start_pod(HOSTS[0])
         status = await fleet.reconcile_until(lambda status: bool(status.conditions))

@@ -4,6 +4,7 @@
 A message may be anything: what reading it takes stays in proportion to its size.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,10 +17,16 @@ from pydantic_core import from_json
 
 from poc_gateway.errors import Refusal, invalid
 from poc_gateway.store.rounds import KnownRound, RoundTerms
+from poc_operator.credentials import Grant
 from vllm_poc.wire.artifacts import Artifact, vector_bytes
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 from vllm_poc.wire.messages import Nonce, Protocol
+from vllm_poc.wire.partition import MAX_NONCE
 
+#: Where a request's state has the grant of the pod that delivers.
+GRANT = "grant"
+#: Reasons why a message as a whole is refused that its pod must not send.
+NOT_GRANTED = frozenset({"OtherSlot", "BeyondReach"})
 #: Values of one message: four lists of 100 000, the nonces that one request may name, with room to spare.
 MOST_VALUES = 500_000
 #: Entries of one message that may be unreadable. A pod halves what is refused, until those are alone that are bad.
@@ -57,16 +64,21 @@ class CheckedArtifact(NamedTuple):
 
 @dataclass
 class Delivery:
-    """What a message holds after every check."""
+    """What a message holds after every check, and what the pod may deliver that sent it; None if that is not known.
+
+    ``author`` is the pod's row in ``authors``.
+    """
 
     known: KnownRound
+    grant: Grant | None = None
+    author: int | None = None
     checked: list[CheckedArtifact] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
 
 
-def read_generated(known: KnownRound, body: bytes) -> Delivery:
-    """Check a ``/generated`` message; Refusal if it is of another round or cannot be read."""
-    terms, delivery = known.terms, Delivery(known)
+def read_generated(known: KnownRound, body: bytes, grant: Grant | None = None) -> Delivery:
+    """Check a ``/generated`` message; Refusal if it is of another round, beyond its ``grant``, or cannot be read."""
+    terms, delivery = known.terms, Delivery(known, grant)
     if terms.protocol is Protocol.ARTIFACT:
         artifacts, delivery.refused = parse_artifacts(body)
         require_same_round(terms, artifacts)
@@ -113,8 +125,13 @@ def _check_each(
 ) -> None:
     slots, node_count = delivery.known.slots, delivery.known.terms.node_count
     stride = node_count * delivery.known.terms.n_groups
+    grant = delivery.grant
+    last = grant.slot + (grant.reach(time.time()) - 1) * stride if grant is not None else MAX_NONCE
     for nonce, item in items:
         offset = nonce % stride
+        if grant is not None and (offset != grant.slot or nonce > last):
+            # As a whole: an honest pod sends none of these, unless its clock and ours differ, and then sends it again.
+            raise _beyond(grant, nonce, offset)
         slot_id = slots.get(offset)
         if slot_id is None:
             delivery.refused.append(Refused(nonce, Fault.UNKNOWN_SLOT))
@@ -125,6 +142,18 @@ def _check_each(
                 delivery.checked.append(CheckedArtifact(slot_id, nonce, value(item)))
             except ValueError:
                 delivery.refused.append(Refused(nonce, fault))
+
+
+def _beyond(grant: Grant, nonce: int, offset: int) -> Refusal:
+    pod = f"pod {grant.pod} ({grant.pod_uid}), which has slot {grant.slot}"
+    if offset != grant.slot:
+        detail = (
+            f"nonce {nonce} is of slot {offset}, and the message is of {pod}: deliver the results of that slot alone"
+        )
+        return Refusal(HTTPStatus.FORBIDDEN, "OtherSlot", detail)
+    detail = f"nonce {nonce} is further than the slot can be, says the time since the start; the message is of {pod}"
+    remedy = "deliver it later, correct the clocks, or raise --max-nonces-per-second of the operator"
+    return Refusal(HTTPStatus.TOO_EARLY, "BeyondReach", f"{detail}: {remedy}", headers={"Retry-After": "1"})
 
 
 def _distance(value: float, r_target: float) -> float:

@@ -4,6 +4,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -13,11 +14,13 @@ from pydantic import BaseModel
 
 from poc_gateway import metrics
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.ingest.deliveries import Delivery, Fault, parse, read_generated, require_same_round
+from poc_gateway.ingest.authors import Authors
+from poc_gateway.ingest.deliveries import GRANT, NOT_GRANTED, Delivery, Fault, read_generated
 from poc_gateway.ingest.storing import Intake, StoreResult
-from poc_gateway.outbox import ledger
+from poc_gateway.ingest.validated import UNKNOWN_AUTHOR, add_verdict, read_verdict
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Fits, KnownRound, RoundDeleted, Rounds, RoundTerms
+from poc_operator.credentials import Grant
 from vllm_poc.logs import bound
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 
@@ -46,21 +49,22 @@ def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) ->
     """Return the routes; ``stored`` is called when there may be something new to forward."""
     callbacks = APIRouter(
         prefix="/callbacks/{namespace}/{name}/{uid}",
-        responses=documented(401, 404, 422, 503, 507),
+        responses=documented(401, 403, 404, 422, 425, 503, 507),
     )
-    intake = Intake(database)
+    intake, authors = Intake(database), Authors(database)
 
     @callbacks.post(
         "/generated", response_model=Receipt, openapi_extra=_body_of(GeneratedArtifacts, GeneratedDistances)
     )
     async def generated(namespace: str, name: str, uid: str, request: Request) -> JSONResponse:
         """Store artifacts, each nonce once. The answer is given when they are durable; one bad one costs no other."""
-        body = await request.body()
+        body, grant = await request.body(), _grant(request)
         with bound(round=uid):
-            known = await _find(rounds, namespace, name, uid, lambda candidate: _read(candidate, body))
-            delivery = _read(known, body)
+            known = await _find(rounds, namespace, name, uid, lambda candidate: _read(candidate, body, grant))
+            delivery = await _read_of_author(authors, known, body, grant)
             _account_received(delivery)
-            result = await intake.store(delivery)
+            has_author = grant is None or delivery.author is not None or not delivery.checked
+            result = await intake.store(delivery) if has_author else None
             if result is None:
                 raise _deleted(rounds, uid)
             _account_stored(known.terms, result)
@@ -68,25 +72,43 @@ def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) ->
             stored()
         return JSONResponse(_receipt(delivery, result))
 
-    @callbacks.post("/validated", openapi_extra=_body_of(Callback))
+    @callbacks.post("/validated", responses=documented(409), openapi_extra=_body_of(Callback))
     async def validated(namespace: str, name: str, uid: str, request: Request) -> dict[str, str]:
-        """Store a verdict, to be passed on to the round's receiver if it has one."""
-        body = await request.body()
-
-        def check(candidate: KnownRound) -> None:
-            # The rest is for the receiver to judge; older pods leave out what is new.
-            require_same_round(candidate.terms, parse(Callback, body))
-
+        """Store a verdict, to be passed on to the round's receiver if it has one. A repeated one changes nothing."""
+        body, grant = await request.body(), _grant(request)
         with bound(round=uid):
-            known = await _find(rounds, namespace, name, uid, check)
-            check(known)
-            text, receiver = body.decode(), known.terms.receiver
-            if not await database.write(lambda connection: ledger.add_verdict(connection, known.id, receiver, text)):
+            known = await _find(rounds, namespace, name, uid, lambda candidate: read_verdict(candidate.terms, body))
+            verdict = read_verdict(known.terms, body)
+            author = await authors.find(known, grant) if grant is not None else UNKNOWN_AUTHOR
+            if author is None:
+                raise _deleted(rounds, uid)
+            taken = await database.write(partial(add_verdict, known, author, verdict))
+            if isinstance(taken, Refusal):
+                raise taken
+            if not taken:
                 raise _deleted(rounds, uid)
         stored()
         return {"status": "OK"}
 
     return callbacks
+
+
+def _grant(request: Request) -> Grant | None:
+    grant = request.scope.get("state", {}).get(GRANT)
+    return grant if isinstance(grant, Grant) else None
+
+
+async def _read_of_author(authors: Authors, known: KnownRound, body: bytes, grant: Grant | None) -> Delivery:
+    """Return the delivery with its author, who is counted up if it is refused as none of the pod's."""
+    author = await authors.find(known, grant) if grant is not None else None
+    try:
+        delivery = _read(known, body, grant)
+    except Refusal as error:
+        if author is not None and error.body.reason in NOT_GRANTED:
+            authors.refused(author, error.detail)
+        raise
+    delivery.author = author
+    return delivery
 
 
 async def _find(rounds: Rounds, namespace: str, name: str, uid: str, fits: Fits) -> KnownRound:
@@ -111,10 +133,10 @@ def _deleted(rounds: Rounds, uid: str) -> Refusal:
     return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "RoundDeleted", detail, headers={"Retry-After": "1"})
 
 
-def _read(known: KnownRound, body: bytes) -> Delivery:
+def _read(known: KnownRound, body: bytes, grant: Grant | None) -> Delivery:
     uid = known.terms.uid
     try:
-        delivery = read_generated(known, body)
+        delivery = read_generated(known, body, grant)
     except Refusal as error:
         metrics.REFUSED.labels(error.body.reason).inc()
         _log.warning("a delivery is refused: %s", error.detail)

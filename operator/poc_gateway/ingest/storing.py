@@ -12,7 +12,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 
 import psycopg
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, exists, select
 
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery, Value
 from poc_gateway.outbox import ledger
@@ -26,12 +26,15 @@ COMMIT_ARTIFACTS = 4_096
 #: Most artifacts that wait: some seconds' worth, in memory as much as a hundred megabytes.
 MOST_WAITING = 250_000
 
-_COLUMNS = ("slot_id", "nonce", "vector", "distance", "received_at")
-#: Of PostgreSQL, for the same columns.
-_TYPES = ("int8", "int4", "bytea", "float8", "int8")
+#: Conflicts of a slot that are kept; more are only counted: who sends many different results must not fill the disk.
+MOST_CONFLICTS = 1_000
 
-#: slot_id, nonce, vector, distance, received_at
-Row = tuple[int, int, bytes | None, float | None, int]
+_COLUMNS = ("slot_id", "nonce", "vector", "distance", "received_at", "author")
+#: Of PostgreSQL, for the same columns.
+_TYPES = ("int8", "int4", "bytea", "float8", "int8", "int8")
+
+#: slot_id, nonce, vector, distance, received_at, author
+Row = tuple[int, int, bytes | None, float | None, int, int | None]
 #: slot_id, nonce
 Key = tuple[int, int]
 
@@ -136,23 +139,28 @@ class _Transaction:
         self._now = now
         self._artifacts: list[Row] = []
         self._conflicts: list[Row] = []
+        self._filled = dict[int, int]()  # slots whose first missing nonce has come, with their strides
 
     def take(self, delivery: Delivery) -> StoreResult:
         result = StoreResult()
-        forwards = delivery.known.terms.receiver is not None
+        terms = delivery.known.terms
+        forwards, stride = terms.receiver is not None, terms.node_count * terms.n_groups
         for found in delivery.checked:
             slot_id, nonce, value = found
             slot = self._slots[slot_id]
             if nonce > slot.last:
                 slot.last = nonce
             elif (known := self._known.get((slot_id, nonce))) is not None:
-                self._met_again(found, known, slot, result)
+                self._met_again(delivery, found, known, result)
                 continue
             elif forwards and nonce <= slot.before:
                 # The outbox may have passed it; what is new in this transaction it has not seen.
                 slot.late.append(nonce)
+            if nonce == slot.missing:
+                slot.missing += stride
+                self._filled[slot_id] = stride
             self._known[slot_id, nonce] = value
-            self._artifacts.append(self._row(found))
+            self._artifacts.append(self._row(delivery, found))
             slot.stored += 1
             result.stored += 1
         return result
@@ -161,25 +169,42 @@ class _Transaction:
         if self._artifacts:
             _insert_artifacts(connection, self._artifacts)
         if self._conflicts:
-            columns = ("slot_id", "nonce", "vector", "distance", "received_at")
-            rows = [dict(zip(columns, row, strict=True)) for row in self._conflicts]
+            rows = [dict(zip(_COLUMNS, row, strict=True)) for row in self._conflicts]
             connection.execute(schema.conflicts.insert(), rows)
+        for slot_id, stride in self._filled.items():
+            slot = self._slots[slot_id]
+            if slot.missing <= slot.last:
+                slot.missing = _missing(connection, slot_id, slot.missing, stride)
         ledger.arrived(connection, self._slots, self._now)
 
-    def _met_again(self, found: CheckedArtifact, known: Value, slot: SlotArrivals, result: StoreResult) -> None:
+    def _met_again(self, delivery: Delivery, found: CheckedArtifact, known: Value, result: StoreResult) -> None:
+        slot = self._slots[found.slot_id]
         if known == found.value:
             slot.duplicates += 1
             result.duplicates += 1
         else:
+            if slot.conflicts_before + slot.conflicts < MOST_CONFLICTS:
+                self._conflicts.append(self._row(delivery, found))
             slot.conflicts += 1
             result.conflicts.append(found.nonce)
-            self._conflicts.append(self._row(found))
 
-    def _row(self, found: CheckedArtifact) -> Row:
+    def _row(self, delivery: Delivery, found: CheckedArtifact) -> Row:
         slot_id, nonce, value = found
         if isinstance(value, bytes):
-            return slot_id, nonce, value, None, self._now
-        return slot_id, nonce, None, value, self._now
+            return slot_id, nonce, value, None, self._now, delivery.author
+        return slot_id, nonce, None, value, self._now, delivery.author
+
+
+def _missing(connection: Connection, slot_id: int, nonce: int, stride: int) -> int:
+    """Return the slot's first nonce from ``nonce`` on that is not stored. Each stored one is passed once ever."""
+    here, after = schema.artifacts.alias(), schema.artifacts.alias()
+    is_next = exists().where(after.c.slot_id == here.c.slot_id, after.c.nonce == here.c.nonce + stride)
+    of_slot = select(here.c.nonce).where(here.c.slot_id == slot_id)
+    if connection.scalar(of_slot.where(here.c.nonce == nonce)) is None:
+        return nonce
+    ends = of_slot.where(here.c.nonce >= nonce, ~is_next).order_by(here.c.nonce).limit(1)
+    last: int = connection.execute(ends).scalar_one()  # the largest nonce has none after it
+    return last + stride
 
 
 def _insert_artifacts(connection: Connection, rows: Sequence[Row]) -> None:
@@ -187,7 +212,7 @@ def _insert_artifacts(connection: Connection, rows: Sequence[Row]) -> None:
     columns = ", ".join(_COLUMNS)
     if connection.dialect.name == "sqlite":
         # SQLAlchemy's own insert handles each value by itself: twice as long here, three times on PostgreSQL.
-        connection.exec_driver_sql(f"INSERT INTO artifacts ({columns}) VALUES (?, ?, ?, ?, ?)", list(rows))  # noqa: S608
+        connection.exec_driver_sql(f"INSERT INTO artifacts ({columns}) VALUES (?, ?, ?, ?, ?, ?)", list(rows))  # noqa: S608
         return
     driver = connection.connection.driver_connection
     assert isinstance(driver, psycopg.Connection)  # noqa: S101 - `create_engine` made it

@@ -28,6 +28,7 @@ from pydantic.alias_generators import to_camel
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import RoundSpec
 from poc_operator.apis.v1alpha1.schema import aliases
+from poc_operator.credentials import secrets_of
 
 #: Labels of the rounds that the network asked for: of all of them, and of those of one ML node.
 ORIGIN_LABEL, ML_NODE_LABEL = "poc.gonka.ai/origin", "poc.gonka.ai/ml-node"
@@ -52,8 +53,8 @@ class SecretSource(_Entry):
             raise ValueError("set either file or env")
         return self
 
-    def read(self) -> SecretStr:
-        """Return the secret without white space around it. ValueError if there is none."""
+    def read(self) -> tuple[SecretStr, ...]:
+        """Return the values, separated by commas and good at the same time. ValueError if there is none."""
         where = f"the file {self.file}" if self.file is not None else f"the environment variable {self.env}"
         try:
             text = self.file.read_text() if self.file is not None else os.environ.get(self.env or "", "")
@@ -61,7 +62,7 @@ class SecretSource(_Entry):
             raise ValueError(f"{where} cannot be read: {error}") from None
         if not text.strip():
             raise ValueError(f"{where} holds no token: write one into it")
-        return SecretStr(text.strip())
+        return tuple(SecretStr(value) for value in secrets_of(text))
 
 
 class RoundTemplate(_Entry):

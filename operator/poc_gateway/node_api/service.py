@@ -50,15 +50,15 @@ class NodeApi:
     ) -> None:
         template = ml_node.template
         self.ml_node = ml_node
-        self.token = ml_node.token.read() if ml_node.token is not None else settings.network_token
+        self.tokens = ml_node.token.read() if ml_node.token is not None else settings.network_token
         self.pods = ReadyPods(cluster, client, selector=template.selector, port=template.port)
         self.rounds = NetworkRounds(cluster, ml_node)
         self.jobs = Jobs(database, self.pods, settings, ml_node.name)
         self.metrics = NodeMetrics(self.pods, model=template.model, version=__version__)
         self.chat = ChatProxy(
             self.pods,
-            guarded=self.token is not None,
-            token=ml_node.chat_token.read() if ml_node.chat_token is not None else None,
+            guarded=bool(self.tokens),
+            token=ml_node.chat_token.read()[0] if ml_node.chat_token is not None else None,
         )
         self._settings = settings
 

@@ -48,12 +48,15 @@ def now() -> int:
 class SlotArrivals:
     """A slot before a transaction, and what the transaction adds.
 
-    ``before`` is the largest nonce that was stored, ``last`` the largest now; ``late`` are new nonces up to ``before``
-    that are to be forwarded: the slot may have passed them.
+    ``before`` is the largest nonce that was stored, ``last`` the largest now, ``missing`` the first one that is not
+    stored; ``late`` are new nonces up to ``before`` that are to be forwarded: the slot may have passed them.
+    ``conflicts_before`` counts the conflicts there were.
     """
 
     before: int
     last: int
+    missing: int
+    conflicts_before: int = 0
     stored: int = 0
     duplicates: int = 0
     conflicts: int = 0
@@ -62,11 +65,14 @@ class SlotArrivals:
 
 def slots_of(connection: Connection, ids: Collection[int]) -> dict[int, SlotArrivals]:
     """Return those of the slots whose round is not deleted and not being deleted."""
-    kept = select(slots.c.id, slots.c.last_nonce).join(rounds).where(ROUND_IS_KEPT)
+    columns = select(slots.c.id, slots.c.last_nonce, slots.c.missing_nonce, slots.c.conflicts)
+    kept = columns.join(rounds).where(ROUND_IS_KEPT)
     found = dict[int, SlotArrivals]()
     for some in in_parts(sorted(ids)):
         rows = connection.execute(kept.where(slots.c.id.in_(some)))
-        found.update({id_: SlotArrivals(last, last) for id_, last in rows})
+        found.update(
+            {id_: SlotArrivals(last, last, missing, conflicts) for id_, last, missing, conflicts in rows},
+        )
     return found
 
 
@@ -76,6 +82,7 @@ _ARRIVED = (
     .values(
         stored=slots.c.stored + bindparam("more_stored"),
         last_nonce=bindparam("last"),
+        missing_nonce=bindparam("missing"),
         duplicates=slots.c.duplicates + bindparam("more_duplicates"),
         conflicts=slots.c.conflicts + bindparam("more_conflicts"),
     )
@@ -95,6 +102,7 @@ def arrived(connection: Connection, arrivals: Mapping[int, SlotArrivals], moment
         {
             "of": id_,
             "last": slot.last,
+            "missing": slot.missing,
             "more_stored": slot.stored,
             "more_duplicates": slot.duplicates,
             "more_conflicts": slot.conflicts,

@@ -194,7 +194,7 @@ class Summary(BaseModel):
 
 
 class Conflict(BaseModel):
-    """A result that arrived for a nonce whose stored result is another one."""
+    """A result that arrived for a nonce whose stored result is another one, and the pods that delivered the two."""
 
     id: int
     nonce: int
@@ -203,8 +203,10 @@ class Conflict(BaseModel):
     received_at: datetime
     vector_b64: str | None = None
     distance: float | None = None
+    pod: str | None = None
     stored_vector_b64: str | None = None
     stored_distance: float | None = None
+    stored_pod: str | None = None
 
 
 class ConflictPage(BaseModel):

@@ -19,9 +19,12 @@ from poc_gateway.query.messages import (
     SlotEntry,
 )
 from poc_gateway.store.rounds import KnownRound, RoundTerms, terms_of
-from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, conflicts, late_items, rounds, slots
-from poc_operator.observed import CollectedRound, CollectedSlot
+from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, authors, conflicts, late_items, rounds, slots
+from poc_operator.observed import CollectedRound, CollectedSlot, RefusedPod, Rivals
+from vllm_poc.wire.messages import Protocol
 
+#: So many slots with rivals, pairs of rivals of a slot, and refused pods are told to the operator.
+MOST_NAMED = 20
 _COUNTERS = (slots.c.stored, slots.c.duplicates, slots.c.conflicts, slots.c.forwarded)
 
 
@@ -59,7 +62,10 @@ def progress(connection: Connection, namespace: str, name: str, uid: str | None)
         return None
     query = select(slots).where(slots.c.round_id == row["id"]).order_by(slots.c.slot)
     terms = terms_of(row)
-    return _collected(terms.uid, [_collected_slot(terms, slot) for slot in connection.execute(query).mappings()])
+    found = connection.execute(query).mappings().all()
+    rivals = _rivals(connection, [slot["id"] for slot in found if slot["conflicts"]])
+    collected = [_collected_slot(terms, slot, rivals.get(slot["id"], [])) for slot in found]
+    return _collected(terms.uid, collected, _refused_pods(connection, row["id"]))
 
 
 def round_entry(connection: Connection, known: KnownRound) -> RoundEntry:
@@ -106,10 +112,14 @@ def conflict_page(connection: Connection, known: KnownRound, query: ConflictsQue
     """Return the conflicts of a round after ``query.after``, each with what is stored for its nonce."""
     same = and_(artifacts.c.slot_id == conflicts.c.slot_id, artifacts.c.nonce == conflicts.c.nonce)
     stored = (artifacts.c.vector.label("stored_vector"), artifacts.c.distance.label("stored_distance"))
+    first, second = authors.alias(), authors.alias()
+    pods = (second.c.pod.label("pod"), first.c.pod.label("stored_pod"))
     select_ = (
-        select(conflicts, slots.c.slot, slots.c.node_id, *stored)
+        select(conflicts, slots.c.slot, slots.c.node_id, *stored, *pods)
         .join(slots, slots.c.id == conflicts.c.slot_id)
         .outerjoin(artifacts, same)
+        .outerjoin(first, first.c.id == artifacts.c.author)
+        .outerjoin(second, second.c.id == conflicts.c.author)
         .where(slots.c.round_id == known.id, conflicts.c.id > (query.after or 0))
         .order_by(conflicts.c.id)
         .limit(query.limit + 1)
@@ -120,20 +130,67 @@ def conflict_page(connection: Connection, known: KnownRound, query: ConflictsQue
     return ConflictPage(conflicts=entries, next=page[-1]["id"] if len(found) > len(page) else None)
 
 
-def _collected_slot(terms: RoundTerms, row: RowMapping) -> CollectedSlot:
-    last = row["last_nonce"]
+def _collected_slot(terms: RoundTerms, row: RowMapping, rivals: list[Rivals]) -> CollectedSlot:
     return CollectedSlot(
         slot=row["slot"],
         stored=row["stored"],
-        last_nonce=last,
-        delivered_index=terms.slot(row["slot"]).index(last) + 1 if last >= 0 else 0,
+        last_nonce=row["last_nonce"],
+        delivered_index=_delivered_index(terms, row),
         duplicates=row["duplicates"],
         conflicts=row["conflicts"],
         forwarded=row["forwarded"],
+        rivals=rivals,
     )
 
 
-def _collected(uid: str, collected: Sequence[CollectedSlot]) -> CollectedRound:
+def _delivered_index(terms: RoundTerms, row: RowMapping) -> int:
+    # Distances are delivered below the target alone: what is missing may have been computed. How far a pod can say
+    # that it is, its credential bounds.
+    nonce = row["missing_nonce"] if terms.protocol is Protocol.ARTIFACT else row["last_nonce"]
+    slot = terms.slot(row["slot"])
+    if nonce < 0:
+        return 0
+    return slot.index(nonce) + (terms.protocol is not Protocol.ARTIFACT)
+
+
+def _rivals(connection: Connection, slot_ids: Sequence[int]) -> Mapping[int, list[Rivals]]:
+    first, second = authors.alias(), authors.alias()
+    same = and_(artifacts.c.slot_id == conflicts.c.slot_id, artifacts.c.nonce == conflicts.c.nonce)
+    query = (
+        select(
+            conflicts.c.slot_id,
+            first.c.pod.label("kept"),
+            second.c.pod.label("other"),
+            func.min(conflicts.c.nonce).label("nonce"),
+            func.count().label("count"),
+        )
+        .join(artifacts, same)
+        .outerjoin(first, first.c.id == artifacts.c.author)
+        .outerjoin(second, second.c.id == conflicts.c.author)
+        .where(conflicts.c.slot_id.in_(slot_ids[:MOST_NAMED]))
+        .group_by(conflicts.c.slot_id, first.c.pod, second.c.pod)
+        .order_by(conflicts.c.slot_id)
+    )
+    found = dict[int, list[Rivals]]()
+    for row in connection.execute(query).mappings() if slot_ids else ():
+        of_slot = found.setdefault(row["slot_id"], [])
+        if len(of_slot) < MOST_NAMED:
+            of_slot.append(Rivals.model_validate(dict(row)))
+    return found
+
+
+def _refused_pods(connection: Connection, round_id: int) -> list[RefusedPod]:
+    query = (
+        select(slots.c.slot, authors.c.pod, authors.c.refused.label("count"), authors.c.refusal.label("why"))
+        .join(slots, slots.c.id == authors.c.slot_id)
+        .where(slots.c.round_id == round_id, authors.c.refused > 0)
+        .order_by(authors.c.refused.desc())
+        .limit(MOST_NAMED)
+    )
+    return [RefusedPod.model_validate(dict(row)) for row in connection.execute(query).mappings()]
+
+
+def _collected(uid: str, collected: Sequence[CollectedSlot], refused: list[RefusedPod]) -> CollectedRound:
     return CollectedRound(
         uid=uid,
         stored=sum(slot.stored for slot in collected),
@@ -141,6 +198,7 @@ def _collected(uid: str, collected: Sequence[CollectedSlot]) -> CollectedRound:
         conflicts=sum(slot.conflicts for slot in collected),
         forwarded=sum(slot.forwarded for slot in collected),
         slots=list(collected),
+        refused=refused,
     )
 
 

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 from uuid import uuid4
@@ -21,10 +21,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from poc_gateway.errors import Refusal
+from poc_gateway.ingest.deliveries import GRANT
 from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.chat import BODY_SENT
-from poc_operator.clients.gateway import POD_USER, round_password
+from poc_gateway.settings import Settings
+from poc_operator.credentials import POD_USER, CredentialError, verify
 from vllm_poc.logs import bound
+from vllm_poc.wire.callbacks import GATEWAY_REALM
 from vllm_poc.wire.messages import is_json
 
 #: A peer may use so many seconds' worth of requests at once.
@@ -42,6 +45,7 @@ OPEN_PATHS = frozenset({"/readyz", "/livez", "/health", "/openapi.json"})
 #: What the network's client asks without its token: the names of the models, which the chain tells everybody.
 MODELS_PATH = "/v1/models"
 _CALLBACKS = "/callbacks/"
+_OPERATORS = re.compile(r"/rounds/[^/]+/[^/]+/(?:progress|sample)")
 #: Where the uid stands in /callbacks/{namespace}/{name}/{uid}/….
 _UID = 4
 _JSON = "application/json"
@@ -162,34 +166,65 @@ class Access:
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
 
-def inside_access(token: SecretStr | None) -> Authorize:
-    """Return who may use the inside's port: the token, or for callbacks also the round's password; all without one."""
+def inside_access(settings: Settings) -> Authorize:
+    """Return who may use the inside's port; all without the secrets.
+
+    Pods deliver with their credential, the operator asks with its token, and everything else is for people's.
+    """
+    keys = [key.get_secret_value() for key in settings.callback_key]
+    people, operator = settings.token, settings.operator_token
 
     def authorize(scope: Scope) -> Refusal | None:
-        if token is None or _has_bearer(scope, token):
+        if not people:
             return None
-        if not scope["path"].startswith(_CALLBACKS):
-            return _unauthorized("send the gateway's token as 'Authorization: Bearer <token>'", "Bearer")
-        uid = (scope["path"].split("/") + [""] * _UID)[_UID]
-        password = round_password(token.get_secret_value(), uid)
-        basic = base64.b64encode(f"{POD_USER}:{password}".encode()).decode()
-        if hmac.compare_digest(_sent(scope).encode(), f"Basic {basic}".encode()):
+        if scope["path"].startswith(_CALLBACKS):
+            return _admit_pod(scope, keys)
+        if _has_bearer(scope, people) or (_is_asked_by_operator(scope) and _has_bearer(scope, operator)):
             return None
-        detail = f"deliver to the address that the operator gave, with {POD_USER}:<the round's password>@ in it"
-        return _unauthorized(detail, 'Basic realm="poc-gateway"')
+        return _unauthorized("send the gateway's token as 'Authorization: Bearer <token>'", "Bearer")
 
     return authorize
 
 
-def network_access(token: SecretStr | None) -> Authorize:
-    """Return who may use the network's port: the ML node's token, ``token`` where there is no ML node; all without."""
+def _is_asked_by_operator(scope: Scope) -> bool:
+    return scope["method"] == "GET" and _OPERATORS.fullmatch(scope["path"]) is not None
+
+
+def _admit_pod(scope: Scope, keys: Sequence[str]) -> Refusal | None:
+    try:
+        grant = verify(keys, _password(scope), time.time())
+    except CredentialError as error:
+        detail = f"the credential is not accepted: {error}; deliver to the address that the operator gave"
+        return _unauthorized(detail, f'Basic realm="{GATEWAY_REALM}"')
+    uid = (scope["path"].split("/") + [""] * _UID)[_UID]
+    if grant.round != uid:
+        detail = f"the address is of the round {uid}, and the credential of another: deliver to the address as given"
+        return Refusal(HTTPStatus.FORBIDDEN, "WrongRound", detail)
+    scope.setdefault("state", {})[GRANT] = grant
+    return None
+
+
+def _password(scope: Scope) -> str:
+    """Return the credential that was sent; empty if there is none."""
+    scheme, _, sent = _sent(scope).partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        user, _, password = base64.b64decode(sent.strip(), validate=True).decode().partition(":")
+    except ValueError:
+        return ""
+    return password if user == POD_USER else ""
+
+
+def network_access(tokens: Sequence[SecretStr]) -> Authorize:
+    """Return who may use the network's port: the ML node's token, ``tokens`` where it has none; all without any."""
 
     def authorize(scope: Scope) -> Refusal | None:
         node = resolved(scope).node
         if (scope["method"], scope["path"]) == ("GET", MODELS_PATH):
             return None
-        wanted = node.token if node is not None else token
-        if wanted is None or _has_bearer(scope, wanted):
+        wanted = node.tokens if node is not None else tokens
+        if not wanted or _has_bearer(scope, wanted):
             return None
         detail = (
             "Authorization: send the header with Bearer and the ML node's token, or the value of "
@@ -200,10 +235,11 @@ def network_access(token: SecretStr | None) -> Authorize:
     return authorize
 
 
-def _has_bearer(scope: Scope, token: SecretStr) -> bool:
+def _has_bearer(scope: Scope, tokens: Sequence[SecretStr]) -> bool:
     scheme, _, sent = _sent(scope).partition(" ")
-    is_token = hmac.compare_digest(sent.strip().encode(), token.get_secret_value().encode())
-    return is_token and scheme.lower() == "bearer"
+    secrets = [token.get_secret_value().encode() for token in tokens]
+    known = any(hmac.compare_digest(sent.strip().encode(), secret) for secret in secrets)
+    return known and scheme.lower() == "bearer"
 
 
 def _sent(scope: Scope) -> str:

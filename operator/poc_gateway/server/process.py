@@ -85,7 +85,7 @@ def inside_app(components: Components) -> FastAPI:
     )
     # What is added last is asked first.
     app.add_middleware(JsonBodies)
-    app.add_middleware(Access, authorize=inside_access(settings.token))
+    app.add_middleware(Access, authorize=inside_access(settings))
     body = BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes)
     app.add_middleware(Limits, body=body, peer_requests=settings.peer_requests)
     return app

@@ -165,6 +165,7 @@ def write_down(connection: Connection, round_: PoCRound) -> KnownRound:
             "slot": offset,
             "node_id": offset % terms.node_count,
             "group_id": offset // terms.node_count,
+            "missing_nonce": offset,
         }
         for offset in _offsets(round_, terms)
     ]

@@ -12,8 +12,9 @@ metadata = MetaData()
 _ID = BigInteger().with_variant(Integer(), "sqlite")  # only an INTEGER key counts itself there
 
 
-def _round_key(*, nullable: bool = False) -> Column[int]:
-    return Column("round_id", _ID, ForeignKey("rounds.id", ondelete="CASCADE"), nullable=nullable)
+def _round_key(*, nullable: bool = False, primary_key: bool = False) -> Column[int]:
+    of_round = ForeignKey("rounds.id", ondelete="CASCADE")
+    return Column("round_id", _ID, of_round, nullable=nullable, primary_key=primary_key)
 
 
 def _slot_key() -> Column[int]:
@@ -48,8 +49,9 @@ ROUND_IS_KEPT = rounds.c.deleted_at.is_(None)
 
 #: The slots of a round that this cluster serves. ``slot`` is the offset, the slot's first nonce.
 #:
-#: ``stored`` counts artifacts, ``last_nonce`` is the largest stored. ``forwarded`` counts what the receiver has
-#: accepted; every artifact up to ``forwarded_nonce`` has been accepted by it or is in ``late_items``.
+#: ``stored`` counts artifacts, ``last_nonce`` is the largest stored, ``missing_nonce`` the first that is not.
+#: ``forwarded`` counts what the receiver has accepted; every artifact up to ``forwarded_nonce`` has been accepted by it
+#: or is in ``late_items``.
 slots = Table(
     "slots",
     metadata,
@@ -64,8 +66,25 @@ slots = Table(
     Column("conflicts", BigInteger, nullable=False, server_default="0"),
     Column("forwarded", BigInteger, nullable=False, server_default="0"),
     Column("forwarded_nonce", BigInteger, nullable=False, server_default="-1"),
+    Column("missing_nonce", BigInteger, nullable=False, server_default="0"),
     Unique("round_id", "slot"),
     sqlite_autoincrement=True,  # an id is never given again, not even to what is on its way
+)
+
+#: Pods that deliver for a slot, by the credential that the operator gave them; ``since`` is when the first delivery
+#: came. ``refused`` counts deliveries that no pod of the slot may send, ``refusal`` says what was wrong with the last.
+authors = Table(
+    "authors",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("slot_id", _ID, ForeignKey("slots.id", ondelete="CASCADE"), nullable=False),
+    Column("pod_uid", Text, nullable=False),
+    Column("pod", Text, nullable=False),
+    Column("refused", BigInteger, nullable=False, server_default="0"),
+    Column("refusal", Text),
+    Column("since", BigInteger, nullable=False),
+    Unique("slot_id", "pod_uid"),
+    sqlite_autoincrement=True,  # ids are kept in memory
 )
 
 #: What was computed for one nonce: a vector or a distance, as the round's protocol has it.
@@ -77,10 +96,12 @@ artifacts = Table(
     Column("vector", LargeBinary),
     Column("distance", Double),
     Column("received_at", BigInteger, nullable=False),
+    Column("author", BigInteger),  # of `authors`; null if the gateway asks for no credentials
     sqlite_with_rowid=False,
 )
 
-#: Other results that arrived for a nonce which is stored already: a sick or a cheating pod.
+#: Other results that arrived for a nonce which is stored already: a sick or a cheating pod. The first ones of a slot;
+#: its counter goes on.
 conflicts = Table(
     "conflicts",
     metadata,
@@ -90,6 +111,7 @@ conflicts = Table(
     Column("vector", LargeBinary),
     Column("distance", Double),
     Column("received_at", BigInteger, nullable=False),
+    Column("author", BigInteger),
 )
 
 #: Artifacts that are not forwarded in the order of their nonces. ``waiting``: to be sent by itself, since it arrived
@@ -130,6 +152,20 @@ callbacks = Table(
     Column("state", Text, nullable=False, index=True),  # waiting, delivered, dead, kept
     Column("reason", Text),
     Column("created_at", BigInteger, nullable=False),
+)
+
+
+#: Verdicts that were taken, so that each is passed on once: by round, author (0 if not known) and ``batch``, which
+#: stands for the nonces they are about. ``digest`` is of the whole message.
+verdicts = Table(
+    "verdicts",
+    metadata,
+    _round_key(primary_key=True),
+    Column("author", BigInteger, primary_key=True, autoincrement=False),
+    Column("batch", Text, primary_key=True),
+    Column("digest", Text, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed calls to the gateway, which collects what pods deliver. Each has a time limit, each answer a size limit.
+"""Typed calls to the gateway, which collects what pods deliver. Each has a time limit, each answer a size limit."""
 
-`round_password` is what a pod proves itself with to the gateway, for one round alone.
-"""
-
-import hashlib
-import hmac
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Self
@@ -16,19 +12,10 @@ from yarl import URL
 
 from poc_operator.clients.errors import GatewayError
 from poc_operator.clients.http import read_bounded
+from poc_operator.credentials import POD_USER, VALID_SECONDS, Grant, sign
 from poc_operator.observed import CollectedRound
 from vllm_poc.wire.answers import ErrorResponse
 from vllm_poc.wire.messages import MAX_TEXT
-
-#: The user name beside the password, in the callback address that a pod is given.
-POD_USER = "pod"
-_DIGITS = 32
-
-
-def round_password(token: str, uid: str) -> str:
-    """Return the password of the round ``uid``, which only who knows the gateway's ``token`` can make."""
-    return hmac.new(token.encode(), uid.encode(), hashlib.sha256).hexdigest()[:_DIGITS]
-
 
 #: Seconds for one question.
 ANSWER_SECONDS = 5.0
@@ -38,11 +25,15 @@ MAX_ANSWER_BYTES = 4 * 2**20
 
 
 class GatewayClient:
-    """Client of one gateway; one pooled session. Its errors are GatewayError."""
+    """Client of one gateway; one pooled session. Its errors are GatewayError.
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    ``token`` is the operator's for its questions, ``key`` signs what pods deliver with; None where the gateway asks for
+    nothing.
+    """
+
+    def __init__(self, url: str, token: str | None = None, key: str | None = None) -> None:
         self._base = URL(url)
-        self._token = token
+        self.key = key
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=False)
@@ -58,11 +49,15 @@ class GatewayClient:
         await self._session.close()
 
     def callback_url(self, namespace: str, name: str, uid: str) -> str:
-        """Return where the round's pods deliver to, with their password if the gateway asks for one."""
-        url = self._base / "callbacks" / namespace / name / uid
-        if self._token is None:
-            return str(url)
-        return str(url.with_user(POD_USER).with_password(round_password(self._token, uid)))
+        """Return where the round's pods deliver to, without the credential of any of them."""
+        return str(self._base / "callbacks" / namespace / name / uid)
+
+    def signed(self, url: str, grant: Grant) -> str:
+        """Return the callback address for one pod: with its credential, if the gateway asks for one."""
+        if self.key is None:
+            return url
+        expires = int(time.time()) + VALID_SECONDS
+        return str(URL(url).with_user(POD_USER).with_password(sign(self.key, grant, expires)))
 
     async def progress(self, namespace: str, name: str, uid: str) -> CollectedRound | None:
         """Return what is stored of the round; None if nothing is yet."""
@@ -103,7 +98,7 @@ class GatewayClient:
     def _refused(self, status: int, body: bytes) -> GatewayError:
         detail = f": {_detail(body)}" if _is_error(body) else ""
         if status == HTTPStatus.UNAUTHORIZED:
-            detail += "; give operator and gateway the same POC_GATEWAY_TOKEN"
+            detail += "; give operator and gateway the same POC_GATEWAY_OPERATOR_TOKEN"
         if status == HTTPStatus.NOT_FOUND:
             detail += "; --gateway-url leads to something that is no gateway"
         return GatewayError(f"gateway {self._base}: HTTP {status}{detail}")

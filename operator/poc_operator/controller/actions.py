@@ -8,10 +8,12 @@ import dataclasses
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 
+from pydantic import AnyHttpUrl
+
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.clients.errors import PodBusy, PodError, PodRefused, StoreError, StoreForbidden
-from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient, base_url
+from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger
 from poc_operator.observed import Answer, PodReport, PodView
 from poc_operator.planning.snapshot import (
@@ -26,6 +28,7 @@ from poc_operator.planning.snapshot import (
 )
 from vllm_poc.logs import bound
 from vllm_poc.wire.answers import CommandResponse
+from vllm_poc.wire.messages import InitGenerateRequest
 
 Emit = Callable[[WorkEvent], None]
 
@@ -34,9 +37,10 @@ class PodActions:
     """The actions of one object that are under way, and what pods answered to them. ``wake`` is set by news."""
 
     def __init__(
-        self, *, store: ObjectStore, client: PodClient, emit: Emit, wake: asyncio.Event, log: ObjectLogger
+        self, *, sources: Sources, client: PodClient, emit: Emit, wake: asyncio.Event, log: ObjectLogger
     ) -> None:
-        self._store = store
+        self._store = sources.store
+        self._gateway = sources.gateway
         self._client = client
         self._emit = emit
         self._wake = wake
@@ -100,7 +104,7 @@ class PodActions:
         pod = start.pod
         self._refusals.pop(pod.uid, None)
         try:
-            answer = await self._client.start(base_url(pod.ip or "", port), start.request)
+            answer = await self._client.start(base_url(pod.ip or "", port), self._signed(start))
             self._started[pod.uid] = (
                 answer.pow_status.session_id if isinstance(answer, CommandResponse) else pod.server(port)
             )
@@ -113,6 +117,13 @@ class PodActions:
         except PodError as error:
             # The outcome is unknown; the next poll tells, and a repeated start is harmless.
             self._log.warning("start: %s", error)
+
+    def _signed(self, start: StartPod) -> InitGenerateRequest:
+        """Return the order with the pod's credential in its callback address: plans, events and logs have none."""
+        request = start.request
+        if self._gateway is None or request.url is None or start.grant is None:
+            return request
+        return request.model_copy(update={"url": AnyHttpUrl(self._gateway.signed(str(request.url), start.grant))})
 
     async def _extend(self, port: int, extend: ExtendPod) -> None:
         try:

@@ -19,6 +19,7 @@ from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
+from poc_operator.credentials import RATE_LIMIT
 from poc_operator.observed import GatewayReport, PodView
 from poc_operator.planning.snapshot import Snapshot, Step, StopPod, Work
 from poc_operator.rounds import plan as rounds
@@ -33,10 +34,14 @@ WorkT = TypeVar("WorkT", bound=Work)
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where kinds get what their plans need. Without ``gateway`` pods deliver to the rounds' own addresses."""
+    """Where kinds get what their plans need. Without ``gateway`` pods deliver to the rounds' own addresses.
+
+    ``rate_limit`` is how many nonces per second no pod exceeds.
+    """
 
     store: ObjectStore
     gateway: GatewayClient | None = None
+    rate_limit: int = RATE_LIMIT
 
 
 class Planner(ABC, Generic[WorkT]):
@@ -104,7 +109,14 @@ class RoundPlanner(Planner[PoCRound]):
             await self._gateway.cancel()
 
     def _snapshot(self, seen: Snapshot[PoCRound]) -> RoundSnapshot:
-        return RoundSnapshot(work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, gateway=self._report)
+        return RoundSnapshot(
+            work=seen.work,
+            pods=seen.pods,
+            reports=seen.reports,
+            now=seen.now,
+            gateway=self._report,
+            rate_limit=self._sources.rate_limit,
+        )
 
 
 class ValidationPlanner(Planner[PoCValidation]):

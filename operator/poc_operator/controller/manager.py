@@ -23,6 +23,7 @@ from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
+from poc_operator.credentials import RATE_LIMIT
 from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)
@@ -35,12 +36,18 @@ class Manager:
     """One per process."""
 
     def __init__(
-        self, store: ObjectStore, lease: LeaderElection, client: PodClient, gateway: GatewayClient | None = None
+        self,
+        store: ObjectStore,
+        lease: LeaderElection,
+        client: PodClient,
+        gateway: GatewayClient | None = None,
+        rate_limit: int = RATE_LIMIT,
     ) -> None:
         self._store = store
         self.lease = lease
         self._client = client
         self._gateway = gateway
+        self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
         self._reconcilers: dict[str, Reconciler[Any]] = {}  # by the objects' uid
@@ -49,7 +56,13 @@ class Manager:
 
     @classmethod
     async def create(
-        cls, client: PodClient, gateway: GatewayClient | None, lease_namespace: str | None, identity: str | None
+        cls,
+        client: PodClient,
+        gateway: GatewayClient | None,
+        lease_namespace: str | None,
+        identity: str | None,
+        *,
+        rate_limit: int = RATE_LIMIT,
     ) -> Self:
         """Connect to the API server. Without ``gateway`` pods deliver to the rounds' own callback addresses.
 
@@ -58,7 +71,7 @@ class Manager:
         api, namespace = await connect()
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         lease = LeaderElection(api, lease_namespace or namespace, identity or unique, time.monotonic)
-        return cls(ObjectStore(api), lease, client, gateway)
+        return cls(ObjectStore(api), lease, client, gateway, rate_limit)
 
     async def close(self) -> None:
         """Close all connections; running rounds go on in their pods."""
@@ -114,7 +127,7 @@ class Manager:
         return Reconciler(
             kind,
             ref,
-            sources=Sources(store=self._store, gateway=self._gateway),
+            sources=self._sources,
             client=self._client,
             pods=self._pods,
             metrics=self.metrics,

@@ -115,7 +115,7 @@ class Reconciler(Generic[WorkT]):
         self.resting = False
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
-        self._actions = PodActions(store=self._store, client=client, emit=emit, wake=self.wake, log=self.log)
+        self._actions = PodActions(sources=sources, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
 
     def concerns(self, pod: PodView) -> bool:

@@ -14,6 +14,7 @@ from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.metrics import serve_metrics
+from poc_operator.credentials import secrets_of
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,11 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     memo.until_end = stack = AsyncExitStack()
     pods = PodClient(os.environ.get("POC_POD_TOKEN") or None)
     memo.manager = manager = await Manager.create(
-        pods, _gateway(memo.options.gateway_url), memo.options.lease_namespace, memo.options.identity
+        pods,
+        _gateway(memo.options.gateway_url),
+        memo.options.lease_namespace,
+        memo.options.identity,
+        rate_limit=memo.options.max_nonces_per_second,
     )
     stack.push_async_callback(manager.close)
     await manager.lease.acquire()
@@ -49,7 +54,17 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
 
 
 def _gateway(url: str | None) -> GatewayClient | None:
-    return GatewayClient(url, os.environ.get("POC_GATEWAY_TOKEN") or None) if url is not None else None
+    if url is None:
+        return None
+    return GatewayClient(url, _secret("POC_GATEWAY_OPERATOR_TOKEN"), _secret("POC_GATEWAY_CALLBACK_KEY"))
+
+
+def _secret(name: str) -> str | None:
+    """Return the first secret of an environment variable; the others are for who checks them."""
+    try:
+        return next(iter(secrets_of(os.environ.get(name))), None)
+    except ValueError as error:
+        raise kopf.PermanentError(f"{name} {error}") from error
 
 
 async def _end_without(lease: LeaderElection) -> None:

@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.credentials import Grant
 from poc_operator.observed import PodReport, PodView
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
@@ -62,10 +63,14 @@ class Snapshot(Generic[WorkT_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class StartPod:
-    """Tell a pod to compute a slot. Harmless to repeat: the pod compares the round id."""
+    """Tell a pod to compute a slot. Harmless to repeat: the pod compares the round id.
+
+    ``grant`` is what the pod may deliver to the gateway, if it is to deliver there.
+    """
 
     pod: PodView
     request: InitGenerateRequest
+    grant: Grant | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

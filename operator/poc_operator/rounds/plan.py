@@ -12,7 +12,7 @@ from poc_operator.rounds.loss import heal_stalls
 from poc_operator.rounds.observe import observe
 from poc_operator.rounds.slots import bind_pods, fix_slots
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
-from poc_operator.rounds.start import catch_up, rewind, start_pods
+from poc_operator.rounds.start import catch_up, renew_credentials, rewind, start_pods
 from poc_operator.rounds.stop import replace_other_work, stop_orphans, stop_pods
 from poc_operator.rounds.summary import note_times, summarise, tell
 
@@ -31,6 +31,7 @@ POLICIES: tuple[Policy, ...] = (
     replace_other_work,  # what a pod must put down first
     stop_orphans,  # which pods compute what is not theirs
     start_pods,
+    renew_credentials,  # which pods the gateway does not know any more
     extend_pods,
     heal_stalls,  # which pods get nothing done
     stop_pods,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
-from poc_operator.observed import CollectedSlot, GatewayReport
+from poc_operator.credentials import RATE_LIMIT, Grant
+from poc_operator.observed import CollectedSlot, GatewayReport, PodView
 from poc_operator.planning.snapshot import Snapshot, Step
 from vllm_poc.wire.partition import NonceSlot
 
@@ -15,9 +16,13 @@ RoundStep = Step[RoundStatus]
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSnapshot(Snapshot[PoCRound]):
-    """What one plan of a round sees. ``gateway`` is None if pods deliver to the round's own callback address."""
+    """What one plan of a round sees. ``gateway`` is None if pods deliver to the round's own callback address.
+
+    ``rate_limit`` is how many nonces per second no pod exceeds.
+    """
 
     gateway: GatewayReport | None = None
+    rate_limit: int = RATE_LIMIT
 
     @property
     def round(self) -> PoCRound:
@@ -49,6 +54,19 @@ class RoundSnapshot(Snapshot[PoCRound]):
             node_count=self.round.spec.nodes.count,
             group_id=slot.group,
             n_groups=self.round.status.groups,
+        )
+
+    def grant(self, slot: Assignment, pod: PodView) -> Grant:
+        """Return what the pod may deliver of the slot."""
+        since = slot.since or self.round.metadata.creation_timestamp
+        return Grant(
+            round=self.round.id,
+            slot=self.partition_of(slot).offset,
+            pod=pod.name,
+            pod_uid=pod.uid,
+            start=slot.start,
+            since=int(since.timestamp()),
+            rate=self.rate_limit,
         )
 
     def is_whole(self, slot: Assignment) -> bool:

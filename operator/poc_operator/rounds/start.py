@@ -12,6 +12,7 @@ from pydantic import AnyHttpUrl
 
 from poc_operator.apis.v1alpha1.round import Assignment, RetryPolicy
 from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodView
 from poc_operator.planning.requests import artifact_params
 from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE, counted
@@ -70,7 +71,7 @@ def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         return step
     computed = computed_slots(snapshot)
     starts = [
-        StartPod(pod=pod, request=start_request(snapshot, step.status.groups, slot))
+        _start(snapshot, step.status.groups, slot, pod)
         for slot in step.status.assignments
         if slot.state is SlotState.STARTING
         and slot.lost is None
@@ -79,6 +80,35 @@ def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         and _may_start(snapshot, slot, computed)
     ]
     return step.extended(actions=starts)
+
+
+def _start(snapshot: RoundSnapshot, groups: int, slot: Assignment, pod: PodView) -> StartPod:
+    request = start_request(snapshot, groups, slot)
+    grant = snapshot.grant(slot, pod) if snapshot.gateway is not None else None
+    return StartPod(pod=pod, request=request, grant=grant)
+
+
+def renew_credentials(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
+    """Tell the pods again whose credential the gateway does not take, as after its keys were changed, or in a week.
+
+    A pod that is told what it computes takes the new address, and computes on.
+    """
+    if step.status.stop_time:
+        return step
+    starts = [
+        _start(snapshot, step.status.groups, slot, pod)
+        for slot in step.status.assignments
+        if slot.state is SlotState.RUNNING
+        and (pod := snapshot.pod_of(slot)) is not None
+        and _is_unauthorized(snapshot, slot)
+    ]
+    return step.extended(actions=starts)
+
+
+def _is_unauthorized(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    status = snapshot.report_of(slot).status
+    computes = status is not None and status.state is PowState.GENERATING and status.session_id == slot.session
+    return status is not None and computes and status.callback_unauthorized
 
 
 def _may_start(snapshot: RoundSnapshot, slot: Assignment, computed: Container[tuple[int, int]]) -> bool:

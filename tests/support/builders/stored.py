@@ -2,6 +2,7 @@
 """Rounds and artifacts that are written into a database without a pod that delivers them."""
 
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Any
 
 from sqlalchemy import Connection
@@ -33,7 +34,11 @@ async def store(database: Database, round_: PoCRound, nonces: Iterable[int]) -> 
             by_slot.setdefault(slot_id, []).append(row(known, slot_id, nonce))
         for slot_id, rows in by_slot.items():
             connection.execute(schema.artifacts.insert(), rows)
-            counts = {"stored": len(rows), "last_nonce": rows[-1]["nonce"]}
+            stride, known_nonces = known.terms.node_count * known.terms.n_groups, {one["nonce"] for one in rows}
+            missing = next(
+                nonce for nonce in count(known.terms.offset_of(rows[0]["nonce"]), stride) if nonce not in known_nonces
+            )
+            counts = {"stored": len(rows), "last_nonce": rows[-1]["nonce"], "missing_nonce": missing}
             connection.execute(schema.slots.update().where(schema.slots.c.id == slot_id).values(**counts))
         return known
 

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gateway in memory on the loopback interface, which can be told to misbehave.
 
-It stores each nonce once, as the real one does, and asks for the same passwords.
+It stores each nonce once, as the real one does, and asks for the same credentials.
 """
 
 import asyncio
-import base64
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
-from poc_operator.clients.gateway import round_password
+from poc_operator.credentials import CredentialError, verify
 from poc_operator.observed import CollectedRound, CollectedSlot
 from tests.support.fakes.callback_receiver import payload_nonces
 
 TOKEN = "gateway-token"  # noqa: S105 - of tests alone
+CALLBACK_KEY = "callback-key"
 
 
 class Gateway:
@@ -29,6 +31,8 @@ class Gateway:
         self.duplicates = 0
         self.conflicts = 0
         self.uid = ""
+        self.key = CALLBACK_KEY
+        self.pods: set[tuple[str, str]] = set()  # that have delivered: name and uid
         self.answer = 200
         self.body: str | None = None
         self.delay = 0.0
@@ -37,10 +41,16 @@ class Gateway:
     async def generated(self, request: web.Request) -> web.Response:
         """Store a payload."""
         self.uid = request.match_info["uid"]
-        wanted = base64.b64encode(f"pod:{round_password(TOKEN, self.uid)}".encode()).decode()
-        if request.headers.get("Authorization") != f"Basic {wanted}":
-            return web.Response(status=401)
+        sent = aiohttp.BasicAuth.decode(request.headers.get("Authorization", ""))
+        try:
+            grant = verify([self.key], sent.password, time.time())
+        except CredentialError:
+            return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm="poc-gateway"'})
         nonces = payload_nonces(await request.json())
+        assert {nonce % self.stride for nonce in nonces} <= {grant.slot}
+        assert all(nonce < grant.slot + grant.reach(time.time()) * self.stride for nonce in nonces)
+        assert grant.round == self.uid
+        self.pods.add((grant.pod, grant.pod_uid))
         self.duplicates += len(self.stored.intersection(nonces))
         self.stored.update(nonces)
         return web.json_response({})

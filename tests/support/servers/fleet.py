@@ -82,7 +82,7 @@ class Fleet(Generic[WorkT]):
         self._stack = stack
         self._client = client
         self._kind = kind
-        self._gateway = gateway
+        self.collector = gateway
         self._servers: dict[str, AsyncExitStack] = {}
         self._pods = PodCache(time.monotonic)
         self.port = free_port()
@@ -97,7 +97,7 @@ class Fleet(Generic[WorkT]):
         return Reconciler(
             self._kind,
             ObjectRef("ns", "r", UID),
-            sources=Sources(store=cast(ObjectStore, self.store), gateway=self._gateway),
+            sources=Sources(store=cast(ObjectStore, self.store), gateway=self.collector),
             client=self._client,
             pods=self._pods,
             metrics=self.metrics,

@@ -22,9 +22,9 @@ async def test_artifacts_are_stored_as_delivered(start: Start) -> None:
     even, odd = (slot.id for slot in slots)
     assert stored == {nonce: (odd if nonce % 2 else even, vector(nonce)) for nonce in (0, 1, 2, 4)}
     zero = {"duplicates": 0, "conflicts": 0, "forwarded": 0}
-    first = {"slot": 0, "stored": 3, "last_nonce": 4, "delivered_index": 3, **zero}
-    second = {"slot": 1, "stored": 1, "last_nonce": 1, "delivered_index": 1, **zero}
-    assert progress == (200, {"uid": "uid-1", "stored": 4, **zero, "slots": [first, second]})
+    first = {"slot": 0, "stored": 3, "last_nonce": 4, "delivered_index": 3, **zero, "rivals": []}
+    second = {"slot": 1, "stored": 1, "last_nonce": 1, "delivered_index": 1, **zero, "rivals": []}
+    assert progress == (200, {"uid": "uid-1", "stored": 4, **zero, "slots": [first, second], "refused": []})
 
 
 async def test_distances_are_stored_as_delivered(start: Start) -> None:

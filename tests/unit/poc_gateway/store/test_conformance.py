@@ -79,6 +79,38 @@ def test_what_an_older_gateway_stored_is_kept(database_url: str) -> None:
     engine.dispose()
 
 
+@pytest.mark.parametrize(
+    ("stored", "missing"),
+    [([], 1), ([1, 4, 7], 10), ([4, 7], 1), ([1, 4, 10, 13], 7), ([1], 4), ([10], 1)],
+    ids=str,
+)
+def test_the_first_gap_of_what_an_older_gateway_stored_is_found(
+    database_url: str, stored: list[int], missing: int
+) -> None:
+    config, engine = Config(), create_engine(database_url)
+    config.set_main_option("script_location", migrations.__path__[0])
+    round_ = {"uid": "u", "namespace": "ns", "name": "n", "block_hash": "b", "block_height": 1, "public_key": "k"}
+    terms = {"protocol": "artifact", "model": "m", "seq_len": 1, "node_count": 1, "n_groups": 3, "created_at": 0}
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0003")
+        round_id = connection.scalar(insert(rounds).values(**round_, **terms).returning(rounds.c.id))
+        counts = {"stored": len(stored), "last_nonce": max(stored, default=-1)}
+        row = {"round_id": round_id, "slot": 1, "node_id": 0, "group_id": 1, **counts}
+        slot_id = connection.scalar(insert(slots).values(row).returning(slots.c.id))
+        for nonce in stored:
+            values = {"slot": slot_id, "nonce": nonce}
+            artifact = "INSERT INTO artifacts (slot_id, nonce, received_at) VALUES (:slot, :nonce, 0)"
+            connection.execute(text(artifact), values)
+    Database.open(database_url).close()
+    with engine.begin() as connection:
+        assert connection.scalar(select(slots.c.missing_nonce)) == missing
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0003")
+        assert len(connection.execute(text("SELECT nonce FROM artifacts")).all()) == len(stored)
+    engine.dispose()
+
+
 def test_what_a_newer_gateway_made_is_refused(database_url: str) -> None:
     database = Database.open(database_url)
     with database.engine.begin() as connection:
