@@ -69,6 +69,7 @@ ALL_VALUES: dict[Path, Values] = {
             "extraEnv": [{"name": "POC_GATEWAY_PAYLOAD_ARTIFACTS", "value": "500"}],
         },
         "logFormat": "plain",
+        "maxNoncesPerSecond": 12_345,
         "metrics": {
             "service": True,
             "serviceMonitor": False,  # the API server does not know the kind

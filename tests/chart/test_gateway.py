@@ -44,6 +44,8 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
     }
     assert secrets == {
         "POC_GATEWAY_TOKEN": {"name": "gateway-tokens", "key": "token"},
+        "POC_GATEWAY_OPERATOR_TOKEN": {"name": "gateway-tokens", "key": "operator-token"},
+        "POC_GATEWAY_CALLBACK_KEY": {"name": "gateway-tokens", "key": "callback-key"},
         "POC_GATEWAY_NETWORK_TOKEN": {"name": "gateway-tokens", "key": "network-token"},
         "POC_GATEWAY_POD_TOKEN": {"name": "pod-token", "key": "token"},
         "POC_GATEWAY_DATABASE": {"name": "gateway-database", "key": "url"},
@@ -83,7 +85,8 @@ def test_without_a_template_the_gateway_only_reads_rounds(kube: Kube) -> None:
 
 def test_a_token_is_made_once(kube: Kube) -> None:
     secret = kube.get("--namespace", SYSTEM_NAMESPACE, "secret", f"{GATEWAY}-tokens")["data"]
-    assert set(secret) == {"token", "network-token"}
+    assert set(secret) == {"token", "operator-token", "callback-key", "network-token"}
+    assert len(set(secret.values())) == len(secret)
     assert len(set(secret.values())) == 2
     given = objects(kube, OPERATOR_CHART, {"gateway": {"auth": {"existingSecret": "mine"}}})
     assert not any(body["kind"] == "Secret" for body in given)

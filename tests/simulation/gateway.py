@@ -11,9 +11,9 @@ import aiohttp
 
 from hack.cluster.layout import admin_kubeconfig
 from tests.simulation.kept_process import KeptProcess
+from tests.support.builders.secrets import ENVIRONMENT, PEOPLE
 from tests.support.servers.http_server import free_port
 
-TOKEN = "token-of-the-simulation"  # noqa: S105 - guards nothing but this
 REQUEST = aiohttp.ClientTimeout(total=5)
 
 
@@ -24,7 +24,6 @@ class Gateway(KeptProcess):
         port = free_port()
         settings = {
             "DATABASE": f"sqlite:///{folder / 'gateway.db'}",
-            "TOKEN": TOKEN,
             "PORT": port,
             "METRICS_PORT": free_port(),
             "NETWORK_PORT": free_port(),
@@ -32,15 +31,14 @@ class Gateway(KeptProcess):
             "RETRY_LIMIT_SECONDS": 2,
             "PEER_REQUESTS": 100_000,  # all pods have one address
         }
-        variables = {f"POC_GATEWAY_{name}": str(value) for name, value in settings.items()}
+        variables = ENVIRONMENT | {f"POC_GATEWAY_{name}": str(value) for name, value in settings.items()}
         argv = (sys.executable, "-m", "poc_gateway")
         super().__init__(argv, {"KUBECONFIG": str(admin_kubeconfig()), **variables}, folder / "gateway.log")
         self.url = f"http://127.0.0.1:{port}"
 
     async def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
         """Return what the gateway answers; an aiohttp.ClientError if it does not."""
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        client = aiohttp.ClientSession(self.url, headers=headers, timeout=REQUEST, raise_for_status=True)
+        client = aiohttp.ClientSession(self.url, headers=PEOPLE, timeout=REQUEST, raise_for_status=True)
         async with client as session, session.get(path) as answer:
             return await answer.json()
 

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 from hack.cluster.layout import admin_kubeconfig
-from tests.simulation.gateway import TOKEN, Gateway
+from tests.simulation.gateway import Gateway
 from tests.simulation.kept_process import KeptProcess
+from tests.support.builders.secrets import ENVIRONMENT
 from tests.support.servers.http_server import free_port
 
 
@@ -20,7 +21,9 @@ class OperatorProcess(KeptProcess):
         variables = {"KUBECONFIG": str(admin_kubeconfig())}
         if gateway is not None:
             options += (f"--gateway-url={gateway.url}",)
-            variables["POC_GATEWAY_TOKEN"] = TOKEN
+            variables |= {
+                name: ENVIRONMENT[name] for name in ("POC_GATEWAY_OPERATOR_TOKEN", "POC_GATEWAY_CALLBACK_KEY")
+            }
         argv = (sys.executable, "-m", "poc_operator", *scope, *ports, *options)
         super().__init__(argv, variables, log)
         self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"

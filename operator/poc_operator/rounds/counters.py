@@ -68,7 +68,7 @@ def counted(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
     stored = snapshot.collected_of(slot)
     resumes = snapshot.report_of(slot).resumes
     if stored is None:
-        nothing = not resumes and snapshot.gateway_answered
+        nothing = not resumes and snapshot.gateway_answered and not snapshot.gateway_contradicts(slot)
         return slot.model_copy(update={"delivered": 0, "valid": 0}) if nothing else slot
     told = (slot.delivered, slot.valid) if resumes else (0, 0)
     delivered = max(told[0], stored.delivered_index)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
-from poc_operator.credentials import RATE_LIMIT, Grant
-from poc_operator.observed import CollectedSlot, GatewayReport, PodView
+from poc_operator.credentials import RATE_LIMIT
+from poc_operator.observed import CollectedSlot, GatewayReport
 from poc_operator.planning.snapshot import Snapshot, Step
+from poc_operator.rounds.gateway_check import contradictions
 from vllm_poc.wire.partition import NonceSlot
 
 RoundStep = Step[RoundStatus]
@@ -32,7 +33,16 @@ class RoundSnapshot(Snapshot[PoCRound]):
     @cached_property
     def _collected(self) -> Mapping[int, CollectedSlot]:
         collected = self.gateway.collected if self.gateway is not None else None
-        return {found.slot: found for found in collected.slots} if collected is not None else {}
+        slots = collected.slots if collected is not None else ()
+        return {found.slot: found for found in slots if found.slot not in self.gateway_contradictions}
+
+    @cached_property
+    def gateway_contradictions(self) -> Mapping[int, str]:
+        """Why the gateway's numbers of slots cannot be true, by the slots' first nonces."""
+        collected = self.gateway.collected if self.gateway is not None else None
+        if collected is None:
+            return {}
+        return contradictions(self.round, collected, now=self.now, rate_limit=self.rate_limit)
 
     @property
     def gateway_answered(self) -> bool:
@@ -40,8 +50,15 @@ class RoundSnapshot(Snapshot[PoCRound]):
         return self.gateway is not None and self.gateway.asked is not None
 
     def collected_of(self, slot: Assignment) -> CollectedSlot | None:
-        """Return what the gateway has of the slot; None if it has not told of it."""
-        return self._collected.get(slot.node + slot.group * self.round.spec.nodes.count)
+        """Return what the gateway has of the slot; None if it has not told of it, or what cannot be true."""
+        return self._collected.get(self._offset(slot))
+
+    def gateway_contradicts(self, slot: Assignment) -> bool:
+        """Whether what the gateway told of the slot cannot be true."""
+        return self._offset(slot) in self.gateway_contradictions
+
+    def _offset(self, slot: Assignment) -> int:
+        return slot.node + slot.group * self.round.spec.nodes.count
 
     def disrupted(self, slot: Assignment) -> bool:
         """Whether the cluster's infrastructure ended the slot's pod."""
@@ -54,19 +71,6 @@ class RoundSnapshot(Snapshot[PoCRound]):
             node_count=self.round.spec.nodes.count,
             group_id=slot.group,
             n_groups=self.round.status.groups,
-        )
-
-    def grant(self, slot: Assignment, pod: PodView) -> Grant:
-        """Return what the pod may deliver of the slot."""
-        since = slot.since or self.round.metadata.creation_timestamp
-        return Grant(
-            round=self.round.id,
-            slot=self.partition_of(slot).offset,
-            pod=pod.name,
-            pod_uid=pod.uid,
-            start=slot.start,
-            since=int(since.timestamp()),
-            rate=self.rate_limit,
         )
 
     def is_whole(self, slot: Assignment) -> bool:

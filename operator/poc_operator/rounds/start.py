@@ -12,6 +12,7 @@ from pydantic import AnyHttpUrl
 
 from poc_operator.apis.v1alpha1.round import Assignment, RetryPolicy
 from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.credentials import Grant
 from poc_operator.observed import PodView
 from poc_operator.planning.requests import artifact_params
 from poc_operator.planning.snapshot import StartPod
@@ -84,7 +85,18 @@ def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 def _start(snapshot: RoundSnapshot, groups: int, slot: Assignment, pod: PodView) -> StartPod:
     request = start_request(snapshot, groups, slot)
-    grant = snapshot.grant(slot, pod) if snapshot.gateway is not None else None
+    if snapshot.gateway is None:
+        return StartPod(pod=pod, request=request)
+    since = slot.since or snapshot.round.metadata.creation_timestamp
+    grant = Grant(
+        round=snapshot.round.id,
+        slot=request.slot.offset,
+        pod=pod.name,
+        pod_uid=pod.uid,
+        start=slot.start,
+        since=int(since.timestamp()),
+        rate=snapshot.rate_limit,
+    )
     return StartPod(pod=pod, request=request, grant=grant)
 
 

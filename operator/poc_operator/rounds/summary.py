@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a person reads of a round: totals, how it gets on, and what is lost, missing or in doubt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import RoundStatus, Totals
+from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import CollectedSlot
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding
@@ -63,8 +64,10 @@ def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
     return f"{pace}; {spare} more have no slot (the {status.slots} slots are fixed at the start)" if spare else pace
 
 
-#: So many slots are named in a message.
+#: So many slots or pods are named in a message.
 _NAMED = 3
+#: Name of a pod that delivered before the gateway asked for credentials.
+UNKNOWN = "(unknown)"
 
 
 def _failed(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -84,13 +87,42 @@ def _pods_disagree(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
 
 
 def _conflicts(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
-    found = [(slot, stored.conflicts) for slot in status.assignments if (stored := snapshot.collected_of(slot))]
-    named = [f"node {slot.node} group {slot.group} (pod {slot.pod}: {count})" for slot, count in found if count]
+    found = [(slot, stored) for slot in status.assignments if (stored := snapshot.collected_of(slot))]
+    named = [
+        f"node {slot.node} group {slot.group} ({_rivals(slot, stored)})" for slot, stored in found if stored.conflicts
+    ]
     if not named:
         return None
-    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    slots = f"{', '.join(named[:_NAMED])}{more}"
-    return Reason.RESULTS_CONFLICT, f"results came twice and differ: {slots}; the first ones are kept"
+    message = f"results came twice and differ: {_some(named)}; the first ones are kept"
+    return Reason.RESULTS_CONFLICT, message
+
+
+def _rivals(slot: Assignment, stored: CollectedSlot) -> str:
+    pairs = [
+        f"{pair.count} from nonce {pair.nonce} on: pod {pair.kept or UNKNOWN}, then pod {pair.other or UNKNOWN}"
+        for pair in stored.rivals
+    ]
+    return _some(pairs) if pairs else f"pod {slot.pod}: {stored.conflicts}"
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return f"{', '.join(texts[:_NAMED])}{more}"
+
+
+def _deliveries_refused(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
+    collected = snapshot.gateway.collected if snapshot.gateway is not None else None
+    if collected is None or not collected.refused:
+        return None
+    named = [f"pod {one.pod} ({one.count} times, the last: {one.why})" for one in collected.refused]
+    return Reason.DELIVERIES_REFUSED, f"the gateway refuses what pods may not deliver: {_some(named)}"
+
+
+def _gateway_contradictory(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
+    found = [f"slot {slot}: {why}" for slot, why in sorted(snapshot.gateway_contradictions.items())]
+    if not found:
+        return None
+    return Reason.GATEWAY_CONTRADICTORY, f"the gateway's numbers cannot be true and are not counted: {_some(found)}"
 
 
 def _gateway_unreachable(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
@@ -128,6 +160,8 @@ FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _stalled,
     _pods_disagree,
     _conflicts,
+    _deliveries_refused,
+    _gateway_contradictory,
     _gateway_unreachable,
     _undelivered,
     _rejected,

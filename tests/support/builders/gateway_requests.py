@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.core.result import Ok
 
+from poc_operator.credentials import sign
 from tests.support.builders.fuzz import ODD_NUMBERS, ODD_TEXTS, bodies
+from tests.support.builders.secrets import CALLBACK_KEY, TOKEN, a_grant, basic
 
-TOKEN = "fuzz-token"  # noqa: S105 - of tests alone
+NETWORK_TOKEN = "fuzz-token"  # noqa: S105 - of tests alone
 BASE = "http://gateway"
 _OF_THE_TOOL = {"User-Agent", "Accept-Encoding", "Connection", "X-Schemathesis-TestCaseId"}
-_BEARER = f"Bearer {TOKEN}"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "ODD"]
-_TOKENS = ["", "Bearer", "Bearer \0", "Bearer é", "Basic \ud800", "Basic cG9kOg==", _BEARER + "x"]
+_TOKENS = ["", "Bearer", "Bearer \0", "Bearer é", "Basic \ud800", "Basic cG9kOg==", f"Bearer {TOKEN}x"]
 _TYPES = ["", "text/plain", "application/json; charset=utf-16", "multipart/form-data", "application/xml", "/", "é"]
 _ACCEPTS = ["", "text/csv", "image/png", "application/json;q=x", ",", "\0", "é"]
 _TAILS = ["/", "/x", "%00", "//", "/..", "%ff", "%2f"]
@@ -94,7 +95,7 @@ def requests(draw: st.DrawFn, some: st.SearchStrategy[AnyCase], targets: Sequenc
         case=case,
         method=method,
         url=f"{url}?{query}" if query else url,
-        headers=_headers(draw, sent["headers"]),
+        headers=_headers(draw, case, sent["headers"], target),
         body=_body(draw, case, sent, target),
         on_route=on_route and method == sent["method"],
     )
@@ -127,10 +128,19 @@ def _query(draw: st.DrawFn, case: AnyCase, generated: Mapping[str, Any], target:
     return query
 
 
-def _headers(draw: st.DrawFn, generated: Mapping[str, Any]) -> dict[bytes, bytes]:
+def _right(case: AnyCase, target: Target) -> str:
+    """Return what the route asks for: the credential of a pod of the round, the network's token, or people's."""
+    path = case.operation.path
+    if path.startswith("/callbacks/"):
+        grant = a_grant(target.parameters.get("uid", ""), since=0, rate=1_000_000)
+        return basic(sign(CALLBACK_KEY, grant, 2**40))["Authorization"]
+    return f"Bearer {NETWORK_TOKEN if path.startswith('/api/') else TOKEN}"
+
+
+def _headers(draw: st.DrawFn, case: AnyCase, generated: Mapping[str, Any], target: Target) -> dict[bytes, bytes]:
     headers = {name: str(value) for name, value in generated.items() if name not in _OF_THE_TOOL}
     if not _one_in(draw, 20):
-        headers["Authorization"] = _BEARER
+        headers["Authorization"] = _right(case, target)
     for name, values in (("Authorization", _TOKENS), ("Content-Type", _TYPES), ("Accept", _ACCEPTS)):
         if _one_in(draw, 30):
             headers[name] = draw(st.sampled_from(values))

@@ -26,8 +26,9 @@ from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
-from tests.support.builders.gateway_requests import TOKEN, Request, Target, cases, requests
+from tests.support.builders.gateway_requests import NETWORK_TOKEN, Request, Target, cases, requests
 from tests.support.builders.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets
+from tests.support.builders.secrets import ENVIRONMENT
 from tests.support.checks.gateway_answers import Fuzzing
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, URL, validation
@@ -41,8 +42,8 @@ MANY = 1_000
 BATCH = 10
 #: Bodies are limited so that some exceed it.
 SETTINGS = {
-    "POC_GATEWAY_TOKEN": TOKEN,
-    "POC_GATEWAY_NETWORK_TOKEN": TOKEN,
+    **ENVIRONMENT,
+    "POC_GATEWAY_NETWORK_TOKEN": NETWORK_TOKEN,
     "POC_GATEWAY_BODY_BYTES": "5200",
     "POC_GATEWAY_NETWORK_BODY_BYTES": "5200",
 }

@@ -125,13 +125,16 @@ def a_status(*slots: Assignment, **fields: Any) -> RoundStatus:  # noqa: ANN401
     return RoundStatus(**{**defaults, **fields})
 
 
-def has(*slots: tuple[int, int], asked: float = 0, **fields: Any) -> GatewayReport:  # noqa: ANN401
-    """A gateway that has so many results of each slot, up to an index; asked so many seconds after now."""
+def has(*slots: tuple[int, int], asked: float = 0, stride: int | None = None, **fields: Any) -> GatewayReport:  # noqa: ANN401
+    """A gateway that has so many results of each slot, up to an index; asked so many seconds after now.
+
+    The round has ``stride`` slots, these or more.
+    """
     collected = [
         CollectedSlot(
             slot=slot,
             stored=stored,
-            last_nonce=index - 1,
+            last_nonce=slot + (index - 1) * (stride or len(slots)) if index else -1,
             delivered_index=index,
             duplicates=0,
             conflicts=fields.pop("conflicts", 0),

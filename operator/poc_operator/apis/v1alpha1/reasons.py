@@ -22,8 +22,10 @@ class Reason(StrEnum):
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     COMPLETED = "Completed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    DELIVERIES_REFUSED = "DeliveriesRefused"
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
     FRAUD_DETECTED = "FraudDetected"
+    GATEWAY_CONTRADICTORY = "GatewayContradictory"
     GATEWAY_UNREACHABLE = "GatewayUnreachable"
     INTERNAL_ERROR = "InternalError"
     K_DIM_TOO_LARGE = "KDimTooLarge"
@@ -207,14 +209,30 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.RESULTS_CONFLICT: Explanation(
         "Degraded=True",
-        "Results came to the gateway twice for the same nonce, and differ. The message names slots and pods.",
-        "Look at these pods' GPUs. The first result is kept; the gateway's table `conflicts` has the others.",
+        "Results came to the gateway twice for the same nonce, and differ. The message names slots and both pods.",
+        "Look at these pods' GPUs: one of the two is faulty or lies. Recompute the nonces with a `PoCValidation`. The "
+        "first result is kept; the gateway's route `conflicts` has both.",
+        _ROUND,
+    ),
+    Reason.DELIVERIES_REFUSED: Explanation(
+        "Degraded=True",
+        "Pods sent results of other slots, or of nonces that they cannot have reached. None was stored.",
+        "Check that these pods run an image that you trust, that the clocks of the Kubernetes nodes agree, and "
+        "`--max-nonces-per-second`.",
+        _ROUND,
+    ),
+    Reason.GATEWAY_CONTRADICTORY: Explanation(
+        "Degraded=True",
+        "Numbers of the gateway cannot be true: more results than nonces, or further than any pod can be. The slots in "
+        "the message are counted as their pods tell.",
+        "Check that `--gateway-url` leads to your gateway and that it asks for credentials, and "
+        "`--max-nonces-per-second`.",
         _ROUND,
     ),
     Reason.GATEWAY_UNREACHABLE: Explanation(
         "Degraded=True",
         "The gateway did not answer the operator, or not as expected. Pods keep their results and deliver later.",
-        "Check that the gateway runs, `--gateway-url`, and that both have the same `POC_GATEWAY_TOKEN`.",
+        "Check that the gateway runs, `--gateway-url`, and that both have the same `POC_GATEWAY_OPERATOR_TOKEN`.",
         _ROUND,
     ),
     Reason.DELIVERY_INCOMPLETE: Explanation(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 from starlette.types import Message
 
 from poc_gateway.outbox.forward import Outbox
@@ -15,10 +16,12 @@ from poc_gateway.server.process import Components, inside_app, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
+from tests.support.builders.secrets import ENVIRONMENT, TOKEN
 
-TOKEN = "secret"  # noqa: S105 - a test's
-SETTINGS = {"POC_GATEWAY_TOKEN": TOKEN, "POC_GATEWAY_NETWORK_TOKEN": TOKEN}
+NETWORK_TOKEN = "token-of-the-network"  # noqa: S105 - a test's
+SETTINGS = {**ENVIRONMENT, "POC_GATEWAY_NETWORK_TOKEN": f"newer,{NETWORK_TOKEN}"}
 APPS = {"inside": inside_app, "network": network_app}
+TOKENS = {"inside": TOKEN, "network": NETWORK_TOKEN}
 
 
 @pytest.fixture
@@ -78,9 +81,29 @@ async def test_without_the_token_no_body_is_received(parts: Components, name: st
 async def test_with_the_token_bodies_are_received(parts: Components, name: str) -> None:
     app = APPS[name](parts)
     path = "/rounds/ns/name/dead-letters/replay" if name == "inside" else "/api/v1/pow/generate"
-    for authorization in (f"Bearer {TOKEN}", f"bearer  {TOKEN}"):
+    for authorization in (f"Bearer {TOKENS[name]}", f"bearer  {TOKENS[name]}"):
         status, received = await ask(app, "POST", path, authorization)
         assert (status != 401, received) == (True, True)
+
+
+async def test_two_tokens_of_the_network_are_good_at_the_same_time(parts: Components) -> None:
+    app = network_app(parts)
+    for token, expected in ((NETWORK_TOKEN, True), ("newer", True), (f"newer,{NETWORK_TOKEN}", False)):
+        status, _ = await ask(app, "POST", "/api/v1/pow/generate", f"Bearer {token}")
+        assert (status != 401) is expected
+
+
+def test_secrets_are_set_together_and_not_shared() -> None:
+    for name in ENVIRONMENT:
+        others = {other: value for other, value in ENVIRONMENT.items() if other != name}
+        with pytest.raises(ValidationError, match=f"without {name}: set all of them, or none"):
+            Settings.from_environment(others)
+        for other in others:
+            shared = ENVIRONMENT | {name: f"x,{ENVIRONMENT[other]}"}
+            with pytest.raises(ValidationError, match="share a secret: give each its own"):
+                Settings.from_environment(shared)
+    with pytest.raises(ValidationError, match="share a secret"):
+        Settings.from_environment(ENVIRONMENT | {"POC_GATEWAY_NETWORK_TOKEN": TOKEN})
 
 
 @pytest.mark.parametrize("name", APPS)

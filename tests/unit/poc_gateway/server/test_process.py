@@ -14,17 +14,20 @@ import pytest
 from hack.images.site import ROOT
 from tests.simulation.gateway_process import gateway
 from tests.support.builders.deliveries import artifacts, path, round_body
+from tests.support.builders.secrets import ENVIRONMENT, pod_headers
 from tests.support.checks.metrics import parse
 
 
 def test_it_counts_and_ends_in_order(database_url: str, tmp_path: Path) -> None:
     rounds = tmp_path / "rounds.json"
     rounds.write_text(json.dumps([round_body(callbackURL="http://receiver")]))
-    secret = {"POC_GATEWAY_TOKEN": "hidden"}
-    with gateway(database_url, rounds, tmp_path / "log", secret) as running:
+    with gateway(database_url, rounds, tmp_path / "log", ENVIRONMENT) as running:
+        credential = pod_headers()
         for _ in range(2):
-            bearer = {"Authorization": "Bearer hidden"}
-            httpx.post(running.url + path(), content=artifacts(range(9)), headers=bearer).raise_for_status()
+            httpx.post(running.url + path(), content=artifacts(range(9)), headers=credential).raise_for_status()
+        refused = httpx.post(running.url + path(), content=artifacts([10**9]), headers=credential)
+        assert refused.status_code == 425
+        told = refused.text
         series = parse(httpx.get(running.metrics_url).text)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(10) == 0
@@ -34,7 +37,8 @@ def test_it_counts_and_ends_in_order(database_url: str, tmp_path: Path) -> None:
     assert 0 < series["poc_gateway_oldest_undelivered_seconds"] < 10
     assert series["poc_gateway_database_bytes"] > 4096
     log = (tmp_path / "log").read_text()
-    assert "hidden" not in log
+    for secret in (*ENVIRONMENT.values(), credential["Authorization"].removeprefix("Basic ")):
+        assert secret not in log + told
     # Whether the receiver, which does not exist, is tried before the end is a matter of speed.
     assert {json.loads(line)["severity"] for line in log.splitlines()} <= {"info", "warn"}
 
@@ -42,6 +46,12 @@ def test_it_counts_and_ends_in_order(database_url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
+        ("TOKEN", "", "POC_GATEWAY_TOKEN: is empty: set one secret"),
+        (
+            "TOKEN",
+            "x",
+            "POC_GATEWAY_TOKEN is set without POC_GATEWAY_OPERATOR_TOKEN, POC_GATEWAY_CALLBACK_KEY: set all of them",
+        ),
         ("PORT", "x", "POC_GATEWAY_PORT: Input should be a valid integer"),
         ("DATABASE", "mysql://h/d", "database is of mysql: only sqlite and postgresql are supported"),
         ("DATABASE", "sqlite:////nowhere/gateway.db", "unable to open database file"),

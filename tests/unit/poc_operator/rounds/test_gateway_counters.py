@@ -10,12 +10,13 @@ import pytest
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State
-from poc_operator.observed import GatewayReport, PodReport
+from poc_operator.credentials import RATE_LIMIT, Grant
+from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport, PodReport, RefusedPod, Rivals
 from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
-from tests.unit.poc_operator.build import CALLBACK, NOW, a_pod, a_round, a_slot, a_status, has, look, says
+from tests.unit.poc_operator.build import CALLBACK, NOW, UID, a_pod, a_round, a_slot, a_status, has, look, says
 from vllm_poc.wire.answers import PowState
 
 GENERATING, IDLE, STOPPED = PowState.GENERATING, PowState.IDLE, PowState.STOPPED
@@ -166,7 +167,7 @@ def test_conflicting_results_are_told_with_their_slots() -> None:
     slots = [a_slot(group=0), a_slot("b", group=1)]
     report = says(GENERATING)
     pods = [(a_pod("a"), report), (a_pod("b"), says(IDLE))]
-    step = plan(look(a_round(a_status(*slots)), *pods, gateway=has((3, 3), conflicts=2)))
+    step = plan(look(a_round(a_status(*slots)), *pods, gateway=has((3, 3), conflicts=2, stride=2)))
     assert degraded(step) == (
         Reason.RESULTS_CONFLICT,
         "results came twice and differ: node 0 group 0 (pod a: 2); the first ones are kept",
@@ -184,3 +185,98 @@ def test_a_round_is_not_over_while_the_gateway_may_know_more() -> None:
     assert (told.status.state, told.status.totals.delivered) == (State.COMPLETE, 12)
     missing = planned(waiting.status, report, has((8, 8), asked=5), after=PATIENCE / timedelta(seconds=1))
     assert degraded(missing) == (Reason.DELIVERY_INCOMPLETE, "4 computed nonces were not delivered to the gateway")
+
+
+def told(*slots: CollectedSlot, **fields: Any) -> GatewayReport:  # noqa: ANN401
+    sums = {"stored": 0, "duplicates": 0, "conflicts": 0, "forwarded": 0}
+    answer = CollectedRound(uid=UID, slots=list(slots), **sums | fields)
+    return GatewayReport(callback=CALLBACK, collected=answer, asked=NOW)
+
+
+def collected(**fields: Any) -> CollectedSlot:  # noqa: ANN401
+    honest = {"slot": 0, "stored": 9, "last_nonce": 8, "delivered_index": 9, "duplicates": 0, "conflicts": 0}
+    return CollectedSlot(**honest | {"forwarded": 0} | fields)
+
+
+ARTIFACTS: dict[str, Any] = {"artifact": {"kDim": 12}, "rTarget": None}
+
+
+@pytest.mark.parametrize("resumes", [True, False], ids=["ours", "reference"])
+@pytest.mark.parametrize(
+    ("slots", "says_why"),
+    [
+        ([collected(last_nonce=2147483646, delivered_index=2147483647)], "no pod can have computed more than 3500000"),
+        ([collected(stored=10)], "10 are stored and delivered up to index 9, of 9 that there can be"),
+        ([collected(delivered_index=10)], "9 are stored and delivered up to index 10, of 9 that there can be"),
+        ([collected(stored=8)], "it is delivered up to index 9, and 8 are stored"),
+        ([collected(forwarded=10)], "10 are forwarded, and 9 are stored"),
+        ([collected(), collected()], "it is listed 2 times"),
+        ([collected(slot=1)], "slot 1: it is no slot of the round"),
+        ([collected(slot=10**9)], "it is no slot of the round"),
+    ],
+)
+def test_numbers_of_the_gateway_that_cannot_be_true_are_not_counted(
+    slots: list[CollectedSlot], says_why: str, resumes: bool
+) -> None:
+    """Nor do they end the round, which stops after 10 nonces."""
+    report = dataclasses.replace(says(GENERATING, next_index=6, delivered_index=4, delivered_valid=4), resumes=resumes)
+    slot = a_slot(next=5, delivered=3, valid=3)
+    step = planned(slot, report, told(*slots), stop={"afterNonces": 10}, **ARTIFACTS)
+    assert (step.status.outcome, step.status.state) == (None, State.RUNNING)
+    unknown = 0 if slots[0].slot else 3  # to a reference pod's slot nothing was delivered, or what is recorded stays
+    assert step.status.totals.delivered == (4 if resumes else unknown)
+    assert Reason.GATEWAY_CONTRADICTORY in step.status.degraded
+    assert says_why in degraded(step)[1]
+
+
+def test_what_can_be_true_is_counted() -> None:
+    report = says(GENERATING, next_index=6, delivered_index=4, delivered_valid=4)
+    step = planned(a_slot(next=5), report, told(collected()), stop={"afterNonces": 100}, **ARTIFACTS)
+    assert step.status.totals.delivered == 9
+    assert Reason.GATEWAY_CONTRADICTORY not in step.status.degraded
+
+
+def test_both_rivals_are_named() -> None:
+    rivals = [Rivals(kept="a", other="b", nonce=3, count=2), Rivals(kept=None, other="b", nonce=5, count=1)]
+    step = planned(a_slot(), says(GENERATING), told(collected(conflicts=3, rivals=rivals)), **ARTIFACTS)
+    assert degraded(step) == (
+        Reason.RESULTS_CONFLICT,
+        "results came twice and differ: node 0 group 0 (2 from nonce 3 on: pod a, then pod b, "
+        "1 from nonce 5 on: pod (unknown), then pod b); the first ones are kept",
+    )
+
+
+def test_a_pod_whose_deliveries_are_refused_is_named() -> None:
+    liar = RefusedPod(slot=0, pod="liar", count=7, why="nonce 1 is of slot 1")
+    step = planned(a_slot(), says(GENERATING), told(collected(), refused=[liar]), **ARTIFACTS)
+    reason, message = degraded(step)
+    assert reason == Reason.DELIVERIES_REFUSED
+    assert "pod liar (7 times, the last: nonce 1 is of slot 1)" in message
+
+
+def test_a_start_grants_one_slot_to_one_pod() -> None:
+    status = a_status(a_slot(None, SlotState.WAITING, node=1, group=1, start=7), slots=4, groups=2, start_time=None)
+    nodes = {"first": 0, "last": 1, "count": 2, "groups": 2}
+    pod = a_pod("b", uid="uid-of-b")
+    step = plan(look(a_round(status, nodes=nodes), (pod, says(IDLE)), after=3, gateway=NOTHING))
+    (start,) = [action for action in step.actions if isinstance(action, StartPod)]
+    assert start.grant == Grant(
+        round=UID,
+        slot=3,
+        pod="b",
+        pod_uid="uid-of-b",
+        start=7,
+        since=int(NOW.timestamp()) + 3,
+        rate=RATE_LIMIT,
+    )
+
+
+def test_a_pod_that_the_gateway_does_not_know_any_more_is_told_again() -> None:
+    unauthorized = says(GENERATING, next_index=12, delivered_index=8, delivered_valid=3, callback_unauthorized=True)
+    step = planned(RUNNING, unauthorized, has((3, 8)))
+    (start,) = [action for action in step.actions if isinstance(action, StartPod)]
+    assert (start.request.start_index, start.request.round_id) == (RUNNING.start, UID)
+    assert start.grant is not None
+    assert step.status.assignments[0].state is SlotState.RUNNING
+    well = says(GENERATING, next_index=12, delivered_index=8, delivered_valid=3)
+    assert [action for action in planned(RUNNING, well, has((3, 8))).actions if isinstance(action, StartPod)] == []
