@@ -21,9 +21,8 @@ class OperatorProcess(KeptProcess):
         variables = {"KUBECONFIG": str(admin_kubeconfig())}
         if gateway is not None:
             options += (f"--gateway-url={gateway.url}",)
-            variables |= {
-                name: ENVIRONMENT[name] for name in ("POC_GATEWAY_OPERATOR_TOKEN", "POC_GATEWAY_CALLBACK_KEY")
-            }
+            secrets = ("POC_GATEWAY_OPERATOR_TOKEN", "POC_GATEWAY_CALLBACK_KEY")
+            variables |= {name: ENVIRONMENT[name] for name in secrets}
         argv = (sys.executable, "-m", "poc_operator", *scope, *ports, *options)
         super().__init__(argv, variables, log)
         self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"

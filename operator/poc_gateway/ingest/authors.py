@@ -52,8 +52,11 @@ class Authors:
                 self._ids.popitem(last=False)
         return id_
 
-    def refused(self, author: int, why: str) -> None:
+    async def refused(self, known: KnownRound, grant: Grant, why: str) -> None:
         """Count a delivery that no pod of the slot may send; it is written down within a moment."""
+        author = await self.find(known, grant)
+        if author is None:
+            return
         count, _ = self._refused.get(author, (0, ""))
         self._refused[author] = (count + 1, why)
         if self._task is None:

@@ -100,14 +100,14 @@ def _grant(request: Request) -> Grant | None:
 
 async def _read_of_author(authors: Authors, known: KnownRound, body: bytes, grant: Grant | None) -> Delivery:
     """Return the delivery with its author, who is counted up if it is refused as none of the pod's."""
-    author = await authors.find(known, grant) if grant is not None else None
     try:
         delivery = _read(known, body, grant)
     except Refusal as error:
-        if author is not None and error.body.reason in NOT_GRANTED:
-            authors.refused(author, error.detail)
+        if grant is not None and error.body.reason in NOT_GRANTED:
+            await authors.refused(known, grant, error.detail)
         raise
-    delivery.author = author
+    if grant is not None and delivery.checked:
+        delivery.author = await authors.find(known, grant)
     return delivery
 
 

@@ -7,21 +7,17 @@ could not have got so far.
 
 from collections import Counter
 from collections.abc import Mapping
-from datetime import datetime
 
 from poc_operator.apis.v1alpha1.round import PoCRound
-from poc_operator.credentials import plausible_nonces
 from poc_operator.observed import CollectedRound, CollectedSlot
 from vllm_poc.wire.partition import NonceSlot
 
 
-def contradictions(round_: PoCRound, collected: CollectedRound, *, now: datetime, rate_limit: int) -> Mapping[int, str]:
+def contradictions(round_: PoCRound, collected: CollectedRound, reach: int) -> Mapping[int, str]:
     """Return what is wrong with the gateway's numbers, by the first nonce of each slot that has any.
 
-    ``rate_limit`` is how many nonces per second no pod exceeds. A slot may have had many pods, one after the other.
+    ``reach`` is the first index of a slot that its pods cannot have computed yet.
     """
-    age = (now - round_.metadata.creation_timestamp).total_seconds()
-    reach = plausible_nonces(rate_limit, age)
     told = Counter(slot.slot for slot in collected.slots)
     found = {slot.slot: _contradiction(round_, slot, reach) for slot in collected.slots}
     found |= {slot: f"it is listed {count} times" for slot, count in told.items() if count > 1}

@@ -32,7 +32,7 @@ def lose(
     if refusal is not None:
         failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
         return failed, WorkEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; {refusal}")
-    again = _reset(slot, _start_index(snapshot, slot), why).model_copy(update={"since": snapshot.now})
+    again = _reset(slot, _start_index(snapshot, slot), why)
     later = ""
     if snapshot.gateway is not None:
         again, later = again.model_copy(update={"lost": snapshot.now}), ", or later if the gateway has more by then"

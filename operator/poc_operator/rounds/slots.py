@@ -6,7 +6,6 @@ then recorded: a later change would make residue classes overlap.
 """
 
 from collections.abc import Iterable
-from datetime import datetime
 
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
@@ -44,10 +43,10 @@ def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if step.status.stop_time:
         return step
     free = free_pods(snapshot, step.status.assignments)
-    return step.extended(assignments=[_bind(slot, free, snapshot.now) for slot in step.status.assignments])
+    return step.extended(assignments=[_bind(slot, free) for slot in step.status.assignments])
 
 
-def _bind(slot: Assignment, free: list[PodView], now: datetime) -> Assignment:
+def _bind(slot: Assignment, free: list[PodView]) -> Assignment:
     """Take the first free pod off the list for a waiting slot."""
     if slot.state is not SlotState.WAITING or not free:
         return slot
@@ -58,7 +57,6 @@ def _bind(slot: Assignment, free: list[PodView], now: datetime) -> Assignment:
             "pod": pod.name,
             "uid": pod.uid,
             "session": None,
-            "since": now,
             # A slot that was lost has counted its new attempt already.
             "attempts": max(slot.attempts, 1),
             "error": None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
-from poc_operator.credentials import RATE_LIMIT
+from poc_operator.credentials import RATE_LIMIT, plausible_nonces
 from poc_operator.observed import CollectedSlot, GatewayReport
 from poc_operator.planning.snapshot import Snapshot, Step
 from poc_operator.rounds.gateway_check import contradictions
@@ -30,6 +30,11 @@ class RoundSnapshot(Snapshot[PoCRound]):
         """The round."""
         return self.work
 
+    @property
+    def reach(self) -> int:
+        """The first index of a slot that no pods can have computed by now, one after the other."""
+        return plausible_nonces(self.rate_limit, self.seconds_since(self.round.metadata.creation_timestamp))
+
     @cached_property
     def _collected(self) -> Mapping[int, CollectedSlot]:
         collected = self.gateway.collected if self.gateway is not None else None
@@ -42,7 +47,7 @@ class RoundSnapshot(Snapshot[PoCRound]):
         collected = self.gateway.collected if self.gateway is not None else None
         if collected is None:
             return {}
-        return contradictions(self.round, collected, now=self.now, rate_limit=self.rate_limit)
+        return contradictions(self.round, collected, self.reach)
 
     @property
     def gateway_answered(self) -> bool:

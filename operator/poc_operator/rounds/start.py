@@ -72,7 +72,7 @@ def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         return step
     computed = computed_slots(snapshot)
     starts = [
-        _start(snapshot, step.status.groups, slot, pod)
+        _start(snapshot, step.status.groups, slot, pod, slot.start)
         for slot in step.status.assignments
         if slot.state is SlotState.STARTING
         and slot.lost is None
@@ -83,18 +83,17 @@ def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     return step.extended(actions=starts)
 
 
-def _start(snapshot: RoundSnapshot, groups: int, slot: Assignment, pod: PodView) -> StartPod:
+def _start(snapshot: RoundSnapshot, groups: int, slot: Assignment, pod: PodView, reached: int) -> StartPod:
     request = start_request(snapshot, groups, slot)
     if snapshot.gateway is None:
         return StartPod(pod=pod, request=request)
-    since = slot.since or snapshot.round.metadata.creation_timestamp
     grant = Grant(
         round=snapshot.round.id,
         slot=request.slot.offset,
         pod=pod.name,
         pod_uid=pod.uid,
-        start=slot.start,
-        since=int(since.timestamp()),
+        start=reached,
+        since=int(snapshot.now.timestamp()),
         rate=snapshot.rate_limit,
     )
     return StartPod(pod=pod, request=request, grant=grant)
@@ -108,7 +107,8 @@ def renew_credentials(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if step.status.stop_time:
         return step
     starts = [
-        _start(snapshot, step.status.groups, slot, pod)
+        # What the pod says of itself is not believed beyond what it can have computed.
+        _start(snapshot, step.status.groups, slot, pod, min(slot.next, snapshot.reach))
         for slot in step.status.assignments
         if slot.state is SlotState.RUNNING
         and (pod := snapshot.pod_of(slot)) is not None

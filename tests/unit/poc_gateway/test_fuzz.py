@@ -114,7 +114,9 @@ def test_the_inside(database: Database) -> None:
         runner.run(store_seeds(database))
         before = rows(database)
         app = inside_app(_parts(database))
-        _fuzz(runner, app, lambda: rows(database), targets(), f"the inside on {database.engine.dialect.name}")
+        # A delivery that is not granted is counted for its pod, and changes nothing else.
+        still = [table for table in schema.metadata.sorted_tables if table is not schema.authors]
+        _fuzz(runner, app, lambda: rows(database, still), targets(), f"the inside on {database.engine.dialect.name}")
         check_seeds(before, rows(database))
 
 

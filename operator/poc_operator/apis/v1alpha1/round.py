@@ -194,8 +194,6 @@ class Assignment(Share):
     """Session of the pod's server; another session means that it has restarted."""
     start: Int64 = 0
     """Index of the slot's nonces at which the current pod began."""
-    since: datetime | None = None
-    """Since when it may compute them: what it can have reached by now is measured from then."""
     next: Int64 = 0
     """First index that is not computed."""
     end: Int64 | None = None

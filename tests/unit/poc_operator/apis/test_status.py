@@ -30,7 +30,6 @@ def a_slot(index: int, **fields: Any) -> Assignment:  # noqa: ANN401
         "session": "0123456789abcdef",
         "state": SlotState.RUNNING,
         "attempts": 9,
-        "since": NOW,
     }
     return Assignment(**{**defaults, **counters, **fields})
 

@@ -277,6 +277,7 @@ def test_a_pod_that_the_gateway_does_not_know_any_more_is_told_again() -> None:
     (start,) = [action for action in step.actions if isinstance(action, StartPod)]
     assert (start.request.start_index, start.request.round_id) == (RUNNING.start, UID)
     assert start.grant is not None
+    assert (start.grant.start, start.grant.since) == (12, int(NOW.timestamp())), "what it has computed it may deliver"
     assert step.status.assignments[0].state is SlotState.RUNNING
     well = says(GENERATING, next_index=12, delivered_index=8, delivered_valid=3)
     assert [action for action in planned(RUNNING, well, has((3, 8))).actions if isinstance(action, StartPod)] == []
