@@ -5,6 +5,7 @@ The gateway is ready without pods: a round may wait for them. An ML node is ill 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -20,8 +21,10 @@ from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.node import state_fields
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.store.database import Database
-from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.engine import DatabaseError, DatabaseFull
 from poc_operator.clients.errors import StoreError
+
+_log = logging.getLogger(__name__)
 
 #: A write that changes nothing may take this long, behind those that wait.
 WRITE_SECONDS = 2.0
@@ -55,9 +58,12 @@ class Health:
             async with asyncio.timeout(WRITE_SECONDS):
                 await self._database.write(lambda connection: connection.execute(_WRITE))
         except TimeoutError:
-            return f"the database took no write within {WRITE_SECONDS:.0f} s"
+            return f"the database took no write within {WRITE_SECONDS:.0f} s: look at the volume, or at PostgreSQL"
         except DatabaseError as error:
-            return str(error)
+            # Anybody may ask, and the driver's text has the database's address and its user's name.
+            _log.warning("nothing can be stored: %s", error)
+            what = "is full" if isinstance(error, DatabaseFull) else "cannot be used"
+            return f"the database {what}: the gateway's log says more"
         return None
 
 
