@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python3 -m benchmarks.ingest: how many artifacts the gateway stores in a second, and how long a batch takes.
 
-The gateway and its database run beside the load's one process. A batch is acknowledged when it is durable.
+The gateway and its database run beside the load's one process. Each connection is a pod with a credential of its own. A
+batch is acknowledged when it is durable.
 """
 
 import argparse
@@ -21,8 +22,10 @@ import uvloop
 
 from benchmarks.figures import Figures, quantile, report
 from hack.images.site import ROOT
+from poc_operator.credentials import RATE_LIMIT
 from tests.simulation.gateway_process import gateway
 from tests.support.builders.deliveries import JSON, K_DIM, ROUND, encoded, path, round_body
+from tests.support.builders.secrets import ENVIRONMENT, a_grant, pod_headers
 from tests.support.servers.postgres import postgres
 
 BATCH = 32
@@ -32,7 +35,7 @@ _UID = "benchmark"
 _HEAD = json.dumps({"node_id": 0, "encoding": {"k_dim": K_DIM}, **ROUND})[:-1]
 _VECTOR = encoded(1)
 _LOOK_SECONDS = 5.0
-_SETTINGS = {"POC_GATEWAY_RECEIVER_PRIVATE": "127.0.0.0/8"}
+_SETTINGS = {**ENVIRONMENT, "POC_GATEWAY_RECEIVER_PRIVATE": "127.0.0.0/8"}
 _SHARES = {"p50": 0.5, "p99": 0.99}
 
 
@@ -51,6 +54,8 @@ class Load:
         self._session = session
         self._url = url
         self._next = [0] * CONNECTIONS
+        grants = [a_grant(_UID, slot, f"pod-{slot}", rate=RATE_LIMIT) for slot in range(CONNECTIONS)]
+        self._headers = [pod_headers(grant) for grant in grants]
         self.seconds: list[float] = []
 
     async def run(self, seconds: float, rate: float | None = None) -> float:
@@ -69,7 +74,7 @@ class Load:
                 await asyncio.sleep(due - time.perf_counter())
             # From when it was due: a gateway that falls behind must not look faster for it.
             asked = due if pause is not None else time.perf_counter()
-            async with self._session.post(self._url, data=body) as answer:
+            async with self._session.post(self._url, data=body, headers=self._headers[connection]) as answer:
                 text = await answer.read()
             if answer.status != HTTPStatus.OK or json.loads(text)["stored"] != BATCH:
                 raise RuntimeError(f"a batch was not stored: HTTP {answer.status}: {text.decode()}")

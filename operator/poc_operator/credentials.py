@@ -14,6 +14,7 @@ import json
 import math
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -25,6 +26,9 @@ VALID_SECONDS = 7 * 86_400
 RATE_LIMIT = 50_000
 #: Seconds by which the clocks of operator and gateway may differ.
 MARGIN_SECONDS = 60
+
+#: Credentials that are known again; the one that was seen first is forgotten first.
+MOST_KNOWN = 20_000
 
 _VERSION = 1
 _DOMAIN = b"poc-callback-credential."
@@ -66,19 +70,37 @@ def sign(key: str, grant: Grant, expires: int) -> str:
     return f"{payload}.{_signature(key, payload)}"
 
 
-def verify(keys: Sequence[str], credential: str, now: float) -> Grant:
-    """Return the grant of a credential that is signed by one of ``keys``; CredentialError for any other."""
-    payload, _, signature = credential.partition(".")
-    sent = signature.encode()
-    if not any(hmac.compare_digest(_signature(key, payload).encode(), sent) for key in keys):
-        raise CredentialError("it is not signed with a key of this gateway")
-    version, *fields = json.loads(_decoded(payload))
-    if version != _VERSION:
-        raise CredentialError(f"it is of version {version}, and this gateway knows {_VERSION}: upgrade the gateway")
-    *granted, expires = fields
-    if now >= expires:
-        raise CredentialError("it has expired")
-    return Grant(*granted)
+class Verifier:
+    """Checks credentials against some keys. Those that it has seen it knows again: a pod sends the same for days."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = keys
+        self._known = OrderedDict[str, tuple[Grant, int]]()
+
+    def verify(self, credential: str, now: float) -> Grant:
+        """Return the grant of a credential that is signed by one of the keys; CredentialError for any other.
+
+        ``now`` is in seconds since 1970.
+        """
+        found = self._known.get(credential) or self._read(credential)
+        self._known[credential] = found
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+        grant, expires = found
+        if now >= expires:
+            raise CredentialError("it has expired")
+        return grant
+
+    def _read(self, credential: str) -> tuple[Grant, int]:
+        payload, _, signature = credential.partition(".")
+        sent = signature.encode()
+        if not any(hmac.compare_digest(_signature(key, payload).encode(), sent) for key in self._keys):
+            raise CredentialError("it is not signed with a key of this gateway")
+        version, *fields = json.loads(_decoded(payload))
+        if version != _VERSION:
+            raise CredentialError(f"it is of version {version}, and this gateway knows {_VERSION}: upgrade the gateway")
+        *granted, expires = fields
+        return Grant(*granted), expires
 
 
 def secrets_of(text: str | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from poc_operator.__main__ import gateway_url, rate_limit
 from poc_operator.clients import gateway as collector
 from poc_operator.clients.errors import GatewayError
 from poc_operator.clients.gateway import GatewayClient
-from poc_operator.credentials import Grant, verify
+from poc_operator.credentials import Grant, Verifier
 from tests.support.fakes.gateway import TOKEN, Gateway, gateway
 from tests.support.servers.http_server import free_port
 
@@ -104,7 +104,7 @@ async def test_where_pods_deliver_to() -> None:
         assert str(url.with_user(None)) == address
         assert url.user == "pod"
         assert url.password is not None
-        assert verify(["key"], url.password, time.time()) == granted
+        assert Verifier(["key"]).verify(url.password, time.time()) == granted
     async with GatewayClient("http://gateway:8080/") as client:
         assert client.callback_url(*ROUND) == address
         assert client.signed(address, granted) == address

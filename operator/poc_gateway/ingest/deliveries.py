@@ -21,7 +21,6 @@ from poc_operator.credentials import Grant
 from vllm_poc.wire.artifacts import Artifact, vector_bytes
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 from vllm_poc.wire.messages import Nonce, Protocol
-from vllm_poc.wire.partition import MAX_NONCE
 
 #: Where a request's state has the grant of the pod that delivers.
 GRANT = "grant"
@@ -123,15 +122,13 @@ def _check_each(
     value: Callable[[Item], Value],
     fault: Fault,
 ) -> None:
-    slots, node_count = delivery.known.slots, delivery.known.terms.node_count
-    stride = node_count * delivery.known.terms.n_groups
-    grant = delivery.grant
-    last = grant.slot + (grant.reach(time.time()) - 1) * stride if grant is not None else MAX_NONCE
+    terms = delivery.known.terms
+    slots, node_count, stride = delivery.known.slots, terms.node_count, terms.node_count * terms.n_groups
+    if delivery.grant is not None:
+        items = list(items)
+        _require_granted(delivery.grant, stride, [nonce for nonce, _ in items])
     for nonce, item in items:
         offset = nonce % stride
-        if grant is not None and (offset != grant.slot or nonce > last):
-            # As a whole: an honest pod sends none of these, unless its clock and ours differ, and then sends it again.
-            raise _beyond(grant, nonce, offset)
         slot_id = slots.get(offset)
         if slot_id is None:
             delivery.refused.append(Refused(nonce, Fault.UNKNOWN_SLOT))
@@ -142,6 +139,14 @@ def _check_each(
                 delivery.checked.append(CheckedArtifact(slot_id, nonce, value(item)))
             except ValueError:
                 delivery.refused.append(Refused(nonce, fault))
+
+
+def _require_granted(grant: Grant, stride: int, nonces: Sequence[int]) -> None:
+    """Refuse the message as a whole: an honest pod sends none of these, or will send it again when clocks agree."""
+    own, last = grant.slot, grant.slot + (grant.reach(time.time()) - 1) * stride
+    for nonce in nonces:
+        if nonce % stride != own or nonce > last:
+            raise _beyond(grant, nonce, nonce % stride)
 
 
 def _beyond(grant: Grant, nonce: int, offset: int) -> Refusal:

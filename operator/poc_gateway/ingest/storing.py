@@ -145,6 +145,7 @@ class _Transaction:
         result = StoreResult()
         terms = delivery.known.terms
         forwards, stride = terms.receiver is not None, terms.node_count * terms.n_groups
+        now, author = self._now, delivery.author
         for found in delivery.checked:
             slot_id, nonce, value = found
             slot = self._slots[slot_id]
@@ -160,7 +161,7 @@ class _Transaction:
                 slot.missing += stride
                 self._filled[slot_id] = stride
             self._known[slot_id, nonce] = value
-            self._artifacts.append(self._row(delivery, found))
+            self._artifacts.append(_row(found, now, author))
             slot.stored += 1
             result.stored += 1
         return result
@@ -184,15 +185,16 @@ class _Transaction:
             result.duplicates += 1
         else:
             if slot.conflicts_before + slot.conflicts < MOST_CONFLICTS:
-                self._conflicts.append(self._row(delivery, found))
+                self._conflicts.append(_row(found, self._now, delivery.author))
             slot.conflicts += 1
             result.conflicts.append(found.nonce)
 
-    def _row(self, delivery: Delivery, found: CheckedArtifact) -> Row:
-        slot_id, nonce, value = found
-        if isinstance(value, bytes):
-            return slot_id, nonce, value, None, self._now, delivery.author
-        return slot_id, nonce, None, value, self._now, delivery.author
+
+def _row(found: CheckedArtifact, now: int, author: int | None) -> Row:
+    slot_id, nonce, value = found
+    if isinstance(value, bytes):
+        return slot_id, nonce, value, None, now, author
+    return slot_id, nonce, None, value, now, author
 
 
 def _missing(connection: Connection, slot_id: int, nonce: int, stride: int) -> int:

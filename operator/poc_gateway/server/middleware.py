@@ -25,7 +25,7 @@ from poc_gateway.ingest.deliveries import GRANT
 from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.chat import BODY_SENT
 from poc_gateway.settings import Settings
-from poc_operator.credentials import POD_USER, CredentialError, verify
+from poc_operator.credentials import POD_USER, CredentialError, Verifier
 from vllm_poc.logs import bound
 from vllm_poc.wire.callbacks import GATEWAY_REALM
 from vllm_poc.wire.messages import is_json
@@ -171,14 +171,14 @@ def inside_access(settings: Settings) -> Authorize:
 
     Pods deliver with their credential, the operator asks with its token, and everything else is for people's.
     """
-    keys = [key.get_secret_value() for key in settings.callback_key]
+    verifier = Verifier([key.get_secret_value() for key in settings.callback_key])
     people, operator = settings.token, settings.operator_token
 
     def authorize(scope: Scope) -> Refusal | None:
         if not people:
             return None
         if scope["path"].startswith(_CALLBACKS):
-            return _admit_pod(scope, keys)
+            return _admit_pod(scope, verifier)
         if _has_bearer(scope, people) or (_is_asked_by_operator(scope) and _has_bearer(scope, operator)):
             return None
         return _unauthorized("send the gateway's token as 'Authorization: Bearer <token>'", "Bearer")
@@ -190,9 +190,9 @@ def _is_asked_by_operator(scope: Scope) -> bool:
     return scope["method"] == "GET" and _OPERATORS.fullmatch(scope["path"]) is not None
 
 
-def _admit_pod(scope: Scope, keys: Sequence[str]) -> Refusal | None:
+def _admit_pod(scope: Scope, verifier: Verifier) -> Refusal | None:
     try:
-        grant = verify(keys, _password(scope), time.time())
+        grant = verifier.verify(_password(scope), time.time())
     except CredentialError as error:
         detail = f"the credential is not accepted: {error}; deliver to the address that the operator gave"
         return _unauthorized(detail, f'Basic realm="{GATEWAY_REALM}"')

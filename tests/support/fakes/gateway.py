@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from poc_operator.credentials import CredentialError, verify
+from poc_operator.credentials import CredentialError, Verifier
 from poc_operator.observed import CollectedRound, CollectedSlot
 from tests.support.fakes.callback_receiver import payload_nonces
 
@@ -43,7 +43,7 @@ class Gateway:
         self.uid = request.match_info["uid"]
         sent = aiohttp.BasicAuth.decode(request.headers.get("Authorization", ""))
         try:
-            grant = verify([self.key], sent.password, time.time())
+            grant = Verifier([self.key]).verify(sent.password, time.time())
         except CredentialError:
             return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm="poc-gateway"'})
         nonces = payload_nonces(await request.json())
