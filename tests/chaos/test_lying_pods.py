@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from poc_operator.apis.v1alpha1.conditions import Condition
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.observed import CollectedRound, GatewayReport
@@ -103,7 +104,7 @@ def degraded(body: dict[str, Any], collected: CollectedRound) -> str:
     report = GatewayReport(callback="http://gateway/", collected=collected, asked=now)
     status = plan(RoundSnapshot(work=round_, pods=[], reports={}, now=now, gateway=report)).status
     assert status.outcome is None
-    return next(condition.message for condition in status.conditions if condition.type == "Degraded")
+    return next(one.message for one in status.conditions if isinstance(one, Condition) and one.type == "Degraded")
 
 
 @pytest.mark.timeout(180)
