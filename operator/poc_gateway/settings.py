@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the gateway, read from environment variables ``POC_GATEWAY_<NAME>``."""
 
+import json
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from poc_operator.credentials import secrets_of
 from vllm_poc.logs import LogFormat
 
+Probability = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -31,6 +33,25 @@ def _split_secrets(value: object) -> object:
 #: Secrets that are good at the same time, so that each can be changed without a break.
 Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split_secrets)]
 _GUARDS = ("token", "operator_token", "callback_key", "network_token")
+
+
+def _parse_json(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f'must be JSON, such as {{"*": {{"dist_threshold": 0.4}}}}: {error}') from None
+
+
+class StatTestDefaults(BaseModel):
+    """Thresholds of the fraud test; what is left out is the network's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dist_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    p_mismatch: Probability = 0.0
+    fraud_threshold: Probability = 0.0
 
 
 class Settings(BaseModel):
@@ -57,6 +78,10 @@ class Settings(BaseModel):
     network_token: Secrets = ()
     #: YAML or JSON file that lists the ML nodes; without one the network's routes answer 503.
     ml_nodes: Path | None = None
+    #: JSON, by model or a pattern with ``*``: thresholds of the fraud test for requests that do not have them.
+    stat_tests: Annotated[Mapping[str, StatTestDefaults], BeforeValidator(_parse_json)] = {}
+    #: Whether the chain's ``p_value_threshold`` counts. The reference ignores it, and judges by 0.01.
+    p_value_threshold: Literal["ignore", "apply"] = "ignore"
     log_format: LogFormat = "json"
     #: Hosts that results may be forwarded to, as patterns with ``*``.
     receiver_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)

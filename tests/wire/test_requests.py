@@ -49,7 +49,7 @@ BAD_STARTS: list[tuple[dict[str, Any], str]] = [
     (ARTIFACT | SLOT | {"params": PARAMS | {"k_dim": 0}}, "params.k_dim"),
     (ARTIFACT | SLOT | {"params": PARAMS | {"k_dim": 65}}, "params.k_dim: 65 exceeds the hidden size of 64"),
     (ARTIFACT | SLOT | {"params": PARAMS | {"seq_len": 4096}}, "params.seq_len: 4096 exceeds"),
-    (ARTIFACT | SLOT | {"params": PARAMS | {"decode": True}}, "params.decode: Extra inputs"),
+    (ARTIFACT | SLOT | {"params": PARAMS | {"decode": True}}, "params.decode: asks for the decode scheme"),
 ]
 BAD_GENERATES: list[tuple[dict[str, Any], str]] = [
     (without(GENERATE, "nonces"), "nonces: Field required"),

@@ -79,7 +79,8 @@ async def test_known_answers(pod: Pod, monkeypatch: pytest.MonkeyPatch, case: di
         (None, True),
         ({"p_mismatch": 0.1}, False),
         ({"p_mismatch": 0.03}, False),
-        ({"p_mismatch": 0.03, "p_value_threshold": 0.5}, True),
+        ({"p_mismatch": 0.03, "p_value_threshold": 0.5}, False),  # as the reference, which ignores it
+        ({"p_mismatch": 0.03, "fraud_threshold": 0.5}, True),
         ({"p_mismatch": 0.03, "p_value_threshold": 0.5, "fraud_threshold": 0.01}, False),
         ({"fraud_threshold": 0.0}, False),
         ({"dist_threshold": 0.1}, False),

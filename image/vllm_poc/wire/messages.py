@@ -10,10 +10,19 @@ which its clients may leave out and ignore.
 
 from email.message import Message as Headed
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, AnyHttpUrl, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AnyHttpUrl,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot, refuse_ids_beyond_counts
 
@@ -80,13 +89,28 @@ MAX_BLOCK_HEIGHT = 2**63 - 1
 
 
 class ArtifactParams(WireMessage):
-    """``params`` of the artifact protocol. Unknown keys are refused, as the protocol says."""
+    """``params`` of the artifact protocol. Unknown keys are refused, as the protocol says.
+
+    Newer clients also name the scheme. The prefill scheme is the one that is meant by its absence; the decode scheme is
+    refused. ``max_tokens`` says nothing without it.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1)
     seq_len: int = Field(ge=1)
     k_dim: int = Field(default=DEFAULT_K_DIM, ge=1)
+    # Left out of what is compared and passed on: they say no more than that the work is of the prefill scheme.
+    scheme: Literal["prefill", "decode"] = Field(default="prefill", exclude=True)
+    decode: bool = Field(default=False, exclude=True)
+    max_tokens: int = Field(default=0, ge=0, exclude=True)
+
+    @field_validator("scheme", "decode")
+    @classmethod
+    def _prefill_only(cls, value: str | bool) -> str | bool:
+        if value in ("decode", True):
+            raise ValueError("asks for the decode scheme, which is not supported: send work of the prefill scheme")
+        return value
 
 
 class RoundRequest(WireMessage):

@@ -9,7 +9,7 @@ the probability of at least as many.
 import math
 from collections.abc import Sequence
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.messages import Probability, WireMessage
@@ -25,11 +25,11 @@ class StatTest(WireMessage):
     dist_threshold: float = Field(default=0.02, ge=0)
     #: Probability that an honest prover's nonce mismatches.
     p_mismatch: Probability = 0.001
-    #: A p-value strictly below is fraud. The chain's client calls it ``p_value_threshold``; where both
-    #: are there, ``fraud_threshold`` counts.
-    fraud_threshold: Probability = Field(
-        default=0.01, validation_alias=AliasChoices("fraud_threshold", "p_value_threshold")
-    )
+    #: A p-value strictly below is fraud.
+    fraud_threshold: Probability = 0.01
+    #: The chain's name for it. The reference ignores the name, so that the whole network judges by
+    #: ``fraud_threshold``: a pod does the same, since one that judges otherwise votes against honest provers.
+    p_value_threshold: Probability | None = None
 
 
 class Verdict(WireMessage):

@@ -28,7 +28,7 @@ async def generate(body: NetworkGenerate, request: Request, service: Service) ->
 
     With `wait` the answer is the result, or 503 after 55 s; the work is dropped if the client goes away. Without, it
     is queued, survives a restart of the gateway, and its result is also sent to `url` if there is one.
-    The p-value's threshold is `stat_test.fraud_threshold`, or else `stat_test.p_value_threshold`.
+    What `stat_test` leaves out is the network's for the model, or what the settings say.
     """
     checked = service.check(body)
     if checked.wait:

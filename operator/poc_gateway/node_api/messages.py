@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network's requests and answers, where they differ from a pod's."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from vllm_poc.wire.answers import RoundConfig, RoundStats
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.messages import ArtifactParams, InitGenerateRequest, WireMessage
+from vllm_poc.wire.messages import InitGenerateRequest, WireMessage
 
 #: The reference's node numbers its backends from this port on; clients show it and ask for jobs by it.
 FIRST_PORT = 5001
@@ -15,23 +15,8 @@ FIRST_PORT = 5001
 _OF_THE_CLUSTER = {"group_id": 0, "n_groups": 1, "start_index": 0, "end_index": None}
 
 
-def _refuse_decode(params: object) -> object:
-    scheme = {"decode", "max_tokens"}.intersection(params) if isinstance(params, dict) else ()
-    if scheme:
-        raise ValueError(
-            f"{' and '.join(sorted(scheme))} ask for the decode scheme, which this cluster does not support: "
-            "give it work of the prefill scheme"
-        )
-    return params
-
-
-Params = Annotated[ArtifactParams | None, BeforeValidator(_refuse_decode)]
-
-
 class NetworkInit(InitGenerateRequest):
     """Start a round on the whole cluster: its pods become the groups of the request's node."""
-
-    params: Params = None
 
     @model_validator(mode="after")
     def _leaves_slots_to_the_cluster(self) -> Self:
@@ -48,11 +33,8 @@ class NetworkInit(InitGenerateRequest):
 class NetworkGenerate(GenerateRequest):
     """Compute named nonces, whoever's they are, on any pods of the cluster.
 
-    The threshold of the p-value is ``stat_test.fraud_threshold``, or else ``stat_test.p_value_threshold``, as the
-    chain's client calls it. The reference's node ignores that name and judges by 0.01 whatever the chain says.
+    What ``stat_test`` does not say is decided by `poc_gateway.node_api.verdicts.stat_test_of`.
     """
-
-    params: Params = None
 
 
 class UpRequest(WireMessage):

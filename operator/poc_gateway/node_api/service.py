@@ -20,6 +20,7 @@ from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit, NodeVers
 from poc_gateway.node_api.ml_nodes import MlNode, load_ml_nodes
 from poc_gateway.node_api.node_metrics import NodeMetrics
 from poc_gateway.node_api.pocrounds import NetworkRounds
+from poc_gateway.node_api.verdicts import stat_test_of
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -96,9 +97,11 @@ class NodeApi:
         return NodeVersions(version=__version__, vllm_version=first, poc_validation_inference=proven)
 
     def check(self, request: NetworkGenerate) -> NetworkGenerate:
-        """Refuse named nonces whose result could not be delivered."""
+        """Return the request with its whole fraud test; refused if its result could not be delivered."""
         _check_receiver(request, self._settings)
-        return request
+        if request.validation is None:
+            return request
+        return request.model_copy(update={"stat_test": stat_test_of(request, self._settings)})
 
     def model_name(self, served: Sequence[str]) -> str | None:
         """Return the one of the model's names that clients know: the template's, else one that is no path."""

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is made of computed nonces: the answer, and the callbacks that say the same.
 
-The fraud test is put to all nonces of a request together, whichever pods computed them.
+The fraud test is put to all nonces of a request together, whichever pods computed them. Its thresholds are the
+request's. Those that it does not have are the settings' for the model, and else the network's.
 """
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from http import HTTPStatus
 
 from poc_gateway.errors import Refusal, field_refusal
+from poc_gateway.settings import Settings
 from vllm_poc.wire.artifacts import Artifact, Encoding, decode_vector
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
@@ -17,6 +20,40 @@ from vllm_poc.wire.stat_test import StatTest, is_mismatch, p_value
 #: By nonce: a vector as base64, a distance, or None where the pod had no finite result.
 Values = Mapping[int, str | float | None]
 Result = GeneratedResponse | ValidatedResponse
+
+
+#: The network's own distances by model, artifacts of 12 numbers; the last is for all others. The chain has 0.75 and
+#: 0.4, the others are planned (parameters as of 2026-09).
+NETWORK_DISTANCES = {
+    "*minimax-m2.7*": 0.75,
+    "*deepseek-v4-flash*": 0.41,
+    "*glm-5.3-flash*": 0.44,
+    "*": 0.4,
+}
+#: The network's share of an honest prover's nonces that mismatch; and the reference's threshold of the p-value, which
+#: ignores the chain's.
+NETWORK_P_MISMATCH, REFERENCE_FRAUD_THRESHOLD = 0.1, 0.01
+
+
+def stat_test_of(request: GenerateRequest, settings: Settings) -> StatTest:
+    """Return the fraud test of a validation: from the request, else from the settings, else the network's.
+
+    The chain's ``p_value_threshold`` takes the place of a missing ``fraud_threshold`` if the settings say so.
+    """
+    told = request.stat_test.model_dump(exclude_unset=True) if request.stat_test is not None else {}
+    chains = told.pop("p_value_threshold", None)
+    model = request.params.model.lower() if request.params is not None else ""
+    distance = next(value for pattern, value in NETWORK_DISTANCES.items() if fnmatchcase(model, pattern))
+    network = {
+        "dist_threshold": distance,
+        "p_mismatch": NETWORK_P_MISMATCH,
+        "fraud_threshold": REFERENCE_FRAUD_THRESHOLD,
+    }
+    if settings.p_value_threshold == "apply" and chains is not None:
+        told = {"fraud_threshold": chains} | told
+    patterns = (one for pattern, one in settings.stat_tests.items() if fnmatchcase(model, pattern.lower()))
+    configured = next((one.model_dump(exclude_unset=True) for one in patterns), {})
+    return StatTest.model_validate(network | configured | told)
 
 
 def check_validation(request: GenerateRequest) -> None:

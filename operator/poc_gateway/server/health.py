@@ -22,7 +22,7 @@ from poc_gateway.node_api.node import state_fields
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError, DatabaseFull
-from poc_operator.clients.errors import StoreError
+from poc_operator.clients.errors import StoreError, UnreadableObject
 
 _log = logging.getLogger(__name__)
 
@@ -109,8 +109,11 @@ class MlNodeHealth:
         try:
             round_, found = await node.observe()
             gpus = [gpu.name or "unknown" for pod in await node.pods.gpus() if pod is not None for gpu in pod.devices]
-        except StoreError as error:
-            return {"problem": problem or f"the Kubernetes API server cannot be asked: {error}", "service_state": None}
+        except (StoreError, UnreadableObject) as error:
+            return {
+                "problem": problem or f"the ML node's rounds and pods cannot be read: {error}",
+                "service_state": None,
+            }
         state = state_fields(round_, found)
         running, healthy = bool(found), bool(state["inference_healthy"])
         if running and not healthy:

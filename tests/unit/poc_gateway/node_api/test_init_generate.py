@@ -88,11 +88,9 @@ async def test_a_stop_of_nothing_is_fine(podless: World, prefix: str) -> None:
         ({"node_id": 3}, "", "node_id 3 must be below node_count 3"),
         ({"block_hash": None}, "block_hash", "valid string"),
         ({"url": "chain"}, "url", "valid URL"),
-        (
-            {"params": PARAMS | {"decode": True, "max_tokens": 256}},
-            "params",
-            "decode and max_tokens ask for the decode",
-        ),
+        ({"params": PARAMS | {"decode": True, "max_tokens": 256}}, "params.decode", "asks for the decode scheme"),
+        ({"params": PARAMS | {"scheme": "decode"}}, "params.scheme", "asks for the decode scheme"),
+        ({"params": PARAMS | {"max_tokens": -1}}, "params.max_tokens", "greater than or equal to 0"),
         ({"params": PARAMS | {"other": 1}}, "params.other", "not permitted"),
         ({"n_groups": 2, "group_id": 1}, "", "group_id, n_groups cannot be told to a cluster"),
         ({"params": None, "r_target": 1.4, "use_layer_hooks": True}, "", "use_layer_hooks and use_sign_flips"),
@@ -106,6 +104,16 @@ async def test_what_is_wrong_is_named(
     assert error.errors[0].field == field
     assert message in error.detail
     assert podless.cluster.rounds == {}
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 256}, {"decode": False}, {"scheme": "prefill", "max_tokens": 0}])
+async def test_what_names_the_prefill_scheme_changes_nothing(world: World, more: dict[str, Any]) -> None:
+    for params in (PARAMS, PARAMS | more):  # the same round
+        answer = await world.post("inference/pow/init/generate", INIT | {"params": params})
+        assert answer.status_code == 200, answer.text
+    assert len(world.cluster.rounds) == 1
+    body = BLOCK | {"params": PARAMS | more, "nonces": [7], "wait": True}
+    assert (await world.post("inference/pow/generate", body)).status_code == 200
 
 
 async def test_what_the_api_server_refuses_is_passed_on(podless: World) -> None:

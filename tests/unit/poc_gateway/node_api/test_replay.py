@@ -3,12 +3,14 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import select
 
 from poc_gateway.store import schema
-from tests.unit.poc_gateway.node_api.cluster import World
+from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import INIT, NONCES, URL, error_of, validation
 
 NODE = "inference/pow"
@@ -87,12 +89,14 @@ async def test_an_epoch(world: World) -> None:
     assert all(pod.engine.computed for pod in world.pods.values())
 
 
-async def test_the_chains_name_of_the_threshold_counts(world: World) -> None:
-    # 28 of 200 is the smallest number that is fraud at 0.05; at 0.01, the default, it would be 31.
-    for changed, fraud in ((27, False), (28, True)):
-        body = (await world.post(f"{NODE}/generate", validation(changed, wait=True))).json()
-        assert (body["n_mismatch"], body["fraud_detected"]) == (changed, fraud)
-    assert world.rows(select(schema.callbacks)) == []
+@pytest.mark.parametrize(("rule", "least"), [("ignore", 31), ("apply", 28)])
+async def test_the_chains_threshold_counts_only_when_told(tmp_path: Path, rule: str, least: int) -> None:
+    # Of 200, so many are fraud at 0.01, by which the reference judges whatever the chain says, and at the chain's 0.05.
+    async with running_world(tmp_path, pods=1, POC_GATEWAY_P_VALUE_THRESHOLD=rule) as world:
+        for changed, fraud in ((least - 1, False), (least, True)):
+            body = (await world.post(f"{NODE}/generate", validation(changed, wait=True))).json()
+            assert (body["n_mismatch"], body["fraud_detected"]) == (changed, fraud)
+        assert world.rows(select(schema.callbacks)) == []
 
 
 async def test_a_stopped_round_can_be_asked_for_anew(world: World) -> None:
