@@ -78,6 +78,9 @@ class Settings(BaseModel):
     network_token: Secrets = ()
     #: YAML or JSON file that lists the ML nodes; without one the network's routes answer 503.
     ml_nodes: Path | None = None
+    #: Certificate chain and key of the network's port, as PEM files that are read anew when they change; else no TLS.
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     #: JSON, by model or a pattern with ``*``: thresholds of the fraud test for requests that do not have them.
     stat_tests: Annotated[Mapping[str, StatTestDefaults], BeforeValidator(_parse_json)] = {}
     #: Whether the chain's ``p_value_threshold`` counts. The reference ignores it, and judges by 0.01.
@@ -117,6 +120,12 @@ class Settings(BaseModel):
                 other = used.setdefault(secret.get_secret_value(), name)
                 if other != name:
                     raise ValueError(f"{_variable(other)} and {_variable(name)} share a secret: give each its own")
+        return self
+
+    @model_validator(mode="after")
+    def _both_of_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("set POC_GATEWAY_TLS_CERT and POC_GATEWAY_TLS_KEY, or neither")
         return self
 
     @classmethod

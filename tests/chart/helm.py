@@ -66,6 +66,7 @@ ALL_VALUES: dict[Path, Values] = {
             "receivers": {"allow": ["*.example.org", "example.com"], "private": ["10.0.0.0/8", "fd00::/8"]},
             "retention": {"days": 7, "bytes": 5_000_000_000},
             "networkService": {"type": "LoadBalancer", "port": 8443, "annotations": {"example.org/lb": "internal"}},
+            "tls": {"existingSecret": "gateway-tls"},
             "networkPolicy": {"enabled": True, "networkFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]},
             "resources": {"limits": {"memory": "2Gi"}},
             "extraEnv": [{"name": "POC_GATEWAY_PAYLOAD_ARTIFACTS", "value": "500"}],

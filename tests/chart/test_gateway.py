@@ -32,6 +32,8 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
     environment = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
     assert {name: variable["value"] for name, variable in environment.items() if "value" in variable} == {
         "POC_GATEWAY_ML_NODES": "/etc/poc-gateway/ml-nodes.json",
+        "POC_GATEWAY_TLS_CERT": "/etc/poc-gateway-tls/tls.crt",
+        "POC_GATEWAY_TLS_KEY": "/etc/poc-gateway-tls/tls.key",
         "POC_GATEWAY_STAT_TESTS": '{"*MiniMax*":{"dist_threshold":0.7}}',
         "POC_GATEWAY_P_VALUE_THRESHOLD": "apply",
         "POC_GATEWAY_LOG_FORMAT": "plain",

@@ -47,6 +47,7 @@ def test_tokens_are_mounted_where_the_file_says(helm: Kube) -> None:
     secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
     assert [secrets[mounts[folder]] for folder in TOKENS] == ["h200-token", "h200-api-key"]
     assert mounts["/etc/poc-gateway"] == "config"
+    assert secrets[mounts["/etc/poc-gateway-tls"]] == "gateway-tls"
 
 
 def test_each_namespace_gets_one_role(helm: Kube) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process: the database, the two apps and the tasks beside them, begun and ended in order.
 
-One app is for the inside of the cluster and one for the network; which of them a request is for, its port says.
+One app is for the inside of the cluster and one for the network, each on a port of its own.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 import prometheus_client
 import uvicorn
 from fastapi import APIRouter, FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from poc_gateway.errors import install_handlers
 from poc_gateway.ingest import routes as ingest_routes
@@ -36,6 +36,7 @@ from poc_gateway.server.middleware import (
     inside_access,
     network_access,
 )
+from poc_gateway.server.tls import Certificate
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import Retention
@@ -58,19 +59,6 @@ class Components:
     rounds: Rounds
     outbox: Outbox
     ml_nodes: Sequence[NodeApi] = ()
-
-
-class Ports:
-    """Serves what arrives at ``network_port`` with the network's app, and everything else with the inside's."""
-
-    def __init__(self, inside: ASGIApp, network: ASGIApp, network_port: int) -> None:
-        self._inside = inside
-        self._network = network
-        self._network_port = network_port
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
-        app = self._network if scope["server"][1] == self._network_port else self._inside
-        await app(scope, receive, send)
 
 
 def inside_app(components: Components) -> FastAPI:
@@ -113,21 +101,19 @@ def _app(title: str, *routers: APIRouter) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """A server that ends at a signal, but leaves it to the process to end after it."""
+    """A server that leaves signals to the process, which has two of them and a database to close after them."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop serving at SIGTERM or SIGINT; uvicorn's own way would kill the process before the database is closed."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+        """Capture none; uvicorn's own way would kill the process before the database is closed."""
         yield
 
 
 async def run(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf | None = None) -> None:
     """Serve until SIGTERM, each ML node's routes on what ``cluster_of`` returns for it.
 
-    DatabaseError, ValueError or OSError if the database, the file of the ML nodes or a port cannot be used.
+    DatabaseError, ValueError or OSError if the database, the file of the ML nodes, the certificate or a port cannot be
+    used.
     """
     async with AsyncExitStack() as stack:
         database = Database.open(settings.database.get_secret_value())
@@ -152,9 +138,22 @@ async def _beside(serving: Coroutine[Any, Any, None], *others: Coroutine[Any, An
 
 
 async def _serve(components: Components) -> None:
+    """Serve both ports until SIGTERM or SIGINT; the network's with TLS if there is a certificate."""
     settings = components.settings
+    certificate = Certificate.of(settings.tls_cert, settings.tls_key)
+    apps = (settings.port, inside_app(components), None), (settings.network_port, network_app(components), certificate)
+    servers = [(_server(app, tls), _listen(port)) for port, app, tls in apps]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _end, [server for server, _ in servers], number)
+    watching = asyncio.create_task(certificate.watch()) if certificate is not None else None
+    await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in servers])
+    if watching is not None:
+        watching.cancel()
+
+
+def _server(app: ASGIApp, certificate: Certificate | None) -> Server:
     config = uvicorn.Config(
-        RequestIds(Ports(inside_app(components), network_app(components), settings.network_port)),
+        RequestIds(app),
         http="httptools",
         lifespan="off",
         log_config=None,
@@ -163,7 +162,15 @@ async def _serve(components: Components) -> None:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
-    await Server(config).serve(sockets=[_listen(settings.port), _listen(settings.network_port)])
+    if certificate is not None:
+        config.load()
+        config.ssl = certificate.context  # ours, since it is renewed
+    return Server(config)
+
+
+def _end(servers: Sequence[Server], number: int) -> None:
+    for server in servers:
+        server.handle_exit(number, None)
 
 
 def _listen(port: int) -> socket.socket:
