@@ -67,6 +67,13 @@ ALL_VALUES: dict[Path, Values] = {
             "retention": {"days": 7, "bytes": 5_000_000_000},
             "networkService": {"type": "LoadBalancer", "port": 8443, "annotations": {"example.org/lb": "internal"}},
             "tls": {"existingSecret": "gateway-tls"},
+            "httpRoute": {
+                "enabled": False,  # the API server does not know the kind
+                "parentRefs": [{"name": "public"}],
+                "hostnames": ["poc.example.org"],
+                "annotations": {"example.org/note": "text"},
+                "chatPastGateway": True,
+            },
             "networkPolicy": {"enabled": True, "networkFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]},
             "resources": {"limits": {"memory": "2Gi"}},
             "extraEnv": [{"name": "POC_GATEWAY_PAYLOAD_ARTIFACTS", "value": "500"}],
