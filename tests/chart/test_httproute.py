@@ -86,8 +86,12 @@ def test_chat_goes_past_the_gateway_without_its_token(helm: Kube) -> None:
 
 def test_long_names_stay_names(helm: Kube) -> None:
     given = values(chatPastGateway=True)
+    other = copy.deepcopy(ML_NODE) | {"name": "n" * 62, "host": "b200.example.org"}
     given["gateway"]["mlNodes"][0]["name"] = "n" * 63
-    assert all(len(name) <= 63 for name in routes(helm, given))
+    given["gateway"]["mlNodes"].append(other)
+    names = [one["metadata"]["name"] for one in objects(helm, OPERATOR_CHART, given) if one["kind"] == "HTTPRoute"]
+    assert len(set(names)) == 5
+    assert all(len(name) <= 63 for name in names)
 
 
 def test_what_does_not_go_together_is_refused(helm: Kube) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.servers.pod import Pod
-from vllm_poc.server import gpus
+from vllm_poc.server import nvml
 from vllm_poc.wire.messages import API_PREFIX
 
 
@@ -19,7 +19,7 @@ class NvmlError(Exception):
 
 def binding(**functions: Any) -> ModuleType:  # noqa: ANN401
     """A binding with two GPUs, of which the second is lost; what it lacks, a GPU does not have."""
-    nvml: Any = ModuleType("pynvml")
+    module: Any = ModuleType("pynvml")
 
     def handle(index: int) -> int:
         if index == 1:
@@ -29,34 +29,34 @@ def binding(**functions: Any) -> ModuleType:  # noqa: ANN401
     def refuse(*_: object) -> int:
         raise NvmlError("Not Supported")
 
-    nvml.NVMLError = NvmlError
-    nvml.nvmlInit = lambda: None
-    nvml.nvmlDeviceGetCount = lambda: 2
-    nvml.nvmlDeviceGetHandleByIndex = handle
-    nvml.nvmlSystemGetCudaDriverVersion = lambda: 13010
-    nvml.nvmlSystemGetDriverVersion = lambda: b"580.1"
-    nvml.nvmlSystemGetNVMLVersion = lambda: "13.580.1"
-    nvml.nvmlDeviceGetName = lambda _: "NVIDIA H200"
-    nvml.nvmlDeviceGetMemoryInfo = lambda _: SimpleNamespace(total=150 * 2**30, free=100 * 2**30, used=50 * 2**30)
-    nvml.nvmlDeviceGetUtilizationRates = lambda _: SimpleNamespace(gpu=87)
-    nvml.nvmlDeviceGetTemperature = lambda _, which: 41 + which
-    nvml.nvmlDeviceGetPowerUsage = lambda _: 412_300
-    nvml.nvmlDeviceGetEnforcedPowerLimit = lambda _: 700_000
-    nvml.nvmlDeviceGetClockInfo = lambda _, __: 1980
-    nvml.nvmlDeviceGetTotalEccErrors = refuse
+    module.NVMLError = NvmlError
+    module.nvmlInit = lambda: None
+    module.nvmlDeviceGetCount = lambda: 2
+    module.nvmlDeviceGetHandleByIndex = handle
+    module.nvmlSystemGetCudaDriverVersion = lambda: 13010
+    module.nvmlSystemGetDriverVersion = lambda: b"580.1"
+    module.nvmlSystemGetNVMLVersion = lambda: "13.580.1"
+    module.nvmlDeviceGetName = lambda _: "NVIDIA H200"
+    module.nvmlDeviceGetMemoryInfo = lambda _: SimpleNamespace(total=150 * 2**30, free=100 * 2**30, used=50 * 2**30)
+    module.nvmlDeviceGetUtilizationRates = lambda _: SimpleNamespace(gpu=87)
+    module.nvmlDeviceGetTemperature = lambda _, which: 41 + which
+    module.nvmlDeviceGetPowerUsage = lambda _: 412_300
+    module.nvmlDeviceGetEnforcedPowerLimit = lambda _: 700_000
+    module.nvmlDeviceGetClockInfo = lambda _, __: 1980
+    module.nvmlDeviceGetTotalEccErrors = refuse
     reading = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=55))
-    nvml.nvmlDeviceGetFieldValues = lambda _, fields: [reading for _ in fields]
+    module.nvmlDeviceGetFieldValues = lambda _, fields: [reading for _ in fields]
     for name, function in functions.items():
-        setattr(nvml, name, function)
-    made: ModuleType = nvml
+        setattr(module, name, function)
+    made: ModuleType = module
     return made
 
 
 @pytest.fixture(autouse=True)
 def _looked_for_anew() -> Iterator[None]:
-    gpus._nvml.cache_clear()
+    nvml._nvml.cache_clear()
     yield
-    gpus._nvml.cache_clear()
+    nvml._nvml.cache_clear()
 
 
 async def ask(pod: Pod) -> Any:  # noqa: ANN401

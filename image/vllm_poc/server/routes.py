@@ -11,7 +11,7 @@ from fastapi.security import HTTPBearer
 
 from vllm_poc.server.engine import vllm_version
 from vllm_poc.server.errors import install_handlers, refusal
-from vllm_poc.server.gpus import read_gpus
+from vllm_poc.server.nvml import read_gpus
 from vllm_poc.server.service import PocService
 from vllm_poc.wire.answers import CommandResponse, ErrorResponse, PowState, StatusResponse, VersionsResponse
 from vllm_poc.wire.generate import (

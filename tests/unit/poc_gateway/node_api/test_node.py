@@ -18,7 +18,7 @@ from tests.docs.pages import ROOT
 from tests.support.servers.http_server import serve
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import error_of, validation
-from vllm_poc.server import gpus as pod_gpus
+from vllm_poc.server import nvml
 from vllm_poc.wire.gpus import Gpu, GpusResponse
 
 VLLM = """
@@ -137,7 +137,7 @@ async def test_gpus_are_numbered_through_all_pods(world: World, monkeypatch: pyt
     assert 'mlnode_gpu_temp_core_celsius{gpu_index="2",gpu_model="NVIDIA H200"} 41\n' in text
     assert re.search(r'mlnode_source_scrape_timestamp_seconds\{source="nvml"\} \d{10}\n', text)
     assert "mlnode_gpu_power" not in text  # no sensor, no series
-    assert pod_gpus.read_gpus() == GpusResponse()
+    assert nvml.read_gpus() == GpusResponse()
 
 
 def test_vllms_series_get_the_schemas_labels() -> None:
