@@ -74,10 +74,13 @@ async def test_no_more_writes_wait_than_fit(sqlite: Database, monkeypatch: pytes
     sqlite.close()
 
 
-async def test_a_database_that_may_only_be_read_is_not_ready(sqlite: Database) -> None:
+async def test_a_database_that_may_only_be_read_is_not_ready(
+    sqlite: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     assert await Health(sqlite).problem() is None
     event.listen(sqlite.engine, "connect", lambda connection, _: connection.execute("PRAGMA query_only=1"))
     sqlite.engine.dispose()
-    assert "readonly" in str(await Health(sqlite).problem())
+    assert await Health(sqlite).problem() == "the database cannot be used: the gateway's log says more"
+    assert "readonly" in caplog.text
     assert await sqlite.read(lambda one: one.execute(text("SELECT 1")).scalar()) == 1
     sqlite.close()
