@@ -32,8 +32,9 @@ _FAILURES: tuple[FailureKind, ...] = ("address", "connection", "timeout", "http_
 
 FORWARDED = Counter("poc_gateway_forwarded", "Results that their receiver has accepted", ["content"])
 DEAD = Counter("poc_gateway_dead", "Results that their receiver refused for good", ["content"])
+EXPIRED = Counter("poc_gateway_expired", "Results that no receiver accepted in time", ["content"])
 FAILURES = Counter("poc_gateway_forward_failures", "Posts to receivers that were not accepted", ["kind"])
-OPEN_CIRCUITS = Gauge("poc_gateway_open_circuits", "Receivers' hosts that cannot be reached, tried one post at a time")
+OPEN_CIRCUITS = Gauge("poc_gateway_open_circuits", "Addresses of receivers in trouble, tried one post at a time")
 
 
 def _begin_at_zero() -> None:
@@ -42,6 +43,7 @@ def _begin_at_zero() -> None:
     for content in ("artifact", "callback"):
         FORWARDED.labels(content)
         DEAD.labels(content)
+        EXPIRED.labels(content)
     for kind in _FAILURES:
         FAILURES.labels(kind)
 
@@ -75,10 +77,15 @@ def _values(connection: Connection) -> dict[str, tuple[str, float]]:
     moments = [connection.scalar(query) for query in (_oldest_artifact(), _oldest_late_item(), _oldest_callback())]
     oldest = min((moment for moment in moments if moment is not None), default=None)
     age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
-    dead = connection.scalar(select(func.count()).where(schema.late_items.c.state == "dead")) or 0
+    late = select(schema.late_items.c.state, func.count()).group_by(schema.late_items.c.state)
+    by_state = dict[str, int](connection.execute(late).all())
+    dead = by_state.get("refused", 0)
+    # int, since PostgreSQL sums up to a Decimal.
+    together = int(connection.scalar(select(func.sum(schema.ended_ranges.c.artifacts))) or 0)
+    ended = together + sum(count for state, count in by_state.items() if state != "waiting")
     pending = connection.scalar(_not_forwarded()) or 0
     return {
-        "backlog_artifacts": ("Artifacts stored and neither forwarded nor dead", float(pending - dead)),
+        "backlog_artifacts": ("Artifacts that are still to be forwarded", float(pending - ended)),
         "dead_artifacts": ("Artifacts that their receiver refused for good", float(dead)),
         "oldest_undelivered_seconds": ("Age of the oldest result that its receiver has not accepted", age),
         "database_bytes": ("Size of the database", float(size_bytes(connection))),

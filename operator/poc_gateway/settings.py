@@ -94,9 +94,13 @@ class Settings(BaseModel):
     payload_artifacts: int = Field(default=1_000, ge=1)
     #: One forwarded payload may take this long.
     forward_seconds: Seconds = 30.0
-    #: Pause after a receiver failed; doubles up to the limit below, and varies by half.
+    #: Pause after a receiver failed; doubles up to the limit below, and varies by half. No receiver gets a longer one,
+    #: whatever its Retry-After asks for.
     retry_first_seconds: Seconds = 1.0
     retry_limit_seconds: Seconds = 60.0
+    #: A result that its receiver has not accepted so long after the last delivery of its round expires, and is sent no
+    #: more: the default is an epoch of the network. 0 to try for ever.
+    delivery_seconds: int = Field(default=86_400, ge=0)
     #: Largest request body of the inside's port: pods choose how much they deliver at once.
     body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     #: And of the network's: its largest is a validation, of which an artifact takes about 80 bytes.

@@ -38,7 +38,7 @@ BESIDE = {
     "image/vllm_poc/logs.py": "names for the lines of a round",
     "image/vllm_poc/server/metrics.py": "counts",
     "image/vllm_poc/wire/messages.py": "the base of all messages",
-    "image/vllm_poc/wire/artifacts.py": "of the pods, which run in the same process here",
+    "image/vllm_poc/wire/artifacts.py": "vectors as base64; and of the pods, which run in the same process here",
     "image/vllm_poc/wire/partition.py": "of the pods, too",
     "operator/poc_operator/apis/v1alpha1/conditions.py": "one condition, and how lists of them are merged",
     "operator/poc_operator/apis/v1alpha1/meta.py": "names and selectors",
@@ -53,6 +53,8 @@ BESIDE = {
     "operator/poc_operator/rounds/snapshot.py": "the snapshot's type for rounds",
     "operator/poc_gateway/errors.py": "what a refusal looks like; nothing is refused",
     "operator/poc_gateway/settings.py": "values",
+    "operator/poc_gateway/outbox/states.py": "names of the states; the ledger moves between them",
+    "operator/poc_gateway/store/clock.py": "whether what is old by the clock may expire; nothing is",
     "operator/poc_gateway/store/engine.py": "how SQLite and PostgreSQL are opened",
     "operator/poc_gateway/store/disk_space.py": "whether the disk has room",
 }

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is stored goes on to its receiver, in order, until it is accepted or refused for good.
 
-What belongs here: the `ledger` of what is to be sent and what became of it, forwarding, one post and what its answer
-means, such as 503 (`post`), where a post may go (`guard`), when (`pace`), and the routes that tell of it.
+What belongs here: the `ledger` of what is to be sent and its `states`, the tasks that forward and expire
+(`forward`), one of them for a round (`round_sender`) or an address of callbacks (`callback_sender`), one post and what
+its answer means, such as 503 (`post`), where a post may go (`guard`), when (`pace`), and the routes that tell of it
+(`listing`, `routes`).
 What does not: checking what arrives (`poc_gateway.ingest`), and what is made of it for people (`poc_gateway.query`).
 
 An artifact of a round with a receiver; of one without, only "arrived"::
 
     arrived ──> next in its slot's order ──┬──> accepted
-       │                    ^              │
+       │                    ^              ├──> expired, abandoned
        │            tried again after      ├──> failed: waits for the next try
        │               a failure ──────────┘
        │
-       └──> late item (arrived behind its slot's order), state "waiting" ──> accepted: its row is deleted
-                    ^                                                  │
-                    └───────── replay ──── dead letter, state "dead" <─┴── refused for good, alone in its payload
+       └──> late item (arrived behind its slot's order) ──┬──> accepted: its row is deleted
+                    ^                                     ├──> expired, abandoned
+                    └───────── replay ──── dead letter <──┴── refused for good, alone in its payload
 
-A callback, a verdict or the result of a job: "waiting" until it is "delivered" or "dead"; "kept" without a receiver.
+A callback, a verdict or the result of a job: "waiting" until it is delivered, refused, expired or abandoned; "kept"
+without a receiver.
 """

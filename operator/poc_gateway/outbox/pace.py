@@ -1,70 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the next post may go out: pauses after failures, and a circuit breaker per host.
+"""When the next post may go out: pauses after failures, and a circuit breaker per address.
 
-`Backoff` paces one round or callback by itself; `CircuitBreaker` everything for a host that cannot be reached::
+`Backoff` paces one round by itself; `CircuitBreaker` everything for an address, a host and a path, that cannot be
+reached or is overloaded::
 
-    closed ── the host cannot be reached ──> open: posts wait, one at a time tries
-       ^                                       │
-       └────────── it answers ─────────────────┘
+    closed ── it cannot be reached, or is overloaded ──> open: posts wait, one at a time tries
+       ^                                                   │
+       └─────────────── any other answer ──────────────────┘
+
+Pauses are written down, so that a restart does not begin anew with a receiver that asked for rest. They are bounded by
+our own limit, whatever a receiver asks for and however the clock was set meanwhile.
 """
 
 import asyncio
+import logging
 import random
+import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from sqlalchemy import Connection, delete, insert, select
 from yarl import URL
 
 from poc_gateway import metrics
-from poc_gateway.outbox.post import Answer, Outcome
+from poc_gateway.outbox.post import Answer
 from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.schema import backoffs
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 #: At the gateway's end a post in flight has this long to be answered and written down.
 FINISH_SECONDS = 10.0
+#: A pause varies by half, so that what failed together does not come back together.
+_SPREAD = (0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A pause as it is written down: failures in a row, the end in milliseconds since 1970, and the last reason."""
+
+    failures: int
+    retry_at: int
+    reason: str
+
+
+class Pauses:
+    """The pauses of all scopes in the database. `load` before the first is asked for."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._known: dict[str, Pause] = {}
+
+    async def load(self) -> None:
+        """Read what an earlier process has written down; DatabaseError if that fails."""
+        rows = await self._database.read(lambda connection: connection.execute(select(backoffs)).all())
+        self._known = {row.scope: Pause(row.failures, row.retry_at, row.reason) for row in rows}
+
+    def find(self, scope: str) -> Pause | None:
+        """Return the pause of a scope, which may be over."""
+        return self._known.get(scope)
+
+    async def keep(self, scope: str, pause: Pause | None) -> None:
+        """Write a pause down, or that there is none any more. A database that fails costs the memory of it alone."""
+        if pause is None and scope not in self._known:
+            return
+        self._known = {name: one for name, one in self._known.items() if name != scope}
+        if pause is not None:
+            self._known[scope] = pause
+        try:
+            await self._database.write(lambda connection: _keep(connection, scope, pause))
+        except DatabaseError as error:
+            _log.warning("a pause cannot be written down, and a restart would forget it: %s", error)
+
+
+def _keep(connection: Connection, scope: str, pause: Pause | None) -> None:
+    connection.execute(delete(backoffs).where(backoffs.c.scope == scope))
+    if pause is not None:
+        connection.execute(insert(backoffs).values(scope=scope, **vars(pause)))
 
 
 class Backoff:
     """A pause that doubles with every failure in a row and varies by half; none after a success."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, scope: str = "", pauses: Pauses | None = None) -> None:
         self.error: str | None = None
         self._first = settings.retry_first_seconds
         self._limit = settings.retry_limit_seconds
-        self._pause = 0.0
+        self._scope = scope
+        self._pauses = pauses
+        self._failures = 0
         self._retry_at = 0.0
+        if pauses is not None and (known := pauses.find(scope)) is not None:
+            self.error, self._failures = known.reason, known.failures
+            left = known.retry_at / 1000 - time.time()
+            self._retry_at = asyncio.get_running_loop().time() + min(max(left, 0.0), self._limit * _SPREAD[1])
 
     @property
     def seconds_left(self) -> float:
         """How long to wait before the next try."""
         return max(0.0, self._retry_at - asyncio.get_running_loop().time()) if self.error is not None else 0.0
 
-    def failed(self, answer: Answer) -> None:
-        """Pause, at least for as long as the receiver asks for."""
+    async def failed(self, answer: Answer) -> None:
+        """Pause, at least for as long as the receiver asks for, up to our own limit."""
         self.error = answer.reason
-        self._pause = min(max(self._first, 2 * self._pause), self._limit)
-        # Not the same for all: those that failed together would come back together.
-        seconds = max(self._pause * random.uniform(0.5, 1.5), answer.retry_after)  # noqa: S311 - no secret
+        seconds = pause_seconds(self._first, self._limit, self._failures, answer)
+        self._failures += 1
         self._retry_at = asyncio.get_running_loop().time() + seconds
+        if self._pauses is not None:
+            retry_at = int((time.time() + seconds) * 1000)
+            await self._pauses.keep(self._scope, Pause(self._failures, retry_at, answer.reason))
 
-    def succeeded(self) -> None:
+    async def succeeded(self) -> None:
         """Go on without a pause."""
         self.error = None
-        self._pause = 0.0
+        self._failures = 0
+        if self._pauses is not None:
+            await self._pauses.keep(self._scope, None)
+
+
+def pause_seconds(first: float, limit: float, failures: int, answer: Answer) -> float:
+    """Return the pause after one more failure than ``failures`` in a row."""
+    # 2.0 ** 1024 is an overflow, and no pause doubles so often before it meets its limit.
+    pause = min(first * 2.0 ** min(failures, 64), limit)
+    # Not the same for all: those that failed together would come back together.
+    return max(pause * random.uniform(*_SPREAD), min(answer.retry_after, limit))  # noqa: S311 - no secret
 
 
 class CircuitBreaker:
-    """One host. While it cannot be reached, posts to it wait, and one at a time tries whether it is back."""
+    """One address. While it is in trouble, posts to it wait, and one at a time tries whether it is back."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.backoff = Backoff(settings)
+    def __init__(self, settings: Settings, address: str = "", pauses: Pauses | None = None) -> None:
+        self.backoff = Backoff(settings, address, pauses)
         self._probe = asyncio.Lock()
 
     @property
     def is_open(self) -> bool:
-        """Whether the host could not be reached when last tried."""
+        """Whether the address was in trouble when last tried."""
         return self.backoff.error is not None
 
     async def call(self, post: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
@@ -73,37 +150,39 @@ class CircuitBreaker:
             async with self._probe:
                 if self.is_open:
                     await asyncio.sleep(self.backoff.seconds_left)
-                    return self._learn(await finished(post()), counts=True)
+                    return await self._learn(await finished(post()), counts=True)
         answer = await finished(post())
         # Of posts that were on their way together only the first failure counts: they tell of one moment.
-        return self._learn(answer, counts=not self.is_open)
+        return await self._learn(answer, counts=not self.is_open)
 
-    def _learn(self, answer: Answer, *, counts: bool) -> Answer:
-        if answer.outcome is not Outcome.UNREACHABLE:
-            self.backoff.succeeded()
+    async def _learn(self, answer: Answer, *, counts: bool) -> Answer:
+        if not answer.pauses_address:
+            await self.backoff.succeeded()
         elif counts:
-            self.backoff.failed(answer)
+            await self.backoff.failed(answer)
         return answer
 
 
 class Receivers:
-    """The circuit breakers of all hosts that something is sent to at the moment."""
+    """The circuit breakers of all addresses that something is sent to at the moment."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, pauses: Pauses) -> None:
         self._settings = settings
-        # Those who send to a host hold its circuit breaker.
+        self._pauses = pauses
+        # Those who send to an address hold its circuit breaker.
         self._circuits: WeakValueDictionary[str, CircuitBreaker] = WeakValueDictionary()
         metrics.OPEN_CIRCUITS.set_function(lambda: sum(circuit.is_open for circuit in self._circuits.values()))
 
     def circuit(self, url: str) -> CircuitBreaker:
-        """Return the circuit breaker of the URL's scheme, host and port."""
+        """Return the circuit breaker of the URL's scheme, host, port and path."""
         try:
-            key = str(URL(url, encoded=True).origin())
+            # Without what may be a secret.
+            key = str(URL(url, encoded=True).with_user(None).with_query(None).with_fragment(None))
         except ValueError:
             key = url  # which the guard will refuse
         circuit = self._circuits.get(key)
         if circuit is None:
-            circuit = self._circuits[key] = CircuitBreaker(self._settings)
+            circuit = self._circuits[key] = CircuitBreaker(self._settings, key, self._pauses)
         return circuit
 
 

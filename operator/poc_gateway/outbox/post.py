@@ -22,11 +22,8 @@ from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
 #: Most bytes of an answer that are read, and most characters of it that are kept.
 ANSWER_BYTES = 4096
 REASON_CHARACTERS = 200
-#: A receiver that asks for more than this is asked again all the same.
-RETRY_AFTER_LIMIT_SECONDS = 3600.0
-
-#: The host, or what stands before it, is in trouble: no other post would fare better.
-_HOST_IN_TROUBLE = {
+#: The receiver, or what stands before it, is in trouble: no other post to this address would fare better.
+_RECEIVER_IN_TROUBLE = {
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.BAD_GATEWAY,
@@ -43,7 +40,9 @@ class Outcome(Enum):
     REFUSED = auto()
     #: To be tried again. Says nothing of other posts: the network's receiver answers 503 to a round whose time is over.
     FAILED = auto()
-    #: To be tried again, as everything for this host.
+    #: To be tried again, as everything for this address: it took no answer in time, or says that it is overloaded.
+    BUSY = auto()
+    #: To be tried again, as everything for this address: there is no connection to it.
     UNREACHABLE = auto()
 
 
@@ -53,8 +52,13 @@ class Answer:
 
     outcome: Outcome
     reason: str = ""
-    #: Seconds that the receiver asks for before the next post.
+    #: Seconds that the receiver asks for before the next post, of which it gets as many as our own limit allows.
     retry_after: float = 0.0
+
+    @property
+    def pauses_address(self) -> bool:
+        """Whether everything for the address waits."""
+        return self.outcome in {Outcome.BUSY, Outcome.UNREACHABLE}
 
 
 class Poster:
@@ -91,7 +95,7 @@ class Poster:
         except AddressRefused as error:
             return _failed("address", Outcome.FAILED, str(error))
         except TimeoutError:
-            return _failed("timeout", Outcome.UNREACHABLE, f"no answer within {self._seconds:g} s")
+            return _failed("timeout", Outcome.BUSY, f"no answer within {self._seconds:g} s")
         except aiohttp.ClientConnectorError as error:
             if isinstance(error.os_error, AddressRefused):
                 return _failed("address", Outcome.FAILED, str(error.os_error))
@@ -122,8 +126,8 @@ def _judged(status: int, headers: Mapping[str, str], text: str) -> Answer:
 
 
 def _outcome(status: int) -> Outcome:
-    if status in _HOST_IN_TROUBLE:
-        return Outcome.UNREACHABLE
+    if status in _RECEIVER_IN_TROUBLE:
+        return Outcome.BUSY
     if status in _CLIENT_ERRORS and status not in NOT_ABOUT_CONTENT:
         return Outcome.REFUSED
     return Outcome.FAILED
@@ -141,4 +145,4 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         seconds = float(value) if value.isdecimal() else parsedate_to_datetime(value).timestamp() - time()
     except (ValueError, OverflowError):  # of which the second is a year beyond what a date can have
         return 0.0
-    return min(max(seconds, 0.0), RETRY_AFTER_LIMIT_SECONDS)
+    return max(seconds, 0.0)

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the forwarding of a round stands, and what its receiver refused. A name means the newest round of that name."""
+"""What is to be sent and how it ended, for people: listed by state, replayed and given up.
+
+A name of a round means the newest round of that name.
+"""
 
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query
+from fastapi import APIRouter, Body, Path, Query
 from pydantic import BaseModel, Field
-from sqlalchemy import Connection
+from sqlalchemy import Connection, RowMapping
 from yarl import URL
 
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.outbox import ledger
+from poc_gateway.outbox import ledger, listing
 from poc_gateway.outbox.forward import Outbox
-from poc_gateway.outbox.ledger import Counts
+from poc_gateway.outbox.listing import Counts
+from poc_gateway.outbox.states import Event, State
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, newest
+from poc_gateway.store.schema import one_line
 from vllm_poc.wire.messages import Nonce
 
 _ROUND = "/rounds/{namespace}/{name}"
@@ -29,7 +34,10 @@ class Forwarding(BaseModel):
     receiver: str | None
     backlog: int
     forwarded: int
+    #: Refused by the receiver for good.
     dead: int
+    expired: int
+    abandoned: int
     waiting: int
     #: Why the last payload was not accepted; null while payloads are.
     last_error: str | None
@@ -52,6 +60,66 @@ class DeadLetters(BaseModel):
     next: int | None
 
 
+class LedgerEntry(BaseModel):
+    """Artifacts of one slot in one state, as many as ``artifacts`` says. ``slot`` is the slot's first nonce.
+
+    ``reason`` and ``since``, in milliseconds since 1970, are null where they are not the same for all.
+    """
+
+    slot: int
+    first_nonce: int
+    last_nonce: int
+    artifacts: int
+    reason: str | None
+    since: int | None
+
+
+class LedgerPage(BaseModel):
+    """One page; ``after`` of the next is ``next``, null at the end."""
+
+    entries: list[LedgerEntry]
+    next: int | None
+
+
+class CallbackEntry(BaseModel):
+    """A verdict, or the result of a request for nonces. Moments are milliseconds since 1970.
+
+    ``round`` is the uid of the round that it is of, ``request_id`` the request; one of them is null. ``reason`` says
+    why the last try failed, or how it ended.
+    """
+
+    id: int
+    round: str | None
+    request_id: str | None
+    #: Where it is sent to, without what may be a secret; null if it has no receiver.
+    url: str | None
+    state: State
+    reason: str | None
+    created_at: int
+    attempts: int
+    next_try_at: int
+    ended_at: int | None
+
+
+class CallbackContent(CallbackEntry):
+    """A callback, with what is sent: the text of a JSON document."""
+
+    body: str
+
+
+class CallbackPage(BaseModel):
+    """One page; ``after`` of the next is ``next``, null at the end."""
+
+    callbacks: list[CallbackEntry]
+    next: int | None
+
+
+class Abandoned(BaseModel):
+    """How many artifacts and callbacks were given up."""
+
+    abandoned: int
+
+
 class Replay(BaseModel):
     """Which dead letters to send again; all without ``nonces``."""
 
@@ -64,17 +132,32 @@ class Replayed(BaseModel):
     replayed: int
 
 
+_Limit = Annotated[int, Query(ge=1, le=1000)]
+_AfterNonce = Annotated[int, Query(ge=-1, lt=2**31)]
+_AfterId = Annotated[int, Query(ge=0, lt=2**63)]
+_Id = Annotated[int, Path(ge=1, lt=2**63)]
+#: Why something is given up, for whoever reads the list.
+_Reason = Annotated[str, Query(min_length=1, max_length=200)]
+_BY_REQUEST = "by request"
+
+
 def router(database: Database, outbox: Outbox) -> APIRouter:
     """Return the routes."""
     routes = APIRouter(responses=documented(401, 404, 422, 503))
+    _add_forwarding(routes, database, outbox)
+    _add_ledger(routes, database, outbox)
+    _add_callbacks(routes, database)
+    return routes
 
+
+def _add_forwarding(routes: APIRouter, database: Database, outbox: Outbox) -> None:
     @routes.get(f"{_ROUND}/forwarding")
     async def forwarding(namespace: str, name: str) -> Forwarding:
         """Tell how far the round is forwarded, and what keeps it."""
 
         def read(connection: Connection) -> tuple[KnownRound, Counts]:
             known = _found(connection, namespace, name)
-            return known, ledger.counts(connection, known.id)
+            return known, listing.counts(connection, known.id)
 
         known, counts = await database.read(read)
         if known.terms.receiver is None:
@@ -91,14 +174,14 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
     async def dead_letters(
         namespace: str,
         name: str,
-        after: Annotated[int, Query(ge=-1, lt=2**31)] = -1,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        after: _AfterNonce = -1,
+        limit: _Limit = 100,
     ) -> DeadLetters:
         """List the artifacts that the receiver refused for good, in the order of their nonces."""
 
         def read(connection: Connection) -> list[DeadLetter]:
             known = _found(connection, namespace, name)
-            found = ledger.dead_letters(connection, known.id, after=after, limit=limit)
+            found = listing.dead_letters(connection, known.id, after=after, limit=limit)
             return [DeadLetter(**row) for row in found]
 
         page = await database.read(read)
@@ -116,7 +199,70 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
         outbox.wake()
         return Replayed(replayed=count)
 
-    return routes
+
+def _add_ledger(routes: APIRouter, database: Database, outbox: Outbox) -> None:
+    @routes.get(f"{_ROUND}/ledger")
+    async def ledger_of_round(
+        namespace: str, name: str, state: State, after: _AfterNonce = -1, limit: _Limit = 100
+    ) -> LedgerPage:
+        """List the artifacts in a state, as ranges of nonces, in the order of their first nonces."""
+
+        def read(connection: Connection) -> list[LedgerEntry]:
+            known = _found(connection, namespace, name)
+            found = listing.entries(connection, known.id, state, after=after, limit=limit)
+            return [LedgerEntry(**row) for row in found]
+
+        page = await database.read(read)
+        return LedgerPage(entries=page, next=page[-1].first_nonce if len(page) == limit else None)
+
+    @routes.delete(f"{_ROUND}/ledger", responses=documented(507))
+    async def abandon(namespace: str, name: str, reason: _Reason = _BY_REQUEST) -> Abandoned:
+        """Give up what the round's receiver has not accepted: it is kept here, and sent no more."""
+        known = await database.read(lambda connection: _found(connection, namespace, name))
+        return Abandoned(abandoned=await outbox.abandon(known.id, one_line(reason)))
+
+
+def _add_callbacks(routes: APIRouter, database: Database) -> None:
+    @routes.get("/outbox")
+    async def callbacks(
+        state: State | None = None, uid: str | None = None, after: _AfterId = 0, limit: _Limit = 100
+    ) -> CallbackPage:
+        """List verdicts and results of requests, the oldest first; those of one round with its `uid`."""
+
+        def read(connection: Connection) -> list[CallbackEntry]:
+            found = listing.callback_page(connection, state=state, uid=uid, after=after, limit=limit)
+            return [CallbackEntry(**_without_secrets(row)) for row in found]
+
+        page = await database.read(read)
+        return CallbackPage(callbacks=page, next=page[-1].id if len(page) == limit else None)
+
+    @routes.get("/outbox/{id}")
+    async def callback(id: _Id) -> CallbackContent:  # noqa: A002 - the parameter's name for clients
+        """Return one with what is sent, also if it has no receiver."""
+        found = await database.read(lambda connection: listing.callback(connection, id))
+        if found is None:
+            raise _no_callback(id)
+        return CallbackContent(**_without_secrets(found))
+
+    @routes.delete("/outbox/{id}", responses=documented(507))
+    async def abandon_callback(id: _Id, reason: _Reason = _BY_REQUEST) -> Abandoned:  # noqa: A002
+        """Give one up: it is sent no more. One that has ended otherwise stays as it is."""
+
+        def write(connection: Connection) -> bool:
+            if listing.callback(connection, id) is None:
+                raise _no_callback(id)
+            return ledger.callback_ended(connection, id, Event.ABANDONED, one_line(reason))
+
+        return Abandoned(abandoned=int(await database.write(write)))
+
+
+def _no_callback(id_: int) -> Refusal:
+    detail = f"there is no callback {id_}: GET /outbox lists those that there are"
+    return Refusal(HTTPStatus.NOT_FOUND, "CallbackUnknown", detail)
+
+
+def _without_secrets(row: RowMapping) -> dict[str, Any]:
+    return {**row, "url": _public(row["url"])}
 
 
 def _found(connection: Connection, namespace: str, name: str) -> KnownRound:

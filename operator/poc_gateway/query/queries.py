@@ -237,4 +237,4 @@ def _by_key(connection: Connection, query: Select[int, int]) -> dict[int, int]:
 
 def _dead(key: Any) -> Select[int, int]:  # noqa: ANN401 - a column
     counts = select(key, func.count()).join(slots, slots.c.id == late_items.c.slot_id)
-    return counts.where(late_items.c.state == "dead").group_by(key)
+    return counts.where(late_items.c.state == "refused").group_by(key)

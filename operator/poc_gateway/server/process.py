@@ -38,6 +38,7 @@ from poc_gateway.server.middleware import (
 )
 from poc_gateway.server.tls import Certificate
 from poc_gateway.settings import Settings
+from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import Retention
 from poc_gateway.store.rounds import ReadRound, Rounds
@@ -118,14 +119,15 @@ async def run(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf |
     async with AsyncExitStack() as stack:
         database = Database.open(settings.database.get_secret_value())
         stack.callback(database.close)
-        rounds, outbox = Rounds(database, read_round), Outbox(database, settings)
+        clock = Clock(database)
+        rounds, outbox = Rounds(database, read_round), Outbox(database, settings, clock)
         ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, cluster_of))
         registry = prometheus_client.REGISTRY
         registry.register(DatabaseGauges(database))
         metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=registry)
         stack.callback(metrics_server.shutdown)
         components = Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes)
-        await _beside(_serve(components), Retention(database, settings, rounds.forget).run(), outbox.run())
+        await _beside(_serve(components), Retention(database, settings, rounds.forget, clock).run(), outbox.run())
 
 
 async def _beside(serving: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:

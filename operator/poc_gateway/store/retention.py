@@ -18,6 +18,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exi
 
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
+from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
 from poc_gateway.store.disk_space import release_free_pages, used_bytes
 from vllm_poc.logs import bound
@@ -29,6 +30,8 @@ PERIOD_SECONDS = 60.0
 CHUNK_ROWS = 2_000
 #: A round that something arrived for within this time runs; even a full database does not delete it.
 RUNNING_SECONDS = 3_600
+#: What is old by a clock that was set may be young: it must have run evenly for so long before age alone counts.
+STEADY_SECONDS = 86_400
 _MS = 1_000
 _BEGUN = select(schema.rounds.c.id, schema.rounds.c.uid).where(~schema.ROUND_IS_KEPT)
 
@@ -36,10 +39,13 @@ _BEGUN = select(schema.rounds.c.id, schema.rounds.c.uid).where(~schema.ROUND_IS_
 class Retention:
     """Deletes rounds, and tells ``forget`` their uids."""
 
-    def __init__(self, database: Database, settings: Settings, forget: Callable[[str], None]) -> None:
+    def __init__(
+        self, database: Database, settings: Settings, forget: Callable[[str], None], clock: Clock | None = None
+    ) -> None:
         self._database = database
         self._settings = settings
         self._forget = forget
+        self._clock = clock or Clock(database)
 
     async def run(self) -> None:
         """Sweep once in a while until cancelled; a failure waits for the next sweep."""
@@ -57,9 +63,9 @@ class Retention:
         now = time.time_ns() // 1_000_000
         kept, limit = self._settings.retention_seconds, self._settings.retention_bytes
         since = now - kept * _MS if kept else 0
-        if kept:
+        if kept and await self._clock.is_steady(STEADY_SECONDS):
             await self._delete_while(lambda _: True, quiet_since=since, refused_since=since)
-        if limit:
+        if limit and await self._clock.is_steady(RUNNING_SECONDS):
             running = now - RUNNING_SECONDS * _MS
             await self._delete_while(lambda one: used_bytes(one) > limit, quiet_since=running, refused_since=since)
         while await self._database.write(release_free_pages):
@@ -132,9 +138,7 @@ def _of_slots(condition: ColumnElement[bool]) -> ColumnElement[bool]:
 
 
 def _heard_of(since: int) -> ColumnElement[bool]:
-    slots, artifacts = schema.slots.c, schema.artifacts.c
-    newest = and_(artifacts.slot_id == slots.id, artifacts.nonce == slots.last_nonce, artifacts.received_at >= since)
-    return exists().where(newest).correlate(schema.slots)
+    return schema.slots.c.heard_at >= since
 
 
 def _waits() -> ColumnElement[bool]:
@@ -146,12 +150,12 @@ def _waits() -> ColumnElement[bool]:
 
 def _refused(since: int) -> ColumnElement[bool]:
     slots, late_items = schema.slots.c, schema.late_items.c
-    young = and_(late_items.slot_id == slots.id, late_items.state == "dead", late_items.since >= since)
+    young = and_(late_items.slot_id == slots.id, late_items.state == "refused", late_items.since >= since)
     return exists().where(young).correlate(schema.slots)
 
 
 def _callback(since: int) -> ColumnElement[bool]:
     callbacks, rounds = schema.callbacks.c, schema.rounds.c
-    young = and_(callbacks.state == "dead", callbacks.created_at >= since)
+    young = and_(callbacks.state == "refused", callbacks.created_at >= since)
     matters = or_(callbacks.state == "waiting", young)
     return exists().where(callbacks.round_id == rounds.id, matters).correlate(schema.rounds)

@@ -4,7 +4,7 @@
 Moments are integers, milliseconds since 1970. A vector is kept as its fp16 little-endian bytes.
 """
 
-from sqlalchemy import BigInteger, Column, Double, ForeignKey, Integer, LargeBinary, MetaData, Table, Text
+from sqlalchemy import BigInteger, Column, Double, ForeignKey, Index, Integer, LargeBinary, MetaData, Table, Text
 from sqlalchemy import UniqueConstraint as Unique
 
 metadata = MetaData()
@@ -50,8 +50,9 @@ ROUND_IS_KEPT = rounds.c.deleted_at.is_(None)
 #: The slots of a round that this cluster serves. ``slot`` is the offset, the slot's first nonce.
 #:
 #: ``stored`` counts artifacts, ``last_nonce`` is the largest stored, ``missing_nonce`` the first that is not.
-#: ``forwarded`` counts what the receiver has accepted; every artifact up to ``forwarded_nonce`` has been accepted by it
-#: or is in ``late_items``.
+#: ``forwarded`` counts what the receiver has accepted; every artifact up to ``forwarded_nonce`` has been accepted by it,
+#: or is in ``late_items`` or in a row of ``ended_ranges``. ``heard_at`` is the moment of the last delivery for the slot,
+#: whatever it held.
 slots = Table(
     "slots",
     metadata,
@@ -67,6 +68,7 @@ slots = Table(
     Column("forwarded", BigInteger, nullable=False, server_default="0"),
     Column("forwarded_nonce", BigInteger, nullable=False, server_default="-1"),
     Column("missing_nonce", BigInteger, nullable=False, server_default="0"),
+    Column("heard_at", BigInteger, nullable=False, server_default="0"),
     Unique("round_id", "slot"),
     sqlite_autoincrement=True,  # an id is never given again, not even to what is on its way
 )
@@ -114,14 +116,29 @@ conflicts = Table(
     Column("author", BigInteger),
 )
 
-#: Artifacts that are not forwarded in the order of their nonces. ``waiting``: to be sent by itself, since it arrived
-#: late or is replayed. ``dead``, a dead letter: the receiver refused it for good, for this ``reason``.
+#: Artifacts that are not forwarded in the order of their nonces, each with a state of `poc_gateway.outbox.states`:
+#: ``waiting`` if it is to be sent by itself, since it arrived late or is replayed, else how it ended and why.
 late_items = Table(
     "late_items",
     metadata,
     _slot_key(),
     Column("nonce", Integer, primary_key=True, autoincrement=False),
     Column("state", Text, nullable=False, index=True),
+    Column("reason", Text, nullable=False),
+    Column("since", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+#: Artifacts of a slot, from the first to the last nonce, that ended together before their turn: ``artifacts`` counts
+#: them. Late items between these nonces are not among them.
+ended_ranges = Table(
+    "ended_ranges",
+    metadata,
+    _slot_key(),
+    Column("first_nonce", Integer, primary_key=True, autoincrement=False),
+    Column("last_nonce", Integer, nullable=False),
+    Column("artifacts", Integer, nullable=False),
+    Column("state", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("since", BigInteger, nullable=False),
     sqlite_with_rowid=False,
@@ -140,7 +157,8 @@ jobs = Table(
     Column("finished_at", BigInteger),
 )
 
-#: Callbacks that are not artifacts of a round: verdicts, and results of jobs. ``url`` is the whole address.
+#: Callbacks that are not artifacts of a round: verdicts, and results of jobs. ``url`` is the whole address. The states
+#: are those of `poc_gateway.outbox.states`; ``attempts`` counts posts that failed.
 callbacks = Table(
     "callbacks",
     metadata,
@@ -149,9 +167,42 @@ callbacks = Table(
     Column("job_id", Text, ForeignKey("jobs.id", ondelete="CASCADE")),
     Column("url", Text),  # null to keep it here
     Column("body", Text, nullable=False),  # JSON
-    Column("state", Text, nullable=False, index=True),  # waiting, delivered, dead, kept
-    Column("reason", Text),
+    Column("state", Text, nullable=False),
+    Column("reason", Text),  # of its end, or of the last failure
     Column("created_at", BigInteger, nullable=False),
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("next_try_at", BigInteger, nullable=False, server_default="0"),
+    Column("ended_at", BigInteger),
+    Index("ix_callbacks_due", "state", "url", "attempts", "next_try_at"),
+    Index("ix_callbacks_round_id", "round_id"),
+)
+
+#: Pauses after failures, so that a restart does not forget them. ``scope`` is what pauses: a receiver's address without
+#: its query, or ``round:ID``.
+backoffs = Table(
+    "backoffs",
+    metadata,
+    Column("scope", Text, primary_key=True),
+    Column("failures", Integer, nullable=False),
+    Column("retry_at", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+
+#: One row: the wall clock as it was last seen, and for how long it had run evenly by then, in milliseconds.
+clock = Table(
+    "clock",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("seen_at", BigInteger, nullable=False),
+    Column("steady", BigInteger, nullable=False),
+)
+
+#: One row: ``epoch`` counts the processes that have owned the database. One that finds a larger number owns it no more.
+fence = Table(
+    "fence",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("epoch", BigInteger, nullable=False),
 )
 
 

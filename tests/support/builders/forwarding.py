@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 from sqlalchemy import Connection, insert, select, update
 
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.ledger import now
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import artifacts, callbacks, late_items, rounds, slots
@@ -109,7 +110,7 @@ async def add_round(
         "node_count": node_count,
         "n_groups": 1,
         "receiver": receiver,
-        "created_at": 0,
+        "created_at": now(),
         **values,
     }
 
@@ -133,9 +134,9 @@ async def store(database: Database, round_id: int, nonces: Sequence[int], *, dis
             result = {"distance": distance} if distance is not None else {"vector": vector(nonce)}
             connection.execute(insert(artifacts).values(slot_id=slot_id, nonce=nonce, received_at=0, **result))
             if nonce < last:
-                late = {"slot_id": slot_id, "nonce": nonce, "state": "waiting", "reason": "late", "since": 0}
+                late = {"slot_id": slot_id, "nonce": nonce, "state": "waiting", "reason": "late", "since": now()}
                 connection.execute(insert(late_items).values(late))
-            counts = {"stored": slots.c.stored + 1, "last_nonce": max(last, nonce)}
+            counts = {"stored": slots.c.stored + 1, "last_nonce": max(last, nonce), "heard_at": now()}
             connection.execute(update(slots).where(slots.c.id == slot_id).values(counts))
             row[2] = max(last, nonce)
 
@@ -144,7 +145,7 @@ async def store(database: Database, round_id: int, nonces: Sequence[int], *, dis
 
 async def add_callback(database: Database, url: str, body: object) -> int:
     """Write a callback down; return its id."""
-    row = {"url": url, "body": json.dumps(body), "state": "waiting", "created_at": 0}
+    row = {"url": url, "body": json.dumps(body), "state": "waiting", "created_at": now()}
     query = insert(callbacks).values(row).returning(callbacks.c.id)
     return await database.write(lambda connection: connection.execute(query).scalar_one())
 

@@ -60,7 +60,7 @@ async def store_seeds(database: Database) -> None:
         nodes = round_.spec.nodes
         known = await store(database, round_, [nonce for nonce in range(20) if nonce % nodes.count in nodes.ids])
         if round_.spec.callback_url is not None:
-            row = {"slot_id": known.slots[0], "nonce": _DEAD, "state": "dead", "reason": "HTTP 400", "since": 1}
+            row = {"slot_id": known.slots[0], "nonce": _DEAD, "state": "refused", "reason": "HTTP 400", "since": 1}
             late_item = schema.late_items.insert().values(row)
             await database.write(partial(_insert, late_item=late_item))
 

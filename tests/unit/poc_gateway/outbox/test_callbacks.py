@@ -35,8 +35,9 @@ async def test_one_that_is_refused_is_dead_and_one_that_fails_waits(database: Da
         await add_callback(database, receiver.url, {"n": number})
     async with running(Outbox(database, settings())):
         await until(lambda: [post.body["n"] for post in receiver.posts].count(3) == 2)
-        delivered, waiting = ("delivered", None), ("waiting", None)
-        assert await states(database) == [("dead", "HTTP 422"), waiting, delivered, waiting, delivered]
+        delivered = ("delivered", None)
+        failed = [("waiting", "HTTP 503"), ("waiting", "HTTP 404")]
+        assert await states(database) == [("refused", "HTTP 422"), failed[0], delivered, failed[1], delivered]
         answers[1] = answers[3] = 200
         await until(lambda: len(receiver.accepted) == 4)
     assert [post.body["n"] for post in receiver.posts].count(0) == 1

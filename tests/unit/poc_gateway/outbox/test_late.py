@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
-from poc_gateway.outbox import ledger
+from poc_gateway.outbox import ledger, listing
 from poc_gateway.outbox.forward import Outbox
-from poc_gateway.outbox.ledger import Counts
+from poc_gateway.outbox.listing import Counts
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import late_items
 from tests.support.builders.forwarding import Receiver, add_round, running, settings, store, until
@@ -39,22 +39,22 @@ async def sent(database: Database, round_id: int) -> Counts:
 
     async with running(Outbox(database, settings())):
         await until(nothing_left)
-    return await database.read(lambda connection: ledger.counts(connection, round_id))
+    return await database.read(lambda connection: listing.counts(connection, round_id))
 
 
 async def test_late_results_in_a_backlog_are_sent_once(database: Database, receiver: Receiver) -> None:
     round_id = await late_round(database, receiver)
-    assert await sent(database, round_id) == (0, 20, 0, 0)
+    assert await sent(database, round_id) == (0, 20, 0, 0, 0, 0)
     assert sorted(receiver.nonces) == list(range(20))
 
 
 async def test_a_late_result_that_is_refused_is_one_dead_letter(database: Database, receiver: Receiver) -> None:
     receiver.answer = lambda post: 400 if 11 in post.nonces else 200
     round_id = await late_round(database, receiver)
-    assert await sent(database, round_id) == (0, 19, 1, 0)
+    assert await sent(database, round_id) == (0, 19, 1, 0, 0, 0)
     assert sorted(receiver.nonces) == [nonce for nonce in range(20) if nonce != 11]
     assert await database.read(lambda connection: connection.scalars(select(late_items.c.nonce)).all()) == [11]
     receiver.answer = lambda _: 200
     assert await database.write(lambda connection: ledger.replay(connection, round_id, None)) == 1
-    assert await sent(database, round_id) == (0, 20, 0, 0)
+    assert await sent(database, round_id) == (0, 20, 0, 0, 0, 0)
     assert sorted(receiver.nonces) == list(range(20))

@@ -15,6 +15,7 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.pace import CircuitBreaker
 from poc_gateway.outbox.post import Answer, Outcome
 from poc_gateway.store.database import Database
+from poc_gateway.store.schema import backoffs
 from tests.support.builders.forwarding import Post, Receiver, add_round, running, settings, store, until
 
 
@@ -74,7 +75,7 @@ async def test_retry_after_is_obeyed(database: Database, receiver: Receiver, sta
 
     receiver.answer = wait
     await store(database, await add_round(database, receiver.url), [0])
-    async with running(Outbox(database, settings())):
+    async with running(Outbox(database, settings(retry_limit_seconds=3))):
         await until(lambda: len(moments) == 3)
     assert moments[1] - moments[0] >= 1.0
     assert moments[2] - moments[1] >= 1.5
@@ -159,3 +160,49 @@ async def test_a_round_that_is_too_late_does_not_hold_up_one_for_the_same_receiv
     async with running(Outbox(database, settings())) as outbox:
         await until(lambda: len(receiver.nonces) == 400, seconds=4)
         assert error_of(outbox, late) == "HTTP 503"
+
+
+async def test_a_long_retry_after_stops_neither_other_addresses_nor_this_one_for_good(
+    database: Database, receiver: Receiver
+) -> None:
+    def wait(post: Post) -> web.Response | int:
+        first = post.path.startswith("/a/") and sum(one.path == post.path for one in receiver.posts) == 1
+        return web.Response(status=429, headers={"Retry-After": "3600"}) if first else 200
+
+    receiver.answer = wait
+    await store(database, await add_round(database, f"{receiver.url}/a"), range(40))
+    async with running(Outbox(database, settings(retry_first_seconds=0.1, retry_limit_seconds=4))):
+        await until(lambda: bool(receiver.posts))
+        await store(database, await add_round(database, f"{receiver.url}/b"), range(400))
+        await until(lambda: len(receiver.nonces) == 400, seconds=3)
+        await until(lambda: len(receiver.nonces) == 440, seconds=8)
+
+
+async def test_a_pause_outlives_a_restart_and_no_pause_is_longer_than_the_limit(
+    database: Database, receiver: Receiver
+) -> None:
+    receiver.answer = lambda _: web.Response(status=429, headers={"Retry-After": "3600"})
+    await store(database, await add_round(database, receiver.url, node_count=1), range(4))
+    chosen = settings(retry_first_seconds=2, retry_limit_seconds=3)
+
+    async def is_written() -> bool:
+        rows = await database.read(lambda c: c.exec_driver_sql("SELECT scope, failures FROM backoffs").all())
+        return [tuple(row) for row in rows] == [(f"{receiver.url}/generated", 1)]
+
+    async with running(Outbox(database, chosen)):
+        await until(is_written)
+    began, receiver.answer = time.monotonic(), lambda _: 200
+    async with running(Outbox(database, chosen)):
+        await until(lambda: len(receiver.nonces) == 4, seconds=8)
+        assert time.monotonic() - began > 1.5
+        await until(lambda: _no_backoffs(database))
+    # The clock was set back since.
+    row = {"scope": f"{receiver.url}/generated", "failures": 9, "retry_at": 9_999_999_999_999, "reason": "HTTP 429"}
+    await database.write(lambda c: c.execute(backoffs.insert().values(row)) and None)
+    await store(database, await add_round(database, receiver.url, node_count=1), range(4))
+    async with running(Outbox(database, chosen)):
+        await until(lambda: len(receiver.nonces) == 8, seconds=8)
+
+
+async def _no_backoffs(database: Database) -> bool:
+    return not await database.read(lambda c: c.exec_driver_sql("SELECT scope FROM backoffs").all())

@@ -5,15 +5,16 @@ import pytest
 from aiohttp import web
 from sqlalchemy import select
 
-from poc_gateway.outbox import ledger
-from poc_gateway.outbox.forward import SEARCH_LIMIT, Outbox
+from poc_gateway.outbox import ledger, listing
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.round_sender import SEARCH_LIMIT
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import late_items
 from tests.support.builders.forwarding import Post, Receiver, add_round, running, settings, store, until
 
 
 async def dead(database: Database) -> dict[int, str]:
-    query = select(late_items.c.nonce, late_items.c.reason).where(late_items.c.state == "dead")
+    query = select(late_items.c.nonce, late_items.c.reason).where(late_items.c.state == "refused")
     return dict(await database.read(lambda connection: connection.execute(query).all()))
 
 
@@ -55,8 +56,8 @@ async def test_dead_letters_are_sent_again_when_asked_for(database: Database, re
         assert await database.write(lambda connection: ledger.replay(connection, round_id, None)) == 2
         outbox.wake()
         await until(lambda: len(receiver.nonces) == 6)
-    counts = await database.read(lambda connection: ledger.counts(connection, round_id))
-    assert counts == (0, 6, 0, 0)
+    counts = await database.read(lambda connection: listing.counts(connection, round_id))
+    assert counts == (0, 6, 0, 0, 0, 0)
 
 
 async def test_a_receiver_that_refuses_everything_buries_no_more(database: Database, receiver: Receiver) -> None:

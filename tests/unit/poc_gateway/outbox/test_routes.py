@@ -43,6 +43,8 @@ async def test_forwarding_while_the_receiver_fails(
         "backlog": 3,
         "forwarded": 1,
         "dead": 1,
+        "expired": 0,
+        "abandoned": 0,
         "waiting": 0,
         "last_error": "HTTP 500",
     }
@@ -59,7 +61,14 @@ async def test_the_name_means_the_newest_round(database: Database, client: httpx
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "forwarding"), ("GET", "dead-letters"), ("POST", "dead-letters/replay")]
+    ("method", "path"),
+    [
+        ("GET", "forwarding"),
+        ("GET", "dead-letters"),
+        ("POST", "dead-letters/replay"),
+        ("GET", "ledger?state=waiting"),
+        ("DELETE", "ledger"),
+    ],
 )
 async def test_a_round_that_is_not_known(client: httpx.AsyncClient, method: str, path: str) -> None:
     answer = await client.request(method, f"{ROUND}/{path}")

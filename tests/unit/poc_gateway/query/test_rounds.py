@@ -80,7 +80,9 @@ async def test_rounds_are_filtered(
 
 async def test_a_round_has_its_terms_sums_and_slots(database: Database, client: AsyncClient) -> None:
     known = await store(database, a_round(nodes=2), range(5))
-    await insert(database, schema.late_items, slot_id=known.slots[1], nonce=1, state="dead", reason="HTTP 400", since=1)
+    await insert(
+        database, schema.late_items, slot_id=known.slots[1], nonce=1, state="refused", reason="HTTP 400", since=1
+    )
     await insert(database, schema.late_items, slot_id=known.slots[1], nonce=3, state="waiting", reason="late", since=1)
     body = (await client.get(ROUND)).json()
     entry, slots = body["round"], body["slots"]

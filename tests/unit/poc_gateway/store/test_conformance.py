@@ -61,7 +61,7 @@ def test_what_an_older_gateway_stored_is_kept(database_url: str) -> None:
     config, engine = Config(), create_engine(database_url)
     config.set_main_option("script_location", migrations.__path__[0])
     round_ = {"uid": "u", "namespace": "ns", "name": "n", "block_hash": "b", "block_height": 1, "public_key": "k"}
-    terms = {"protocol": "artifact", "model": "m", "seq_len": 1, "node_count": 1, "n_groups": 1, "created_at": 0}
+    terms = {"protocol": "artifact", "model": "m", "seq_len": 1, "node_count": 1, "n_groups": 1, "created_at": 3}
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "0002")
@@ -72,10 +72,12 @@ def test_what_an_older_gateway_stored_is_kept(database_url: str) -> None:
         connection.execute(letter, {"slot": slot_id})
     Database.open(database_url).close()
     with engine.begin() as connection:
-        assert connection.execute(select(late_items)).all() == [(slot_id, 7, "dead", "HTTP 400", 5)]
+        assert connection.execute(select(late_items)).all() == [(slot_id, 7, "refused", "HTTP 400", 5)]
+        # It was last heard of when the round was written down.
+        assert connection.scalars(select(slots.c.heard_at)).all() == [3]
         config.attributes["connection"] = connection
         command.downgrade(config, "0002")
-        assert connection.execute(text("SELECT nonce FROM letters")).all() == [(7,)]
+        assert connection.execute(text("SELECT nonce, state FROM letters")).all() == [(7, "dead")]
     engine.dispose()
 
 

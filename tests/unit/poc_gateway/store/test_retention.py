@@ -3,13 +3,17 @@
 
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, select, update
 
+from poc_gateway.outbox import ledger
+from poc_gateway.outbox.ledger import SlotArrivals
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
+from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
 from poc_gateway.store.disk_space import size_bytes, used_bytes
 from poc_gateway.store.retention import CHUNK_ROWS, Retention, begin, deletable
@@ -35,7 +39,7 @@ async def add(database: Database, uid: str, *, days: float, count: int = 3, **ch
         rows = [{"slot_id": slot, "nonce": n, "vector": vector(n), "received_at": moment} for n in range(count)]
         connection.execute(schema.artifacts.insert(), rows)
         connection.execute(update(schema.rounds).where(schema.rounds.c.id == known.id).values(created_at=moment))
-        values = {"stored": count, "last_nonce": count - 1, **changes}
+        values = {"stored": count, "last_nonce": count - 1, "heard_at": moment, **changes}
         connection.execute(update(schema.slots).where(schema.slots.c.id == slot).values(**values))
         return slot
 
@@ -86,7 +90,7 @@ async def test_a_round_that_something_arrived_for_meanwhile_is_kept(
     query = deletable(now_ms() - DAY * 1000, 0)
     heard = now_ms() - days_ago * DAY * 1000
     found = await database.read(lambda one: one.execute(query).one())
-    await database.write(lambda one: one.execute(update(schema.artifacts).values(received_at=heard)))
+    await database.write(lambda one: one.execute(update(schema.slots).values(heard_at=heard)))
     assert await database.write(lambda one: begin(one, query, found.id)) is begins
     deleted_at = await database.read(lambda one: one.scalar(select(schema.rounds.c.deleted_at)))
     assert (deleted_at is not None) is begins
@@ -101,6 +105,48 @@ async def test_a_round_that_still_receives_is_kept(database: Database) -> None:
     await add(database, "running", days=1)
     await database.write(lambda one: one.execute(update(schema.rounds).values(created_at=0)))
     assert await look(database, seconds=2 * DAY) == []
+
+
+async def test_a_round_whose_results_only_come_again_or_late_is_kept(database: Database) -> None:
+    """Its largest nonce is old, and it runs all the same."""
+    await add(database, "running", days=3)
+    slot = await add(database, "late", days=3)
+    await database.write(lambda one: one.execute(update(schema.rounds).values(created_at=0)))
+    for_late = partial(ledger.arrived, arrivals={slot: SlotArrivals(2, 2, duplicates=1)}, moment=now_ms())
+    await database.write(for_late)
+    assert await look(database, seconds=2 * DAY) == ["running"]
+    assert await look(database, size=1) == []
+
+
+@pytest.mark.parametrize("days", [-40, 40])
+async def test_after_a_step_of_the_clock_nothing_is_deleted_for_a_while(database: Database, days: int) -> None:
+    wall, passed = [time.time()], [0.0]
+    clock = Clock(database, wall=lambda: wall[0], monotonic=lambda: passed[0])
+    names = {"POC_GATEWAY_RETENTION_SECONDS": str(30 * DAY), "POC_GATEWAY_RETENTION_BYTES": "1"}
+    retention = Retention(database, Settings.from_environment(names), lambda _: None, clock)
+    await retention.sweep()
+    # To the gateway the running round now looks as old as the step is long.
+    await add(database, "running", days=abs(days))
+    wall[0] += days * DAY
+    for _ in range(3):
+        await retention.sweep()
+        wall[0], passed[0] = wall[0] + 600, passed[0] + 600
+    assert await uids(database) == {"running"}
+    wall[0], passed[0] = wall[0] + DAY, passed[0] + DAY
+    await retention.sweep()
+    assert await uids(database) == set()
+
+
+@pytest.mark.parametrize(("away", "trusted"), [(-3600, False), (-30, True), (3600, True), (40 * DAY, False)])
+async def test_a_clock_that_was_set_while_the_gateway_was_off_is_found(
+    database: Database, away: float, *, trusted: bool
+) -> None:
+    before = Clock(database, wall=lambda: 1_000_000.0, monotonic=lambda: 5.0)
+    assert await before.is_steady(DAY)
+    after = Clock(database, wall=lambda: 1_000_000.0 + away, monotonic=lambda: 9.0)
+    assert await after.is_steady(DAY) is trusted
+    again = Clock(database, wall=lambda: 1_000_000.0 + away, monotonic=lambda: 9.0)
+    assert await again.is_steady(DAY) is trusted
 
 
 @pytest.mark.parametrize("limits", [{"seconds": DAY}, {"size": 1}])
@@ -118,7 +164,7 @@ async def test_what_is_not_forwarded_is_kept(database: Database, limits: dict[st
 async def test_young_dead_letters_are_kept(database: Database) -> None:
     for uid, days in (("old-letter", 20), ("young-letter", 1)):
         slot = await add(database, uid, days=30, receiver=RECEIVER, forwarded=2, forwarded_nonce=2)
-        await letter(database, slot, 1, state="dead", days=days)
+        await letter(database, slot, 1, state="refused", days=days)
     assert await look(database, seconds=10 * DAY) == ["old-letter"]
 
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends callbacks, verdicts and results of jobs: those for one address, until none waits.
+
+New ones go out first, in the order they were written, on a lane of their own. One that failed is tried again on
+another lane, when its pause is over: the network's receiver answers 503 for ever to a verdict that is too late, and the
+next verdict is a vote all the same. A pause is in the callback's row, so that a restart does not forget it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+from sqlalchemy import Connection
+
+from poc_gateway import metrics
+from poc_gateway.outbox import ledger
+from poc_gateway.outbox.ledger import CallbackWork
+from poc_gateway.outbox.pace import CircuitBreaker, pause_seconds
+from poc_gateway.outbox.post import Answer, Outcome, Poster
+from poc_gateway.outbox.round_sender import record
+from poc_gateway.outbox.states import Event
+from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two looks for callbacks that nobody has told of.
+POLL_SECONDS = 1.0
+#: No pause is longer than this many times the limit of the settings.
+_LONGEST = 2
+
+
+class CallbackSender:
+    """The two lanes of one address."""
+
+    def __init__(
+        self, url: str, *, poster: Poster, circuit: CircuitBreaker, database: Database, settings: Settings
+    ) -> None:
+        self._url = url
+        self._poster = poster
+        self._circuit = circuit
+        self._database = database
+        self._first, self._limit = settings.retry_first_seconds, settings.retry_limit_seconds
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look for new callbacks now."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Send everything there is; DatabaseError if it cannot be read."""
+        longest_ms = int(_LONGEST * self._limit * 1000)
+        async with asyncio.TaskGroup() as lanes:
+            lanes.create_task(self._lane(partial(ledger.new_callback, url=self._url)))
+            lanes.create_task(self._lane(partial(ledger.callback_to_retry, url=self._url, longest_ms=longest_ms)))
+
+    async def _lane(self, due: Callable[[Connection], int | None]) -> None:
+        while await self._database.read(partial(ledger.has_callbacks, url=self._url)):
+            # One at a time: what is written meanwhile may come before all that wait.
+            if (id_ := await self._database.read(due)) is not None:
+                await self._send(id_)
+            else:
+                self._woken.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), POLL_SECONDS)
+
+    async def _send(self, id_: int) -> None:
+        while (work := await self._database.read(partial(ledger.callback_work, id_=id_))) is not None:
+            answer = await self._circuit.call(partial(self._settle, id_, work))
+            # Without a connection none would fare better: the order is kept.
+            if answer.outcome is not Outcome.UNREACHABLE:
+                return
+
+    async def _settle(self, id_: int, work: CallbackWork) -> Answer:
+        """Post the callback and write down what became of it."""
+        answer = await self._poster.post(self._url, work.body)
+        match answer.outcome:
+            case Outcome.ACCEPTED:
+                await record(self._database, partial(ledger.callback_ended, id_=id_, event=Event.ACCEPTED))
+                metrics.FORWARDED.labels("callback").inc()
+            case Outcome.REFUSED:
+                refused = partial(ledger.callback_ended, id_=id_, event=Event.REFUSED, reason=answer.reason)
+                await record(self._database, refused)
+                metrics.DEAD.labels("callback").inc()
+                _log.error("callback %d is refused for good: %s", id_, answer.reason)
+            case Outcome.FAILED | Outcome.BUSY:
+                await self._failed(id_, work, answer)
+            case Outcome.UNREACHABLE:
+                _log.warning("callback %d waits, since its receiver cannot be reached: %s", id_, answer.reason)
+        return answer
+
+    async def _failed(self, id_: int, work: CallbackWork, answer: Answer) -> None:
+        seconds = pause_seconds(self._first, self._limit, work.attempts, answer)
+        next_try_at = int((time.time() + seconds) * 1000)
+        failed = partial(ledger.callback_failed, id_=id_, reason=answer.reason, next_try_at=next_try_at)
+        await record(self._database, failed)
+        _log.warning("callback %d failed, and is tried again in %.1f s: %s", id_, seconds, answer.reason)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards the artifacts of one round: one payload in flight, slots taking turns, each in the order of its nonces.
+
+What a receiver has accepted is written down before the next payload goes out, and never sent again. A gateway that is
+killed between the receiver's answer and that commit sends this one payload twice; receivers drop nonces they have.
+"""
+
+import asyncio
+import logging
+from base64 import b64encode
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from sqlalchemy import Connection
+
+from poc_gateway import metrics
+from poc_gateway.outbox import ledger
+from poc_gateway.outbox.ledger import Part, SlotWork
+from poc_gateway.outbox.pace import Backoff, CircuitBreaker, Pauses, Receivers
+from poc_gateway.outbox.post import Answer, Outcome, Poster
+from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.rounds import RoundTerms
+from vllm_poc.logs import bound
+from vllm_poc.wire.artifacts import Artifact, Encoding
+from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances
+from vllm_poc.wire.messages import Protocol
+
+_log = logging.getLogger(__name__)
+
+#: After so many single artifacts refused in a row the receiver is taken to refuse everything.
+SEARCH_LIMIT = 64
+#: Payloads that are not full wait this long, so that small deliveries become few posts.
+LINGER_SECONDS = 0.5
+#: Pause before a receiver's answer is written again that the database did not take.
+RECORD_SECONDS = 1.0
+
+
+class Forwarder:
+    """Sends what a round has to send, until nothing is left."""
+
+    def __init__(
+        self,
+        round_id: int,
+        terms: RoundTerms,
+        *,
+        receiver: str,
+        poster: Poster,
+        receivers: Receivers,
+        pauses: Pauses,
+        database: Database,
+        settings: Settings,
+    ) -> None:
+        self._round_id = round_id
+        self._terms = terms
+        self._url = f"{receiver.rstrip('/')}/generated"
+        self._poster = poster
+        self._circuit: CircuitBreaker = receivers.circuit(self._url)
+        self._database = database
+        self._limit = settings.payload_artifacts
+        self._backoff = Backoff(settings, f"round:{round_id}", pauses)
+        self._refused_in_a_row = 0
+
+    @property
+    def error(self) -> str | None:
+        """Why the last payload was not accepted; None if it was."""
+        return self._backoff.error or self._circuit.backoff.error
+
+    @property
+    def seconds_left(self) -> float:
+        """How long until the next try."""
+        return max(self._backoff.seconds_left, self._circuit.backoff.seconds_left)
+
+    async def run(self) -> None:
+        """Forward everything there is; DatabaseError if it cannot be read."""
+        with bound(round=self._terms.uid):
+            while slots := await self._database.read(partial(ledger.slots_with_work, round_id=self._round_id)):
+                full = [await self._turn(slot) for slot in slots]
+                if not any(full):
+                    await asyncio.sleep(LINGER_SECONDS)
+
+    async def _turn(self, slot: SlotWork) -> bool:
+        """Send a payload of the slot's own, then one of its late items; return whether one of them was full."""
+        sizes = [0]
+        with bound(slot=slot.slot):
+            if slot.is_behind:
+                sizes.append(await self._send(ledger.next_in_order, slot))
+            if slot.has_late:
+                sizes.append(await self._send(ledger.next_late, slot))
+        return max(sizes) == self._limit
+
+    async def _send(self, find: Callable[[Connection, SlotWork, int], Part], slot: SlotWork) -> int:
+        """Send a payload, halved for as long as the receiver refuses it; return its size.
+
+        After a failure what is left waits for the slot's next turn, so that one slot's trouble is not every slot's.
+        """
+        limit = self._limit if self._refused_in_a_row < SEARCH_LIMIT else 1
+        whole = await self._database.read(lambda connection: find(connection, slot, limit))
+        parts = [whole] if whole.items else []
+        while parts:
+            part = parts.pop()
+            await asyncio.sleep(self._backoff.seconds_left)
+            answer = await self._circuit.call(partial(self._settle, part))
+            if answer.outcome is Outcome.FAILED or answer.pauses_address:
+                await self._failed(answer)
+                break
+            if answer.outcome is Outcome.REFUSED and len(part.items) > 1:
+                parts += reversed(part.halves())
+            else:
+                await self._backoff.succeeded()
+        return len(whole.items)
+
+    async def _settle(self, part: Part) -> Answer:
+        """Post the part and write down what became of it."""
+        answer = await self._poster.post(self._url, _generated(self._terms, part))
+        if answer.outcome is Outcome.ACCEPTED:
+            await record(self._database, lambda connection: ledger.accepted(connection, part))
+            metrics.FORWARDED.labels("artifact").inc(len(part.items))
+            self._refused_in_a_row = 0
+        elif answer.outcome is Outcome.REFUSED and len(part.items) == 1:
+            return await self._refused(part, answer)
+        return answer
+
+    async def _refused(self, part: Part, answer: Answer) -> Answer:
+        if self._refused_in_a_row >= SEARCH_LIMIT:
+            reason = f"the receiver refuses everything, last with {answer.reason}"
+            return replace(answer, outcome=Outcome.FAILED, reason=reason)
+        self._refused_in_a_row += 1
+        await record(self._database, lambda connection: ledger.refused(connection, part, answer.reason))
+        metrics.DEAD.labels("artifact").inc()
+        _log.warning("%s: nonce %d is refused for good: %s", self._name, part.items[0].nonce, answer.reason)
+        return answer
+
+    async def _failed(self, answer: Answer) -> None:
+        if answer.outcome is Outcome.FAILED:  # the circuit counts the others
+            await self._backoff.failed(answer)
+        _log.warning("%s: forwarding failed, next try in %.1f s: %s", self._name, self.seconds_left, answer.reason)
+
+    @property
+    def _name(self) -> str:
+        return f"round {self._terms.namespace}/{self._terms.name}"
+
+
+async def record(database: Database, work: Callable[[Connection], object]) -> None:
+    """Write what a receiver has answered, however often the database fails: to forget it would be to post again."""
+    while True:
+        try:
+            await database.write(work)
+        except DatabaseError as error:
+            _log.warning("a receiver's answer cannot be written down yet: %s", error)
+            await asyncio.sleep(RECORD_SECONDS)
+        else:
+            return
+
+
+def _generated(terms: RoundTerms, part: Part) -> str:
+    """Return the JSON of ``/generated`` for a part, as a pod would have sent it."""
+    payload = _artifacts(terms, part) if terms.protocol is Protocol.ARTIFACT else _distances(terms, part)
+    return payload.model_dump_json(exclude_none=True)
+
+
+def _artifacts(terms: RoundTerms, part: Part) -> GeneratedArtifacts:
+    assert terms.k_dim is not None  # noqa: S101 - the artifact protocol has it
+    vectors = [(item.nonce, item.vector) for item in part.items if item.vector is not None]
+    return GeneratedArtifacts(
+        public_key=terms.public_key,
+        block_hash=terms.block_hash,
+        block_height=terms.block_height,
+        node_id=part.node_id,
+        artifacts=[Artifact(nonce=nonce, vector_b64=b64encode(vector).decode()) for nonce, vector in vectors],
+        encoding=Encoding(k_dim=terms.k_dim),
+    )
+
+
+def _distances(terms: RoundTerms, part: Part) -> GeneratedDistances:
+    assert terms.r_target is not None  # noqa: S101 - the distance protocol has it
+    distances = [(item.nonce, item.distance) for item in part.items if item.distance is not None]
+    return GeneratedDistances(
+        public_key=terms.public_key,
+        block_hash=terms.block_hash,
+        block_height=terms.block_height,
+        node_id=part.node_id,
+        nonces=[nonce for nonce, _ in distances],
+        dist=[distance for _, distance in distances],
+        r_target=terms.r_target,
+    )
