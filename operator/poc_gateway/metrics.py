@@ -56,6 +56,7 @@ class DatabaseGauges(Collector):
 
     def __init__(self, database: Database) -> None:
         self._engine = database.engine
+        self._room = database.room
 
     def describe(self) -> list[Metric]:
         """Name no series in advance: a look into the database just to register would be one too many."""
@@ -69,6 +70,7 @@ class DatabaseGauges(Collector):
         except Exception as error:
             _log.warning("the gauges cannot be read from the database: %s", error)
             return
+        values["disk_full"] = ("Whether the disk is full, so that nothing new is stored", float(self._room.full))
         for name, (text, value) in values.items():
             yield GaugeMetricFamily(f"poc_gateway_{name}", text, value)
 

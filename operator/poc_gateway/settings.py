@@ -107,6 +107,8 @@ class Settings(BaseModel):
     network_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     #: Requests of one peer in a second, on average; four seconds' worth may come at once.
     peer_requests: float = Field(default=1_000.0, gt=0, allow_inf_nan=False)
+    #: So much of a SQLite database's disk is kept for forwarding and deleting when the rest is full; 0 for none.
+    reserve_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
     #: Rounds that are older and wholly forwarded are deleted; 0 to keep them.
     retention_seconds: int = Field(default=30 * 86_400, ge=0)
     #: The oldest wholly forwarded rounds are deleted while the database is larger; 0 for no limit.

@@ -70,8 +70,10 @@ def gateway(
     log: Path,
     settings: Mapping[str, str] | None = None,
     hosts: Sequence[str] = (),
+    *,
+    wait: bool = True,
 ) -> Iterator[GatewayProcess]:
-    """Run a gateway until the block ends; then it ends in order."""
+    """Run a gateway until the block ends; then it ends in order. ``wait`` until it is ready."""
     port, metrics, network = free_port(), free_port(), free_port()
     environment = {
         **os.environ,
@@ -87,13 +89,15 @@ def gateway(
     with log.open("ab") as output, subprocess.Popen(argv, env=environment, cwd=ROOT, stderr=output) as process:
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(process, url)
+            if wait:
+                wait_until_ready(process, url)
             yield GatewayProcess(process, url, f"http://127.0.0.1:{metrics}/metrics", f"http://127.0.0.1:{network}")
         finally:
             process.terminate()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    """Wait until the gateway takes requests; RuntimeError if it ends, TimeoutError if it is not ready in time."""
     begin = time.monotonic()
     while time.monotonic() - begin < START_SECONDS:
         if process.poll() is not None:

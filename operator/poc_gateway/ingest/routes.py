@@ -82,7 +82,7 @@ def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) ->
             author = await authors.find(known, grant) if grant is not None else UNKNOWN_AUTHOR
             if author is None:
                 raise _deleted(rounds, uid)
-            taken = await database.write(partial(add_verdict, known, author, verdict))
+            taken = await database.write(partial(add_verdict, known, author, verdict), grows=True)
             if isinstance(taken, Refusal):
                 raise taken
             if not taken:

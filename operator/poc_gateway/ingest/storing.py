@@ -95,7 +95,7 @@ class Intake:
         deliveries = [delivery for delivery, _ in batch]
         now = time.time_ns() // 1_000_000
         try:
-            outcomes = await self._database.write(lambda connection: store(connection, deliveries, now))
+            outcomes = await self._database.write(lambda connection: store(connection, deliveries, now), grows=True)
         except Exception as error:
             if len(batch) == 1 or isinstance(error, DatabaseError):
                 _fail(batch, error)

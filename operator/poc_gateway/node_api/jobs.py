@@ -101,7 +101,7 @@ class Jobs:
         # Counted from here on, since the next request may come while this one is written.
         work = self._dispatcher.add(job_id, request)
         try:
-            await self._database.write(lambda connection: insert_job(connection, job_id, text))
+            await self._database.write(lambda connection: insert_job(connection, job_id, text), grows=True)
         except BaseException:
             self._dispatcher.drop(work)
             raise

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the gateway can store, which the kubelet asks, and whether an ML node is well, which the network asks.
+"""Whether the gateway works, which the kubelet asks, and whether an ML node is well, which the network asks.
 
-The gateway is ready without pods: a round may wait for them. An ML node is ill if pods are ready and none answers.
+The gateway is ready without pods: a round may wait for them. An ML node is ill if pods are ready and none answers. A
+full disk is no reason to take the gateway out of service: it forwards, tells and deletes, and refuses new deliveries.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ class Health:
         self._asked = float("-inf")
 
     async def problem(self) -> str | None:
-        """Return why nothing can be stored; None if all is well."""
+        """Return why nothing can be written; None if all is well."""
         async with self._lock:
             if time.monotonic() - self._asked > CACHE_SECONDS:
                 self._problem = await self._ask()
@@ -79,11 +80,11 @@ def router(database: Database) -> APIRouter:
     @routes.get("/health")
     @routes.get("/readyz")
     async def ready() -> dict[str, str]:
-        """Answer 200 if what is delivered now can be stored."""
+        """Answer 200 if the database takes writes; with `storage` if that is full, and takes nothing new."""
         problem = await health.problem()
         if problem is not None:
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotReady", problem, headers={"Retry-After": "1"})
-        return {"status": "OK"}
+        return {"status": "OK", "storage": "full"} if database.room.full else {"status": "OK"}
 
     return routes
 

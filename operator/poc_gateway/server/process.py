@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process: the database, the two apps and the tasks beside them, begun and ended in order.
+"""The process: the server, then the database, the two apps and the tasks beside them, begun and ended in order.
 
 One app is for the inside of the cluster and one for the network, each on a port of its own.
 """
@@ -7,10 +7,10 @@ One app is for the inside of the cluster and one for the network, each on a port
 import asyncio
 import signal
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import prometheus_client
 import uvicorn
@@ -36,10 +36,12 @@ from poc_gateway.server.middleware import (
     inside_access,
     network_access,
 )
+from poc_gateway.server.standby import Gate, first_of, taken, while_owner
 from poc_gateway.server.tls import Certificate
 from poc_gateway.settings import Settings
 from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
+from poc_gateway.store.fence import fence_of
 from poc_gateway.store.retention import Retention
 from poc_gateway.store.rounds import ReadRound, Rounds
 
@@ -113,12 +115,43 @@ class Server(uvicorn.Server):
 async def run(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf | None = None) -> None:
     """Serve until SIGTERM, each ML node's routes on what ``cluster_of`` returns for it.
 
-    DatabaseError, ValueError or OSError if the database, the file of the ML nodes, the certificate or a port cannot be
-    used.
+    While another gateway owns the database, stand by. DatabaseError, ValueError or OSError if the database, the file of
+    the ML nodes, the certificate or a port cannot be used.
     """
+    gates = Gates(inside=Gate(), network=Gate())
+    servers = Servers(settings, gates)
+    await first_of(servers.serve(), _live(settings, read_round, cluster_of, gates), stop=servers.stop)
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What stands before the app of each port."""
+
+    inside: Gate
+    network: Gate
+
+    def tell(self, reason: str) -> None:
+        """Answer with this reason at both, until they are opened."""
+        self.inside.tell(reason)
+        self.network.tell(reason)
+
+    def open(self, components: Components) -> None:
+        """Serve the apps from now on."""
+        self.inside.open(inside_app(components))
+        self.network.open(network_app(components))
+
+
+async def _live(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf | None, gates: Gates) -> None:
+    """Own the database, and do everything beside the requests."""
+    url = settings.database.get_secret_value()
     async with AsyncExitStack() as stack:
-        database = Database.open(settings.database.get_secret_value())
-        stack.callback(database.close)
+        fence = fence_of(url)
+        stack.callback(fence.close)
+        await taken(fence, gates.tell)
+        gates.tell("the database is being opened, and its schema brought up to date")
+        opened = partial(Database.open, url, reserve_bytes=settings.reserve_bytes, fenced=True)
+        database = await asyncio.to_thread(opened)
+        stack.push_async_callback(asyncio.to_thread, database.close)
         clock = Clock(database)
         rounds, outbox = Rounds(database, read_round), Outbox(database, settings, clock)
         ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, cluster_of))
@@ -126,31 +159,38 @@ async def run(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf |
         registry.register(DatabaseGauges(database))
         metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=registry)
         stack.callback(metrics_server.shutdown)
-        components = Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes)
-        await _beside(_serve(components), Retention(database, settings, rounds.forget, clock).run(), outbox.run())
+        gates.open(
+            Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes)
+        )
+        retention = Retention(database, settings, rounds.forget, clock)
+        await while_owner(fence, database, outbox.run, retention.run)
 
 
-async def _beside(serving: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
-    """Run others until the server ends. If one of them fails, all end: a gateway that forwards nothing looks well."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(other) for other in others]
-        await serving
-        for task in tasks:
-            task.cancel()
+class Servers:
+    """The servers of both ports; the network's speaks TLS if there is a certificate."""
 
+    def __init__(self, settings: Settings, gates: Gates) -> None:
+        self._certificate = Certificate.of(settings.tls_cert, settings.tls_key)
+        ports = (settings.port, gates.inside, None), (settings.network_port, gates.network, self._certificate)
+        self._servers = [(_server(app, tls), _listen(port)) for port, app, tls in ports]
 
-async def _serve(components: Components) -> None:
-    """Serve both ports until SIGTERM or SIGINT; the network's with TLS if there is a certificate."""
-    settings = components.settings
-    certificate = Certificate.of(settings.tls_cert, settings.tls_key)
-    apps = (settings.port, inside_app(components), None), (settings.network_port, network_app(components), certificate)
-    servers = [(_server(app, tls), _listen(port)) for port, app, tls in apps]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _end, [server for server, _ in servers], number)
-    watching = asyncio.create_task(certificate.watch()) if certificate is not None else None
-    await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in servers])
-    if watching is not None:
-        watching.cancel()
+    async def serve(self) -> None:
+        """Serve until SIGTERM, SIGINT or `stop`."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._end, number)
+        watching = asyncio.create_task(self._certificate.watch()) if self._certificate is not None else None
+        await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
+        if watching is not None:
+            watching.cancel()
+
+    def stop(self) -> None:
+        """End in order."""
+        for server, _ in self._servers:
+            server.should_exit = True
+
+    def _end(self, number: int) -> None:
+        for server, _ in self._servers:
+            server.handle_exit(number, None)
 
 
 def _server(app: ASGIApp, certificate: Certificate | None) -> Server:
@@ -168,11 +208,6 @@ def _server(app: ASGIApp, certificate: Certificate | None) -> Server:
         config.load()
         config.ssl = certificate.context  # ours, since it is renewed
     return Server(config)
-
-
-def _end(servers: Sequence[Server], number: int) -> None:
-    for server in servers:
-        server.handle_exit(number, None)
 
 
 def _listen(port: int) -> socket.socket:

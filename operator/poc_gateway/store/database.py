@@ -2,13 +2,17 @@
 """Reads and writes. All writes go through one thread, which commits those that wait together in one go.
 
 A write is durable when `Database.write` returns: SQLite syncs its log at every commit, and so does PostgreSQL.
-One process owns the database, so a write may read first and rely on what it read.
+One process owns the database (`poc_gateway.store.fence`), so a write may read first and rely on what it read.
+
+A database that does not answer fails everything that waits for it at once. From then on one at a time tries whether it
+is back, and all others fail without waiting.
 """
 
 import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +21,16 @@ from typing import Any, Generic, Self, TypeVar
 from sqlalchemy import Connection, Engine
 
 from poc_gateway.store.disk_space import cannot_shrink
-from poc_gateway.store.engine import DatabaseUnavailable, create_engine, translated
+from poc_gateway.store.engine import (
+    DatabaseAway,
+    DatabaseFull,
+    DatabaseUnavailable,
+    create_engine,
+    translated,
+)
+from poc_gateway.store.fence import epoch, next_epoch
 from poc_gateway.store.migrations import migrate
+from poc_gateway.store.reserve import Room
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +39,12 @@ Work = Callable[[Connection], Result]
 
 #: Most writes of one commit: enough that syncing costs little, few enough that the first does not wait long.
 COMMIT_WRITES = 256
-#: Seconds that a write waits for its turn.
+#: Seconds that a write, or a read, waits for its turn.
 TURN_SECONDS = 30.0
+#: A database that did not answer is tried again after so long.
+AWAY_SECONDS = 1.0
+#: Seconds that all migrations together may take, while nothing else uses the database.
+MIGRATION_SECONDS = 3_600.0
 #: Most writes that wait for theirs.
 MOST_WAITING = 1_024
 _READERS = 4
@@ -42,6 +58,8 @@ _CANNOT_SHRINK = (
 class _Write(Generic[Result]):
     work: Work[Result]
     done: "Future[Result]"
+    #: Whether it stores something new, which a full disk has no room for.
+    grows: bool
 
     def begin(self) -> bool:
         """Whether the caller still waits; from now on it cannot give up."""
@@ -56,37 +74,82 @@ class _Write(Generic[Result]):
         self.done.set_exception(translated(error))
 
 
+class FenceLost(DatabaseUnavailable):
+    """Another process owns the database now."""
+
+
+class _Availability:
+    """Whether the database answers. Used by several threads."""
+
+    def __init__(self) -> None:
+        self._error: DatabaseAway | None = None
+        self._retry_at = 0.0
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """Raise the last error, unless it is time for a try: then for one alone."""
+        with self._lock:
+            if self._error is None:
+                return
+            if time.monotonic() < self._retry_at:
+                raise DatabaseAway(str(self._error))
+            self._retry_at = time.monotonic() + AWAY_SECONDS + TURN_SECONDS
+
+    def learn(self, error: Exception | None) -> None:
+        """Learn from what a read or a write came to."""
+        if error is None and self._error is None:
+            return
+        with self._lock:
+            self._error = error if isinstance(error, DatabaseAway) else None
+            self._retry_at = time.monotonic() + AWAY_SECONDS
+
+
 class Database:
     """One per process."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, room: Room | None = None) -> None:
         self.engine = engine
+        self.room = room or Room(None)
+        self._availability = _Availability()
+        self._epoch: int | None = None
         self._waiting: queue.SimpleQueue[_Write[Any] | None] = queue.SimpleQueue()
         self._closed = False
         self._writer = threading.Thread(target=self._run, name="database-writer", daemon=True)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="database-reader")
 
     @classmethod
-    def open(cls, url: str) -> Self:
+    def open(cls, url: str, *, reserve_bytes: int = 0, fenced: bool = False) -> Self:
         """Open the database at ``url``, bring its schema up to date, and begin to write.
 
+        With ``reserve_bytes`` that much of the disk is kept for when it is full. With ``fenced`` the process owns the
+        database from now on: the caller holds its fence, and nobody who owned it before can write any more.
         DatabaseError if it cannot be used, ValueError if the URL is of no database that we know.
         """
-        engine = create_engine(url)
+        engine, room = create_engine(url), Room.beside(url, reserve_bytes)
         try:
-            migrate(engine)
+            _migrate(url)
             with engine.connect() as connection:
                 if cannot_shrink(connection):
                     _log.warning(_CANNOT_SHRINK)
+            database = cls(engine, room)
+            if fenced:
+                with engine.begin() as connection:
+                    database._epoch = next_epoch(connection)
         except Exception as error:
             engine.dispose()
             raise translated(error) from error
-        database = cls(engine)
+        room.begin()
         database._writer.start()
         return database
 
-    async def write(self, work: Work[Result]) -> Result:
+    async def take_over(self) -> None:
+        """Own the database again after the fence was lost and taken anew; FenceLost if another has owned it since."""
+        await self.write(lambda _: None)  # for which the epoch must be ours
+
+    async def write(self, work: Work[Result], *, grows: bool = False) -> Result:
         """Run ``work`` in a transaction and return its result once it is durable.
+
+        ``grows`` is for what stores something new: on a full disk it fails with DatabaseFull, so that the rest goes on.
 
         ``work`` may run twice, the first time in a transaction that is rolled back: it must do nothing but use its
         connection. Its own exceptions are raised; DatabaseError if the database fails, or is so slow that the write has
@@ -96,8 +159,10 @@ class Database:
             raise DatabaseUnavailable("the gateway is ending")
         if self._waiting.qsize() >= MOST_WAITING:
             raise DatabaseUnavailable(f"the database is behind: {MOST_WAITING} writes wait")
+        if grows and self.room.full and not await asyncio.to_thread(self.room.admits):
+            raise DatabaseFull("the database's disk is full: free space or lower the retention")
         done: Future[Result] = Future()
-        self._waiting.put(_Write(work, done))
+        self._waiting.put(_Write(work, done, grows))
         answer = asyncio.wrap_future(done)
         try:
             await asyncio.wait({answer}, timeout=TURN_SECONDS)
@@ -110,7 +175,16 @@ class Database:
 
     async def read(self, work: Work[Result]) -> Result:
         """Run ``work`` beside the writes and return its result; DatabaseError if the database fails."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
+        reading = self._readers.submit(self._read, work)
+        answer = asyncio.wrap_future(reading)
+        try:
+            await asyncio.wait({answer}, timeout=TURN_SECONDS)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        if not answer.done() and reading.cancel():
+            raise DatabaseUnavailable(f"the database took no read for {TURN_SECONDS:.0f} s")
+        return await answer
 
     def close(self) -> None:
         """Finish the writes that wait, then close."""
@@ -121,11 +195,16 @@ class Database:
         self.engine.dispose()
 
     def _read(self, work: Work[Result]) -> Result:
+        self._availability.check()
         try:
             with self.engine.connect() as connection:
-                return work(connection)
+                result = work(connection)
         except Exception as error:
-            raise translated(error) from error
+            problem = translated(error)
+            self._availability.learn(problem)
+            raise problem from error
+        self._availability.learn(None)
+        return result
 
     def _run(self) -> None:
         while (first := self._waiting.get()) is not None:
@@ -147,16 +226,52 @@ class Database:
         return writes, False
 
     def _commit(self, writes: list[_Write[Any]]) -> None:
+        if not writes:
+            return
         try:
-            with self.engine.begin() as connection:
-                answers = [write.attempt(connection) for write in writes]
+            self._availability.check()
+        except DatabaseAway as error:
+            self._failed(writes, error)
+            return
+        try:
+            answers = self._attempt(writes)
         except Exception as error:
-            if len(writes) == 1:
-                writes[0].fail(error)
-                return
+            problem = translated(error)
+            self._availability.learn(problem)
+            self._failed(writes, problem)
+            return
+        self._availability.learn(None)
+        if any(write.grows for write in writes):
+            self.room.stored()
+        for answer in answers:
+            answer()
+
+    def _attempt(self, writes: list[_Write[Any]]) -> list[Callable[[], None]]:
+        with self.engine.begin() as connection:
+            if self._epoch is not None and epoch(connection) != self._epoch:
+                raise FenceLost("another gateway owns the database now: this one stands by")
+            return [write.attempt(connection) for write in writes]
+
+    def _failed(self, writes: list[_Write[Any]], error: Exception) -> None:
+        if isinstance(error, DatabaseFull) and self.room.ran_out():
+            # What must go on has room now. The others would only take it.
+            for write in writes:
+                if write.grows:
+                    write.fail(error)
+            self._commit([write for write in writes if not write.grows])
+        elif len(writes) == 1 or isinstance(error, DatabaseUnavailable):
+            for write in writes:
+                write.fail(error)
+        else:
             # One of them failed and took the others along: each by itself.
             for write in writes:
                 self._commit([write])
-            return
-        for answer in answers:
-            answer()
+
+
+def _migrate(url: str) -> None:
+    """Bring the schema up to date on a connection of its own: what changes a large table takes its time."""
+    engine = create_engine(url, statement_seconds=MIGRATION_SECONDS)
+    try:
+        migrate(engine)
+    finally:
+        engine.dispose()

@@ -3,31 +3,38 @@
 
 DatabaseError
  ├── DatabaseFull         its disk or its limit is full: nothing was stored
- └── DatabaseUnavailable  it does not answer, or is locked by another process: try again later
+ └── DatabaseUnavailable  it is locked by another process, or refuses: try again later
+      └── DatabaseAway    it does not answer: neither would it to anything else
 """
 
 import sqlite3
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import psycopg
 import sqlalchemy
+from psycopg.abc import PQGen
 from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-#: Seconds that a connection waits for a database that is locked or does not answer.
+Result = TypeVar("Result")
+
+#: Seconds that a connection waits for a database that is locked, or to be made.
 WAIT_SECONDS = 5.0
+#: Seconds that one statement of PostgreSQL may take; everything that runs beside deliveries is far quicker.
+STATEMENT_SECONDS = 8.0
 #: Pages of 4 KiB that each connection keeps: 16 MiB.
 _CACHE_KIB = 16 * 1024
-#: So that a PostgreSQL that is gone, or busy for ever, is noticed: a write that waits for it holds up all others.
-_POSTGRESQL = {
+#: So that a PostgreSQL whose machine is gone is noticed, also by connections that are not in use.
+_POSTGRESQL: dict[str, Any] = {
     "connect_timeout": int(WAIT_SECONDS),
     "keepalives_idle": 5,
     "keepalives_interval": 5,
     "keepalives_count": 3,
-    "tcp_user_timeout": 15_000,
-    "options": "-c statement_timeout=30000",
+    "tcp_user_timeout": 8_000,
 }
 _PRAGMAS = (
     "journal_mode=WAL",
@@ -50,8 +57,15 @@ class DatabaseUnavailable(DatabaseError):  # noqa: N818
     """The database cannot be used at the moment."""
 
 
-def create_engine(url: str) -> Engine:
-    """Return an engine for ``sqlite:///PATH`` or ``postgresql://USER:PASSWORD@HOST/NAME``; ValueError for others."""
+class DatabaseAway(DatabaseUnavailable):
+    """There is no connection to the database, or it has not answered in time."""
+
+
+def create_engine(url: str, *, statement_seconds: float = STATEMENT_SECONDS) -> Engine:
+    """Return an engine for ``sqlite:///PATH`` or ``postgresql://USER:PASSWORD@HOST/NAME``; ValueError for others.
+
+    A statement of PostgreSQL that takes longer than ``statement_seconds`` fails.
+    """
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):  # whose texts have parts of the URL, which may be of its password
@@ -59,9 +73,48 @@ def create_engine(url: str) -> Engine:
     if parsed.get_backend_name() == "sqlite":
         return _sqlite(parsed)
     if parsed.get_backend_name() == "postgresql":
-        psycopg_url = parsed.set(drivername="postgresql+psycopg")
-        return sqlalchemy.create_engine(psycopg_url, pool_pre_ping=True, pool_size=8, connect_args=_POSTGRESQL)
+        return _postgresql(parsed.set(drivername="postgresql+psycopg"), statement_seconds)
     raise ValueError(f"database is of {parsed.get_backend_name()}: only sqlite and postgresql are supported")
+
+
+def _postgresql(url: sqlalchemy.URL, seconds: float) -> Engine:
+    arguments = _POSTGRESQL | {"options": f"-c statement_timeout={int(seconds * 1000)}"}
+    engine = sqlalchemy.create_engine(url, pool_pre_ping=True, pool_size=8, connect_args=arguments)
+
+    @event.listens_for(engine, "do_connect")
+    def connect(_: object, __: object, names: list[Any], values: dict[str, Any]) -> psycopg.Connection[Any]:
+        connection = BoundedConnection.connect(*names, **values)
+        # A server that was stopped, or whose machine hangs, cannot end a statement itself.
+        connection.seconds = seconds + 1
+        return connection
+
+    return engine
+
+
+class BoundedConnection(psycopg.Connection[Any]):
+    """A connection that gives its server up when that has not answered for ``seconds``."""
+
+    seconds = STATEMENT_SECONDS
+
+    def wait(self, gen: PQGen[Result], *arguments: Any, **named: Any) -> Result:  # noqa: ANN401 - as the driver has it
+        """Wait for the server; OperationalError, and the connection is closed, if that takes too long."""
+        return super().wait(_bounded(gen, self.seconds, self.close), *arguments, **named)
+
+
+def _bounded(gen: PQGen[Result], seconds: float, give_up: Callable[[], None]) -> PQGen[Result]:
+    """Pass ``gen`` through. The driver resumes it ten times a second while nothing arrives."""
+    deadline = time.monotonic() + seconds
+    ready: Any = None
+    while True:
+        try:
+            state = gen.send(ready)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        ready = yield state
+        if time.monotonic() > deadline:
+            give_up()
+            raise psycopg.OperationalError(f"no answer within {seconds:.0f} s")
 
 
 def _sqlite(url: sqlalchemy.URL) -> Engine:
@@ -96,6 +149,8 @@ def translated(error: Exception) -> Exception:
     text = str(cause).strip()
     if isinstance(cause, psycopg.errors.DiskFull) or _is_full_sqlite(cause):
         return DatabaseFull(f"the database's disk is full ({text}): free space or lower the retention")
+    if isinstance(cause, psycopg.OperationalError) and _is_away(cause):
+        return DatabaseAway(f"the database is away ({text})")
     if isinstance(cause, sqlite3.OperationalError | psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction):
         return DatabaseUnavailable(f"the database cannot be used ({text})")
     return error
@@ -103,3 +158,8 @@ def translated(error: Exception) -> Exception:
 
 def _is_full_sqlite(cause: object) -> bool:
     return isinstance(cause, sqlite3.OperationalError) and cause.sqlite_errorcode == sqlite3.SQLITE_FULL
+
+
+def _is_away(cause: psycopg.OperationalError) -> bool:
+    # Without a code it is the driver's own. 08 are errors of the connection, 57P those of a server that ends or begins.
+    return cause.sqlstate is None or cause.sqlstate.startswith(("08", "57P"))

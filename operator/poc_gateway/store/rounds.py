@@ -131,7 +131,7 @@ class Rounds:
             if round_ is None or round_.metadata.uid != uid or not round_.status.groups:
                 return
             fits(_unwritten(round_))
-            known = await self._database.write(lambda connection: write_down(connection, round_))
+            known = await self._database.write(lambda connection: write_down(connection, round_), grows=True)
         self._known[uid] = known
 
 

@@ -5,10 +5,11 @@ import os
 import pwd
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,29 @@ class PostgresServer:
         with psycopg.connect(host=str(self.folder), user=_USER, dbname=_USER, autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
         return f"postgresql://{_USER}@/{name}?host={self.folder}"
+
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        """Stop all of its processes until the block ends: connections stay open, and nothing answers."""
+        processes = self._processes()
+        try:
+            for process in processes:
+                os.kill(process, signal.SIGSTOP)
+            yield
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGCONT)
+
+    def end_sessions(self) -> None:
+        """End all sessions of clients, as a restart would."""
+        with psycopg.connect(host=str(self.folder), user=_USER, dbname=_USER, autocommit=True) as connection:
+            connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+
+    def _processes(self) -> list[int]:
+        main = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
+        children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+        return [main, *map(int, children)]
 
 
 @contextmanager

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two gateways on one database, each a process of its own: one owns it, the other stands by."""
+
+import asyncio
+import json
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from poc_gateway.store.database import Database, FenceLost
+from poc_gateway.store.fence import fence_of
+from tests.simulation.gateway_process import GatewayProcess, gateway, wait_until_ready
+from tests.support.builders.deliveries import JSON, artifacts, path, round_body
+from tests.support.builders.forwarding import Receiver, until
+from tests.support.servers.postgres import PostgresServer
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> Path:
+    return tmp_path / "rounds.json"
+
+
+def describe(rounds: Path, receiver: Receiver) -> dict[str, str]:
+    rounds.write_text(json.dumps([round_body(callbackURL=receiver.url)]))
+    return {"POC_GATEWAY_RECEIVER_PRIVATE": "127.0.0.0/8", "POC_GATEWAY_PAYLOAD_ARTIFACTS": "100"}
+
+
+def reason(running: GatewayProcess, url: str) -> tuple[int, str]:
+    answer = httpx.post(running.url + url, content=artifacts([1]), headers=JSON)
+    return answer.status_code, answer.json()["reason"]
+
+
+async def test_the_second_stands_by_and_takes_over_when_the_first_is_killed(
+    database_url: str, tmp_path: Path, rounds: Path
+) -> None:
+    async with Receiver().served() as receiver:
+        settings = describe(rounds, receiver)
+        with (
+            gateway(database_url, rounds, tmp_path / "first", settings) as first,
+            gateway(database_url, rounds, tmp_path / "second", settings, wait=False) as second,
+        ):
+            await until(lambda: "stands by" in (tmp_path / "second").read_text(), seconds=30)
+            for url in (path(), "/readyz"):
+                assert await asyncio.to_thread(reason, second, url) == (503, "StandBy")
+            async with httpx.AsyncClient() as client:
+                for start in range(0, 3_000, 500):
+                    body = artifacts(range(start, start + 500))
+                    answer = await client.post(first.url + path(), content=body, headers=JSON)
+                    assert answer.status_code == 200
+                await until(lambda: len(receiver.posts) > 5)
+                first.process.kill()
+                killed = time.monotonic()
+                await asyncio.to_thread(wait_until_ready, second.process, second.url)
+                assert time.monotonic() - killed < 10
+                answer = await client.post(second.url + path(), content=artifacts([3_000]), headers=JSON)
+                assert answer.json()["stored"] == 1
+                await until(lambda: len(nonces(receiver)) == 3_001, seconds=30)
+        # The payload that was on its way may have come twice.
+        assert sum(count - 1 for count in nonces(receiver).values()) <= 100
+
+
+def nonces(receiver: Receiver) -> Counter[int]:
+    return Counter(artifact["nonce"] for post in receiver.accepted for artifact in post.body["artifacts"])
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+async def test_an_owner_that_loses_its_lock_sends_nothing_until_it_has_it_again(
+    database_url: str, tmp_path: Path, rounds: Path, postgres_server: PostgresServer
+) -> None:
+    async with Receiver().served() as receiver:
+        settings = describe(rounds, receiver)
+        with gateway(database_url, rounds, tmp_path / "log", settings) as first:
+            await asyncio.to_thread(postgres_server.end_sessions)
+            await until(lambda: "the database's fence is lost" in (tmp_path / "log").read_text(), seconds=15)
+            async with httpx.AsyncClient() as client:
+                answer = await client.post(first.url + path(), content=artifacts(range(50)), headers=JSON, timeout=30)
+                while answer.status_code == 503:
+                    await asyncio.sleep(0.2)
+                    answer = await client.post(first.url + path(), content=artifacts(range(50)), headers=JSON)
+                assert answer.status_code == 200
+            await until(lambda: len(nonces(receiver)) == 50, seconds=30)
+            assert first.process.poll() is None
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+async def test_an_owner_whose_lock_another_took_ends(
+    database_url: str, tmp_path: Path, rounds: Path, postgres_server: PostgresServer
+) -> None:
+    async with Receiver().served() as receiver:
+        settings = describe(rounds, receiver)
+        with gateway(database_url, rounds, tmp_path / "first", settings) as first:
+            first.process.send_signal(signal.SIGSTOP)
+            await asyncio.to_thread(postgres_server.end_sessions)
+            with gateway(database_url, rounds, tmp_path / "second", settings) as second:
+                first.process.send_signal(signal.SIGCONT)
+                async with httpx.AsyncClient() as client:
+                    answer = await client.post(second.url + path(), content=artifacts(range(50)), headers=JSON)
+                    assert answer.status_code == 200
+                    await until(lambda: len(nonces(receiver)) == 50, seconds=30)
+                    # It stands by, or it has ended, and wrote nothing.
+                    answer = await client.post(first.url + path(), content=artifacts([50]), headers=JSON, timeout=30)
+                    assert answer.status_code == 503
+                second.process.terminate()
+                assert await asyncio.to_thread(first.process.wait, 60) == 1
+        assert set(nonces(receiver).values()) == {1}
+        assert "another gateway owns the database" in (tmp_path / "first").read_text()
+
+
+async def test_who_owned_the_database_before_writes_no_more(database_url: str) -> None:
+    first = Database.open(database_url, fenced=True)
+    await first.write(lambda one: one.execute(text("SELECT 1")) and None)
+    second = Database.open(database_url, fenced=True)
+    with pytest.raises(FenceLost, match="this one stands by"):
+        await first.write(lambda one: one.execute(text("SELECT 1")) and None)
+    with pytest.raises(FenceLost):
+        await first.take_over()
+    await second.write(lambda one: one.execute(text("SELECT 1")) and None)
+    await second.take_over()
+    first.close()
+    second.close()
+
+
+def test_the_lock_is_one_processes_at_a_time(database_url: str) -> None:
+    Database.open(database_url).close()
+    first, second = fence_of(database_url), fence_of(database_url)
+    assert (first.take(), first.take(), first.holds()) == (True, True, True)
+    assert (second.take(), second.holds()) == (False, False)
+    first.close()
+    assert not first.holds()
+    assert second.take()
+    second.close()
