@@ -27,6 +27,7 @@ _MEANINGS = {
     403: "The credential is not for this",
     404: "There is nothing of that name",
     406: "None of our formats is accepted",
+    408: "The body took too long to arrive",
     409: "Something else runs, or is stored",
     413: "The body is too large",
     415: "The body is not JSON, by its Content-Type",
@@ -78,7 +79,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """
     return {
         status: {"model": ErrorResponse, "description": _MEANINGS[status]}
-        for status in sorted({400, 413, 415, 429, *statuses})
+        for status in sorted({400, 408, 413, 415, 429, *statuses})
     }
 
 

@@ -105,6 +105,12 @@ class Settings(BaseModel):
     body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     #: And of the network's: its largest is a validation, of which an artifact takes about 80 bytes.
     network_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    #: A connection is closed that has not sent a request's header so long after it was made, or had begun to.
+    header_seconds: Seconds = 10.0
+    #: A request whose body takes longer to arrive is refused.
+    body_seconds: Seconds = 60.0
+    #: Connections of one peer; others are closed.
+    peer_connections: int = Field(default=1_000, ge=1)
     #: Requests of one peer in a second, on average; four seconds' worth may come at once.
     peer_requests: float = Field(default=1_000.0, gt=0, allow_inf_nan=False)
     #: So much of a SQLite database's disk is kept for forwarding and deleting when the rest is full; 0 for none.

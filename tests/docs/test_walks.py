@@ -55,6 +55,8 @@ BESIDE = {
     "operator/poc_gateway/settings.py": "values",
     "operator/poc_gateway/outbox/states.py": "names of the states; the ledger moves between them",
     "operator/poc_gateway/store/clock.py": "whether what is old by the clock may expire; nothing is",
+    "operator/poc_gateway/store/reserve.py": "whether the disk is full; it is not",
+    "operator/poc_gateway/server/bodies.py": "how long a body may take",
     "operator/poc_gateway/store/engine.py": "how SQLite and PostgreSQL are opened",
     "operator/poc_gateway/store/disk_space.py": "whether the disk has room",
 }

@@ -44,7 +44,7 @@ class Authors:
         key = (slot_id, grant.pod_uid)
         id_ = self._ids.get(key)
         if id_ is None:
-            id_ = await self._database.write(partial(_find, slot_id=slot_id, grant=grant))
+            id_ = await self._database.write(partial(_find, slot_id=slot_id, grant=grant), grows=True)
         if id_ is not None:
             self._ids[key] = id_
             self._ids.move_to_end(key)

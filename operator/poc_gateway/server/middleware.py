@@ -12,6 +12,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import NamedTuple
 from uuid import uuid4
@@ -24,6 +25,7 @@ from poc_gateway.errors import Refusal
 from poc_gateway.ingest.deliveries import GRANT
 from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.chat import BODY_SENT
+from poc_gateway.server.bodies import Bodies
 from poc_gateway.settings import Settings
 from poc_operator.credentials import POD_USER, CredentialError, Verifier
 from vllm_poc.logs import bound
@@ -82,14 +84,14 @@ class Peers:
 class Limits:
     """Answers 413 to bodies above the limit ``body`` and 429 to peers that ask more often than ``peer_requests``.
 
-    And 503 while the bodies of all requests under way exceed `LARGEST_AT_ONCE` of those, and 400 to addresses with a
-    NUL, a character that PostgreSQL fails to look for.
+    And 408 to bodies that take longer than ``body_seconds``, 503 while the bodies of all requests under way exceed
+    `LARGEST_AT_ONCE` of the largest, and 400 to addresses with a NUL, a character that PostgreSQL fails to look for.
     """
 
-    def __init__(self, app: ASGIApp, *, body: BodyLimit, peer_requests: float) -> None:
+    def __init__(self, app: ASGIApp, *, body: BodyLimit, body_seconds: float, peer_requests: float) -> None:
         self._app = app
         self._body = body
-        self._under_way = 0
+        self._bodies = Bodies(LARGEST_AT_ONCE * body.bytes, body_seconds)
         self._peers = Peers(peer_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
@@ -117,36 +119,19 @@ class Limits:
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A chunked body tells its length only while it arrives, and others may never arrive in full.
-        taken = held = 0
+        body = self._bodies.begin()
 
         async def bounded() -> Message:
-            nonlocal taken, held
-            message = await receive()
-            size = len(message.get("body", b""))
-            taken += size
-            held += size
-            self._under_way += size
-            if taken > self._body.bytes:
+            message = await body.next(receive)
+            if body.taken > self._body.bytes:
                 raise self._too_large()
-            if size and self._under_way > LARGEST_AT_ONCE * self._body.bytes:
-                raise self._busy()
             return message
 
-        def release() -> None:
-            nonlocal held
-            self._under_way -= held
-            held = 0
-
-        state = {**scope.get("state", {}), BODY_SENT: release}
+        state = {**scope.get("state", {}), BODY_SENT: partial(self._bodies.end, body)}
         try:
             await self._app({**scope, "state": state}, bounded, send)
         finally:
-            release()
-
-    def _busy(self) -> Refusal:
-        most = LARGEST_AT_ONCE * self._body.bytes
-        detail = f"the bodies of all requests under way exceed {most} bytes: send this one again in a moment"
-        return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail, headers={"Retry-After": "1"})
+            self._bodies.end(body)
 
     def _too_large(self) -> Refusal:
         detail = f"the body exceeds {self._body.bytes} bytes: send less at once or raise {self._body.setting}"

@@ -27,6 +27,7 @@ from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query import routes as query_routes
 from poc_gateway.server import health
+from poc_gateway.server.connections import Connections, bounded_by, raise_descriptor_limit
 from poc_gateway.server.middleware import (
     Access,
     BodyLimit,
@@ -78,7 +79,7 @@ def inside_app(components: Components) -> FastAPI:
     app.add_middleware(JsonBodies)
     app.add_middleware(Access, authorize=inside_access(settings))
     body = BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes)
-    app.add_middleware(Limits, body=body, peer_requests=settings.peer_requests)
+    app.add_middleware(Limits, body=body, body_seconds=settings.body_seconds, peer_requests=settings.peer_requests)
     return app
 
 
@@ -91,7 +92,7 @@ def network_app(components: Components) -> FastAPI:
     app.add_middleware(Access, authorize=network_access(settings.network_token))
     app.add_middleware(BaseUrls, ml_nodes=components.ml_nodes)
     body = BodyLimit("POC_GATEWAY_NETWORK_BODY_BYTES", settings.network_body_bytes)
-    app.add_middleware(Limits, body=body, peer_requests=settings.peer_requests)
+    app.add_middleware(Limits, body=body, body_seconds=settings.body_seconds, peer_requests=settings.peer_requests)
     return app
 
 
@@ -171,8 +172,9 @@ class Servers:
 
     def __init__(self, settings: Settings, gates: Gates) -> None:
         self._certificate = Certificate.of(settings.tls_cert, settings.tls_key)
+        connections = Connections(settings, raise_descriptor_limit())
         ports = (settings.port, gates.inside, None), (settings.network_port, gates.network, self._certificate)
-        self._servers = [(_server(app, tls), _listen(port)) for port, app, tls in ports]
+        self._servers = [(_server(app, tls, connections), _listen(port)) for port, app, tls in ports]
 
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop`."""
@@ -193,10 +195,10 @@ class Servers:
             server.handle_exit(number, None)
 
 
-def _server(app: ASGIApp, certificate: Certificate | None) -> Server:
+def _server(app: ASGIApp, certificate: Certificate | None, connections: Connections) -> Server:
     config = uvicorn.Config(
         RequestIds(app),
-        http="httptools",
+        http=bounded_by(connections),
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -17,6 +17,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway.errors import Refusal
@@ -31,7 +32,7 @@ _END_SECONDS = 15.0
 
 
 class Gate:
-    """An ASGI app that answers 503, with the reason, until the one behind it is ready."""
+    """An ASGI app that answers 503, with the reason, until the one behind it is ready; 200 to ``/livez``."""
 
     def __init__(self) -> None:
         self.reason = "the gateway is starting"
@@ -48,6 +49,8 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if self._app is not None:
             await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/livez":
+            await JSONResponse({"status": "OK"})(scope, receive, send)
         elif scope["type"] == "http":
             headers = {"Retry-After": "1", "Connection": "close"}
             refusal = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "StandBy", self.reason, headers=headers)

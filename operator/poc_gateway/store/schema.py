@@ -50,9 +50,9 @@ ROUND_IS_KEPT = rounds.c.deleted_at.is_(None)
 #: The slots of a round that this cluster serves. ``slot`` is the offset, the slot's first nonce.
 #:
 #: ``stored`` counts artifacts, ``last_nonce`` is the largest stored, ``missing_nonce`` the first that is not.
-#: ``forwarded`` counts what the receiver has accepted; every artifact up to ``forwarded_nonce`` has been accepted by it,
-#: or is in ``late_items`` or in a row of ``ended_ranges``. ``heard_at`` is the moment of the last delivery for the slot,
-#: whatever it held.
+#: ``forwarded`` counts what the receiver has accepted; every artifact up to ``forwarded_nonce`` has been accepted by
+#: it, or is in ``late_items`` or in a row of ``ended_ranges``. ``heard_at`` is the moment of the last delivery for the
+#: slot, whatever it held.
 slots = Table(
     "slots",
     metadata,

@@ -73,5 +73,5 @@ def test_bad_settings_end_it_with_a_sentence(variable: str, value: str, message:
     argv = (sys.executable, "-m", "poc_gateway")
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
-    line = json.loads(done.stderr)
+    line = json.loads(done.stderr.splitlines()[-1])
     assert message in line["message"]

@@ -48,6 +48,7 @@ async def test_the_second_stands_by_and_takes_over_when_the_first_is_killed(
             for url in (path(), "/readyz"):
                 assert await asyncio.to_thread(reason, second, url) == (503, "StandBy")
             async with httpx.AsyncClient() as client:
+                assert (await client.get(second.url + "/livez")).status_code == 200
                 for start in range(0, 3_000, 500):
                     body = artifacts(range(start, start + 500))
                     answer = await client.post(first.url + path(), content=body, headers=JSON)

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, event, text
 from poc_gateway.server.health import Health
 from poc_gateway.store import database as database_module
 from poc_gateway.store.database import Database
-from poc_gateway.store.engine import DatabaseFull, DatabaseUnavailable, create_engine, translated
+from poc_gateway.store.engine import DatabaseAway, DatabaseFull, DatabaseUnavailable, create_engine, translated
 from tests.support.fakes.held_write import HeldWrite
 
 
@@ -25,7 +25,9 @@ def sqlite(tmp_path: Path) -> Database:
     [
         (psycopg.errors.DiskFull("no space"), DatabaseFull),
         (psycopg.errors.ReadOnlySqlTransaction("read-only"), DatabaseUnavailable),
-        (psycopg.OperationalError("gone"), DatabaseUnavailable),
+        (psycopg.OperationalError("gone"), DatabaseAway),
+        (psycopg.errors.AdminShutdown("ends"), DatabaseAway),
+        (psycopg.errors.QueryCanceled("too slow"), DatabaseUnavailable),
     ],
 )
 def test_errors_of_the_driver_itself_are_ours_too(error: psycopg.Error, expected: type[Exception]) -> None:

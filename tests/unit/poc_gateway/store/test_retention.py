@@ -112,7 +112,7 @@ async def test_a_round_whose_results_only_come_again_or_late_is_kept(database: D
     await add(database, "running", days=3)
     slot = await add(database, "late", days=3)
     await database.write(lambda one: one.execute(update(schema.rounds).values(created_at=0)))
-    for_late = partial(ledger.arrived, arrivals={slot: SlotArrivals(2, 2, duplicates=1)}, moment=now_ms())
+    for_late = partial(ledger.arrived, arrivals={slot: SlotArrivals(2, 2, 3, duplicates=1)}, moment=now_ms())
     await database.write(for_late)
     assert await look(database, seconds=2 * DAY) == ["running"]
     assert await look(database, size=1) == []
