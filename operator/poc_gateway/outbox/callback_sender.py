@@ -24,6 +24,7 @@ from poc_gateway.outbox.round_sender import record
 from poc_gateway.outbox.states import Event
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseError
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +54,15 @@ class CallbackSender:
     async def run(self) -> None:
         """Send everything there is; DatabaseError if it cannot be read."""
         longest_ms = int(_LONGEST * self._limit * 1000)
-        async with asyncio.TaskGroup() as lanes:
-            lanes.create_task(self._lane(partial(ledger.new_callback, url=self._url)))
-            lanes.create_task(self._lane(partial(ledger.callback_to_retry, url=self._url, longest_ms=longest_ms)))
+        try:
+            async with asyncio.TaskGroup() as lanes:
+                lanes.create_task(self._lane(partial(ledger.new_callback, url=self._url)))
+                lanes.create_task(self._lane(partial(ledger.callback_to_retry, url=self._url, longest_ms=longest_ms)))
+        except ExceptionGroup as errors:
+            failed, others = errors.split(DatabaseError)
+            if failed is None or others is not None:
+                raise
+            raise failed.exceptions[0] from None
 
     async def _lane(self, due: Callable[[Connection], int | None]) -> None:
         while await self._database.read(partial(ledger.has_callbacks, url=self._url)):

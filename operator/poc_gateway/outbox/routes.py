@@ -219,6 +219,8 @@ def _add_ledger(routes: APIRouter, database: Database, outbox: Outbox) -> None:
     async def abandon(namespace: str, name: str, reason: _Reason = _BY_REQUEST) -> Abandoned:
         """Give up what the round's receiver has not accepted: it is kept here, and sent no more."""
         known = await database.read(lambda connection: _found(connection, namespace, name))
+        if known.terms.receiver is None:  # nothing is to be forwarded
+            return Abandoned(abandoned=0)
         return Abandoned(abandoned=await outbox.abandon(known.id, one_line(reason)))
 
 

@@ -48,6 +48,7 @@ MIGRATION_SECONDS = 3_600.0
 #: Most writes that wait for theirs.
 MOST_WAITING = 1_024
 _READERS = 4
+_FULL = "the database's disk is full: free space or lower the retention"
 _CANNOT_SHRINK = (
     "the database file does not shrink when rounds are deleted, though their room is used again: to change that, "
     "stop the gateway and run PRAGMA auto_vacuum=INCREMENTAL; VACUUM on the file"
@@ -160,7 +161,7 @@ class Database:
         if self._waiting.qsize() >= MOST_WAITING:
             raise DatabaseUnavailable(f"the database is behind: {MOST_WAITING} writes wait")
         if grows and self.room.full and not await asyncio.to_thread(self.room.admits):
-            raise DatabaseFull("the database's disk is full: free space or lower the retention")
+            raise DatabaseFull(_FULL)
         done: Future[Result] = Future()
         self._waiting.put(_Write(work, done, grows))
         answer = asyncio.wrap_future(done)
@@ -253,11 +254,12 @@ class Database:
             return [write.attempt(connection) for write in writes]
 
     def _failed(self, writes: list[_Write[Any]], error: Exception) -> None:
-        if isinstance(error, DatabaseFull) and self.room.ran_out():
+        is_full = isinstance(error, DatabaseFull) or self.room.nothing_left()
+        if is_full and self.room.ran_out():
             # What must go on has room now. The others would only take it.
             for write in writes:
                 if write.grows:
-                    write.fail(error)
+                    write.fail(DatabaseFull(_FULL))
             self._commit([write for write in writes if not write.grows])
         elif len(writes) == 1 or isinstance(error, DatabaseUnavailable):
             for write in writes:

@@ -28,6 +28,8 @@ LOOK_SECONDS = 1.0
 TRY_SECONDS = 5.0
 #: So much must be free beside the reserve before something new is stored, so that it is not full again at once.
 _MARGIN_BYTES = 2**20
+#: With less than this no transaction fits.
+_LITTLE_BYTES = 2**16
 
 
 class Reserve:
@@ -40,7 +42,7 @@ class Reserve:
     def fill(self) -> bool:
         """Take the room; return whether there is enough, also for what is to be stored then."""
         try:
-            if self._missing() + _MARGIN_BYTES > self._free():
+            if self._missing() + _MARGIN_BYTES > self.free():
                 return False
             with self._path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, self._size)
@@ -64,7 +66,8 @@ class Reserve:
         except FileNotFoundError:
             return self._size
 
-    def _free(self) -> int:
+    def free(self) -> int:
+        """Return the bytes that are left of the disk."""
         disk = os.statvfs(self._path.parent)
         return disk.f_bavail * disk.f_frsize
 
@@ -98,6 +101,10 @@ class Room:
             self.full = True
             self._looked = time.monotonic()
             return self._reserve is not None and self._reserve.release()
+
+    def nothing_left(self) -> bool:
+        """Return whether the disk is full and nobody has noticed: not every failure of SQLite says why."""
+        return self._reserve is not None and not self.full and self._reserve.free() < _LITTLE_BYTES
 
     def admits(self) -> bool:
         """Return whether something new may be stored, or may be tried."""

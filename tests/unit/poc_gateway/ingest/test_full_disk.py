@@ -5,19 +5,20 @@ The tests mount a file system of some MiB, for which they need the rights of roo
 """
 
 import asyncio
+import sqlite3
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import Connection, select, update
 
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.engine import DatabaseFull
+from poc_gateway.store.engine import DatabaseFull, DatabaseUnavailable
 from poc_gateway.store.reserve import Room
 from poc_gateway.store.retention import Retention
 from tests.support.builders import forwarding
@@ -130,6 +131,27 @@ async def test_nothing_that_was_acknowledged_is_lost(
         await again.write(lambda one: one.execute(update(schema.slots).values(heard_at=1)) and None)
     finally:
         again.close()
+
+
+async def test_any_failure_on_a_full_disk_gives_the_reserve_to_the_rest(disk: Path, database: Database) -> None:
+    """SQLite has failures that do not say that the disk is full."""
+
+    def fail(_: Connection) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    attempts = list[int]()
+
+    def fail_once(_: Connection) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    with pytest.raises(DatabaseUnavailable):
+        await database.write(fail, grows=True)
+    fill(disk)
+    await database.write(fail_once)
+    with pytest.raises(DatabaseFull):
+        await database.write(lambda _: None, grows=True)
 
 
 def test_without_a_reserve_a_write_is_tried_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts and results of jobs."""
 
+import pytest
 from sqlalchemy import select
 
 from poc_gateway.outbox.forward import Outbox
@@ -62,3 +63,18 @@ async def test_one_that_waits_for_nobody_is_left_alone(database: Database, recei
     async with running(Outbox(database, settings())):
         await until(lambda: bool(receiver.posts))
     assert [post.body for post in receiver.posts] == [{"n": 1}]
+
+
+async def test_a_database_that_fails_is_one_line_of_the_log(
+    database: Database, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.answer = lambda _: 503
+    await add_callback(database, receiver.url, {})
+    async with running(Outbox(database, settings())):
+        await until(lambda: bool(receiver.posts))
+        await database.write(lambda c: c.exec_driver_sql("ALTER TABLE callbacks RENAME TO away") and None)
+        await until(lambda: "what is to be forwarded cannot be read yet" in caplog.text)
+        await database.write(lambda c: c.exec_driver_sql("ALTER TABLE away RENAME TO callbacks") and None)
+        receiver.answer = lambda _: 200
+        await until(lambda: bool(receiver.accepted))
+    assert not [record for record in caplog.records if record.exc_info]

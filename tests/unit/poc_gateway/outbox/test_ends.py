@@ -178,6 +178,14 @@ async def test_a_large_backlog_ends_in_parts(
     assert (await counts(client))["abandoned"] == 40
 
 
+async def test_of_a_round_without_a_receiver_there_is_nothing_to_give_up(
+    database: Database, client: httpx.AsyncClient
+) -> None:
+    await store(database, await add_round(database, None), range(4))
+    assert (await client.delete(f"{ROUND}/ledger")).json() == {"abandoned": 0}
+    assert (await counts(client))["abandoned"] == 0
+
+
 async def test_a_callback_is_given_up(
     database: Database, outbox: Outbox, receiver: Receiver, client: httpx.AsyncClient
 ) -> None:
