@@ -15,6 +15,7 @@ from sqlalchemy import Connection, func, insert, select
 
 from benchmarks.receiver import accepting
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.ledger import now
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import artifacts, rounds, slots
@@ -29,7 +30,7 @@ def _fill(connection: Connection, receiver: str, count: int) -> None:
     terms = {"uid": "u", "namespace": "default", "name": "bench", "block_hash": "a" * 64, "block_height": 1}
     terms |= {"public_key": "key", "protocol": "artifact", "k_dim": K_DIM, "model": "m", "seq_len": 1024}
     connection.execute(
-        insert(rounds).values(**terms, id=1, node_count=SLOTS, n_groups=1, receiver=receiver, created_at=0)
+        insert(rounds).values(**terms, id=1, node_count=SLOTS, n_groups=1, receiver=receiver, created_at=now())
     )
     each = count // SLOTS
     for slot in range(SLOTS):

@@ -160,9 +160,7 @@ async def _live(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf
         registry.register(DatabaseGauges(database))
         metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=registry)
         stack.callback(metrics_server.shutdown)
-        gates.open(
-            Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes)
-        )
+        gates.open(Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes))
         retention = Retention(database, settings, rounds.forget, clock)
         await while_owner(fence, database, outbox.run, retention.run)
 

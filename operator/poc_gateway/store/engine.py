@@ -157,7 +157,9 @@ def translated(error: Exception) -> Exception:
 
 
 def _is_full_sqlite(cause: object) -> bool:
-    return isinstance(cause, sqlite3.OperationalError) and cause.sqlite_errorcode == sqlite3.SQLITE_FULL
+    # Errors of the driver's own have no code.
+    code = getattr(cause, "sqlite_errorcode", None)
+    return isinstance(cause, sqlite3.OperationalError) and code == sqlite3.SQLITE_FULL
 
 
 def _is_away(cause: psycopg.OperationalError) -> bool:
