@@ -44,7 +44,7 @@ BESIDE = {
     "operator/poc_operator/apis/v1alpha1/meta.py": "names and selectors",
     "operator/poc_operator/apis/v1alpha1/schema.py": "the base of all models",
     "operator/poc_operator/clients/http.py": "answers of bounded size",
-    "operator/poc_operator/clients/pods/reference.py": "pods of the reference implementation; there is none",
+    "operator/poc_operator/clients/pods/reference_pods.py": "pods of the reference implementation; there is none",
     "operator/poc_operator/controller/metrics.py": "counts",
     "operator/poc_operator/planning/waiting.py": "what a round waits for: nothing here",
     "operator/poc_operator/rounds/allowance.py": "the round has no number of nonces",

@@ -10,7 +10,7 @@ from torch import Tensor  # noqa: E402
 from torch import dtype as DType  # noqa: E402, N812
 from torch.nn.functional import silu  # noqa: E402
 
-from vllm_poc.kernels import joint_norm, layers, normal  # noqa: E402
+from vllm_poc.kernels import joint_norm, layers, random_normal  # noqa: E402
 from vllm_poc.maths import sampling  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def test_normal_numbers(seeds: tuple[int, ...], n: int, dtype: DType) -> None:
     words = torch.randint(2**32, seeds, device="cuda")
     found, expected = (torch.full((*seeds, n), torch.nan, device="cuda", dtype=dtype) for _ in range(2))
-    normal.fill_normal(found, words)
+    random_normal.fill_normal(found, words)
     sampling.fill_stepwise(expected, words)
     if dtype is torch.float32:  # not every last digit of a logarithm or cosine is the same
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
@@ -76,7 +76,7 @@ def test_normal_numbers(seeds: tuple[int, ...], n: int, dtype: DType) -> None:
 def test_as_many_normal_numbers_as_a_large_models_head_has() -> None:
     words = torch.tensor([5], device="cuda")
     found, expected = (torch.full((1, 8192 * 16_384), torch.nan, device="cuda") for _ in range(2))
-    normal.fill_normal(found, words)
+    random_normal.fill_normal(found, words)
     sampling.fill_stepwise(expected, words)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRefused, PodTimeout, PodUnreachable
 from poc_operator.clients.pods import client as podapi
 from poc_operator.clients.pods.client import PodClient, base_url
-from poc_operator.clients.pods.reference import ReferenceCommand, ReferenceStatus
+from poc_operator.clients.pods.reference_pods import ReferenceCommand, ReferenceStatus
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import DISTANCE, SLOT, Pod

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_poc.kernels import rows
+from vllm_poc.kernels import row_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ def norm_and_rotate(
     numbers |= {"HALF": rotated // 2, "REST": head_dim - rotated}
     tensors = (qkv, means, positions, cos_sin, q_weight, k_weight)
     grid = (triton.cdiv(count, _HEADS),)
-    _norm_rotate[grid](*tensors, count, qkv.stride(0), epsilon, **numbers, num_warps=_HEADS_WARPS, **rows.EXACT)
+    _norm_rotate[grid](*tensors, count, qkv.stride(0), epsilon, **numbers, num_warps=_HEADS_WARPS, **row_sums.EXACT)
 
 
 @triton.jit
@@ -113,10 +113,10 @@ def _norm_rotate(
     low = _normed(place + column, weight + column, scale, inside)
     high = _normed(place + HALF + column, weight + HALF + column, scale, inside)
     turn = cos_sin + tl.load(positions + token, mask=inside, other=0) * (2 * HALF) + column
-    cos = rows.rounded(tl.load(turn), kind)
-    sin = rows.rounded(tl.load(turn + HALF), kind)
-    first = rows.rounded(low * cos, kind) - rows.rounded(high * sin, kind)
-    second = rows.rounded(high * cos, kind) + rows.rounded(low * sin, kind)
+    cos = row_sums.rounded(tl.load(turn), kind)
+    sin = row_sums.rounded(tl.load(turn + HALF), kind)
+    first = row_sums.rounded(low * cos, kind) - row_sums.rounded(high * sin, kind)
+    second = row_sums.rounded(high * cos, kind) + row_sums.rounded(low * sin, kind)
     tl.store(place + column, first.to(kind), mask=inside)
     tl.store(place + HALF + column, second.to(kind), mask=inside)
     if REST > 0:
@@ -128,4 +128,4 @@ def _norm_rotate(
 def _normed(place, weight, scale, inside):
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32) * scale
     weights = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    return rows.rounded(values * weights, place.dtype.element_ty)
+    return row_sums.rounded(values * weights, place.dtype.element_ty)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from vllm_poc.kernels import rows
+from vllm_poc.kernels import row_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,14 +30,14 @@ _GROUPS, _GROUPS_WARPS = 32, 4
 def reflect(x: Tensor, vector: Tensor) -> None:
     """Reflect the rows of ``x`` ``[rows, n]`` along ``vector`` ``[n]``: `vllm_poc.maths.sampling.reflect`."""
     tokens, n = x.shape
-    _reflect_rows[(tokens,)](x, vector, x.stride(0), **rows.launch(n))
+    _reflect_rows[(tokens,)](x, vector, x.stride(0), **row_sums.launch(n))
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return the root mean square norm of the rows of ``x`` ``[rows, n]``, by ``weight`` ``[n]``."""
     tokens, n = x.shape
     out = torch.empty_like(x)
-    _norm_rows[(tokens,)](x, out, weight, x.stride(0), out.stride(0), epsilon, **rows.launch(n))
+    _norm_rows[(tokens,)](x, out, weight, x.stride(0), out.stride(0), epsilon, **row_sums.launch(n))
     return out
 
 
@@ -49,7 +49,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, vector
     tokens, n = x.shape
     tensors = (x, residual, weight, weight if vector is None else vector)
     sizes = (x.stride(0), residual.stride(0), epsilon)
-    _add_norm_rows[(tokens,)](*tensors, *sizes, REFLECT=vector is not None, **rows.launch(n))
+    _add_norm_rows[(tokens,)](*tensors, *sizes, REFLECT=vector is not None, **row_sums.launch(n))
 
 
 def gated(x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def gated(x: Tensor) -> Tensor:
     tokens, n = x.shape[0], x.shape[1] // 2
     out = x.new_empty(tokens, n)
     grid = (tokens * triton.cdiv(n, _GATED_BLOCK),)
-    _gated_rows[grid](x, out, x.stride(0), N=n, BLOCK=_GATED_BLOCK, num_warps=_GATED_WARPS, **rows.EXACT)
+    _gated_rows[grid](x, out, x.stride(0), N=n, BLOCK=_GATED_BLOCK, num_warps=_GATED_WARPS, **row_sums.EXACT)
     return out
 
 
@@ -77,7 +77,7 @@ def norm_and_rotate(
     tensors = (qkv, positions, cos_sin, q_weight, k_weight)
     grid = (triton.cdiv(tokens * heads, _HEADS),)
     sizes = (tokens * heads, qkv.stride(0), epsilon)
-    _norm_rotate[grid](*tensors, *sizes, **numbers, num_warps=_HEADS_WARPS, **rows.EXACT)
+    _norm_rotate[grid](*tensors, *sizes, **numbers, num_warps=_HEADS_WARPS, **row_sums.EXACT)
 
 
 def quantise(x: Tensor, out: Tensor, scales: Tensor, *, epsilon: float, powers_of_two: bool) -> None:
@@ -98,29 +98,29 @@ def quantise(x: Tensor, out: Tensor, scales: Tensor, *, epsilon: float, powers_o
 @triton.jit
 def _reflect_rows(x, vector, stride, N: tl.constexpr, STEPS: tl.constexpr):
     kind = x.dtype.element_ty
-    column = rows.columns(STEPS)
+    column = row_sums.columns(STEPS)
     x += tl.program_id(0).to(tl.int64) * stride
-    values = rows.held(x, column, N)
-    twice, _ = rows.twice_along(values, values, vector, column, N, kind)
+    values = row_sums.held(x, column, N)
+    twice, _ = row_sums.twice_along(values, values, vector, column, N, kind)
     for tile in tl.static_range(len(values)):
-        along = rows.along_again(vector, column, tile, N, kind)
-        rows.store(x, column, tile, N, rows.reflected(values[tile], twice, along, kind))
+        along = row_sums.along_again(vector, column, tile, N, kind)
+        row_sums.store(x, column, tile, N, row_sums.reflected(values[tile], twice, along, kind))
 
 
 @triton.jit
 def _norm_rows(x, out, weight, stride, out_stride, epsilon, N: tl.constexpr, STEPS: tl.constexpr):
     kind = x.dtype.element_ty
-    column = rows.columns(STEPS)
+    column = row_sums.columns(STEPS)
     row = tl.program_id(0).to(tl.int64)
-    values = rows.held(x + row * stride, column, N)
-    squares = rows.no_sums(32)
+    values = row_sums.held(x + row * stride, column, N)
+    squares = row_sums.no_sums(32)
     for tile in tl.static_range(len(values)):
-        squares = rows.added(squares, values[tile].to(tl.float32) * values[tile].to(tl.float32))
+        squares = row_sums.added(squares, values[tile].to(tl.float32) * values[tile].to(tl.float32))
     scale = _scale(squares, epsilon, N)
     for tile in tl.static_range(len(values)):
-        normed = rows.rounded(values[tile].to(tl.float32) * scale, kind)
-        weights = rows.load(weight, column, tile, N).to(tl.float32)
-        rows.store(out + row * out_stride, column, tile, N, normed * weights)
+        normed = row_sums.rounded(values[tile].to(tl.float32) * scale, kind)
+        weights = row_sums.load(weight, column, tile, N).to(tl.float32)
+        row_sums.store(out + row * out_stride, column, tile, N, normed * weights)
 
 
 @triton.jit
@@ -137,35 +137,35 @@ def _add_norm_rows(
     STEPS: tl.constexpr,
 ):
     kind = x.dtype.element_ty
-    column = rows.columns(STEPS)
+    column = row_sums.columns(STEPS)
     x += tl.program_id(0).to(tl.int64) * stride
     residual += tl.program_id(0).to(tl.int64) * residual_stride
-    left = rows.held(x, column, N)
-    right = rows.held(residual, column, N)
+    left = row_sums.held(x, column, N)
+    right = row_sums.held(residual, column, N)
     if REFLECT:
-        twice_left, twice_right = rows.twice_along(left, right, vector, column, N, kind)
-    squares = rows.no_sums(32)
+        twice_left, twice_right = row_sums.twice_along(left, right, vector, column, N, kind)
+    squares = row_sums.no_sums(32)
     totals = tl.tuple(())
     for tile in tl.static_range(len(left)):
         if REFLECT:
-            along = rows.along_again(vector, column, tile, N, kind)
-            total = rows.reflected(left[tile], twice_left, along, kind)
-            total += rows.reflected(right[tile], twice_right, along, kind)
+            along = row_sums.along_again(vector, column, tile, N, kind)
+            total = row_sums.reflected(left[tile], twice_left, along, kind)
+            total += row_sums.reflected(right[tile], twice_right, along, kind)
         else:
             total = left[tile].to(tl.float32) + right[tile].to(tl.float32)
-        squares = rows.added(squares, total * total)
+        squares = row_sums.added(squares, total * total)
         totals = totals + (total,)  # noqa: RUF005 - not in Triton
     scale = _scale(squares, epsilon, N)
     for tile in tl.static_range(len(totals)):
-        normed = rows.rounded(totals[tile] * scale, kind)  # of the sum before it is rounded
-        weights = rows.load(weight, column, tile, N).to(tl.float32)
-        rows.store(residual, column, tile, N, totals[tile])
-        rows.store(x, column, tile, N, normed * weights)
+        normed = row_sums.rounded(totals[tile] * scale, kind)  # of the sum before it is rounded
+        weights = row_sums.load(weight, column, tile, N).to(tl.float32)
+        row_sums.store(residual, column, tile, N, totals[tile])
+        row_sums.store(x, column, tile, N, normed * weights)
 
 
 @triton.jit
 def _scale(squares, epsilon, N: tl.constexpr):
-    return libdevice.rsqrt(rows.total(squares) * (1.0 / N) + epsilon)
+    return libdevice.rsqrt(row_sums.total(squares) * (1.0 / N) + epsilon)
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def _gated_rows(x, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
     x += row * stride + columns
     gate = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + N, mask=inside, other=0.0).to(tl.float32)
-    opened = rows.rounded(gate / (1.0 + libdevice.exp(-gate)), kind)
+    opened = row_sums.rounded(gate / (1.0 + libdevice.exp(-gate)), kind)
     tl.store(out + row * N + columns, (opened * up).to(kind), mask=inside)
 
 
@@ -207,23 +207,27 @@ def _norm_rotate(
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     turn = cos_sin + tl.load(positions + token, mask=inside, other=0) * (2 * HALF) + column
-    cos = rows.rounded(tl.load(turn), kind)
-    sin = rows.rounded(tl.load(turn + HALF), kind)
+    cos = row_sums.rounded(tl.load(turn), kind)
+    sin = row_sums.rounded(tl.load(turn + HALF), kind)
     weight = tl.where(head < Q_HEADS, q_weight, k_weight) + column
     # The lanes of the two halves are what a warp adds first.
     squares = tl.sum(_lanes(low * low) + _lanes(high * high), 1)
     scale = libdevice.rsqrt(tl.sum(squares, 1) * (0.5 / HALF) + epsilon)[:, None]
-    low = rows.rounded(rows.rounded(low * scale, kind) * tl.load(weight).to(tl.float32), kind)
-    high = rows.rounded(rows.rounded(high * scale, kind) * tl.load(weight + HALF).to(tl.float32), kind)
-    tl.store(place, (rows.rounded(low * cos, kind) - rows.rounded(high * sin, kind)).to(kind), mask=inside)
-    tl.store(place + HALF, (rows.rounded(high * cos, kind) + rows.rounded(low * sin, kind)).to(kind), mask=inside)
+    low = row_sums.rounded(row_sums.rounded(low * scale, kind) * tl.load(weight).to(tl.float32), kind)
+    high = row_sums.rounded(row_sums.rounded(high * scale, kind) * tl.load(weight + HALF).to(tl.float32), kind)
+    tl.store(place, (row_sums.rounded(low * cos, kind) - row_sums.rounded(high * sin, kind)).to(kind), mask=inside)
+    tl.store(
+        place + HALF, (row_sums.rounded(high * cos, kind) + row_sums.rounded(low * sin, kind)).to(kind), mask=inside
+    )
 
 
 @triton.jit
 def _lanes(values):
     """Return the sum of each four elements: ``[rows, threads, lanes that a thread stands for]``."""
-    lanes: tl.constexpr = 1 if values.shape[1] == rows.EACH else 2
-    return tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // (lanes * rows.EACH), lanes, rows.EACH]), 3)
+    lanes: tl.constexpr = 1 if values.shape[1] == row_sums.EACH else 2
+    return tl.sum(
+        tl.reshape(values, [values.shape[0], values.shape[1] // (lanes * row_sums.EACH), lanes, row_sums.EACH]), 3
+    )
 
 
 # One program for any number of rows, or a batch of a new size would wait for the compiler.

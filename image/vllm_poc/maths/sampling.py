@@ -146,7 +146,7 @@ def fill_normal(out: Tensor, seeds: Tensor) -> None:
     of different length are not prefixes of each other.
     """
     if out.is_cuda:
-        from vllm_poc.kernels.normal import fill_normal as fill_in_one_pass  # noqa: PLC0415 - needs a GPU's Triton
+        from vllm_poc.kernels.random_normal import fill_normal as fill_in_one_pass  # noqa: PLC0415 - needs a GPU's Triton
 
         fill_in_one_pass(out, seeds)
     else:

@@ -13,7 +13,7 @@ from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import PodClient, base_url
-from poc_operator.clients.pods.reference import PodVersions, ReferenceStatus
+from poc_operator.clients.pods.reference_pods import PodVersions, ReferenceStatus
 from poc_operator.observed import PodView
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse

@@ -20,8 +20,8 @@ from sqlalchemy import Connection, exists, select
 from poc_gateway.errors import Refusal
 from poc_gateway.node_api.cluster import ReadyPods
 from poc_gateway.node_api.dispatch import Dispatcher, Work
+from poc_gateway.node_api.job_results import Result, callbacks_of, check_validation, result_of
 from poc_gateway.node_api.messages import FIRST_PORT
-from poc_gateway.node_api.verdicts import Result, callbacks_of, check_validation, result_of
 from poc_gateway.outbox import ledger
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema

@@ -33,7 +33,7 @@ class NetworkInit(InitGenerateRequest):
 class NetworkGenerate(GenerateRequest):
     """Compute named nonces, whoever's they are, on any pods of the cluster.
 
-    What ``stat_test`` does not say is decided by `poc_gateway.node_api.verdicts.stat_test_of`.
+    What ``stat_test`` does not say is decided by `poc_gateway.node_api.job_results.stat_test_of`.
     """
 
 

@@ -14,8 +14,8 @@ from poc_gateway import __version__
 from poc_gateway.errors import Refusal, documented
 from poc_gateway.node_api.base_url import Service
 from poc_gateway.node_api.cluster import ReadyPod
-from poc_gateway.node_api.init_generate import CHANGES, node_status, stopped
 from poc_gateway.node_api.messages import FanOut, NodeState, NodeVersions, UpRequest, UpStatus
+from poc_gateway.node_api.round_routes import CHANGES, node_status, stopped
 from poc_gateway.node_api.service import NodeApi, models_of
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import StoreError

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends
 from fastapi.security import HTTPBearer
 
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.node_api import generate, hardware, init_generate, node, weights
+from poc_gateway.node_api import generate_routes, hardware, node, round_routes, weights
 from poc_gateway.node_api.base_url import node_of
 from vllm_poc.wire.messages import API_PREFIX
 
@@ -29,8 +29,8 @@ def router() -> APIRouter:
         responses=documented(401, 404, 503),
     )
     absent = _absent()
-    for prefix, rounds in ((NODE_PREFIX, init_generate.node), (API_PREFIX, init_generate.pod)):
-        for area in (rounds, generate.routes, absent):
+    for prefix, rounds in ((NODE_PREFIX, round_routes.node), (API_PREFIX, round_routes.pod)):
+        for area in (rounds, generate_routes.routes, absent):
             routes.include_router(area, prefix=prefix)
     for area in (node.routes, weights.routes, hardware.routes):
         routes.include_router(area, prefix="/api/v1")

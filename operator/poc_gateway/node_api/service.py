@@ -15,12 +15,12 @@ from poc_gateway import __version__
 from poc_gateway.errors import Refusal, field_refusal
 from poc_gateway.node_api.chat import ChatProxy
 from poc_gateway.node_api.cluster import Cluster, ReadyPod, ReadyPods
+from poc_gateway.node_api.create_pocround import NetworkRounds
+from poc_gateway.node_api.job_results import stat_test_of
 from poc_gateway.node_api.jobs import Jobs, fail_foreign_jobs
 from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit, NodeVersions
 from poc_gateway.node_api.ml_nodes import MlNode, load_ml_nodes
 from poc_gateway.node_api.node_metrics import NodeMetrics
-from poc_gateway.node_api.pocrounds import NetworkRounds
-from poc_gateway.node_api.verdicts import stat_test_of
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound

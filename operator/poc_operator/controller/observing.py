@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import GatewayError, PodError
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient, base_url
-from poc_operator.clients.pods.reference import ReferenceStatus, as_ours
+from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.observed import GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import Work

@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.validation import (
 from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend
-from poc_operator.planning.requests import named_nonces
+from poc_operator.planning.pod_requests import named_nonces
 from poc_operator.planning.samples import (
     PodResult,
     ask_pods,

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from poc_gateway.node_api import dispatch, pocrounds
+from poc_gateway.node_api import create_pocround, dispatch
 from poc_gateway.node_api.messages import NetworkGenerate
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.outbox.forward import Outbox
@@ -121,7 +121,7 @@ def test_the_inside(database: Database) -> None:
 
 
 def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pocrounds, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(create_pocround, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.05)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()

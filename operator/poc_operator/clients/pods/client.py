@@ -10,8 +10,8 @@ from yarl import URL
 
 from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRefused, PodTimeout, PodUnreachable
 from poc_operator.clients.http import read_bounded
-from poc_operator.clients.pods import reference
-from poc_operator.clients.pods.reference import Command, PodVersions, Status
+from poc_operator.clients.pods import reference_pods
+from poc_operator.clients.pods.reference_pods import Command, PodVersions, Status
 from vllm_poc.wire.answers import ErrorResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 from vllm_poc.wire.gpus import GpusResponse
@@ -169,7 +169,7 @@ def _error(status: int, body: bytes) -> PodError:
     except ValidationError:
         if status == HTTPStatus.NOT_FOUND:
             return NotAPodOfOurs("HTTP 404: the server has no PoC routes; start vLLM with --enable-poc")
-        return reference.refusal(status, body) or NotAPodOfOurs(f"HTTP {status} without an explanation")
+        return reference_pods.refusal(status, body) or NotAPodOfOurs(f"HTTP {status} without an explanation")
     if answer.reason == "RoundConflict":
         return PodBusy(answer.reason, answer.detail)
     return PodRefused(answer.reason, answer.detail)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from poc_gateway.node_api import dispatch, pocrounds
+from poc_gateway.node_api import create_pocround, dispatch
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 
 #: What the pods' vLLM calls itself.
@@ -15,7 +15,7 @@ VLLM_VERSION = "0.25.1"
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pocrounds, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(create_pocround, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(dispatch.Dispatcher.__init__, "__kwdefaults__", {"look_seconds": 0.1})
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.2)
 

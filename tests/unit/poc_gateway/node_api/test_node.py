@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from poc_gateway import __version__
-from poc_gateway.node_api import generate, node_metrics
+from poc_gateway.node_api import generate_routes, node_metrics
 from poc_gateway.node_api.node_metrics import Exposition, NodeMetrics, Series, of_gpus, of_vllm
 from poc_operator.clients.errors import StoreUnavailable
 from tests.docs.pages import ROOT
@@ -113,7 +113,7 @@ async def test_without_the_api_server_versions_are_still_answered(world: World) 
 
 
 async def test_what_takes_too_long_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(generate_routes, "WAIT_SECONDS", 0.3)
     for pod in world.pods.values():
         pod.engine.seconds_per_batch = 0.5
     answer = await world.post("inference/pow/generate", validation(wait=True))

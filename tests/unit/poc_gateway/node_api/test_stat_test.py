@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from poc_gateway.node_api.job_results import stat_test_of
 from poc_gateway.node_api.messages import NetworkGenerate
-from poc_gateway.node_api.verdicts import stat_test_of
 from poc_gateway.settings import Settings
 from tests.unit.poc_gateway.node_api.requests import PARAMS, validation
 

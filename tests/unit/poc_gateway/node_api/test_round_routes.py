@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from poc_gateway.node_api.pocrounds import NetworkRounds
+from poc_gateway.node_api.create_pocround import NetworkRounds
 from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable, UnreadableObject
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of

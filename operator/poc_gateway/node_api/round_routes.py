@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from poc_gateway.errors import Refusal, documented
 from poc_gateway.node_api.base_url import Service
 from poc_gateway.node_api.cluster import ReadyPod
+from poc_gateway.node_api.create_pocround import waits_for_operator
 from poc_gateway.node_api.messages import (
     FIRST_PORT,
     Backend,
@@ -26,7 +27,6 @@ from poc_gateway.node_api.messages import (
     PodStatus,
     PowVersions,
 )
-from poc_gateway.node_api.pocrounds import waits_for_operator
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed import PodView
 from vllm_poc.wire.answers import PowState, RoundConfig, RoundStats
