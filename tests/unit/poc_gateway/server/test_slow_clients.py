@@ -6,6 +6,7 @@ import json
 import resource
 import socket
 import statistics
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,7 +50,10 @@ def serving(folder: Path, **settings: str) -> Iterator[GatewayProcess]:
 
 def connect(stack: ExitStack, running: GatewayProcess, source: str) -> socket.socket:
     address = ("127.0.0.1", urlsplit(running.url).port or 0)
-    return stack.enter_context(socket.create_connection(address, source_address=(source, 0)))
+    connection = stack.enter_context(socket.create_connection(address, source_address=(source, 0)))
+    # Thousands that linger after a test would take ports that the next gateway is told to listen at.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return connection
 
 
 def deliver(client: httpx.Client, url: str, first: int, count: int = 20) -> list[float]:
