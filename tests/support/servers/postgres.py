@@ -25,11 +25,11 @@ class PostgresServer:
 
     folder: Path
 
-    def new_database(self) -> str:
-        """Make an empty database and return its URL."""
+    def new_database(self, *, template: str | None = None) -> str:
+        """Make a database, empty or a copy of another that nobody uses, and return its URL."""
         name = f"test_{secrets.token_hex(8)}"
         with psycopg.connect(host=str(self.folder), user=_USER, dbname=_USER, autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {template or 'template1'}".encode())
         return f"postgresql://{_USER}@/{name}?host={self.folder}"
 
     @contextmanager
