@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from poc_operator.basic_auth import BasicAuth
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
 from vllm_poc.wire.messages import ShortText
@@ -113,7 +114,8 @@ class PodReport:
     (reason, message), if it declined. ``stalled_seconds`` is how long it has computed without progress
     that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
     ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it
-    can begin a slot elsewhere than at index 0. ``answer`` is its last one about named nonces.
+    can begin a slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is
+    what this process last told it for the receiver, and it took.
     """
 
     status: StatusResponse | None = None
@@ -125,6 +127,7 @@ class PodReport:
     in_flight: bool = False
     resumes: bool = True
     answer: Answer | None = None
+    told_auth: BasicAuth | None = None
 
 
 class _FromGateway(BaseModel):

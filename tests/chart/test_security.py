@@ -74,6 +74,7 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
         ({}, set(), set()),
         ({"rbac": {"deletePods": True}}, {DELETES_PODS}, set()),
         ({"rbac": {"readConfigMaps": False}}, set(), {("/configmaps", "get")}),
+        ({"rbac": {"readSecrets": True}, "gateway": {"enabled": False}}, {("/secrets", "get")}, set()),
     ],
 )
 def test_the_role_grants_what_the_table_says(

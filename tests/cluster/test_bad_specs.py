@@ -45,6 +45,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "empty key": (ROUND, {"publicKey": ""}, ("spec.publicKey", KEY)),
     "key with a space": (ROUND, {"publicKey": "02 a1"}, ("spec.publicKey", KEY)),
     "no key": (ROUND, {"publicKey": None}, ("spec.publicKey: Required value",)),
+    "Secret without its address": (
+        ROUND,
+        {"callbackSecretRef": {"name": "collector"}},
+        ("spec.callbackSecretRef", "callbackSecretRef needs callbackURL: set it, or remove callbackSecretRef"),
+    ),
     "empty node range": (
         ROUND,
         {"nodes": {"first": 2, "last": 1, "count": 3}},

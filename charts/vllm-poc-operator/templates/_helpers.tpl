@@ -106,6 +106,12 @@ pocrounds, pocvalidations, poccalibrations
   resources: [configmaps]
   verbs: [get]
 {{- end }}
+{{- if and .Values.rbac.readSecrets (not .Values.gateway.enabled) }}
+# The user and the password of a round's receiver.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get]
+{{- end }}
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

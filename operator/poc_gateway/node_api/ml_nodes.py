@@ -77,6 +77,9 @@ class RoundTemplate(_Entry):
         foreign = sorted(_OF_THE_REQUEST & spec.keys())
         if foreign:
             raise ValueError(f"{', '.join(foreign)} come with each request: remove them from the template")
+        if "callbackSecretRef" in spec:
+            # Whoever sends a request would get the password, at an address of their choice.
+            raise ValueError("callbackSecretRef cannot be used with addresses of requests: remove it from the template")
         if set(spec.get("nodes") or {}) - {"groups"}:
             raise ValueError("nodes may only have groups: the ids come with each request")
         unknown = sorted(spec.keys() - aliases(RoundSpec).values())

@@ -11,6 +11,7 @@ from functools import partial
 from pydantic import AnyHttpUrl
 
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import PodBusy, PodError, PodRefused, StoreError, StoreForbidden
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.controller.kinds import Sources
@@ -48,6 +49,7 @@ class PodActions:
         # Answers to the starts of the last turn: what the pods' next reports cannot tell.
         self._started: dict[str, str] = {}
         self._refusals: dict[str, tuple[str, str]] = {}
+        self._told: dict[str, BasicAuth | None] = {}  # what pods took for the receiver, by uid
         self._undeletable: set[str] = set()  # pod uids that the user was told of
         self._in_flight: dict[str, asyncio.Task[None]] = {}  # by pod uid
 
@@ -78,11 +80,16 @@ class PodActions:
             started=self._started.pop(uid, None),
             refusal=self._refusals.get(uid),
             in_flight=uid in self._in_flight,
+            told_auth=self._told.get(uid),
         )
 
     def forget_refusals(self, starting: Container[str | None]) -> None:
         """Forget the refusals of pods that are not to be started any more."""
         self._refusals = {uid: refusal for uid, refusal in self._refusals.items() if uid in starting}
+
+    def forget_others(self, uids: Container[str]) -> None:
+        """Forget what every pod but these was told for the receiver."""
+        self._told = {uid: auth for uid, auth in self._told.items() if uid in uids}
 
     def _done(self, uid: str, task: asyncio.Task[None]) -> None:
         del self._in_flight[uid]
@@ -108,6 +115,7 @@ class PodActions:
             self._started[pod.uid] = (
                 answer.pow_status.session_id if isinstance(answer, CommandResponse) else pod.server(port)
             )
+            self._told[pod.uid] = start.auth
             self._wake.set()
         except PodBusy as error:
             # What it computes is this slot, as after an answer that was lost, or other work: the next poll tells.
@@ -119,11 +127,13 @@ class PodActions:
             self._log.warning("start: %s", error)
 
     def _signed(self, start: StartPod) -> InitGenerateRequest:
-        """Return the order with the pod's credential in its callback address: plans, events and logs have none."""
+        """Return the order with a user and a password in its callback address: plans, events and logs have none."""
         request = start.request
-        if self._gateway is None or request.url is None or start.grant is None:
+        if request.url is None:
             return request
-        return request.model_copy(update={"url": AnyHttpUrl(self._gateway.signed(str(request.url), start.grant))})
+        if self._gateway is not None and start.grant is not None:
+            return _addressed(request, self._gateway.signed(str(request.url), start.grant))
+        return request if start.auth is None else _addressed(request, start.auth.in_url(str(request.url)))
 
     async def _extend(self, port: int, extend: ExtendPod) -> None:
         try:
@@ -151,6 +161,10 @@ class PodActions:
                 self._emit(WorkEvent(reason=Reason.STALLED, message=message, warning=True))
         except StoreError as error:
             self._log.warning("deletion: %s", error)
+
+
+def _addressed(request: InitGenerateRequest, url: str) -> InitGenerateRequest:
+    return request.model_copy(update={"url": AnyHttpUrl(url)})
 
 
 _Key = tuple[str, str]  # pod uid, key of the ask

@@ -13,10 +13,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import ConfigMapKey, PoCValidation, Proof, RoundSample
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.calibrations import plan as calibrations
 from poc_operator.clients.errors import GatewayError, StoreForbidden
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.controller.callback_secret import CallbackSecretObserver
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
@@ -29,6 +31,10 @@ from poc_operator.validations import plan as validations
 from poc_operator.validations.proofs import in_order, parse_proofs
 from vllm_poc.wire.messages import Protocol
 
+_NOT_THROUGH_A_GATEWAY = (
+    "spec.callbackSecretRef needs an operator without a gateway, which forwards without a user: install the chart with "
+    "gateway.enabled=false, or create the round without it"
+)
 WorkT = TypeVar("WorkT", bound=Work)
 
 
@@ -77,7 +83,7 @@ class Planner(ABC, Generic[WorkT]):
 
 
 class RoundPlanner(Planner[PoCRound]):
-    """Rounds: the gateway is asked what it has of the results."""
+    """Rounds: the gateway is asked what it has of the results; without one, the receiver's Secret is read."""
 
     resource = PoCRound
 
@@ -86,10 +92,17 @@ class RoundPlanner(Planner[PoCRound]):
         gateway = sources.gateway
         self._gateway = GatewayObserver(gateway, ref, log, time.monotonic) if gateway is not None else None
         self._report: GatewayReport | None = None
+        self._secret = CallbackSecretObserver(sources.store, ref.namespace, log, time.monotonic)
+        self._callback_auth: BasicAuth | str | None = None
 
     async def ask(self, work: PoCRound) -> None:
-        """Ask the gateway, if a question is due."""
-        self._report = await self._gateway.observe() if self._gateway is not None else None
+        """Ask the gateway, if a question is due; without one, read the Secret of the receiver, if that is due."""
+        secret = work.spec.callback_secret_ref
+        if self._gateway is not None:
+            self._report = await self._gateway.observe()
+            self._callback_auth = _NOT_THROUGH_A_GATEWAY if secret is not None else None
+        elif secret is not None:
+            self._callback_auth = await self._secret.observe(secret.name)
 
     def plan(self, seen: Snapshot[PoCRound]) -> Step[Any]:
         """Return the round's next step."""
@@ -116,6 +129,7 @@ class RoundPlanner(Planner[PoCRound]):
             now=seen.now,
             gateway=self._report,
             rate_limit=self._sources.rate_limit,
+            callback_auth=self._callback_auth,
         )
 
 

@@ -189,6 +189,7 @@ class Reconciler(Generic[WorkT]):
         if not work.status.state.finished or work.metadata.deletion_timestamp is not None:
             reports, _ = await asyncio.gather(self._poll(pods, work), self._planner.ask(work))
         self._watch.forget_others(reports)
+        self._actions.forget_others(reports)
         starting = {share.uid for share in work.status.shares if share.state is SlotState.STARTING}
         self._actions.forget_refusals(starting)
         measured = {uid: self._watch.measured(uid, report) for uid, report in reports.items()}

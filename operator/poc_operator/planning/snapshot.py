@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import Grant
 from poc_operator.observed import PodReport, PodView
 from vllm_poc.wire.generate import GenerateRequest
@@ -65,12 +66,14 @@ class Snapshot(Generic[WorkT_co]):
 class StartPod:
     """Tell a pod to compute a slot. Harmless to repeat: the pod compares the round id.
 
-    ``grant`` is what the pod may deliver to the gateway, if it is to deliver there.
+    ``grant`` is what the pod may deliver to the gateway, if it is to deliver there; ``auth`` is for a receiver of the
+    round's own that asks for a user. Neither stands in the request of a plan.
     """
 
     pod: PodView
     request: InitGenerateRequest
     grant: Grant | None = None
+    auth: BasicAuth | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,8 @@ def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 
 def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
-    """Give every slot without a pod a free one."""
-    if step.status.stop_time:
+    """Give every slot without a pod a free one, unless none could be started."""
+    if step.status.stop_time or snapshot.blocked:
         return step
     free = free_pods(snapshot, step.status.assignments)
     return step.extended(assignments=[_bind(slot, free) for slot in step.status.assignments])

@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import RATE_LIMIT, plausible_nonces
 from poc_operator.observed import CollectedSlot, GatewayReport
+from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.snapshot import Snapshot, Step
 from poc_operator.rounds.gateway_check import contradictions
 from vllm_poc.wire.partition import NonceSlot
@@ -19,10 +22,12 @@ RoundStep = Step[RoundStatus]
 class RoundSnapshot(Snapshot[PoCRound]):
     """What one plan of a round sees. ``gateway`` is None if pods deliver to the round's own callback address.
 
-    ``rate_limit`` is how many nonces per second no pod exceeds.
+    ``rate_limit`` is how many nonces per second no pod exceeds. ``callback_auth`` is what the Secret for that address
+    has, or why it cannot be had; None if the round names no Secret.
     """
 
     gateway: GatewayReport | None = None
+    callback_auth: BasicAuth | str | None = None
     rate_limit: int = RATE_LIMIT
 
     @property
@@ -34,6 +39,13 @@ class RoundSnapshot(Snapshot[PoCRound]):
     def reach(self) -> int:
         """The first index of a slot that no pods can have computed by now, one after the other."""
         return plausible_nonces(self.rate_limit, self.seconds_since(self.round.metadata.creation_timestamp))
+
+    @property
+    def blocked(self) -> Finding | None:
+        """Why no pod can be told to start, whichever it is; None if nothing is in the way."""
+        if isinstance(self.callback_auth, str):
+            return Reason.CALLBACK_SECRET_UNAVAILABLE, self.callback_auth
+        return None
 
     @cached_property
     def _collected(self) -> Mapping[int, CollectedSlot]:

@@ -12,6 +12,7 @@ from pydantic import AnyHttpUrl
 
 from poc_operator.apis.v1alpha1.round import Assignment, RetryPolicy
 from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import Grant
 from poc_operator.observed import PodView
 from poc_operator.planning.pod_requests import artifact_params
@@ -19,7 +20,7 @@ from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE, counted
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import computed_slots
-from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.messages import InitGenerateRequest
 
 
@@ -68,7 +69,7 @@ def _rewound(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
 
 def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Tell every pod whose slot is recorded and unconfirmed, once it is ready and idle and no other computes it."""
-    if step.status.stop_time:
+    if step.status.stop_time or snapshot.blocked:
         return step
     computed = computed_slots(snapshot)
     starts = [
@@ -86,7 +87,8 @@ def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 def _start(snapshot: RoundSnapshot, groups: int, slot: Assignment, pod: PodView, reached: int) -> StartPod:
     request = start_request(snapshot, groups, slot)
     if snapshot.gateway is None:
-        return StartPod(pod=pod, request=request)
+        auth = snapshot.callback_auth
+        return StartPod(pod=pod, request=request, auth=auth if isinstance(auth, BasicAuth) else None)
     grant = Grant(
         round=snapshot.round.id,
         slot=request.slot.offset,
@@ -102,9 +104,10 @@ def _start(snapshot: RoundSnapshot, groups: int, slot: Assignment, pod: PodView,
 def renew_credentials(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Tell the pods again whose credential the gateway does not take, as after its keys were changed, or in a week.
 
-    A pod that is told what it computes takes the new address, and computes on.
+    So are those that have another user or password for the receiver than its Secret has, or may have: a new operator
+    does not know. A pod that is told what it computes takes the new address, and computes on.
     """
-    if step.status.stop_time:
+    if step.status.stop_time or snapshot.blocked:
         return step
     starts = [
         # What the pod says of itself is not believed beyond what it can have computed.
@@ -112,15 +115,26 @@ def renew_credentials(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         for slot in step.status.assignments
         if slot.state is SlotState.RUNNING
         and (pod := snapshot.pod_of(slot)) is not None
-        and _is_unauthorized(snapshot, slot)
+        and (_is_unauthorized(snapshot, slot) or _has_other_auth(snapshot, slot))
     ]
     return step.extended(actions=starts)
 
 
 def _is_unauthorized(snapshot: RoundSnapshot, slot: Assignment) -> bool:
     status = snapshot.report_of(slot).status
-    computes = status is not None and status.state is PowState.GENERATING and status.session_id == slot.session
-    return status is not None and computes and status.callback_unauthorized
+    return status is not None and _computes(slot, status) and status.callback_unauthorized
+
+
+def _has_other_auth(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    """Whether one of our pods was not told what the Secret has now. Others take no repeated start."""
+    report, auth = snapshot.report_of(slot), snapshot.callback_auth
+    if auth is None or report.told_auth == auth or not report.resumes:
+        return False
+    return report.status is not None and _computes(slot, report.status)
+
+
+def _computes(slot: Assignment, status: StatusResponse) -> bool:
+    return status.state is PowState.GENERATING and status.session_id == slot.session
 
 
 def _may_start(snapshot: RoundSnapshot, slot: Assignment, computed: Container[tuple[int, int]]) -> bool:

@@ -22,7 +22,7 @@ from vllm_poc.wire.answers import PowState, StatusResponse
 
 def replace_other_work(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Stop older work on the pods that were given a slot."""
-    if step.status.stop_time:
+    if step.status.stop_time or snapshot.blocked:
         return step
     held = [(slot, pod) for slot in step.status.assignments if (pod := _held_pod(snapshot, slot)) is not None]
     stops = [StopPod(pod=pod, round_id=_round_id(snapshot, slot)) for slot, pod in held]

@@ -55,7 +55,9 @@ def _rate(snapshot: RoundSnapshot, status: RoundStatus, checked: int) -> float:
 def tell(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Write the conditions."""
     findings = [found for rule in FINDINGS if (found := rule(snapshot, step.status))]
-    return set_conditions(snapshot, step, pace=_pace(snapshot, step.status), findings=findings)
+    # A round that has started is not refused any more.
+    blocked = snapshot.blocked if step.status.start_time is None else None
+    return set_conditions(snapshot, step, pace=_pace(snapshot, step.status), findings=findings, blocked=blocked)
 
 
 def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
@@ -135,6 +137,10 @@ def _gateway_unreachable(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | N
     )
 
 
+def _callback_secret_unavailable(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    return snapshot.blocked if status.start_time is not None and status.stop_time is None else None
+
+
 def _undelivered(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     missing = sum(slot.next - slot.delivered for slot in status.assignments)
     if not missing or any(slot.state.active for slot in status.assignments):
@@ -148,9 +154,9 @@ def _rejected(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     return (Reason.RESULTS_REJECTED, f"{rejected} nonces had no finite result or were refused") if rejected else None
 
 
-def _waiting(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
+def _waiting(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     waiting = [slot for slot in status.assignments if slot.state is SlotState.WAITING]
-    if not waiting or status.start_time is None:
+    if not waiting or status.start_time is None or snapshot.blocked:
         return None
     return Reason.SLOTS_WAITING, f"{len(waiting)} of {len(status.assignments)} slots wait for a free, ready pod"
 
@@ -163,6 +169,7 @@ FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _deliveries_refused,
     _gateway_contradictory,
     _gateway_unreachable,
+    _callback_secret_unavailable,
     _undelivered,
     _rejected,
     _waiting,

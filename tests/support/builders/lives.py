@@ -10,6 +10,7 @@ from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Proof
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.calibrations import plan as calibrations
 from poc_operator.observed import Answer, PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, StartPod, Step
@@ -88,7 +89,8 @@ class Life:
         work: Any = self.kind.parse(self.body)
         seen: Any = {"work": work, "pods": self._pods, "reports": self._reports, "now": self.now}
         if isinstance(work, PoCRound):
-            return rounds.plan(RoundSnapshot(**seen))
+            auth = BasicAuth("user", "password") if work.spec.callback_secret_ref is not None else None
+            return rounds.plan(RoundSnapshot(**seen, callback_auth=auth))
         if isinstance(work, PoCValidation):
             return validations.plan(validations.ValidationSnapshot(**seen, proofs=self._proofs(work)))
         assert isinstance(work, PoCCalibration)

@@ -35,6 +35,7 @@ _ROUND: Spec = {
     **_COMMON,
     "nodes": {"first": 0, "last": 1, "count": 3, "groups": 2},
     "callbackURL": "http://collector.example.org:8080/poc",
+    "callbackSecretRef": {"name": "collector"},
     "crossCheck": {"maxDifference": "0.2"},
 }
 _CONFIG_MAP = {"configMap": {"name": "claims", "key": "proofs.json"}}
@@ -233,8 +234,15 @@ def _with_proofs(spec: Spec) -> st.SearchStrategy[Spec]:
     return (inline | st.sampled_from([_CONFIG_MAP, _SAMPLE])).map(lambda proofs: {**spec, "proofs": proofs})
 
 
+def _with_receiver(spec: Spec) -> Spec:
+    """Keep the receiver's Secret only beside its address."""
+    return (
+        spec if "callbackURL" in spec else {name: value for name, value in spec.items() if name != "callbackSecretRef"}
+    )
+
+
 _COUPLED: Mapping[type[Resource], Callable[[Spec], st.SearchStrategy[Spec]]] = {
-    PoCRound: _with_protocol,
+    PoCRound: lambda spec: _with_protocol(_with_receiver(spec)),
     PoCValidation: lambda spec: _with_protocol(spec).flatmap(_with_proofs),
     PoCCalibration: st.just,
 }

@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
@@ -34,7 +35,7 @@ AsgiApp = Callable[..., Awaitable[None]]
 class MemoryStore(Generic[WorkT]):
     """One object in memory; ``fault`` is raised by the next write, before or after it took effect.
 
-    ``entry`` is what the entry of every ConfigMap has.
+    ``entry`` is what the entry of every ConfigMap has, ``secret`` what every Secret has, or why it cannot be read.
     """
 
     def __init__(self, work: WorkT) -> None:
@@ -42,6 +43,7 @@ class MemoryStore(Generic[WorkT]):
         self.fault: Exception | None = None
         self.fault_after_write = False
         self.entry: str | None = None
+        self.secret: BasicAuth | Exception = LookupError()
 
     async def get(self, resource: type, namespace: str, name: str) -> WorkT | None:
         """Return the object."""
@@ -59,6 +61,12 @@ class MemoryStore(Generic[WorkT]):
     async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
         """Return the entry."""
         return self.entry
+
+    async def basic_auth(self, namespace: str, name: str) -> BasicAuth:
+        """Return the user and the password."""
+        if isinstance(self.secret, Exception):
+            raise self.secret
+        return self.secret
 
     async def delete(self, work: WorkT) -> None:
         """Forget the object."""

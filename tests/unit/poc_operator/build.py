@@ -9,6 +9,7 @@ from poc_operator.apis.v1alpha1.meta import Metadata
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundSpec, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.apis.v1alpha1.validation import PoCValidation, ValidationSpec, ValidationStatus
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport, PodReport, PodView
 from poc_operator.rounds.snapshot import RoundSnapshot
 from vllm_poc.wire.answers import ModelLimits, PowState, StatusResponse
@@ -151,6 +152,7 @@ def look(
     *pods: tuple[PodView, PodReport | None],
     after: float = 0,
     gateway: GatewayReport | None = None,
+    callback_auth: BasicAuth | str | None = None,
 ) -> RoundSnapshot:
     """What the operator sees ``after`` seconds; a pod without a report was not polled."""
     return RoundSnapshot(
@@ -159,4 +161,5 @@ def look(
         reports={pod.uid: report for pod, report in pods if report is not None},
         now=NOW + timedelta(seconds=after),
         gateway=gateway,
+        callback_auth=callback_auth,
     )

@@ -20,6 +20,7 @@ class Reason(StrEnum):
     ACCEPTED = "Accepted"
     ALL_SLOTS_WORK = "AllSlotsWork"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    CALLBACK_SECRET_UNAVAILABLE = "CallbackSecretUnavailable"  # noqa: S105 - a reason
     COMPLETED = "Completed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     DELIVERIES_REFUSED = "DeliveriesRefused"
@@ -137,6 +138,14 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "has no results of `proofs.round`.",
         "Create them; the validation waits until `startDeadlineSeconds`. The message says what is missing.",
         _VALIDATION,
+    ),
+    Reason.CALLBACK_SECRET_UNAVAILABLE: Explanation(
+        "Accepted, Progressing=False; Degraded=True",
+        "The Secret of `callbackSecretRef` does not exist, cannot be read, or has no user and password. Pods that "
+        "compute continue, and none is started.",
+        "Create the Secret, or install the operator's chart with `rbac.readSecrets=true`. The round waits until "
+        "`startDeadlineSeconds`. The message says what is missing.",
+        _ROUND,
     ),
     Reason.INTERNAL_ERROR: Explanation(
         "Progressing=False, Degraded=True",

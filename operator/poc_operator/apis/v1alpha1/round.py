@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field
 
-from poc_operator.apis.v1alpha1.fields import MAX_SECONDS, Decimal
+from poc_operator.apis.v1alpha1.fields import MAX_SECONDS, Decimal, ObjectName
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, Mutable, Rule
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
@@ -44,6 +44,14 @@ CallbackURL = Annotated[
         message="must not have an internationalised host name (xn--): use another name of the host",
     ),
 ]
+
+
+class CallbackSecretRef(ApiModel):
+    """A Secret of the round's namespace, of the type `kubernetes.io/basic-auth`: its keys `username` and `password` are
+    what the receiver asks for. It needs `rbac.readSecrets` in the operator's chart, which is off."""
+
+    name: ObjectName
+    """Name of the Secret."""
 
 
 class Nodes(ApiModel):
@@ -155,6 +163,11 @@ class RoundSpec(ProtocolSpec):
             message="stop.afterValid needs rTarget: in the artifact protocol every nonce counts, use stop.afterNonces",
         ),
         Rule(
+            rule="!has(self.callbackSecretRef) || has(self.callbackURL)",
+            message="callbackSecretRef needs callbackURL: set it, or remove callbackSecretRef",
+            field_path=".callbackSecretRef",
+        ),
+        Rule(
             rule="self.finish || !oldSelf.finish",
             message="cannot be taken back: create a new round",
             field_path=".finish",
@@ -166,6 +179,9 @@ class RoundSpec(ProtocolSpec):
     callback_url: CallbackURL | None = None
     """Results are posted to this URL + `/generated`, by the pods or by the gateway. Pods deliver to the gateway if the
     operator runs with `--gateway-url`. Without this URL results are only counted, or kept in the gateway."""
+    callback_secret_ref: CallbackSecretRef | None = None
+    """The user and the password for `callbackURL`, sent as Basic authentication. The Secret may change while the round
+    runs; it is read again about once a minute."""
     stop: Stop | None = None
     """When the round is complete. Without it, the round runs until it is suspended, finished or deleted, until a
     deadline passes, or until all nonces are computed."""

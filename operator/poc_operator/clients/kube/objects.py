@@ -16,6 +16,7 @@ from poc_operator.apis.v1alpha1.conditions import Condition, StoredCondition, me
 from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, LabelSelector, Resource
 from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
+from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import UnreadableObject
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
 from poc_operator.observed import PodView
@@ -115,6 +116,13 @@ class ObjectStore:
             found = await self._core.read_namespaced_config_map(name, namespace, _request_timeout=REQUEST_SECONDS)
             entry: str | None = (found.data or {}).get(key)
             return entry
+        raise LookupError(name)
+
+    async def basic_auth(self, namespace: str, name: str) -> BasicAuth:
+        """Return the user and the password of a Secret. LookupError if there is none, ValueError if it is unfit."""
+        async with api_errors():
+            found = await self._core.read_namespaced_secret(name, namespace, _request_timeout=REQUEST_SECONDS)
+            return BasicAuth.of_secret(found.type, found.data)
         raise LookupError(name)
 
     async def delete(self, work: Resource) -> None:

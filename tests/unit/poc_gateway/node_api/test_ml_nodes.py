@@ -65,6 +65,7 @@ def with_spec(**fields: object) -> list[dict[str, Any]]:
         ([ENTRY | {"template": {"spec": SPEC}}], "0.template.namespace: Field required"),
         ([ENTRY | {"template": {"namespace": "ns", "spec": {}}}], "selector is missing"),
         (with_spec(rTarget="1.4"), "rTarget come with each request"),
+        (with_spec(callbackSecretRef={"name": "s"}), "callbackSecretRef cannot be used with addresses of requests"),
         (with_spec(nodes={"count": 4}), "nodes may only have groups"),
         (with_spec(selector={}), "selector is empty and would take every pod"),
         (with_spec(onBusy="Wait"), "a PoCRound's spec has no onBusy"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import spec_model
 from poc_operator.apis.v1alpha1.meta import Resource
+from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.support.builders.specs import FULL, edges, specs
 from tests.support.checks.admission import admitted
 
@@ -40,3 +41,12 @@ def test_random_specs_are_accepted_and_read(kind: type[Resource], data: st.DataO
     stored, flaws = admitted(kind, data.draw(specs(kind)))
     assert flaws == []
     assert spec_model(kind).model_validate(stored)
+
+
+def test_a_secret_for_the_receiver_needs_its_address() -> None:
+    full = FULL[PoCRound][0]
+    assert admitted(PoCRound, full)[1] == []
+    without = {name: value for name, value in full.items() if name != "callbackURL"}
+    assert admitted(PoCRound, without)[1] == [
+        "spec: callbackSecretRef needs callbackURL: set it, or remove callbackSecretRef"
+    ]

@@ -14,7 +14,8 @@ from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
 from poc_operator.apis.v1alpha1.meta import LabelSelector, Operator, Requirement
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.clients.errors import UnreadableObject
+from poc_operator.basic_auth import BasicAuth
+from poc_operator.clients.errors import StoreForbidden, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore, merge_patch
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
@@ -33,6 +34,7 @@ class Api:
 
     def __init__(self) -> None:
         self.body: dict[str, Any] = body_of(a_round())
+        self.secrets: dict[str, dict[str, Any]] = {}
         self.seen: list[tuple[str, str, dict[str, str], Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -42,6 +44,9 @@ class Api:
             return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": []})
         if request.path.endswith("configmaps/none"):
             return web.json_response({"kind": "Status", "code": 404}, status=404)
+        if "/secrets/" in request.path:
+            secret = self.secrets.get(request.path.rsplit("/", 1)[-1], {"code": 404})
+            return web.json_response({"apiVersion": "v1", **secret}, status=secret.get("code", 200))
         if "/configmaps/" in request.path:
             return web.json_response({"kind": "ConfigMap", "apiVersion": "v1", "data": {"proofs.json": "[]"}})
         listed = request.path.rsplit("/", 1)[-1].startswith("poc")
@@ -148,6 +153,24 @@ async def test_an_entry_of_a_config_map(api: tuple[Api, ObjectStore]) -> None:
     assert await store.config_map_entry("ns", "claims", "other") is None
     with pytest.raises(LookupError):
         await store.config_map_entry("ns", "none", "proofs.json")
+
+
+async def test_a_user_and_a_password_of_a_secret(api: tuple[Api, ObjectStore]) -> None:
+    server, store = api
+    data = {"username": "cG9k", "password": "c2VjcmV0"}
+    server.secrets = {
+        "fit": {"kind": "Secret", "type": "kubernetes.io/basic-auth", "data": data},
+        "other": {"kind": "Secret", "type": "Opaque", "data": data},
+        "forbidden": {"kind": "Status", "code": 403},
+    }
+    assert await store.basic_auth("ns", "fit") == BasicAuth("pod", "secret")
+    assert server.seen[0][:2] == ("GET", "/api/v1/namespaces/ns/secrets/fit")
+    with pytest.raises(ValueError, match="is of type Opaque"):
+        await store.basic_auth("ns", "other")
+    with pytest.raises(StoreForbidden):
+        await store.basic_auth("ns", "forbidden")
+    with pytest.raises(LookupError):
+        await store.basic_auth("ns", "none")
 
 
 def test_an_unset_field_is_deleted_by_the_patch() -> None:
