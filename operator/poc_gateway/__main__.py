@@ -27,7 +27,7 @@ async def _run(settings: Settings) -> None:
     client, _ = await connect()
     store = ObjectStore(client)
     try:
-        await run(settings, partial(store.get, PoCRound), partial(_cluster, client))
+        await run(settings, partial(store.get, PoCRound), partial(_cluster, client), store.basic_auth)
     finally:
         await store.close()
 

@@ -4,7 +4,7 @@
 import logging
 import time
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -26,9 +26,9 @@ REFUSED = Counter("poc_gateway_refused", "Artifacts refused", ["reason"])
 
 #: What is sent: an artifact of a round, or a callback row (a verdict, a job's result).
 Content = Literal["artifact", "callback"]
-#: Why a post was not accepted; ``address`` is one that the settings forbid.
-FailureKind = Literal["address", "connection", "timeout", "http_3xx", "http_4xx", "http_5xx"]
-_FAILURES: tuple[FailureKind, ...] = ("address", "connection", "timeout", "http_3xx", "http_4xx", "http_5xx")
+#: Why a post was not accepted; ``address`` is one that the settings forbid, ``secret`` one that cannot be had.
+FailureKind = Literal["address", "secret", "connection", "timeout", "http_3xx", "http_4xx", "http_5xx"]
+_FAILURES: tuple[FailureKind, ...] = get_args(FailureKind)
 
 FORWARDED = Counter("poc_gateway_forwarded", "Results that their receiver has accepted", ["content"])
 DEAD = Counter("poc_gateway_dead", "Results that their receiver refused for good", ["content"])

@@ -41,6 +41,12 @@ class BasicAuth:
         """The value of the header ``Authorization``."""
         return f"Basic {b64encode(f'{self.username}:{self.password}'.encode()).decode()}"
 
+    def removed_from(self, text: str) -> str:
+        """Return the text without the password, and without both as the header has them."""
+        for secret in (self.header.removeprefix("Basic "), self.password):
+            text = text.replace(secret, "***")
+        return text
+
     def in_url(self, url: str) -> str:
         """Return the address with the user and the password in it."""
         parts = urlsplit(url)

@@ -38,7 +38,7 @@ ALL_VALUES: dict[Path, Values] = {
         **_COMMON,
         "crds": {"enabled": False},
         "watchNamespaces": [NAMESPACE, "default"],
-        "rbac": {"aggregate": False},
+        "rbac": {"aggregate": False, "readSecrets": True},
         "serviceAccount": {"create": True, "name": "own", "annotations": {"example.org/role": "poc"}},
         "auth": {"existingSecret": "pod-token"},
         "gateway": {

@@ -95,6 +95,17 @@ def test_the_role_grants_what_the_table_says(
     assert granted == {(what, verb) for what, verbs in ALLOWED.items() for verb in verbs} - less | more
 
 
+def test_with_a_gateway_it_alone_reads_secrets(kube: Kube) -> None:
+    bodies = objects(kube, OPERATOR_CHART, {"rbac": {"readSecrets": True}})
+    readers = [
+        body["metadata"]["name"]
+        for body in bodies
+        for rule in body.get("rules", [])
+        if "secrets" in rule["resources"] and body["kind"] == "ClusterRole"
+    ]
+    assert readers == [f"{RELEASE}-{OPERATOR}-gateway"]
+
+
 def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
     watched = [NAMESPACE, "default"]
     less = {"rbac": {"aggregate": False}, "crds": {"enabled": False}, "gateway": {"enabled": False}}

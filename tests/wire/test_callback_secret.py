@@ -13,15 +13,13 @@ from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import StoreForbidden
-from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.kube import callback_secret
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import callback_secret
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.fleet import RoundFleet
 
 HOST = "127.0.0.1"
 OLD, NEW = BasicAuth("pod", "old-pa%ss@w/rd"), BasicAuth("pod", "new-pa%ss@w/rd")
-SECRET = {"callbackSecretRef": {"name": "collector"}}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +34,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 async def fleet(receiver: CallbackReceiver) -> AsyncIterator[RoundFleet]:
     """One pod, and a round that ends when it is told to."""
     async with AsyncExitStack() as stack, PodClient() as client:
-        fleet = RoundFleet(stack, receiver, client, stop=None, **SECRET)
+        fleet = RoundFleet(stack, receiver, client, stop=None, callbackSecretRef={"name": "collector"})
         await fleet.start_pod(HOST)
         yield fleet
 
@@ -119,13 +117,3 @@ async def test_a_replaced_operator_tells_the_pods_what_changed_meanwhile(
     await fleet.reconcile_until(lambda _: NEW.header in receiver.authorizations)
     receiver.password = NEW.password
     await finish(fleet)
-
-
-async def test_a_gateway_forwards_without_a_user_so_the_round_waits(receiver: CallbackReceiver) -> None:
-    async with AsyncExitStack() as stack, PodClient() as client, GatewayClient("http://127.0.0.1:9") as gateway:
-        fleet = RoundFleet(stack, receiver, client, gateway=gateway, **SECRET)
-        fleet.store.secret = OLD
-        await fleet.start_pod(HOST)
-        status = await fleet.reconcile_until(lambda status: bool(status.message))
-        assert "spec.callbackSecretRef needs an operator without a gateway" in status.message
-        await fleet.operator.close()

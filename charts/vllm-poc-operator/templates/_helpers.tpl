@@ -81,6 +81,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [poc.gonka.ai]
   resources: [pocrounds]
   verbs: [get, list]
+{{- if .Values.rbac.readSecrets }}
+# The user and the password of a round's receiver.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get]
+{{- end }}
 {{- end -}}
 
 {{/* The resources of all kinds. */}}

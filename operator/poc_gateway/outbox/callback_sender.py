@@ -19,7 +19,8 @@ from poc_gateway import metrics
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import CallbackWork
 from poc_gateway.outbox.pace import CircuitBreaker, pause_seconds
-from poc_gateway.outbox.post import Answer, Outcome, Poster
+from poc_gateway.outbox.post import Answer, Outcome
+from poc_gateway.outbox.receiver_auth import SecretPoster
 from poc_gateway.outbox.round_sender import record
 from poc_gateway.outbox.states import Event
 from poc_gateway.settings import Settings
@@ -38,7 +39,7 @@ class CallbackSender:
     """The two lanes of one address."""
 
     def __init__(
-        self, url: str, *, poster: Poster, circuit: CircuitBreaker, database: Database, settings: Settings
+        self, url: str, *, poster: SecretPoster, circuit: CircuitBreaker, database: Database, settings: Settings
     ) -> None:
         self._url = url
         self._poster = poster
@@ -83,7 +84,7 @@ class CallbackSender:
 
     async def _settle(self, id_: int, work: CallbackWork) -> Answer:
         """Post the callback and write down what became of it."""
-        answer = await self._poster.post(self._url, work.body)
+        answer = await self._poster.post(self._url, work.body, namespace=work.namespace, secret=work.receiver_secret)
         match answer.outcome:
             case Outcome.ACCEPTED:
                 await record(self._database, partial(ledger.callback_ended, id_=id_, event=Event.ACCEPTED))

@@ -16,12 +16,14 @@ from poc_gateway.outbox import ledger
 from poc_gateway.outbox.callback_sender import POLL_SECONDS, CallbackSender
 from poc_gateway.outbox.pace import Pauses, Receivers
 from poc_gateway.outbox.post import Poster
+from poc_gateway.outbox.receiver_auth import SecretPoster
 from poc_gateway.outbox.round_sender import LINGER_SECONDS, Forwarder
 from poc_gateway.outbox.states import Event
 from poc_gateway.settings import Settings
 from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
+from poc_operator.clients.kube.callback_secret import ReadSecret
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +36,17 @@ STEADY_SECONDS = 86_400.0
 class Outbox:
     """One per process. Everything to be sent is in the database, so it goes on where another one ended."""
 
-    def __init__(self, database: Database, settings: Settings, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        clock: Clock | None = None,
+        read_secret: ReadSecret | None = None,
+    ) -> None:
         self._database = database
         self._settings = settings
         self._clock = clock or Clock(database)
+        self._read_secret = read_secret
         self._pauses = Pauses(database)
         self._receivers = Receivers(settings, self._pauses)
         self._woken = asyncio.Event()
@@ -82,9 +91,10 @@ class Outbox:
         await self._load()
         async with Poster(self._settings) as poster, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_always())
+            posts = SecretPoster(poster, self._read_secret)
             while True:
                 try:
-                    await self._start_senders(tasks, poster)
+                    await self._start_senders(tasks, posts)
                 except DatabaseError as error:
                     _log.warning("what is to be forwarded cannot be read yet: %s", error)
                 with contextlib.suppress(TimeoutError):
@@ -123,7 +133,7 @@ class Outbox:
                 self.wake()
         return total
 
-    async def _start_senders(self, tasks: asyncio.TaskGroup, poster: Poster) -> None:
+    async def _start_senders(self, tasks: asyncio.TaskGroup, poster: SecretPoster) -> None:
         for url in await self._database.read(ledger.addresses_with_callbacks):
             if url not in self._senders:
                 self._senders[url] = CallbackSender(
@@ -138,7 +148,7 @@ class Outbox:
             if round_id not in self._forwarders:
                 await self._start_forwarder(tasks, poster, round_id)
 
-    async def _start_forwarder(self, tasks: asyncio.TaskGroup, poster: Poster, round_id: int) -> None:
+    async def _start_forwarder(self, tasks: asyncio.TaskGroup, poster: SecretPoster, round_id: int) -> None:
         terms = await self._database.read(partial(ledger.terms, round_id=round_id))
         if terms is None or terms.receiver is None or round_id == self._held:  # deleted meanwhile, or being ended
             return

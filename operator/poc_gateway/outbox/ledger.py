@@ -383,16 +383,19 @@ def callback_to_retry(connection: Connection, url: str, longest_ms: int) -> int 
 
 
 class CallbackWork(NamedTuple):
-    """A callback that is to be sent: its JSON, and how often it has failed."""
+    """A callback that is to be sent: its JSON, how often it has failed, and the Secret of its round's receiver."""
 
     body: str
     attempts: int
+    namespace: str | None
+    receiver_secret: str | None
 
 
 def callback_work(connection: Connection, id_: int) -> CallbackWork | None:
     """Return a callback that waits; None if it has ended, or was deleted with its round or job."""
-    columns = select(callbacks.c.body, callbacks.c.attempts).where(callbacks.c.id == id_, _IS_WAITING)
-    found = connection.execute(columns).first()
+    columns = select(callbacks.c.body, callbacks.c.attempts, rounds.c.namespace, rounds.c.receiver_secret)
+    query = columns.outerjoin(rounds, rounds.c.id == callbacks.c.round_id).where(callbacks.c.id == id_, _IS_WAITING)
+    found = connection.execute(query).first()
     return CallbackWork(*found) if found is not None else None
 
 

@@ -2,7 +2,7 @@
 """One post to a receiver, and what its answer means."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
 from http import HTTPStatus
@@ -17,6 +17,7 @@ from poc_gateway.metrics import FailureKind
 from poc_gateway.outbox.guard import AddressGuard, AddressRefused
 from poc_gateway.settings import Settings
 from poc_gateway.store.schema import one_line
+from poc_operator.basic_auth import BasicAuth
 from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
 
 #: Most bytes of an answer that are read, and most characters of it that are kept.
@@ -54,6 +55,8 @@ class Answer:
     reason: str = ""
     #: Seconds that the receiver asks for before the next post, of which it gets as many as our own limit allows.
     retry_after: float = 0.0
+    #: Whether the receiver asks for another user or password.
+    is_unauthorized: bool = False
 
     @property
     def pauses_address(self) -> bool:
@@ -86,12 +89,14 @@ class Poster:
     ) -> None:
         await self._session.close()
 
-    async def post(self, url: str, body: str) -> Answer:
-        """Post JSON once; every way to fail is an answer."""
+    async def post(self, url: str, body: str, auth: BasicAuth | None = None) -> Answer:
+        """Post JSON once, with a user and a password if there are some; every way to fail is an answer."""
+        headers = {"Authorization": auth.header} if auth is not None else {}
         try:
             target = self._guard.url(url)
-            async with self._session.post(target, data=body.encode(), allow_redirects=False) as response:
-                return _judged(response.status, response.headers, await _text(response))
+            request = self._session.post(target, data=body.encode(), headers=headers, allow_redirects=False)
+            async with request as response:
+                return _judged(response.status, response.headers, await _text(response, auth))
         except AddressRefused as error:
             return _failed("address", Outcome.FAILED, str(error))
         except TimeoutError:
@@ -104,15 +109,19 @@ class Poster:
             return _failed("connection", Outcome.UNREACHABLE, str(error) or type(error).__name__)
 
 
-async def _text(response: aiohttp.ClientResponse) -> str:
-    """Return the answer's beginning as one line. The status counts even if the rest of the answer does not arrive."""
+async def _text(response: aiohttp.ClientResponse, auth: BasicAuth | None) -> str:
+    """Return the answer's beginning as one line, without ``auth`` if the receiver repeats it.
+
+    The status counts even if the rest of the answer does not arrive.
+    """
     body = b""
     try:
         while len(body) < ANSWER_BYTES and (more := await response.content.read(ANSWER_BYTES - len(body))):
             body += more
     except (aiohttp.ClientError, TimeoutError):
         response.close()
-    return one_line(body.decode(errors="replace"))[:REASON_CHARACTERS]
+    text = body.decode(errors="replace")
+    return one_line(auth.removed_from(text) if auth is not None else text)[:REASON_CHARACTERS]
 
 
 def _judged(status: int, headers: Mapping[str, str], text: str) -> Answer:
@@ -122,7 +131,8 @@ def _judged(status: int, headers: Mapping[str, str], text: str) -> Answer:
     if status < HTTPStatus.BAD_REQUEST:
         return _failed("http_3xx", Outcome.FAILED, f"HTTP {status}: redirects are not followed, name the final address")
     kind: FailureKind = "http_4xx" if status in _CLIENT_ERRORS else "http_5xx"
-    return _failed(kind, _outcome(status), reason, _retry_after(headers))
+    answer = _failed(kind, _outcome(status), reason, _retry_after(headers))
+    return replace(answer, is_unauthorized=status == HTTPStatus.UNAUTHORIZED)
 
 
 def _outcome(status: int) -> Outcome:

@@ -18,7 +18,8 @@ from poc_gateway import metrics
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import Part, SlotWork
 from poc_gateway.outbox.pace import Backoff, CircuitBreaker, Pauses, Receivers
-from poc_gateway.outbox.post import Answer, Outcome, Poster
+from poc_gateway.outbox.post import Answer, Outcome
+from poc_gateway.outbox.receiver_auth import SecretPoster
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
@@ -47,7 +48,7 @@ class Forwarder:
         terms: RoundTerms,
         *,
         receiver: str,
-        poster: Poster,
+        poster: SecretPoster,
         receivers: Receivers,
         pauses: Pauses,
         database: Database,
@@ -114,7 +115,9 @@ class Forwarder:
 
     async def _settle(self, part: Part) -> Answer:
         """Post the part and write down what became of it."""
-        answer = await self._poster.post(self._url, _generated(self._terms, part))
+        terms = self._terms
+        body = _generated(terms, part)
+        answer = await self._poster.post(self._url, body, namespace=terms.namespace, secret=terms.receiver_secret)
         if answer.outcome is Outcome.ACCEPTED:
             await record(self._database, lambda connection: ledger.accepted(connection, part))
             metrics.FORWARDED.labels("artifact").inc(len(part.items))

@@ -247,7 +247,7 @@ class _Parquet(Writer):
         small, moment = pa.int32(), pa.timestamp("ms", "UTC")
         fields = [("nonce", small), ("slot", small), ("node_id", small), ("received_at", moment)]
         fields.append(("distance", pa.float64()) if terms.k_dim is None else ("vector", _vectors(terms.k_dim)))
-        public = {name: value for name, value in asdict(terms).items() if name != "receiver"}
+        public = {name: value for name, value in asdict(terms).items() if not name.startswith("receiver")}
         self._schema = pa.schema(fields, {TERMS_KEY: json.dumps(public)})
         self._writer = pq.ParquetWriter(
             self._sink,

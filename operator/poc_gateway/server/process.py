@@ -46,6 +46,7 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.fence import fence_of
 from poc_gateway.store.retention import Retention
 from poc_gateway.store.rounds import ReadRound, Rounds
+from poc_operator.clients.kube.callback_secret import ReadSecret
 
 #: Requests that are under way may take this long to finish at the end.
 GRACE_SECONDS = 20
@@ -114,15 +115,22 @@ class Server(uvicorn.Server):
         yield
 
 
-async def run(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf | None = None) -> None:
+async def run(
+    settings: Settings,
+    read_round: ReadRound,
+    cluster_of: ClusterOf | None = None,
+    read_secret: ReadSecret | None = None,
+) -> None:
     """Serve until SIGTERM, each ML node's routes on what ``cluster_of`` returns for it.
+
+    ``read_secret`` reads the Secrets of receivers, without which results for those that ask for a user wait.
 
     While another gateway owns the database, stand by. DatabaseError, ValueError or OSError if the database, the file of
     the ML nodes, the certificate or a port cannot be used.
     """
     gates = Gates(inside=Gate(), network=Gate())
     servers = Servers(settings, gates)
-    await first_of(servers.serve(), _live(settings, read_round, cluster_of, gates), stop=servers.stop)
+    await first_of(servers.serve(), _live(settings, read_round, cluster_of, read_secret, gates), stop=servers.stop)
 
 
 @dataclass(frozen=True)
@@ -143,7 +151,13 @@ class Gates:
         self.network.open(network_app(components))
 
 
-async def _live(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf | None, gates: Gates) -> None:
+async def _live(
+    settings: Settings,
+    read_round: ReadRound,
+    cluster_of: ClusterOf | None,
+    read_secret: ReadSecret | None,
+    gates: Gates,
+) -> None:
     """Own the database, and do everything beside the requests."""
     url = settings.database.get_secret_value()
     async with AsyncExitStack() as stack:
@@ -155,7 +169,7 @@ async def _live(settings: Settings, read_round: ReadRound, cluster_of: ClusterOf
         database = await asyncio.to_thread(opened)
         stack.push_async_callback(asyncio.to_thread, database.close)
         clock = Clock(database)
-        rounds, outbox = Rounds(database, read_round), Outbox(database, settings, clock)
+        rounds, outbox = Rounds(database, read_round), Outbox(database, settings, clock, read_secret)
         ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, cluster_of))
         registry = prometheus_client.REGISTRY
         registry.register(DatabaseGauges(database))

@@ -29,7 +29,11 @@ ReadRound = Callable[[str, str], Awaitable[PoCRound | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTerms:
-    """A round as its PoCRound describes it. ``receiver`` is where its results are forwarded to, if anywhere."""
+    """A round as its PoCRound describes it.
+
+    ``receiver`` is where its results are forwarded to, if anywhere, and ``receiver_secret`` the name of the Secret with
+    its user and password, if it asks for them.
+    """
 
     uid: str
     namespace: str
@@ -45,6 +49,7 @@ class RoundTerms:
     node_count: int
     n_groups: int
     receiver: str | None
+    receiver_secret: str | None
 
     @classmethod
     def of(cls, round_: PoCRound) -> Self:
@@ -65,6 +70,7 @@ class RoundTerms:
             node_count=spec.nodes.count,
             n_groups=round_.status.groups,
             receiver=spec.callback_url,
+            receiver_secret=spec.callback_secret_ref.name if spec.callback_secret_ref is not None else None,
         )
 
     def slot(self, offset: int) -> NonceSlot:

@@ -40,6 +40,7 @@ rounds = Table(
     Column("node_count", Integer, nullable=False),
     Column("n_groups", Integer, nullable=False),
     Column("receiver", Text),  # where results are forwarded to; null to keep them here
+    Column("receiver_secret", Text),  # name of the Secret with its user and password; null if it asks for none
     Column("created_at", BigInteger, nullable=False),
     Column("deleted_at", BigInteger),  # when its deletion began; the row goes last
     sqlite_autoincrement=True,  # an id is never given again, not even to what is on its way

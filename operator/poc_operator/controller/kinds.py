@@ -17,8 +17,8 @@ from poc_operator.basic_auth import BasicAuth
 from poc_operator.calibrations import plan as calibrations
 from poc_operator.clients.errors import GatewayError, StoreForbidden
 from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.kube.callback_secret import CallbackSecretReader
 from poc_operator.clients.kube.objects import ObjectStore
-from poc_operator.controller.callback_secret import CallbackSecretObserver
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
@@ -31,10 +31,6 @@ from poc_operator.validations import plan as validations
 from poc_operator.validations.proofs import in_order, parse_proofs
 from vllm_poc.wire.messages import Protocol
 
-_NOT_THROUGH_A_GATEWAY = (
-    "spec.callbackSecretRef needs an operator without a gateway, which forwards without a user: install the chart with "
-    "gateway.enabled=false, or create the round without it"
-)
 WorkT = TypeVar("WorkT", bound=Work)
 
 
@@ -92,7 +88,7 @@ class RoundPlanner(Planner[PoCRound]):
         gateway = sources.gateway
         self._gateway = GatewayObserver(gateway, ref, log, time.monotonic) if gateway is not None else None
         self._report: GatewayReport | None = None
-        self._secret = CallbackSecretObserver(sources.store, ref.namespace, log, time.monotonic)
+        self._secret: CallbackSecretReader | None = None
         self._callback_auth: BasicAuth | str | None = None
 
     async def ask(self, work: PoCRound) -> None:
@@ -100,9 +96,9 @@ class RoundPlanner(Planner[PoCRound]):
         secret = work.spec.callback_secret_ref
         if self._gateway is not None:
             self._report = await self._gateway.observe()
-            self._callback_auth = _NOT_THROUGH_A_GATEWAY if secret is not None else None
         elif secret is not None:
-            self._callback_auth = await self._secret.observe(secret.name)
+            self._secret = self._secret or self._reader(secret.name)
+            self._callback_auth = await self._secret.read()
 
     def plan(self, seen: Snapshot[PoCRound]) -> Step[Any]:
         """Return the round's next step."""
@@ -120,6 +116,9 @@ class RoundPlanner(Planner[PoCRound]):
         """Give up the question that is under way."""
         if self._gateway is not None:
             await self._gateway.cancel()
+
+    def _reader(self, secret: str) -> CallbackSecretReader:
+        return CallbackSecretReader(self._sources.store.basic_auth, self._ref.namespace, secret, warn=self._log.warning)
 
     def _snapshot(self, seen: Snapshot[PoCRound]) -> RoundSnapshot:
         return RoundSnapshot(

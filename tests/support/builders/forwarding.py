@@ -48,6 +48,7 @@ class Post:
 
     path: str
     body: dict[str, Any]
+    authorization: str | None = None
 
     @property
     def nonces(self) -> list[int]:
@@ -72,7 +73,7 @@ class Receiver:
         return [nonce for post in self.accepted for nonce in post.nonces]
 
     async def _receive(self, request: web.Request) -> web.Response:
-        post = Post(request.raw_path, json.loads(await request.read()))
+        post = Post(request.raw_path, json.loads(await request.read()), request.headers.get("Authorization"))
         self.posts.append(post)
         answer = self.answer(post)
         if isinstance(answer, Awaitable) and not isinstance(answer, web.Response):
@@ -143,9 +144,9 @@ async def store(database: Database, round_id: int, nonces: Sequence[int], *, dis
     await database.write(write)
 
 
-async def add_callback(database: Database, url: str, body: object) -> int:
+async def add_callback(database: Database, url: str, body: object, *, round_id: int | None = None) -> int:
     """Write a callback down; return its id."""
-    row = {"url": url, "body": json.dumps(body), "state": "waiting", "created_at": now()}
+    row = {"url": url, "body": json.dumps(body), "state": "waiting", "created_at": now(), "round_id": round_id}
     query = insert(callbacks).values(row).returning(callbacks.c.id)
     return await database.write(lambda connection: connection.execute(query).scalar_one())
 

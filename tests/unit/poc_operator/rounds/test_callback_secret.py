@@ -30,8 +30,8 @@ def planned(
     status: RoundStatus | None = None,
     **spec: Any,  # noqa: ANN401
 ) -> RoundStep:
-    url = {"callbackURL": "http://collector.example.org/poc", "callbackSecretRef": {"name": "collector"}}
-    return plan(look(a_round(status, **url, **spec), (a_pod("a"), report), callback_auth=auth))
+    spec |= {"callbackURL": "http://collector.example.org/poc", "callbackSecretRef": {"name": "collector"}}
+    return plan(look(a_round(status, **spec), (a_pod("a"), report), callback_auth=auth))
 
 
 def starts(step: RoundStep) -> list[StartPod]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the Secret of a receiver is read, and what is said when it cannot be."""
 
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,11 +8,9 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
-from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.basic_auth import BasicAuth
+from poc_operator.clients.kube.callback_secret import REFRESH_SECONDS, RETRY_SECONDS, CallbackSecretReader
 from poc_operator.clients.kube.objects import ObjectStore
-from poc_operator.controller.callback_secret import REFRESH_SECONDS, RETRY_SECONDS, CallbackSecretObserver
-from poc_operator.controller.logs import ObjectLogger, ObjectRef
 
 SECRET = 'Secret "collector" (spec.callbackSecretRef)'  # noqa: S105 - how messages name it
 
@@ -23,7 +20,7 @@ def secret(password: str = "c2VjcmV0", kind: str = "kubernetes.io/basic-auth") -
 
 
 class World:
-    """An API server with one Secret, a clock, and the observer."""
+    """An API server with one Secret, a clock, and the reader."""
 
     def __init__(self) -> None:
         self.status, self.body = 200, secret()
@@ -34,13 +31,15 @@ class World:
         self.asked += 1
         return web.json_response({"apiVersion": "v1", **self.body}, status=self.status)
 
-    def observe_with(self, store: ObjectStore) -> None:
-        log = ObjectLogger(logging.getLogger("test"), PoCRound.KIND, ObjectRef("ns", "r", "uid"))
-        self.observer = CallbackSecretObserver(store, "ns", log, lambda: self.now)
+    def read_with(self, store: ObjectStore) -> None:
+        self.warnings: list[str] = []
+        self.reader = CallbackSecretReader(
+            store.basic_auth, "ns", "collector", warn=self.warnings.append, clock=lambda: self.now
+        )
 
-    async def observe(self, after: float = 0.0) -> BasicAuth | str:
+    async def read(self, after: float = 0.0) -> BasicAuth | str:
         self.now += after
-        return await self.observer.observe("collector")
+        return await self.reader.read()
 
 
 @pytest.fixture
@@ -51,17 +50,17 @@ async def world() -> AsyncIterator[World]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     store = ObjectStore(client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")))
-    world.observe_with(store)
+    world.read_with(store)
     yield world
     await store.close()
     await runner.cleanup()
 
 
 async def test_it_is_read_about_once_a_minute(world: World) -> None:
-    assert await world.observe() == BasicAuth("pod", "secret")
+    assert await world.read() == BasicAuth("pod", "secret")
     world.body = secret("YW5vdGhlcg==")
-    assert await world.observe(REFRESH_SECONDS - 1) == BasicAuth("pod", "secret")
-    assert await world.observe(1) == BasicAuth("pod", "another")
+    assert await world.read(REFRESH_SECONDS - 1) == BasicAuth("pod", "secret")
+    assert await world.read(1) == BasicAuth("pod", "another")
     assert world.asked == 2
 
 
@@ -82,23 +81,23 @@ async def test_it_is_read_about_once_a_minute(world: World) -> None:
     ],
 )
 async def test_a_secret_that_cannot_be_had_is_named_with_the_remedy(
-    world: World, status: int, body: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+    world: World, status: int, body: dict[str, Any], message: str
 ) -> None:
-    assert await world.observe() == BasicAuth("pod", "secret")
+    assert await world.read() == BasicAuth("pod", "secret")
     world.status, world.body = status, body
-    assert await world.observe(REFRESH_SECONDS) == message
-    assert await world.observe(RETRY_SECONDS) == message
-    assert len(caplog.records) == 1, "it is logged once"
+    assert await world.read(REFRESH_SECONDS) == message
+    assert await world.read(RETRY_SECONDS) == message
+    assert world.warnings == [message]
     world.status, world.body = 200, secret()
-    assert await world.observe(RETRY_SECONDS) == BasicAuth("pod", "secret")
+    assert await world.read(RETRY_SECONDS) == BasicAuth("pod", "secret")
 
 
 async def test_while_the_api_server_fails_what_was_read_before_counts(world: World) -> None:
     world.status = 503
-    found = await world.observe()
+    found = await world.read()
     assert isinstance(found, str)
     assert found.startswith(f"{SECRET} cannot be read yet: HTTP 503")
     world.status = 200
-    assert await world.observe(RETRY_SECONDS) == BasicAuth("pod", "secret")
+    assert await world.read(RETRY_SECONDS) == BasicAuth("pod", "secret")
     world.status = 503
-    assert await world.observe(REFRESH_SECONDS) == BasicAuth("pod", "secret")
+    assert await world.read(REFRESH_SECONDS) == BasicAuth("pod", "secret")
