@@ -19,8 +19,7 @@ from poc_gateway import metrics
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import CallbackWork
 from poc_gateway.outbox.pace import CircuitBreaker, pause_seconds
-from poc_gateway.outbox.post import Answer, Outcome
-from poc_gateway.outbox.receiver_auth import SecretPoster
+from poc_gateway.outbox.post import Answer, Outcome, SecretPoster
 from poc_gateway.outbox.round_sender import record
 from poc_gateway.outbox.states import Event
 from poc_gateway.settings import Settings

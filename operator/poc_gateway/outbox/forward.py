@@ -15,8 +15,7 @@ from poc_gateway import metrics
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.callback_sender import POLL_SECONDS, CallbackSender
 from poc_gateway.outbox.pace import Pauses, Receivers
-from poc_gateway.outbox.post import Poster
-from poc_gateway.outbox.receiver_auth import SecretPoster
+from poc_gateway.outbox.post import Poster, SecretPoster
 from poc_gateway.outbox.round_sender import LINGER_SECONDS, Forwarder
 from poc_gateway.outbox.states import Event
 from poc_gateway.settings import Settings

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One post to a receiver, and what its answer means."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -18,7 +19,10 @@ from poc_gateway.outbox.guard import AddressGuard, AddressRefused
 from poc_gateway.settings import Settings
 from poc_gateway.store.schema import one_line
 from poc_operator.basic_auth import BasicAuth
+from poc_operator.clients.kube.callback_secret import CallbackSecretReader, ReadSecret
 from vllm_poc.wire.callbacks import NOT_ABOUT_CONTENT
+
+_log = logging.getLogger(__name__)
 
 #: Most bytes of an answer that are read, and most characters of it that are kept.
 ANSWER_BYTES = 4096
@@ -107,6 +111,58 @@ class Poster:
             return _failed("connection", Outcome.UNREACHABLE, str(error))
         except aiohttp.ClientError as error:
             return _failed("connection", Outcome.UNREACHABLE, str(error) or type(error).__name__)
+
+
+class SecretPoster:
+    """Posts to receivers of rounds, with the user and the password of the round's Secret if it names one.
+
+    The database has the Secret's name alone. A Secret that cannot be had, or that the receiver does not take, is no
+    refusal: the post waits for its next try. A Secret that is used is read again about once a minute.
+
+    Without ``read`` none can be read, as where there is no API server.
+    """
+
+    def __init__(self, poster: Poster, read: ReadSecret | None) -> None:
+        self._poster = poster
+        self._read = read
+        self._readers: dict[tuple[str, str], CallbackSecretReader] = {}
+
+    async def post(self, url: str, body: str, *, namespace: str | None, secret: str | None) -> Answer:
+        """Post JSON once, or twice if the Secret has changed meanwhile. Every way to fail is an answer."""
+        if namespace is None or secret is None:
+            return await self._poster.post(url, body)
+        if self._read is None:
+            reason = f'Secret "{secret}" cannot be read: this gateway has no API server'
+            return _failed("secret", Outcome.FAILED, reason)
+        return await self._post(url, body, self._reader(self._read, namespace, secret), secret)
+
+    async def _post(self, url: str, body: str, reader: CallbackSecretReader, secret: str) -> Answer:
+        auth = await reader.read()
+        if isinstance(auth, str):
+            return _failed("secret", Outcome.FAILED, auth)
+        answer = await self._poster.post(url, body, auth)
+        if not answer.is_unauthorized:
+            return answer
+        changed = await reader.read(anew=True)
+        if isinstance(changed, str):
+            return _failed("secret", Outcome.FAILED, changed)
+        if changed != auth:
+            answer = await self._poster.post(url, body, changed)
+        return _named(answer, secret)
+
+    def _reader(self, read: ReadSecret, namespace: str, secret: str) -> CallbackSecretReader:
+        key = namespace, secret
+        if key not in self._readers:
+            self._readers[key] = CallbackSecretReader(read, namespace, secret, warn=_log.warning)
+        return self._readers[key]
+
+
+def _named(answer: Answer, secret: str) -> Answer:
+    """Return the answer with a reason that says what to change."""
+    if not answer.is_unauthorized:
+        return answer
+    reason = f'HTTP 401: the receiver does not take the user and the password of Secret "{secret}": correct the Secret'
+    return replace(answer, reason=reason)
 
 
 async def _text(response: aiohttp.ClientResponse, auth: BasicAuth | None) -> str:

@@ -18,8 +18,7 @@ from poc_gateway import metrics
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import Part, SlotWork
 from poc_gateway.outbox.pace import Backoff, CircuitBreaker, Pauses, Receivers
-from poc_gateway.outbox.post import Answer, Outcome
-from poc_gateway.outbox.receiver_auth import SecretPoster
+from poc_gateway.outbox.post import Answer, Outcome, SecretPoster
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError

@@ -69,7 +69,9 @@ async def with_secret(database: Database, receiver: Receiver, nonces: int = 8) -
 async def refused(database: Database) -> int:
     letters = select(func.count()).select_from(late_items)
     dead = select(func.count()).select_from(callbacks).where(callbacks.c.state == "refused")
-    return await database.read(lambda connection: int(connection.scalar(letters)) + int(connection.scalar(dead)))
+    return await database.read(
+        lambda connection: sum(connection.execute(query).scalar_one() for query in (letters, dead))
+    )
 
 
 def test_a_rounds_terms_name_its_secret() -> None:
