@@ -165,7 +165,8 @@ def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:
     pod = deployment(kube, OPERATOR_CHART, ALL_VALUES[OPERATOR_CHART])["spec"]["template"]["spec"]
     namespaces = [f"--namespace={NAMESPACE}", "--namespace=default"]
     address = f"--gateway-url=http://{RELEASE}-vllm-poc-operator-gateway.{SYSTEM_NAMESPACE}.svc:8080"
-    assert pod["containers"][0]["args"] == ["--log-format=plain", "--identity=$(POD_NAME)", *namespaces, address]
+    rate = "--max-nonces-per-second=12345"
+    assert pod["containers"][0]["args"] == ["--log-format=plain", "--identity=$(POD_NAME)", *namespaces, address, rate]
 
 
 def test_metrics_are_scraped_if_asked_for(kube: Kube) -> None:
