@@ -45,34 +45,44 @@ class CallbackSender:
         self._circuit = circuit
         self._database = database
         self._first, self._limit = settings.retry_first_seconds, settings.retry_limit_seconds
-        self._woken = asyncio.Event()
+        self._news = (asyncio.Event(), asyncio.Event())  # of each lane
 
     def wake(self) -> None:
         """Look for new callbacks now."""
-        self._woken.set()
+        for news in self._news:
+            news.set()
 
     async def run(self) -> None:
         """Send everything there is; DatabaseError if it cannot be read."""
         longest_ms = int(_LONGEST * self._limit * 1000)
+        to_send = (
+            partial(ledger.new_callback, url=self._url),
+            partial(ledger.callback_to_retry, url=self._url, longest_ms=longest_ms),
+        )
         try:
-            async with asyncio.TaskGroup() as lanes:
-                lanes.create_task(self._lane(partial(ledger.new_callback, url=self._url)))
-                lanes.create_task(self._lane(partial(ledger.callback_to_retry, url=self._url, longest_ms=longest_ms)))
+            async with asyncio.TaskGroup() as group:
+                lanes = [group.create_task(self._lane(*lane)) for lane in zip(to_send, self._news, strict=True)]
+                # Both lanes write: to know whether all is sent is to ask.
+                while await self._database.read(partial(ledger.has_callbacks, url=self._url)):  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_SECONDS)
+                # Both at once: what is written from now on is for another sender.
+                for lane in lanes:
+                    lane.cancel()
         except ExceptionGroup as errors:
             failed, others = errors.split(DatabaseError)
             if failed is None or others is not None:
                 raise
             raise failed.exceptions[0] from None
 
-    async def _lane(self, due: Callable[[Connection], int | None]) -> None:
-        while await self._database.read(partial(ledger.has_callbacks, url=self._url)):
+    async def _lane(self, due: Callable[[Connection], int | None], news: asyncio.Event) -> None:
+        while True:
+            news.clear()
             # One at a time: what is written meanwhile may come before all that wait.
             if (id_ := await self._database.read(due)) is not None:
                 await self._send(id_)
             else:
-                self._woken.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), POLL_SECONDS)
+                    await asyncio.wait_for(news.wait(), POLL_SECONDS)
 
     async def _send(self, id_: int) -> None:
         while (work := await self._database.read(partial(ledger.callback_work, id_=id_))) is not None:

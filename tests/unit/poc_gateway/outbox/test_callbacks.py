@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts and results of jobs."""
 
+import asyncio
+
 import pytest
 from sqlalchemy import select
 
@@ -13,6 +15,12 @@ from tests.support.builders.forwarding import Receiver, add_callback, running, s
 async def states(database: Database) -> list[tuple[str, str | None]]:
     query = select(callbacks.c.state, callbacks.c.reason).order_by(callbacks.c.id)
     return [(state, reason) for state, reason in await database.read(lambda c: c.execute(query).all())]
+
+
+def execute(database: Database, statement: str) -> None:
+    """Execute a statement apart from the outbox's writes, which would fail together with it."""
+    with database.engine.begin() as connection:
+        connection.exec_driver_sql(statement)
 
 
 async def test_they_are_posted_as_they_are_in_their_order_and_once(database: Database, receiver: Receiver) -> None:
@@ -56,6 +64,19 @@ async def test_the_order_outlasts_a_host_that_is_away(database: Database) -> Non
     assert [post.body["n"] for post in up.accepted] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.3, 0.9])
+async def test_each_of_some_that_come_one_after_the_other_is_sent(
+    database: Database, receiver: Receiver, pause: float
+) -> None:
+    async with running(Outbox(database, settings())) as outbox:
+        for number in range(3):
+            await add_callback(database, receiver.url, {"n": number})
+            outbox.wake()
+            await until(lambda: len(receiver.accepted) > number)  # noqa: B023 - called at once
+            await asyncio.sleep(pause)
+    assert [post.body["n"] for post in receiver.posts] == [0, 1, 2]
+
+
 async def test_one_that_waits_for_nobody_is_left_alone(database: Database, receiver: Receiver) -> None:
     await add_callback(database, receiver.url, {})
     await database.write(lambda c: c.exec_driver_sql("UPDATE callbacks SET state = 'kept'"))
@@ -72,9 +93,9 @@ async def test_a_database_that_fails_is_one_line_of_the_log(
     await add_callback(database, receiver.url, {})
     async with running(Outbox(database, settings())):
         await until(lambda: bool(receiver.posts))
-        await database.write(lambda c: c.exec_driver_sql("ALTER TABLE callbacks RENAME TO away") and None)
+        await asyncio.to_thread(execute, database, "ALTER TABLE callbacks RENAME TO away")
         await until(lambda: "what is to be forwarded cannot be read yet" in caplog.text)
-        await database.write(lambda c: c.exec_driver_sql("ALTER TABLE away RENAME TO callbacks") and None)
+        await asyncio.to_thread(execute, database, "ALTER TABLE away RENAME TO callbacks")
         receiver.answer = lambda _: 200
         await until(lambda: bool(receiver.accepted))
     assert not [record for record in caplog.records if record.exc_info]
