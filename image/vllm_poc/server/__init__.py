@@ -8,6 +8,7 @@
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
     scheduler     slices, chat first         autotune     how many nonces a forward pass holds
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
+    nvml          the GPUs, as their driver tells of them
     status, metrics, settings, errors
 
 Neither torch nor vLLM is imported here: formulas are in `vllm_poc.maths`, forward passes in `vllm_poc.worker`.

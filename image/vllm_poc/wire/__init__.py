@@ -4,6 +4,7 @@
 - ``messages``: requests about a round. ``answers``: its status, the answers to commands, and errors.
 - ``generate``: the same for named nonces: ``POST generate`` and ``POST validate``.
 - ``callbacks``: what pods post to receivers.
+- ``gpus``: what a pod tells of its GPUs.
 - ``artifacts``: vectors as text. ``partition``: which nonces a slot has. ``stat_test``: when a mismatch is fraud.
 
 Imports neither torch nor vLLM, so the operator installs it without a GPU stack and the two sides cannot drift
