@@ -4,6 +4,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -19,6 +20,7 @@ from poc_gateway.ingest.deliveries import GRANT, NOT_GRANTED, Delivery, Fault, r
 from poc_gateway.ingest.storing import Intake, StoreResult
 from poc_gateway.ingest.validated import UNKNOWN_AUTHOR, add_verdict, read_verdict
 from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.rounds import Fits, KnownRound, RoundDeleted, Rounds, RoundTerms
 from poc_operator.credentials import Grant
 from vllm_poc.logs import bound
@@ -104,7 +106,9 @@ async def _read_of_author(authors: Authors, known: KnownRound, body: bytes, gran
         delivery = _read(known, body, grant)
     except Refusal as error:
         if grant is not None and error.body.reason in NOT_GRANTED:
-            await authors.refused(known, grant, error.detail)
+            # A count that cannot be kept is no reason to answer that the delivery may be sent again.
+            with suppress(DatabaseError):
+                await authors.refused(known, grant, error.detail)
         raise
     if grant is not None and delivery.checked:
         delivery.author = await authors.find(known, grant)

@@ -111,6 +111,8 @@ def split(path: str) -> tuple[str | None, str]:
 
 
 def _without_version(path: str) -> str:
+    if not path.startswith("/"):  # "OPTIONS *"
+        return path
     _, first, *tail = path.split("/", 2)
     if tail and _VERSION.fullmatch(first) and tail[0].split("/", 1)[0] in _AFTER_VERSION:
         return f"/{tail[0]}"

@@ -153,7 +153,7 @@ class Jobs:
     async def _write(self, end: JobEnd) -> None:
         while True:
             try:
-                return await self._database.write(lambda connection: finish_job(connection, end))
+                return await self._database.write(lambda connection: finish_job(connection, end), grows=True)
             except DatabaseError as error:
                 _log.warning("a result waits: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -156,6 +156,8 @@ class CircuitBreaker:
         return await self._learn(answer, counts=not self.is_open)
 
     async def _learn(self, answer: Answer, *, counts: bool) -> Answer:
+        if not answer.was_sent:
+            return answer
         if not answer.pauses_address:
             await self.backoff.succeeded()
         elif counts:

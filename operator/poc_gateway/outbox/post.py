@@ -37,6 +37,10 @@ _RECEIVER_IN_TROUBLE = {
 _CLIENT_ERRORS = range(400, 500)
 
 
+#: Failures before anything is sent.
+_NOT_SENT = {"address", "secret"}
+
+
 class Outcome(Enum):
     """What became of a post."""
 
@@ -61,6 +65,8 @@ class Answer:
     retry_after: float = 0.0
     #: Whether the receiver asks for another user or password.
     is_unauthorized: bool = False
+    #: Whether the receiver was asked at all: it is not without a Secret, or where its address is not allowed.
+    was_sent: bool = True
 
     @property
     def pauses_address(self) -> bool:
@@ -201,7 +207,7 @@ def _outcome(status: int) -> Outcome:
 
 def _failed(kind: FailureKind, outcome: Outcome, reason: str, retry_after: float = 0.0) -> Answer:
     metrics.FAILURES.labels(kind).inc()
-    return Answer(outcome, reason, retry_after)
+    return Answer(outcome, reason, retry_after, was_sent=kind not in _NOT_SENT)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

@@ -8,6 +8,7 @@ full disk is no reason to take the gateway out of service: it forwards, tells an
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -95,14 +96,17 @@ class MlNodeHealth:
     def __init__(self, database: Database) -> None:
         self._storage = Health(database)
         self._told: dict[str, tuple[float, dict[str, Any]]] = {}
+        # Of each ML node: those who ask meanwhile wait for the one answer.
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def tell(self, node: NodeApi) -> dict[str, Any]:
         """Return what ``GET health`` answers. ``problem`` is null if all is well."""
         name = node.ml_node.name
-        asked, told = self._told.get(name, (float("-inf"), {}))
-        if time.monotonic() - asked > ML_NODE_CACHE_SECONDS:
-            told = await self._ask(node)
-            self._told[name] = (time.monotonic(), told)
+        async with self._locks[name]:
+            asked, told = self._told.get(name, (float("-inf"), {}))
+            if time.monotonic() - asked > ML_NODE_CACHE_SECONDS:
+                told = await self._ask(node)
+                self._told[name] = (time.monotonic(), told)
         return told
 
     async def _ask(self, node: NodeApi) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from poc_gateway.server.middleware import (
     inside_access,
     network_access,
 )
-from poc_gateway.server.standby import Gate, first_of, taken, while_owner
+from poc_gateway.server.standby import Gate, first_of, opened, taken, while_owner
 from poc_gateway.server.tls import Certificate
 from poc_gateway.settings import Settings
 from poc_gateway.store.clock import Clock
@@ -99,7 +99,8 @@ def network_app(components: Components) -> FastAPI:
 
 
 def _app(title: str, *routers: APIRouter) -> FastAPI:
-    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None)
+    # A redirect to the path without its slash would lose the ML node's base URL.
+    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
     for router in routers:
         app.include_router(router)
     install_handlers(app)
@@ -165,8 +166,7 @@ async def _live(
         stack.callback(fence.close)
         await taken(fence, gates.tell)
         gates.tell("the database is being opened, and its schema brought up to date")
-        opened = partial(Database.open, url, reserve_bytes=settings.reserve_bytes, fenced=True)
-        database = await asyncio.to_thread(opened)
+        database = await opened(partial(Database.open, url, reserve_bytes=settings.reserve_bytes, fenced=True))
         stack.push_async_callback(asyncio.to_thread, database.close)
         clock = Clock(database)
         rounds, outbox = Rounds(database, read_round), Outbox(database, settings, clock, read_secret)

@@ -78,7 +78,7 @@ async def while_owner(fence: Fence, database: Database, *works: Callable[[], Cor
     """Do the works for as long as the fence is ours, and again when it is taken back; FenceLost if another had it."""
     while True:
         tasks = [asyncio.create_task(work()) for work in works]
-        lost = asyncio.create_task(_lost(fence))
+        lost = asyncio.create_task(_lost(fence, database))
         try:
             await asyncio.wait([*tasks, lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -91,10 +91,21 @@ async def while_owner(fence: Fence, database: Database, *works: Callable[[], Cor
         await _taken_over(database)
 
 
-async def _lost(fence: Fence) -> None:
-    # Nobody tells: to know it is to ask.
-    while await asyncio.to_thread(fence.holds):  # noqa: ASYNC110
+async def _lost(fence: Fence, database: Database) -> None:
+    # Nobody tells: to know it is to ask. After a restore the lock is ours, and the database another's.
+    while not database.fence_is_lost and await asyncio.to_thread(fence.holds):  # noqa: ASYNC110
         await asyncio.sleep(LOOK_SECONDS)
+
+
+async def opened(open_database: Callable[[], Database]) -> Database:
+    """Open a database in a thread. If this is cancelled, wait for the thread, which writes until then, and close it."""
+    opening = asyncio.ensure_future(asyncio.to_thread(open_database))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with suppress(Exception):
+            await asyncio.to_thread((await opening).close)
+        raise
 
 
 async def _taken_over(database: Database) -> None:

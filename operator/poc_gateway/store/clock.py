@@ -23,7 +23,7 @@ TOLERANCE_SECONDS = 60.0
 MOST_AWAY_SECONDS = 86_400.0
 #: The clock is written down this often.
 WRITE_SECONDS = 60.0
-#: A database that is new has nothing that could be deleted by mistake.
+#: A database that is new has nothing that could be deleted by mistake. One that was migrated is not new.
 _FOR_EVER = 100 * 365 * 86_400.0
 
 

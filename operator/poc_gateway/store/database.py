@@ -113,6 +113,8 @@ class Database:
         self.room = room or Room(None)
         self._availability = _Availability()
         self._epoch: int | None = None
+        #: Whether a write found that another process has owned the database since. This one can only end.
+        self.fence_is_lost = False
         self._waiting: queue.SimpleQueue[_Write[Any] | None] = queue.SimpleQueue()
         self._closed = False
         self._writer = threading.Thread(target=self._run, name="database-writer", daemon=True)
@@ -250,6 +252,7 @@ class Database:
     def _attempt(self, writes: list[_Write[Any]]) -> list[Callable[[], None]]:
         with self.engine.begin() as connection:
             if self._epoch is not None and epoch(connection) != self._epoch:
+                self.fence_is_lost = True
                 raise FenceLost("another gateway owns the database now: this one stands by")
             return [write.attempt(connection) for write in writes]
 

@@ -104,7 +104,13 @@ class Room:
 
     def nothing_left(self) -> bool:
         """Return whether the disk is full and nobody has noticed: not every failure of SQLite says why."""
-        return self._reserve is not None and not self.full and self._reserve.free() < _LITTLE_BYTES
+        if self._reserve is None or self.full:
+            return False
+        try:
+            return self._reserve.free() < _LITTLE_BYTES
+        except OSError as error:  # the volume is gone, say: that is another failure, which SQLite tells of
+            _log.warning("the room on the disk cannot be known: %s", error)
+            return False
 
     def admits(self) -> bool:
         """Return whether something new may be stored, or may be tried."""

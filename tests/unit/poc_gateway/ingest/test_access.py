@@ -8,7 +8,9 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from poc_gateway.ingest.authors import Authors
 from poc_gateway.store import schema
+from poc_gateway.store.engine import DatabaseFull
 from tests.support.builders.deliveries import JSON, a_round, artifacts, distances, encoded, path
 from tests.support.builders.secrets import OPERATOR, PEOPLE, SECRETS, a_grant, basic, pod_headers
 from tests.unit.poc_gateway.ingest.conftest import Gateway, Start, receipt
@@ -95,6 +97,19 @@ async def test_a_result_of_another_slot_is_refused_and_named(start: Start) -> No
         assert (status, told["reason"]) == (403, "OtherSlot")
         assert told["detail"].startswith("nonce 5 is of slot 2, and the message is of pod a (a-uid), which has slot 1")
         assert await gateway.rows(schema.artifacts) == []
+
+
+async def test_a_refusal_that_cannot_be_counted_is_one_all_the_same(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: object) -> None:
+        raise DatabaseFull("no room")
+
+    monkeypatch.setattr(Authors, "refused", full)
+    async with start(a_round(groups=3), **SECRETS) as gateway:
+        assert (await deliver(gateway, artifacts([1]), pod_headers(a_grant(slot=1))))[0] == 200
+        status, told = await deliver(gateway, artifacts([5]), pod_headers(a_grant(slot=1)))
+        assert (status, told["reason"]) == (403, "OtherSlot")
 
 
 @pytest.mark.parametrize("protocol", ["artifact", "distance"])

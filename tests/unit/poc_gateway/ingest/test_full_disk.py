@@ -154,6 +154,25 @@ async def test_any_failure_on_a_full_disk_gives_the_reserve_to_the_rest(disk: Pa
         await database.write(lambda _: None, grows=True)
 
 
+async def test_a_volume_that_cannot_be_asked_for_its_room_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    def refuse(_: Connection) -> None:
+        raise ValueError("no")
+
+    database = Database.open(f"sqlite:///{tmp_path}/gateway.db", reserve_bytes=1 << 20)
+    monkeypatch.setattr("poc_gateway.store.reserve.os.statvfs", fail)
+    try:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no"):
+                await database.write(refuse)
+    finally:
+        database.close()
+
+
 def test_without_a_reserve_a_write_is_tried_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("poc_gateway.store.reserve.time.monotonic", lambda: now[0])

@@ -49,6 +49,7 @@ async def over(world: World, path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "name", "rest"),
     [
+        ("*", None, "*"),
         ("/api/v1/state", None, "/api/v1/state"),
         ("/v1/models", None, "/v1/models"),
         ("/v3.0.8/api/v1/state", None, "/api/v1/state"),
@@ -169,3 +170,7 @@ async def test_without_an_ml_node_the_routes_say_so(tmp_path: Path) -> None:
         assert "gateway.mlNodes" in error.detail
         assert "POC_GATEWAY_ML_NODES" in error.detail
         assert (await world.http.get("/readyz")).status_code == 200
+
+
+async def test_a_slash_too_many_is_no_redirect_to_another_ml_node(pair: World) -> None:
+    error_of(await ask(pair, "GET", "/nodes/b/api/v1/state/", of="b"), 404, "NotFound")

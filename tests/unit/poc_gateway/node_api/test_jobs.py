@@ -39,6 +39,19 @@ async def test_distances_are_counted(world: World) -> None:
     assert 0 < len(valid) < 50
 
 
+async def test_on_a_full_disk_a_result_waits_for_room(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_RETRY_SECONDS", 0.05)
+    for pod in world.pods.values():
+        pod.engine.seconds_per_batch = 0.5
+    queued = (await world.post(PATH, ARTIFACTS | {"nonces": [1, 2]})).json()
+    monkeypatch.setattr(world.database.room, "full", True)
+    monkeypatch.setattr(world.database.room, "admits", lambda: False)
+    await asyncio.sleep(2.0)
+    assert (await world.get(f"{PATH}/{queued['request_id']}")).json()["status"] == "running"
+    monkeypatch.setattr(world.database.room, "admits", lambda: True)
+    assert (await finished(world, queued["request_id"]))["status"] == "completed"
+
+
 async def test_results_are_called_back_in_parts(tmp_path: Path) -> None:
     async with running_world(tmp_path, pods=1, POC_GATEWAY_PAYLOAD_ARTIFACTS="60") as world:
         queued = (await world.post(PATH, ARTIFACTS | {"nonces": list(range(100)), "url": URL})).json()

@@ -13,6 +13,8 @@ import pytest
 from poc_gateway import __version__
 from poc_gateway.node_api import generate_routes, node_metrics
 from poc_gateway.node_api.node_metrics import Exposition, NodeMetrics, Series, of_gpus, of_vllm
+from poc_gateway.node_api.service import NodeApi
+from poc_gateway.server.health import MlNodeHealth
 from poc_operator.clients.errors import StoreUnavailable
 from tests.docs.pages import ROOT
 from tests.support.servers.http_server import serve
@@ -104,6 +106,21 @@ async def test_pods_of_which_none_answers_make_the_node_ill(podless: World) -> N
         answer = await podless.http.get(path)
         assert "1 pods are ready, and none of them answers" in error_of(answer, 503, "NotReady").detail
     assert (await podless.http.get("/readyz")).json()["ready"] is False
+
+
+async def test_those_who_ask_for_the_health_together_get_one_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = list[NodeApi](), MlNodeHealth._ask
+
+    async def counted(self: MlNodeHealth, node: NodeApi) -> dict[str, Any]:
+        asked.append(node)
+        return await ask(self, node)
+
+    monkeypatch.setattr(MlNodeHealth, "_ask", counted)
+    answers = await asyncio.gather(*(world.http.get("/health") for _ in range(5)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(asked) == 1
 
 
 async def test_without_the_api_server_versions_are_still_answered(world: World) -> None:

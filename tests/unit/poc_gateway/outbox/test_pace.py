@@ -63,6 +63,18 @@ async def test_posts_that_fail_together_are_one_failure() -> None:
     assert 0 < circuit.backoff.seconds_left <= 1.5
 
 
+async def test_what_was_not_sent_says_nothing_of_the_address() -> None:
+    async def answer(outcome: Outcome, *, was_sent: bool) -> Answer:
+        return Answer(outcome, "why", was_sent=was_sent)
+
+    circuit = CircuitBreaker(settings(retry_first_seconds=0.01, retry_limit_seconds=0.01))
+    await circuit.call(lambda: answer(Outcome.UNREACHABLE, was_sent=True))
+    await circuit.call(lambda: answer(Outcome.FAILED, was_sent=False))
+    assert circuit.is_open
+    await circuit.call(lambda: answer(Outcome.FAILED, was_sent=True))
+    assert not circuit.is_open
+
+
 @pytest.mark.parametrize("status", [429, 503])
 async def test_retry_after_is_obeyed(database: Database, receiver: Receiver, status: int) -> None:
     moments: list[float] = []

@@ -2,8 +2,10 @@
 """Two gateways on one database, each a process of its own: one owns it, the other stands by."""
 
 import asyncio
+import contextlib
 import json
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,8 +14,10 @@ import httpx
 import pytest
 from sqlalchemy import text
 
+from poc_gateway.server.standby import opened, while_owner
 from poc_gateway.store.database import Database, FenceLost
-from poc_gateway.store.fence import fence_of
+from poc_gateway.store.engine import DatabaseUnavailable
+from poc_gateway.store.fence import fence_of, next_epoch
 from tests.simulation.gateway_process import GatewayProcess, gateway, wait_until_ready
 from tests.support.builders.deliveries import JSON, artifacts, path, round_body
 from tests.support.builders.forwarding import Receiver, until
@@ -135,3 +139,48 @@ def test_the_lock_is_one_processes_at_a_time(database_url: str) -> None:
     assert not first.holds()
     assert second.take()
     second.close()
+
+
+async def test_who_has_the_lock_but_not_the_database_any_more_ends(database_url: str) -> None:
+    fence = fence_of(database_url)
+    assert fence.take()
+    database = Database.open(database_url, fenced=True)
+
+    async def write_always() -> None:
+        while True:
+            with contextlib.suppress(FenceLost):
+                await database.write(lambda _: None)
+            await asyncio.sleep(0.05)
+
+    try:
+        owning = asyncio.create_task(while_owner(fence, database, write_always))
+        await asyncio.sleep(0.2)
+        with database.engine.begin() as connection:
+            next_epoch(connection)  # as in a database that was restored
+        with pytest.raises(FenceLost):
+            await asyncio.wait_for(owning, 20)
+    finally:
+        database.close()
+        fence.close()
+
+
+async def test_a_database_that_is_being_opened_is_waited_for_at_the_end(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    databases = list[Database]()
+
+    def open_slowly() -> Database:
+        begun.set()
+        go_on.wait(20)
+        databases.append(Database.open(f"sqlite:///{tmp_path}/gateway.db"))
+        return databases[0]
+
+    opening = asyncio.create_task(opened(open_slowly))
+    await asyncio.to_thread(begun.wait, 20)
+    opening.cancel()
+    await asyncio.sleep(0.1)
+    assert not opening.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    with pytest.raises(DatabaseUnavailable):
+        await databases[0].write(lambda _: None)

@@ -73,6 +73,8 @@ def test_what_an_older_gateway_stored_is_kept(database_url: str) -> None:
     Database.open(database_url).close()
     with engine.begin() as connection:
         assert connection.execute(select(late_items)).all() == [(slot_id, 7, "refused", "HTTP 400", 5)]
+        # Its clock is not trusted yet.
+        assert connection.scalar(text("SELECT steady FROM clock")) == 0
         # It was last heard of when the round was written down.
         assert connection.scalars(select(slots.c.heard_at)).all() == [3]
         config.attributes["connection"] = connection
