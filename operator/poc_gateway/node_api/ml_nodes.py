@@ -53,8 +53,12 @@ class SecretSource(_Entry):
             raise ValueError("set either file or env")
         return self
 
-    def read(self) -> tuple[SecretStr, ...]:
+    def read_several(self) -> tuple[SecretStr, ...]:
         """Return the values, separated by commas and good at the same time. ValueError if there is none."""
+        return tuple(SecretStr(value) for value in secrets_of(self.read().get_secret_value()))
+
+    def read(self) -> SecretStr:
+        """Return the secret without white space around it. ValueError if there is none."""
         where = f"the file {self.file}" if self.file is not None else f"the environment variable {self.env}"
         try:
             text = self.file.read_text() if self.file is not None else os.environ.get(self.env or "", "")
@@ -62,7 +66,7 @@ class SecretSource(_Entry):
             raise ValueError(f"{where} cannot be read: {error}") from None
         if not text.strip():
             raise ValueError(f"{where} holds no token: write one into it")
-        return tuple(SecretStr(value) for value in secrets_of(text))
+        return SecretStr(text.strip())
 
 
 class RoundTemplate(_Entry):

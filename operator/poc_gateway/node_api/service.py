@@ -51,7 +51,7 @@ class NodeApi:
     ) -> None:
         template = ml_node.template
         self.ml_node = ml_node
-        self.tokens = ml_node.token.read() if ml_node.token is not None else settings.network_token
+        self.tokens = ml_node.token.read_several() if ml_node.token is not None else settings.network_token
         self.pods = ReadyPods(cluster, client, selector=template.selector, port=template.port)
         self.rounds = NetworkRounds(cluster, ml_node)
         self.jobs = Jobs(database, self.pods, settings, ml_node.name)
@@ -59,7 +59,7 @@ class NodeApi:
         self.chat = ChatProxy(
             self.pods,
             guarded=bool(self.tokens),
-            token=ml_node.chat_token.read()[0] if ml_node.chat_token is not None else None,
+            token=ml_node.chat_token.read() if ml_node.chat_token is not None else None,
         )
         self._settings = settings
 

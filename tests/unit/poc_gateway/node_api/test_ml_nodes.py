@@ -27,14 +27,14 @@ def load(folder: Path, entries: object) -> Any:  # noqa: ANN401
 
 def test_ml_nodes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(" first, newer\n")
-    monkeypatch.setenv("SECOND", "second")
+    monkeypatch.setenv("SECOND", " one, with a comma\n")
     token, chat = {"file": str(tmp_path / "token")}, {"env": "SECOND"}
     spec = SPEC | {"port": 9000, "nodes": {"groups": 4}, "model": {"name": "tiny"}}
     full = {"name": "a-1", "number": 0, "host": "A.Example.org.", "token": token, "chatToken": chat}
     first, second = load(tmp_path, [full | {"template": {"namespace": "ns", "spec": spec}}, other()])
     assert (first.name, first.number, first.host) == ("a-1", 0, "a.example.org")
-    secrets = [[one.get_secret_value() for one in source.read()] for source in (first.token, first.chat_token)]
-    assert secrets == [["first", "newer"], ["second"]]
+    assert [one.get_secret_value() for one in first.token.read_several()] == ["first", "newer"]
+    assert first.chat_token.read().get_secret_value() == "one, with a comma"
     assert first.labels == {"poc.gonka.ai/origin": "network", "poc.gonka.ai/ml-node": "a-1"}
     template = first.template
     assert (template.namespace, str(template.selector), template.port, template.model) == ("ns", "a=b", 9000, "tiny")
