@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values into a paged KV cache of 8-bit numbers: at the memory's rate, with the bits of vLLM's C++ kernel."""
+"""Keys and values into a paged KV cache of 8-bit numbers: at the memory's rate, with the bits of vLLM's C++ kernel.
+
+Which cache that is, chat's or PoC's own, is decided in `vllm_poc.worker.model.scratch`.
+"""
 
 from __future__ import annotations
 

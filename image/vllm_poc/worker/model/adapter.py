@@ -3,6 +3,8 @@
 
 Each of vLLM's internals is looked up by feature, not by version number. One that is not found becomes an
 `UnsupportedModelError`, so that a new vLLM release ends in a sentence and not in wrong numbers.
+
+What else reads vLLM's internals is in this package and in `vllm_poc.worker.passes`; docs/develop/porting.md lists all.
 """
 
 from __future__ import annotations

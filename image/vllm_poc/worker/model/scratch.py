@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scratch KV cache: PoC's forward pass writes keys and values here, never into the chat's blocks."""
+"""The scratch KV cache: PoC's forward pass writes keys and values here, never into the chat's blocks.
+
+A pass whose attention reads them straight from the layer has none (``Pass.needs_cache``).
+"""
 
 from __future__ import annotations
 
