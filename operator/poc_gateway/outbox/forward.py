@@ -142,7 +142,8 @@ class Outbox:
                     database=self._database,
                     settings=self._settings,
                 )
-                tasks.create_task(_logged(self._senders[url].run, partial(self._senders.pop, url)))
+                sending = tasks.create_task(_logged(self._senders[url].run))
+                sending.add_done_callback(partial(self._sent, url))
         for round_id in await self._database.read(ledger.rounds_with_work):
             if round_id not in self._forwarders:
                 await self._start_forwarder(tasks, poster, round_id)
@@ -161,13 +162,18 @@ class Outbox:
             database=self._database,
             settings=self._settings,
         )
-        self._tasks[round_id] = tasks.create_task(_logged(forwarder.run, partial(self._stopped, round_id)))
+        self._tasks[round_id] = tasks.create_task(_logged(forwarder.run))
+        self._tasks[round_id].add_done_callback(partial(self._stopped, round_id))
 
-    def _stopped(self, round_id: int) -> None:
+    # Callbacks of the tasks, since one that is cancelled before its first step runs nothing of its own.
+    def _sent(self, url: str, _: asyncio.Task[None]) -> None:
+        del self._senders[url]
+
+    def _stopped(self, round_id: int, _: asyncio.Task[None]) -> None:
         del self._forwarders[round_id], self._tasks[round_id]
 
 
-async def _logged(run: Callable[[], Awaitable[None]], ended: Callable[[], object]) -> None:
+async def _logged(run: Callable[[], Awaitable[None]]) -> None:
     # One round's fault must not end the others': it is found again at the next poll.
     try:
         await run()
@@ -175,5 +181,3 @@ async def _logged(run: Callable[[], Awaitable[None]], ended: Callable[[], object
         _log.warning("what is to be forwarded cannot be read yet: %s", error)
     except Exception:
         _log.exception("forwarding failed, and is tried again")
-    finally:
-        ended()

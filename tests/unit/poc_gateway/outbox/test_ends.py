@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every item ends by name: delivered, refused, expired or abandoned, and each is listed."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -14,6 +15,7 @@ from sqlalchemy import Connection, select, update
 
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.post import Poster, SecretPoster
 from poc_gateway.outbox.routes import router
 from poc_gateway.outbox.states import ENDS, Event, State, after
 from poc_gateway.store.clock import Clock
@@ -108,6 +110,18 @@ async def test_a_round_whose_receiver_fails_for_ever_is_given_up(
     assert await listed(client, State.DELIVERED) == [(0, 20, 4)]
     page = (await client.get(f"{ROUND}/ledger", params={"state": "abandoned"})).json()
     assert {one["reason"] for one in page["entries"]} == {"the host said so"}
+
+
+async def test_a_round_that_is_ended_before_its_first_post_is_let_go(
+    database: Database, outbox: Outbox, receiver: Receiver
+) -> None:
+    round_ = await add_round(database, receiver.url)
+    await store(database, round_, range(10))
+    async with Poster(settings()) as poster, asyncio.TaskGroup() as tasks:
+        await outbox._start_forwarder(tasks, SecretPoster(poster, None), round_)
+        outbox._tasks[round_].cancel()
+    await asyncio.sleep(0)
+    assert outbox.forwarder(round_) is None
 
 
 async def test_what_waits_and_what_was_refused_is_listed(
