@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 CLUSTER ?= local
 PYTHON ?= python3
+# Each process takes the next file: tests of one file share their database and servers.
+PROCESSES ?= --numprocesses auto --dist loadfile
 
 export PYTHONDONTWRITEBYTECODE := 1
 
@@ -45,7 +47,7 @@ check: .venv/.lock verify ## Format, lint, types, layers, generated files, links
 
 .PHONY: test-unit
 test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster; both sides of the REST contract
-	.venv/bin/pytest tests/unit tests/wire --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
+	.venv/bin/pytest $(PROCESSES) tests/unit tests/wire --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
 
 .PHONY: postgresql
 postgresql:

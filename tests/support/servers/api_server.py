@@ -3,7 +3,6 @@
 
 import http.client
 import json
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ from urllib.parse import urlencode
 
 from hack.toolchain.tools import tool_path
 from poc_operator.apis.v1alpha1.meta import API_VERSION
+from tests.support.servers.http_server import free_port
 
 _TOKEN = "administrator"  # noqa: S105 - of a server that lives for one test run, on the loopback interface
 _START_SECONDS = 120.0
@@ -112,7 +112,7 @@ def api_server() -> Iterator[ApiServer]:
     with tempfile.TemporaryDirectory(prefix="poc-api-server-") as folder:
         home = Path(folder)
         (home / "tokens.csv").write_text(f"{_TOKEN},{_TOKEN},{_TOKEN},system:masters\n")
-        etcd, peer, port = (_free_port() for _ in range(3))
+        etcd, peer, port = (free_port() for _ in range(3))
         with _running(home, "etcd", _etcd(home, etcd, peer)):
             subprocess.run(["openssl", "genrsa", "-out", home / "account.key"], check=True, capture_output=True)
             with _running(home, "kube-apiserver", _kube_apiserver(home, port, etcd)) as process:
@@ -184,10 +184,3 @@ def _until(holds: Any, what: str) -> None:  # noqa: ANN401 - any callable
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

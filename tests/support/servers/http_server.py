@@ -2,19 +2,38 @@
 """An ASGI app on a real port of a loopback address, in this process."""
 
 import asyncio
+import itertools
+import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import uvicorn
 
 
+#: Of up to so many processes of pytest at a time each has so many ports, all below those that the system gives to
+#: connections.
+_FIRST_PORT, _PROCESSES, _PORTS_EACH = 12_000, 8, 2500
+
+
+def _own_ports() -> Iterator[int]:
+    """Yield the ports of this process again and again; another run on the machine begins elsewhere among them."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _PROCESSES
+    for turn in itertools.count(os.getpid()):
+        yield _FIRST_PORT + process * _PORTS_EACH + turn % _PORTS_EACH
+
+
+_PORTS = _own_ports()
+
+
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port on which nobody listens at any address, and which no other process of this run is given."""
+    for port in itertools.islice(_PORTS, _PORTS_EACH):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError("all ports of the tests are taken")
 
 
 @asynccontextmanager
