@@ -11,7 +11,6 @@ from typing import Any
 
 import uvicorn
 
-
 #: Of up to so many processes of pytest at a time each has so many ports, all below those that the system gives to
 #: connections.
 _FIRST_PORT, _PROCESSES, _PORTS_EACH = 12_000, 8, 2500
