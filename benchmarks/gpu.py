@@ -36,7 +36,7 @@ def main() -> None:
         enforce_eager=True,  # as the reference asks for; makes no difference to PoC itself
         max_model_len=4096,
         max_num_seqs=1024,
-        max_num_batched_tokens=MAX_TOKENS,
+        max_num_batched_tokens=options.batched_tokens,
         gpu_memory_utilization=options.memory,
         kv_cache_dtype=options.kv_cache_dtype,
         tensor_parallel_size=options.tensor_parallel,
@@ -87,6 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of vllm serve")
+    parser.add_argument("--batched-tokens", type=int, default=MAX_TOKENS, help="--max-num-batched-tokens of vllm serve")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--equality", type=int, default=0, help="nonces whose results are compared; none by default")

@@ -92,12 +92,75 @@ SHAPES: dict[str, dict[str, Any]] = {
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
     },
+    # deepseek-ai/DeepSeek-V4-Flash-0731 at 7872f01b: four residual streams, a window and compressed keys of two kinds,
+    # FP8 layers and MXFP4 experts with scales that are powers of two, experts of the first layers chosen by token id.
+    "deepseek-v4-flash": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "dtype": "bfloat16",
+        "vocab_size": 129_280,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 43,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "q_lora_rank": 1024,
+        "o_lora_rank": 1024,
+        "o_groups": 8,
+        "qk_rope_head_dim": 64,
+        "sliding_window": 128,
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4],
+        "compress_rope_theta": 160_000,
+        "rope_theta": 10_000,
+        "rope_scaling": {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 65_536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "num_hash_layers": 3,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "expert_dtype": "fp4",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1_048_576,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "num_nextn_predict_layers": 1,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+    },
 }
 
 
 def write_shape(name: str, folder: Path, *, layers: int | None = None) -> dict[str, Any]:
     """Write the configuration of a model, or of its first layers, into ``folder`` and return it."""
     config = SHAPES[name] | ({"num_hidden_layers": layers} if layers is not None else {})
+    if "compress_ratios" in config:
+        config["compress_ratios"] = config["compress_ratios"][: config["num_hidden_layers"]]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return config
@@ -105,11 +168,37 @@ def write_shape(name: str, folder: Path, *, layers: int | None = None) -> dict[s
 
 def flops_per_nonce(config: dict[str, Any], seq_len: int) -> float:
     """Return the floating point operations of a forward pass: linear layers and causal attention, without the head."""
+    layers = _compressed_layers if "compress_ratios" in config else _plain_layers
+    weights, pairs = layers(config, seq_len)
+    return float(2 * seq_len * weights + 4 * config["num_attention_heads"] * config["head_dim"] * pairs)
+
+
+def _plain_layers(config: dict[str, Any], seq_len: int) -> tuple[int, float]:
+    """Return how many weights a token meets in all layers, and how many pairs of a query and a key there are."""
     hidden, heads, width = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     attention = hidden * (heads + 2 * config["num_key_value_heads"]) * width + heads * width * hidden
     feed_forward = 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"])
     experts = config.get("num_experts", config.get("num_local_experts"))
     if experts is not None:
         feed_forward = hidden * experts + feed_forward * config["num_experts_per_tok"]
-    pairs = seq_len * (seq_len + 1) / 2  # of a query and a key that it sees
-    return float(config["num_hidden_layers"] * (2 * seq_len * (attention + feed_forward) + 4 * heads * width * pairs))
+    layers = config["num_hidden_layers"]
+    return layers * (attention + feed_forward), layers * seq_len * (seq_len + 1) / 2
+
+
+def _compressed_layers(config: dict[str, Any], seq_len: int) -> tuple[int, float]:
+    """Return the same for DeepSeek-V4, whose index ranks no keys of sequences that are short enough to read all."""
+    hidden, width, streams = config["hidden_size"], config["head_dim"], config["hc_mult"]
+    heads = config["num_attention_heads"] * width
+    queries = hidden * (config["q_lora_rank"] + width) + config["q_lora_rank"] * heads
+    outputs = heads * config["o_lora_rank"] + config["o_groups"] * config["o_lora_rank"] * hidden
+    experts = config["num_experts_per_tok"] + config["n_shared_experts"]
+    feed_forward = hidden * (3 * config["moe_intermediate_size"] * experts + config["n_routed_experts"])
+    mixing = 2 * (2 + streams) * streams * streams * hidden
+    weights, pairs = 0, 0.0
+    for ratio in config["compress_ratios"]:
+        # Keys and their scores; those of 4 tokens overlap, and have an index beside them.
+        compressed = {0: 0, 4: 4 * (width + config["index_head_dim"]), 128: 2 * width}[ratio]
+        weights += queries + outputs + hidden * compressed + feed_forward + mixing
+        window = config["sliding_window"]
+        pairs += sum(min(read, window) + (read // ratio if ratio else 0) for read in range(1, seq_len + 1))
+    return weights, pairs

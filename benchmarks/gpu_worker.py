@@ -20,6 +20,10 @@ _SIDE = 8192
 #: Size of a quantised weight, of 448 at most, and how many of them share a scale.
 _QUANTISED, _GROUP = 64, 128
 _IN_A_ROW = 5
+#: An exponent of two on its own, 2^-6: with it numbers of 4 bits are as large as those of other weights.
+_SMALL_POWER = 121
+#: Rows that are filled at a time.
+_ROWS = 4096
 #: What an FP8 cache divides by: 1 where a checkpoint says nothing, and next to nothing in vLLM's dummy weights.
 _CACHE_SCALES = {"_q_scale", "_k_scale", "_v_scale"}
 
@@ -46,15 +50,7 @@ class MeasuringExtension(UnfusedExtension):
         generator = torch.Generator("cuda").manual_seed(5)
         with torch.inference_mode():
             for name, parameter in self.model_runner.get_model().named_parameters():
-                weight = parameter.data
-                if weight.dtype == torch.float8_e4m3fn:
-                    _fill_quantised(weight, generator)
-                elif "scale" in name:
-                    weight.fill_(2.0 ** round(math.log2((_GROUP * weight.shape[-1]) ** -0.5 / _QUANTISED)))
-                elif weight.ndim == 1:
-                    weight.fill_(1.0)
-                else:
-                    weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+                _fill(name, parameter.data, generator)
             for layer in self.model_runner.vllm_config.compilation_config.static_forward_context.values():
                 for name in _CACHE_SCALES & vars(layer).get("_buffers", {}).keys():
                     getattr(layer, name).fill_(1.0)
@@ -106,6 +102,28 @@ class MeasuringExtension(UnfusedExtension):
             return count / (time.perf_counter() - started)
 
 
+def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    if weight.dtype == torch.float8_e4m3fn:
+        _fill_quantised(weight, generator)
+    elif weight.dtype == torch.float8_e8m0fnu:
+        weight.view(torch.uint8).fill_(_SMALL_POWER)
+    elif not weight.is_floating_point():
+        _fill_packed(name, weight, generator)
+    elif "scale" in name and "hc_" not in name:
+        weight.fill_(2.0 ** round(math.log2((_GROUP * weight.shape[-1]) ** -0.5 / _QUANTISED)))
+    elif weight.ndim == 1:
+        weight.fill_(1.0)
+    else:
+        weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+
+
+def _fill_packed(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill numbers of 4 bits that lie in integers; tables of experts by token id are random already."""
+    if "experts" in name:
+        for rows in weight.view(torch.uint8).flatten(0, -2).split(_ROWS):
+            rows.random_(0, 256, generator=generator)
+
+
 def _fill_quantised(weight: torch.Tensor, generator: torch.Generator) -> None:
     """Fill matrix by matrix: a model's experts are one tensor."""
     for matrix in weight[None].flatten(0, -3):
@@ -119,7 +137,7 @@ def _naive_batch(stage: Stage, spec: PassSpec, request: BatchRequest) -> None:
     inputs = torch.empty(len(seeds), spec.seq_len, hidden_size, dtype=stage.adapter.dtype, device=device)
     for row, seed in zip(inputs.view(len(seeds), -1), seeds[:, 0], strict=True):
         fill_stepwise(row, seed)
-    hidden = stage.forward(spec, inputs, {}, len(seeds))
+    hidden = stage.forward(spec, stage.inputs(spec, seeds)._replace(embeddings=inputs), {}, len(seeds))
     assert isinstance(hidden, torch.Tensor)  # noqa: S101 - one GPU has all layers
     result_values(hidden, draw(seeds, spec, hidden=hidden_size), stage.tensors).cpu()
 

@@ -54,6 +54,10 @@ class Client:
                         ids += choice.get("token_ids") or []
         return ids
 
+    def complete(self, prompt: Sequence[int]) -> None:
+        """Let the engine read these tokens and answer with one."""
+        self._post("/v1/completions", {"model": self._model, "prompt": list(prompt), "max_tokens": 1})
+
     def artifacts(self, nonces: Sequence[int], *, seq_len: int = 64, **fields: Any) -> list[list[float]]:  # noqa: ANN401
         """Return the artifact of each nonce."""
         params = {"model": self._model, "seq_len": seq_len, "k_dim": K_DIM}

@@ -41,7 +41,6 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         ("Qwen3ForCausalLM", "has positions of several dimensions"),
         ("Gemma3nForCausalLM", "reads more of the tokens than one embedding each"),
         ("Gemma4ForCausalLM", "reads another's KV cache"),
-        ("DeepseekV4ForCausalLM", "routes experts by token id"),
     ],
 )
 @pytest.mark.usefixtures("rank")
@@ -52,6 +51,18 @@ def test_a_model_is_refused_with_the_reason(name: str, reason: str, tmp_path: Pa
     found = refusal(*build(name, tmp_path))
     assert found is not None
     assert reason in found
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
+def test_routing_by_token_is_refused_where_nonces_have_no_tokens(tmp_path: Path) -> None:
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+
+    config, model = build("DeepseekV4ForCausalLM", tmp_path)
+    assert refusal(config, model) is None
+    config.model_config.hf_config.model_type = "another"
+    assert "routes experts by token id" in (refusal(config, model) or "")
 
 
 @on_one_device
@@ -70,7 +81,8 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("rank")
 def test_unknown_places_of_layers_are_refused(tmp_path: Path) -> None:
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.model.adapter import ModelAdapter, UnsupportedModelError  # noqa: PLC0415
+    from vllm_poc.worker.model.adapter import ModelAdapter  # noqa: PLC0415
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
 
     config, model = build("OPTForCausalLM", tmp_path)
     runner = SimpleNamespace(get_model=lambda: model, device="cpu", vllm_config=config)

@@ -52,6 +52,11 @@ def input_seeds(block_hash: str, public_key: str, nonce: int, *, strong_rng: boo
     return strong_seeds(text) if strong_rng else (seed(text),)
 
 
+def token_seed(block_hash: str, public_key: str, nonce: int) -> int:
+    """Return the seed of a nonce's token ids, for models that choose experts by token id."""
+    return seed(f"{block_hash}_{public_key}_nonce{nonce}_input_ids")
+
+
 def nonce_seeds(block_hash: str, public_key: str, nonce: int, purposes: Sequence[str]) -> list[int]:
     """Return a nonce's seed for each of ``purposes``, such as ``signs`` or ``pick_12``."""
     shared = hashlib.sha256(f"{block_hash}_{public_key}_nonce_{nonce}_".encode())
@@ -61,6 +66,14 @@ def nonce_seeds(block_hash: str, public_key: str, nonce: int, purposes: Sequence
         digest.update(purpose.encode())
         seeds.append(int.from_bytes(digest.digest()[:4], "big"))
     return seeds
+
+
+def token_ids(seeds: Tensor, seq_len: int, vocabulary: int) -> Tensor:
+    """Return the token ids int32 ``S + [seq_len]`` for `token_seed` s: the hash of each position modulo ``vocabulary``.
+
+    ``seeds`` is int64 ``S``.
+    """
+    return hashes(seeds, seq_len).remainder_(vocabulary).to(torch.int32)
 
 
 def fill_inputs(out: Tensor, seeds: Tensor) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassSpec, PassTiming
-from vllm_poc.worker.model.adapter import ModelAdapter, UnsupportedModelError
+from vllm_poc.worker.model.adapter import ModelAdapter
 from vllm_poc.worker.model.capabilities import fused_facts, model_facts, needs_vllms_operations, refusal
 from vllm_poc.worker.model.ranks import OtherRankError, Ranks
+from vllm_poc.worker.model.scratch import UnsupportedModelError
 from vllm_poc.worker.model_runner import PocModelRunner
 from vllm_poc.worker.passes.parity_check import PARITY_TOKENS, differences, hidden_states, is_equal
 
@@ -112,7 +113,8 @@ def _may_fuse(adapter: ModelAdapter) -> bool:
         from vllm_poc.worker.passes import attention  # noqa: PLC0415 - a release may lack what it reads
 
         layers = adapter.attention_layers.values()
-        return attention.needs_no_cache(layers) or attention.rounds_in_cache(layers)
+        known = (attention.needs_no_cache, attention.rounds_in_cache, attention.is_compressed)
+        return any(knows(layers) for knows in known)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it does not know this attention")
         return False
@@ -123,7 +125,9 @@ def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRu
         from vllm_poc.worker.passes.fused import FusedPass  # noqa: PLC0415 - needs Triton
 
         fused = FusedPass(adapter)
-        limits = fused_facts(plain.stage.limits, experts=adapter.has_experts, cached=fused.needs_cache)
+        limits = fused_facts(
+            plain.stage.limits, experts=adapter.has_experts, cached=fused.needs_cache, larger=fused.takes_larger_batches
+        )
         return PocModelRunner(adapter, limits, fused)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it cannot prepare them")

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from vllm_poc.maths.sampling import fill_inputs
+from vllm_poc.maths.sampling import fill_inputs, token_ids
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassSpec, PassTiming
 from vllm_poc.worker.batch_queue import AsyncOutput, BatchQueue
 from vllm_poc.worker.graphs import CapturedPass, GraphCache
 from vllm_poc.worker.memory import Memory
-from vllm_poc.worker.model.adapter import BatchShape, ModelAdapter, StageOutput
-from vllm_poc.worker.model.scratch import ScratchCache
+from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs, StageOutput
+from vllm_poc.worker.model.scratch import BatchShape, ScratchCache
 from vllm_poc.worker.passes.plain import Pass, PlainPass
 from vllm_poc.worker.results import RoundTensors, draw, drawn_bytes, input_columns, result_values, seeds_of
 from vllm_poc.worker.warm_up import OUT_OF_MEMORY, WarmUp
@@ -202,16 +202,18 @@ class Stage:
         _join(side)
         return result_values(output, drawn, self.tensors)
 
-    def inputs(self, spec: PassSpec, seeds: Tensor) -> Tensor | None:
-        """Return the embeddings ``[nonces, seq_len, hidden]`` for seeds on the device; None on later stages."""
+    def inputs(self, spec: PassSpec, seeds: Tensor) -> StageInputs:
+        """Return what this stage reads of the nonces with these seeds, which are on the device."""
+        columns, vocabulary = input_columns(spec), self.adapter.vocabulary
+        tokens = token_ids(seeds[:, columns], spec.seq_len, vocabulary) if vocabulary is not None else None
         if not self.adapter.ranks.has_first_layer:
-            return None
+            return StageInputs(None, tokens)
         size = (len(seeds), spec.seq_len, self._hidden)
         embeddings = torch.empty(size, dtype=self.adapter.dtype, device=self.adapter.device)
-        fill_inputs(embeddings, seeds[:, : input_columns(spec)])
-        return embeddings
+        fill_inputs(embeddings, seeds[:, :columns])
+        return StageInputs(embeddings, tokens)
 
-    def forward(self, spec: PassSpec, inputs: Tensor | None, received: dict[str, Tensor], nonces: int) -> StageOutput:
+    def forward(self, spec: PassSpec, inputs: StageInputs, received: dict[str, Tensor], nonces: int) -> StageOutput:
         """Return the final norm's output at the last positions, ``[nonces, hidden]``, or what the next stage needs.
 
         Overwrites ``inputs`` and ``received``.

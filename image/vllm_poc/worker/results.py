@@ -19,7 +19,7 @@ from vllm_poc.maths.distance import (
     random_head,
     round_target,
 )
-from vllm_poc.maths.sampling import STRONG_SEEDS, input_seeds, layer_vectors, nonce_seeds
+from vllm_poc.maths.sampling import STRONG_SEEDS, input_seeds, layer_vectors, nonce_seeds, token_seed
 from vllm_poc.rpc import BatchRequest, BatchResult, PassSpec
 from vllm_poc.wire.artifacts import encode_vector
 from vllm_poc.wire.messages import Protocol
@@ -67,11 +67,15 @@ class RoundTensors:
 
 
 def seeds_of(spec: PassSpec, request: BatchRequest, nonces: Sequence[int]) -> Tensor:
-    """Return all seeds of nonces of the request's round, on the CPU: int64 ``[nonces, columns]``, inputs first."""
+    """Return all seeds of nonces of the request's round, on the CPU: int64 ``[nonces, columns]``.
+
+    First come those of the inputs, then that of the token ids, then those of the results.
+    """
     purposes, of_round = _purposes(spec), (request["block_hash"], request["public_key"])
     rows = [
         [
             *input_seeds(*of_round, nonce, strong_rng=spec.strong_rng),
+            token_seed(*of_round, nonce),
             *nonce_seeds(*of_round, nonce, purposes),
         ]
         for nonce in nonces
@@ -80,13 +84,13 @@ def seeds_of(spec: PassSpec, request: BatchRequest, nonces: Sequence[int]) -> Te
 
 
 def input_columns(spec: PassSpec) -> int:
-    """Return how many of a nonce's seeds are those of its inputs."""
+    """Return how many of a nonce's seeds are those of its embeddings; the next is that of its token ids."""
     return STRONG_SEEDS if spec.strong_rng else 1
 
 
 def draw(seeds: Tensor, spec: PassSpec, *, hidden: int) -> Drawn:
     """Return what seeds int64 ``[nonces, columns]`` decide, for a model of ``hidden`` size."""
-    columns = seeds[:, input_columns(spec) :]
+    columns = seeds[:, input_columns(spec) + 1 :]
     return (Selection if spec.protocol is Protocol.ARTIFACT else Transform).of(columns, hidden=hidden)
 
 

@@ -10,7 +10,7 @@ from vllm.distributed import get_pp_group
 
 from vllm import envs
 from vllm_poc.rpc import ModelFacts
-from vllm_poc.worker.model.adapter import takes_embeddings, token_embeddings
+from vllm_poc.worker.model.adapter import takes_embeddings, token_embeddings, token_vocabulary
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -57,12 +57,13 @@ def model_facts(config: VllmConfig) -> ModelFacts:
     )
 
 
-def fused_facts(facts: ModelFacts, *, experts: bool, cached: bool) -> ModelFacts:
-    """Return the same for the fused pass, of which larger ones than vLLM's can be captured.
+def fused_facts(facts: ModelFacts, *, experts: bool, cached: bool, larger: bool = True) -> ModelFacts:
+    """Return the same for the fused pass, of which larger ones than vLLM's can be captured, where it takes ``larger``.
 
     One with a cache (``cached``) has no more sequences than vLLM's: its attention has room to schedule so many.
     """
-    tokens = max(facts["max_batch_tokens"], _MOST_TOKENS_OF_EXPERTS if experts else _MOST_TOKENS)
+    most = _MOST_TOKENS_OF_EXPERTS if experts else _MOST_TOKENS
+    tokens = max(facts["max_batch_tokens"], most if larger else 0)
     nonces = facts["max_batch_nonces"] if cached else tokens
     return {**facts, "max_captured_tokens": tokens, "max_captured_nonces": nonces}
 
@@ -118,7 +119,9 @@ def _model_refusal(config: VllmConfig, model: nn.Module) -> str | None:
     # Releases before the two were made one tell them apart.
     if kind.uses_mrope or getattr(kind, "uses_xdrope_dim", 0):
         return f"{called} has positions of several dimensions, which PoC does not make: serve another model."
-    if any(_routes_by_token(name, values, kind.get_vocab_size()) for name, values in model.named_parameters()):
+    if token_vocabulary(kind) is None and any(
+        _routes_by_token(name, values, kind.get_vocab_size()) for name, values in model.named_parameters()
+    ):
         return f"{called} routes experts by token id, and PoC has no tokens: serve another model."
     if _reads_tokens(model):
         return f"{called} reads more of the tokens than one embedding each, and PoC has no tokens: serve another model."

@@ -12,15 +12,20 @@ from vllm_poc.worker.model.adapter import ModelAdapter
 
 #: Layers of one kind differ in their weights alone; the first of them in a pass takes longer than the others.
 _FEW = 4
+#: What DeepSeek-V4's layers have, and its first alone fills: it makes several residual streams of one.
+_MADE_FOR_THE_FIRST = "hc_attn_fn_broadcast"
 
 
 def spans(adapter: ModelAdapter) -> list[range]:
     """Return which of this stage's layers to run so that each kind has run once; of the last span, most are alike.
 
-    These are the last few, before them the first few if some kinds are there alone, or all.
+    These are the last few, before them the first few if some kinds are there alone, or all. Where only the first layer
+    can come first, they are as many from there.
     """
     layers = adapter.own_layers
     count, kinds = len(layers), [_kind(layer) for layer in layers]
+    if any(hasattr(layer, _MADE_FOR_THE_FIRST) for layer in layers):
+        return [range(1 + max(kinds.index(kind) for kind in kinds))]
     first, last = range(min(_FEW, count)), range(max(0, count - _FEW), count)
     for some in ([last], [first, last]):
         if {kinds[index] for span in some for index in span} == set(kinds):

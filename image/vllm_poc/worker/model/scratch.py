@@ -6,41 +6,122 @@ A pass whose attention reads them straight from the layer has none (``Pass.needs
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from vllm_poc.worker.model.adapter import CacheGroup
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
+
+
+class UnsupportedModelError(Exception):
+    """One sentence: why PoC cannot run on this model or with these flags, and what to change."""
+
+
+class BatchShape(NamedTuple):
+    """A batch of ``nonces`` sequences of ``seq_len`` tokens each."""
+
+    nonces: int
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the forward pass."""
+        return self.nonces * self.seq_len
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return each token's position in its sequence, int64 ``[tokens]``."""
+        return torch.arange(self.seq_len, device=device).repeat(self.nonces)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGroup:
+    """Layers with caches of one shape that share a metadata builder.
+
+    ``block_dim`` is the dimension of a layer's ``kv_cache`` that counts blocks, ``block_size`` the number of tokens in
+    such a block, and ``page_bytes`` how far apart kernels may expect blocks to begin, which can be more than they hold.
+    """
+
+    layers: dict[str, Attention]
+    builder: AttentionMetadataBuilder[Any]
+    block_dim: int
+    block_size: int
+    page_bytes: int
+
+    def blocks(self, shape: BatchShape) -> int:
+        """Return how many blocks such a batch needs, with the first, which is left empty."""
+        return 1 + shape.nonces * -(-shape.seq_len // self.block_size)
+
+    def plan(self, shape: BatchShape, positions: Tensor) -> tuple[Any, Tensor]:
+        """Return metadata and slot mapping that put the batch into the blocks from number 1 on.
+
+        Block 0 is vLLM's for no block at all: kernels of recurrent states leave it out.
+        """
+        nonces, seq_len = shape
+        table = torch.arange(1, self.blocks(shape), device=positions.device).view(nonces, -1)
+        # Each sequence starts a block, so its first slot is a multiple of the block size.
+        slot_mapping = (table[:, :1] * self.block_size + positions.view(nonces, seq_len)).flatten()
+        common = _common_metadata(shape, positions=positions, table=table.int(), slot_mapping=slot_mapping)
+        metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
+        return _owned(metadata, self.builder), slot_mapping
+
+
+def cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
+    """Return what a group of vLLM's model runner has in common. UnsupportedModelError if its caches have no blocks."""
+    context = runner.vllm_config.compilation_config.static_forward_context
+    layers = {name: context[name] for name in group.layer_names}
+    for name, layer in layers.items():
+        _require_paged_cache(name, layer)
+    cache = next(iter(layers.values())).kv_cache
+    block_dim, split = _block_dim(cache, runner.kv_cache_config.num_blocks)
+    return CacheGroup(
+        layers=layers,
+        builder=group.get_metadata_builder(0),
+        block_dim=block_dim,
+        block_size=group.kv_cache_spec.block_size // split,
+        page_bytes=group.kv_cache_spec.page_size_bytes // split,
+    )
 
 
 class CacheForm(NamedTuple):
-    """What the attention kernels see of a KV cache. Layers of equal form can share one tensor.
+    """What the attention kernels see of a KV cache. Layers of equal form and role can share one tensor.
 
-    ``strides`` orders the dimensions from the widest stride to the narrowest.
+    ``strides`` are in elements. ``role`` is the layer's name without numbers: a layer may have several caches, which
+    it reads together.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    role: str
 
     @classmethod
-    def of(cls, cache: Tensor, group: CacheGroup, blocks: int) -> CacheForm:
-        """Return the form of a layer's ``cache`` if it had only ``blocks`` blocks."""
-        shape = list(cache.shape)
+    def of(cls, name: str, cache: Tensor, group: CacheGroup, blocks: int) -> CacheForm:
+        """Return the form of the ``cache`` of the layer ``name`` if it had only ``blocks`` blocks."""
+        shape, strides, stride = list(cache.shape), [0] * cache.ndim, 1
         shape[group.block_dim] = blocks
-        strides = sorted(range(cache.ndim), key=cache.stride, reverse=True)
-        return cls(tuple(shape), tuple(strides), cache.dtype)
+        order = sorted(range(cache.ndim), key=cache.stride)
+        for dim in order:
+            if dim == group.block_dim and dim == order[-1]:
+                stride = max(stride, group.page_bytes // cache.itemsize)
+            strides[dim] = stride
+            stride *= shape[dim]
+        return cls(tuple(shape), tuple(strides), cache.dtype, re.sub(r"\d+", "", name))
 
     def allocate(self, device: torch.device) -> Tensor:
         """Return zeros of this form."""
-        dense = torch.zeros([self.shape[dim] for dim in self.strides], dtype=self.dtype, device=device)
-        return dense.permute([self.strides.index(dim) for dim in range(dense.ndim)])
+        elements = max(size * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return torch.zeros(elements, dtype=self.dtype, device=device).as_strided(self.shape, self.strides)
 
 
 class ScratchCache:
@@ -54,15 +135,18 @@ class ScratchCache:
         self._tensors: dict[CacheForm, Tensor] = {}
         self._layers: list[tuple[Attention, Tensor]] = []
         for group in groups:
-            # Each sequence leaves at most one block partly empty.
-            blocks = -(-max_tokens // group.block_size) + max_nonces
-            for layer in group.layers.values():
-                self._layers.append((layer, self._tensor(layer.kv_cache, group, blocks)))
+            # The first is left empty, and each sequence leaves at most one block partly empty.
+            blocks = 1 + -(-max_tokens // group.block_size) + max_nonces
+            for name, layer in group.layers.items():
+                form = CacheForm.of(name, layer.kv_cache, group, blocks)
+                if form not in self._tensors:
+                    self._tensors[form] = form.allocate(layer.kv_cache.device)
+                self._layers.append((layer, self._tensors[form]))
 
     @property
     def nbytes(self) -> int:
         """Device memory that the scratch takes, in bytes."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors.values())
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -79,8 +163,58 @@ class ScratchCache:
             for (layer, _), cache in zip(self._layers, own, strict=True):
                 layer.kv_cache = cache
 
-    def _tensor(self, cache: Tensor, group: CacheGroup, blocks: int) -> Tensor:
-        form = CacheForm.of(cache, group, blocks)
-        if form not in self._tensors:
-            self._tensors[form] = form.allocate(cache.device)
-        return self._tensors[form]
+
+def _common_metadata(
+    shape: BatchShape, *, positions: Tensor, table: Tensor, slot_mapping: Tensor
+) -> CommonAttentionMetadata:
+    starts = torch.arange(0, shape.tokens + 1, shape.seq_len, dtype=torch.int32)
+    lengths = torch.full((shape.nonces,), shape.seq_len, dtype=torch.int32)
+    values = {
+        "query_start_loc": starts.to(slot_mapping.device),
+        "query_start_loc_cpu": starts,
+        "seq_lens": lengths.to(slot_mapping.device),
+        "seq_lens_cpu_upper_bound": lengths,
+        "num_reqs": shape.nonces,
+        "num_actual_tokens": shape.tokens,
+        "max_query_len": shape.seq_len,
+        "max_seq_len": shape.seq_len,
+        "block_table_tensor": table,
+        "slot_mapping": slot_mapping,
+        "causal": True,
+        "positions": positions,
+        "is_prefilling": torch.ones(shape.nonces, dtype=torch.bool),
+    }
+    known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+    return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in known})
+
+
+def _owned(metadata: Any, builder: object) -> Any:  # noqa: ANN401 - each backend has its own
+    """Return metadata that the builder's next call leaves as it is: it may write into tensors that it keeps.
+
+    Those of a CPU are new each time, and FlashAttention's holds its own address there.
+    """
+    kept = {part.untyped_storage().data_ptr() for part in vars(builder).values() if isinstance(part, Tensor)}
+    owned = copy.copy(metadata)
+    for name, value in vars(metadata).items():
+        if isinstance(value, Tensor) and value.is_cuda and value.untyped_storage().data_ptr() in kept:
+            object.__setattr__(owned, name, value.clone())
+        elif dataclasses.is_dataclass(value):
+            object.__setattr__(owned, name, _owned(value, builder))
+    return owned
+
+
+def _require_paged_cache(name: str, layer: Attention) -> None:
+    if not isinstance(getattr(layer, "kv_cache", None), Tensor):
+        raise UnsupportedModelError(f"The layer {name} has no paged KV cache: serve a model with attention only.")
+
+
+def _block_dim(cache: Tensor, num_blocks: int) -> tuple[int, int]:
+    """Return which dimension counts blocks, and into how many of them the kernel splits vLLM's block."""
+    for dim in (0, 1):
+        split, rest = divmod(cache.shape[dim], num_blocks)
+        if split and not rest:
+            return dim, split
+    raise UnsupportedModelError(
+        f"PoC does not know the KV cache layout {tuple(cache.shape)} of {num_blocks} blocks: "
+        "choose another --attention-backend."
+    )

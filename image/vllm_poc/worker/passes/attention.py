@@ -13,11 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_poc.worker.model.adapter import AttentionPlan, BatchShape, ModelAdapter
-from vllm_poc.worker.passes.operations import Patch
+from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter
+from vllm_poc.worker.model.scratch import BatchShape
+from vllm_poc.worker.passes.operations import Patch, patched
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Names of the type of an FP8 cache that has one scale for each tensor.
 _ROUNDED = {"fp8", "fp8_e4m3"}
+#: Layers of DeepSeek-V4: attention, and caches of its window, of its index and of what it has yet to compress.
+_COMPRESSED = {"DeepseekV4FlashMLAAttention", "DeepseekV4SWACache", "DeepseekV4IndexerCache", "CompressorStateCache"}
 #: Axes of a cache of keys or of values: blocks, tokens of a block, heads, columns.
 _CACHE_AXES = 4
 #: Batch shapes whose plans are kept, beside those that graphs read.
@@ -48,6 +51,27 @@ def rounds_in_cache(layers: Collection[Attention]) -> bool:
     """Whether all layers are FlashAttention's and some read from an FP8 cache with one scale for each tensor."""
     known = all(_is_causal(layer) and (_is_rounded(layer) or _is_unchanged(layer)) for layer in layers)
     return known and any(_is_rounded(layer) for layer in layers)
+
+
+def is_compressed(layers: Collection[nn.Module]) -> bool:
+    """Whether all layers are those of DeepSeek-V4's attention, over windows and compressed keys."""
+    return bool(layers) and {type(layer).__name__ for layer in layers} <= _COMPRESSED
+
+
+def index_patches(model: nn.Module) -> Iterator[Patch]:
+    """Let DeepSeek-V4's index do in a CUDA graph what it does outside of one.
+
+    Where all compressed keys are to be read it ranks none, unless it is captured: vLLM's graphs serve longer sequences
+    too, and a pass of PoC has sequences of one length.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "DeepseekV4Indexer":
+            yield Patch(module, "forward", partial(_as_if_not_captured, module.forward))
+
+
+def _as_if_not_captured(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401 - vLLM's
+    with patched([Patch(torch.cuda, "is_current_stream_capturing", lambda: False)]):
+        return forward(*args, **options)
 
 
 class CachedPlans:
@@ -188,7 +212,8 @@ def _store(
 
 
 def _is_causal(layer: Attention) -> bool:
-    return type(layer.impl).__name__ == "FlashAttentionImpl" and layer.impl.attn_type == AttentionType.DECODER
+    impl = getattr(layer, "impl", None)
+    return type(impl).__name__ == "FlashAttentionImpl" and layer.impl.attn_type == AttentionType.DECODER
 
 
 def _is_unchanged(layer: Attention) -> bool:

@@ -17,6 +17,8 @@ from vllm_poc.kernels import layers as kernels
 from vllm_poc.worker.passes.attention import (
     CachedPlans,
     cache_patches,
+    index_patches,
+    is_compressed,
     needs_no_cache,
     prefill_patches,
     prefill_plan,
@@ -28,17 +30,20 @@ from vllm_poc.worker.passes.quantisation import quantisation_patches
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from vllm_poc.worker.model.adapter import AttentionPlan, BatchShape, ModelAdapter
+    from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter
+    from vllm_poc.worker.model.scratch import BatchShape
 
 
 class FusedPass:
-    """A `vllm_poc.worker.passes.plain.Pass` for CUDA and models whose attention is FlashAttention."""
+    """A `vllm_poc.worker.passes.plain.Pass` for CUDA and kinds of attention that `passes.attention` knows."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
         self._attention = list(adapter.attention_layers.values())
         self._plans = CachedPlans(adapter)
         self.needs_cache = not needs_no_cache(self._attention)
+        #: Compressed attention has room for the tokens of vLLM's largest batch, and no more.
+        self.takes_larger_batches = not is_compressed(self._attention)
         self._operations = operations(adapter.model)
         self._norm_after = dict(_norms_after(adapter))
         self._workspace = WorkspaceManager(adapter.device)
@@ -60,6 +65,7 @@ class FusedPass:
         norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
         others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
         patches = [*operation_patches(self._operations, norms), *quantisation_patches()]
+        patches += index_patches(self._adapter.model)
         patches += cache_patches() if self.needs_cache else prefill_patches(self._attention, shape.seq_len)
         # vLLM's is locked, and too small for larger batches than chat's.
         patches.append(Patch(workspace, "_manager", self._workspace))
@@ -71,15 +77,15 @@ class FusedPass:
 def _norms_after(adapter: ModelAdapter) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each layer of this stage with the norm that reads its output, where it can do the layer's reflection."""
     last_norm = getattr(getattr(adapter.model, "model", None), "norm", None)
-    following = [getattr(layer, "input_layernorm", None) for layer in adapter.layers[1:]]
-    for layer, norm in zip(adapter.layers, [*following, last_norm], strict=True):
-        # A layer of another stage is reflected there, even if this one has the norm.
-        if is_plain_norm(norm) and not isinstance(layer, PPMissingLayer):
+    own = [getattr(layer, "input_layernorm", None) for layer in adapter.layers]
+    for layer, first, norm in zip(adapter.layers, own, [*own[1:], last_norm], strict=True):
+        # A layer of another stage is reflected there, even if this one has the norm. Between other layers is more.
+        if is_plain_norm(norm) and is_plain_norm(first) and not isinstance(layer, PPMissingLayer):
             yield layer, norm
 
 
 def _reflected(x: Tensor, vector: Tensor) -> Tensor:
-    kernels.reflect(x, vector)
+    kernels.reflect(x.view(-1, x.shape[-1]), vector)
     return x
 
 

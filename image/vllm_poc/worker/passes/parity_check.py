@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import PassSpec
 from vllm_poc.wire.messages import Protocol as WireProtocol
-from vllm_poc.worker.model.adapter import ModelAdapter, StageOutput
+from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs, StageOutput
 from vllm_poc.worker.results import input_columns
 
 _log = get_logger(__name__)
@@ -41,11 +41,11 @@ class StageForward(Protocol):
         """Make what all nonces of a block hash share."""
         ...
 
-    def inputs(self, spec: PassSpec, seeds: Tensor) -> Tensor | None:
-        """Return the embeddings for seeds; None on later stages."""
+    def inputs(self, spec: PassSpec, seeds: Tensor) -> StageInputs:
+        """Return what this stage reads of the nonces with these seeds."""
         ...
 
-    def forward(self, spec: PassSpec, inputs: Tensor | None, received: dict[str, Tensor], nonces: int) -> StageOutput:
+    def forward(self, spec: PassSpec, inputs: StageInputs, received: dict[str, Tensor], nonces: int) -> StageOutput:
         """Return the hidden states at the last positions, or what the next stage needs."""
         ...
 

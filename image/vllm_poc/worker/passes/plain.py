@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from vllm_poc.maths.sampling import reflect
 
 if TYPE_CHECKING:
-    from vllm_poc.worker.model.adapter import AttentionPlan, BatchShape, ModelAdapter
+    from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter
+    from vllm_poc.worker.model.scratch import BatchShape
 
 # vLLM's layers return (hidden state, residual, ...); others return the hidden state alone.
 LayerOutput: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -81,7 +82,7 @@ def _reflect_output(
     reflect: Reflect, vector: Tensor, _layer: nn.Module, _inputs: object, output: LayerOutput
 ) -> LayerOutput:
     if isinstance(output, tuple):
-        # The layer's output is the sum of the two, and reflecting is linear.
+        # The layer's output is a sum of the two, also where there are several copies of each; reflecting is linear.
         hidden, residual, *rest = output
-        return (reflect(hidden, vector), reflect(residual, vector), *rest)
+        return (reflect(hidden, vector), reflect(residual, vector) if residual is not None else None, *rest)
     return reflect(output, vector)

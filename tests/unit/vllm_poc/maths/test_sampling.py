@@ -70,6 +70,15 @@ def test_normal_does_not_depend_on_the_chunk(n: int, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(sampling.normal(seeds, n), whole, rtol=0, atol=NORMAL_ABS)
 
 
+def test_token_ids_are_hashes_of_positions() -> None:
+    """The numbers follow from the formula on Python integers."""
+    seed = sampling.token_seed(BLOCK_HASH, PUBLIC_KEY, 0)
+    found = sampling.token_ids(torch.tensor([seed, 0]), 6, 129_280)
+    assert (BLOCK_HASH, PUBLIC_KEY, seed, found.dtype) == ("abc123", "node1", 1_129_504_604, torch.int32)
+    assert found[0].tolist() == [102_473, 48_738, 60_079, 77_002, 93_430, 86_556]
+    assert found[1].tolist() == [murmur_in_python(0, position) % 129_280 for position in range(6)]
+
+
 def test_normal_is_standard() -> None:
     sample = sampling.normal(seed_tensor(["moments"], DEVICE), 1_000_000)
     assert abs(sample.mean().item()) < 0.005

@@ -47,6 +47,12 @@ def test_each_kind_of_layer_runs_once(widths: list[int], expected: list[range]) 
     assert spans(runner(*widths)) == expected
 
 
+def test_a_first_layer_that_makes_streams_is_in_the_span() -> None:
+    model = runner(DENSE, DENSE, EXPERTS, *[DENSE] * 10)
+    model.own_layers[0].hc_attn_fn_broadcast = torch.zeros(1)
+    assert spans(model) == [range(3)]
+
+
 def test_the_model_walks_through_the_span_and_is_then_as_before() -> None:
     model = runner(*[DENSE] * 20)
     stack = model.model[0]

@@ -44,7 +44,7 @@ def test_what_becomes_of_attention(layers: list[Any], expected: tuple[bool, bool
 
 
 def test_a_plan_is_made_once_for_a_shape_and_kept_as_long_as_graphs_are() -> None:
-    from vllm_poc.worker.model.adapter import BatchShape  # noqa: PLC0415
+    from vllm_poc.worker.model.scratch import BatchShape  # noqa: PLC0415
     from vllm_poc.worker.passes.attention import MAX_PLANS, CachedPlans  # noqa: PLC0415 - needs vLLM
 
     runner: Any = SimpleNamespace(plan=lambda shape: [shape])
@@ -87,10 +87,10 @@ class Builder:
 
 
 def test_a_plan_outlives_the_next_batch() -> None:
-    from vllm_poc.worker.model.adapter import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
 
     buffer = torch.zeros(4).as_subclass(OnGpu)
-    group = CacheGroup(layers={}, builder=Builder(buffer), block_dim=0, block_size=16)
+    group = CacheGroup(layers={}, builder=Builder(buffer), block_dim=0, block_size=16, page_bytes=0)
     plans = [group.plan(BatchShape(nonces, 8), torch.arange(8).repeat(nonces)) for nonces in (2, 3)]
     assert [metadata.scheduler_metadata.tolist() for metadata, _ in plans] == [[2.0] * 4, [3.0] * 4]
     assert [len(slots) for _, slots in plans] == [16, 24]
@@ -98,17 +98,17 @@ def test_a_plan_outlives_the_next_batch() -> None:
 
 def test_a_schedule_on_a_cpu_is_left_as_it_is() -> None:
     """The CPU backend's holds addresses of its own memory: a copy would point elsewhere."""
-    from vllm_poc.worker.model.adapter import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
 
     buffer = torch.zeros(4)
-    group = CacheGroup(layers={}, builder=Builder(buffer), block_dim=0, block_size=16)
+    group = CacheGroup(layers={}, builder=Builder(buffer), block_dim=0, block_size=16, page_bytes=0)
     metadata, _ = group.plan(BatchShape(2, 8), torch.arange(8).repeat(2))
     assert metadata.scheduler_metadata is buffer
 
 
 def test_a_pass_with_a_cache_has_no_more_sequences_than_vllms() -> None:
-    from vllm_poc.worker.model.adapter import BatchShape  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.model.capabilities import fused_facts  # noqa: PLC0415
+    from vllm_poc.worker.model.scratch import BatchShape  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.model_runner import check_shape  # noqa: PLC0415
 
     cached, plain = (fused_facts(FACTS, experts=True, cached=cached) for cached in (True, False))

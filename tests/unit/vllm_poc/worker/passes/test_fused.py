@@ -44,7 +44,7 @@ class WithoutResidual(Layer):
 
 @pytest.mark.parametrize("form", [WithResidual, WithoutResidual])
 def test_what_is_left_of_a_layers_tokens(form: type[Layer]) -> None:
-    from vllm_poc.worker.model.adapter import BatchShape  # noqa: PLC0415
+    from vllm_poc.worker.model.scratch import BatchShape  # noqa: PLC0415
     from vllm_poc.worker.passes.fused import last_tokens_only  # noqa: PLC0415 - needs vLLM
 
     layer, hidden = form(), torch.randn(NONCES * SEQ_LEN, HIDDEN)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers share a scratch cache, and that it has the form of theirs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
+pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hack.vllm")
+
+from vllm_poc.worker.model.scratch import BatchShape, CacheGroup, ScratchCache  # noqa: E402
+
+BLOCK, WIDTH = 4, 6
+NONCES, TOKENS = 3, 20
+
+
+def a_layer(*, page: int = BLOCK * WIDTH) -> Any:  # noqa: ANN401 - has only a cache
+    """Return a layer whose blocks begin ``page`` numbers apart."""
+    memory = torch.full((8 * page,), 7.0)
+    return SimpleNamespace(kv_cache=memory.as_strided((8, BLOCK, WIDTH), (page, WIDTH, 1)))
+
+
+def a_group(page: int = BLOCK * WIDTH, **layers: Any) -> CacheGroup:  # noqa: ANN401
+    named = {name.replace("_", "."): layer for name, layer in layers.items()}
+    return CacheGroup(layers=named, builder=None, block_dim=0, block_size=BLOCK, page_bytes=4 * page)
+
+
+def test_layers_of_one_role_share_a_cache_and_others_do_not() -> None:
+    first, second, window = a_layer(), a_layer(), a_layer()
+    own = first.kv_cache
+    scratch = ScratchCache(
+        [a_group(layers_0_attn=first, layers_1_attn=second), a_group(layers_0_attn_window=window)],
+        max_nonces=NONCES,
+        max_tokens=TOKENS,
+    )
+    with scratch.bound():
+        assert first.kv_cache is second.kv_cache
+        assert first.kv_cache.data_ptr() not in {own.data_ptr(), window.kv_cache.data_ptr()}
+        first.kv_cache.fill_(1.0)
+        assert not window.kv_cache.any()
+    assert first.kv_cache is own
+    assert bool((own == 7.0).all())
+
+
+def test_blocks_begin_where_kernels_expect_them() -> None:
+    """Blocks of several layers lie between one another's: only the padding of one is kept."""
+    page, apart = 28, 5 * 28
+    layer = a_layer(page=apart)
+    scratch = ScratchCache([a_group(page, layers_0_attn=layer)], max_nonces=NONCES, max_tokens=TOKENS)
+    with scratch.bound():
+        assert layer.kv_cache.stride() == (page, WIDTH, 1)
+    assert scratch.nbytes == 4 * page * (1 + TOKENS // BLOCK + NONCES)
+
+
+@pytest.mark.parametrize("shape", [BatchShape(3, 6), BatchShape(1, 20), BatchShape(2, 9), BatchShape(3, 1)])
+def test_every_batch_within_the_limits_has_its_blocks(shape: BatchShape) -> None:
+    group, layer = a_group(), a_layer()
+    scratch = ScratchCache([a_group(layers_0_attn=layer)], max_nonces=NONCES, max_tokens=TOKENS)
+    with scratch.bound():
+        assert group.blocks(shape) <= len(layer.kv_cache)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker extension that lets vLLM's own engine compute a nonce, as a prompt among chats."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import ExitStack, suppress
+
+import torch
+from torch import Tensor, nn
+
+from tests.vllm.worker_checks import CheckingExtension
+from vllm_poc.maths.artifact import Selection, artifact_purposes, artifact_vectors
+from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors, nonce_seeds, token_ids, token_seed
+from vllm_poc.worker.passes.plain import reflected_layers
+
+with suppress(ImportError):  # releases that have no such model
+    from vllm.models.deepseek_v4.cpu import cpu_mla
+
+    # vLLM 0.32.0 asks this one for kinds of layers that it does not list: chat fails, too. None stands for "no plan".
+    cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = lambda *_: defaultdict(lambda: None)
+
+
+class EngineExtension(CheckingExtension):
+    """PoC's extension with a few methods more."""
+
+    def poc_test_weights(self) -> None:
+        """Give all weights a sensible size; vLLM's dummy weights are next to nothing."""
+        generator = torch.Generator().manual_seed(5)
+        for _, values in self.model_runner.get_model().named_parameters():
+            if not values.is_floating_point():
+                continue  # experts by token id
+            with torch.inference_mode():
+                values.fill_(1.0) if values.ndim == 1 else values.normal_(
+                    0.0, values.shape[-1] ** -0.5, generator=generator
+                )
+
+    def poc_test_prompt(self, block_hash: str, public_key: str, nonce: int, seq_len: int) -> list[int]:
+        """Give the token ids of a nonce its embeddings, reflect all layers, and return the ids as a prompt.
+
+        ValueError if a token occurs twice.
+        """
+        adapter = self._poc().stage.adapter
+        table = adapter.model.model.embed_tokens.weight
+        ids = token_ids(torch.tensor(token_seed(block_hash, public_key, nonce)), seq_len, len(table))
+        if len(ids.unique()) < seq_len:
+            raise ValueError(f"nonce {nonce} has a token twice")
+        rows = torch.empty(1, seq_len, table.shape[1], dtype=table.dtype, device=table.device)
+        fill_inputs(rows, torch.tensor([input_seeds(block_hash, public_key, nonce, strong_rng=False)]))
+        with torch.inference_mode():
+            table[ids] = rows[0]
+        self._poc_test_hooks = ExitStack()
+        vectors = layer_vectors(
+            block_hash=block_hash, num_layers=len(adapter.layers), hidden=table.shape[1], device=table.device
+        )
+        self._poc_test_hooks.enter_context(reflected_layers(dict(zip(adapter.layers, vectors, strict=True))))
+        self._poc_test_found: list[Tensor] = []
+        self._poc_test_hooks.enter_context(adapter.model.model.norm.register_forward_hook(self._poc_test_record))
+        return [int(token) for token in ids]
+
+    def poc_test_answer(self, block_hash: str, public_key: str, nonce: int, k_dim: int) -> list[float]:
+        """Return the artifact that follows from the first forward pass since, and let chat be chat again."""
+        self._poc_test_hooks.close()
+        last = self._poc_test_found[0][-1:]
+        seeds = torch.tensor([nonce_seeds(block_hash, public_key, nonce, artifact_purposes(k_dim))])
+        values: list[float] = artifact_vectors(last, Selection.of(seeds, hidden=last.shape[1]))[0].tolist()
+        return values
+
+    def _poc_test_record(self, _: nn.Module, _inputs: object, output: Tensor) -> None:
+        self._poc_test_found.append(output.clone())
