@@ -33,6 +33,18 @@ def spans(adapter: ModelAdapter) -> list[range]:
     return [range(count)]
 
 
+def comparable(adapter: ModelAdapter) -> range:
+    """Return the layers of this stage behind which two passes can be compared: all, or the first few.
+
+    DeepSeek-V4 sends a token to other experts when the last bit of a sum differs, and behind all layers vLLM's own pass
+    is far from itself with other sequences beside.
+    """
+    if any(hasattr(layer, _MADE_FOR_THE_FIRST) for layer in adapter.own_layers):
+        (first,) = spans(adapter)
+        return first
+    return range(len(adapter.own_layers))
+
+
 @contextmanager
 def only(adapter: ModelAdapter, span: range) -> Iterator[float]:
     """Let the model run these layers alone while the context lasts, and yield how many times as many it has.

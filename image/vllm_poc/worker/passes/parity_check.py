@@ -13,6 +13,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.rpc import PassSpec
 from vllm_poc.wire.messages import Protocol as WireProtocol
 from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs, StageOutput
+from vllm_poc.worker.model.layer_subset import comparable, only
 from vllm_poc.worker.results import input_columns
 
 _log = get_logger(__name__)
@@ -86,7 +87,8 @@ def _output(stage: StageForward, spec: PassSpec, received: dict[str, Tensor]) ->
             stage.load("parity check", spec)
             seeds = torch.arange(_NONCES * (input_columns(spec) + 1), device=stage.adapter.device)
             inputs = stage.inputs(spec, seeds.view(_NONCES, -1))
-            return stage.forward(spec, inputs, received, _NONCES)
+            with only(stage.adapter, comparable(stage.adapter)):
+                return stage.forward(spec, inputs, received, _NONCES)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since they fail here")
         return None

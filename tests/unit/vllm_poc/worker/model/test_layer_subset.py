@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hac
 
 from torch import nn  # noqa: E402
 
-from vllm_poc.worker.model.layer_subset import only, spans  # noqa: E402
+from vllm_poc.worker.model.layer_subset import comparable, only, spans  # noqa: E402
 
 DENSE, EXPERTS = 4, 8
 
@@ -49,8 +49,10 @@ def test_each_kind_of_layer_runs_once(widths: list[int], expected: list[range]) 
 
 def test_a_first_layer_that_makes_streams_is_in_the_span() -> None:
     model = runner(DENSE, DENSE, EXPERTS, *[DENSE] * 10)
+    assert comparable(model) == range(13)
     model.own_layers[0].hc_attn_fn_broadcast = torch.zeros(1)
     assert spans(model) == [range(3)]
+    assert comparable(model) == range(3)
 
 
 def test_the_model_walks_through_the_span_and_is_then_as_before() -> None:
