@@ -29,6 +29,7 @@ _MEANINGS = {
     406: "None of our formats is accepted",
     408: "The body took too long to arrive",
     409: "Something else runs, or is stored",
+    410: "What the cursor was made of is not stored any more",
     413: "The body is too large",
     415: "The body is not JSON, by its Content-Type",
     422: "A parameter or a field is wrong; `errors` names it",

@@ -154,9 +154,10 @@ class _Transaction:
             elif (known := self._known.get((slot_id, nonce))) is not None:
                 self._met_again(delivery, found, known, result)
                 continue
-            elif forwards and nonce <= slot.before:
-                # The outbox may have passed it; what is new in this transaction it has not seen.
+            elif nonce <= slot.before:
+                # The outbox and readers may have passed it; what is new in this transaction they have not seen.
                 slot.late.append(nonce)
+                slot.forwards = forwards
             if nonce == slot.missing:
                 slot.missing += stride
                 self._filled[slot_id] = stride

@@ -26,7 +26,16 @@ from sqlalchemy import (
 
 from poc_gateway.outbox.states import Event, State, sources, target
 from poc_gateway.store.rounds import RoundTerms, terms_of
-from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, callbacks, ended_ranges, late_items, rounds, slots
+from poc_gateway.store.schema import (
+    ROUND_IS_KEPT,
+    artifacts,
+    callbacks,
+    ended_ranges,
+    late_arrivals,
+    late_items,
+    rounds,
+    slots,
+)
 
 #: Values that one query names; SQLite takes 32 766 of them.
 MOST_VALUES = 1_000
@@ -53,14 +62,17 @@ class SlotArrivals:
     """A slot before a transaction, and what the transaction adds.
 
     ``before`` is the largest nonce that was stored, ``last`` the largest now, ``missing`` the first one that is not
-    stored; ``late`` are new nonces up to ``before`` that are to be forwarded: the slot may have passed them.
-    ``conflicts_before`` counts the conflicts there were.
+    stored; ``late`` are new nonces up to ``before``: who forwards or exports the slot may have passed them.
+    ``conflicts_before`` and ``late_before`` count the conflicts and the late arrivals that there were. ``forwards`` if
+    the round has a receiver.
     """
 
     before: int
     last: int
     missing: int
     conflicts_before: int = 0
+    late_before: int = 0
+    forwards: bool = False
     stored: int = 0
     duplicates: int = 0
     conflicts: int = 0
@@ -69,13 +81,13 @@ class SlotArrivals:
 
 def slots_of(connection: Connection, ids: Collection[int]) -> dict[int, SlotArrivals]:
     """Return those of the slots whose round is not deleted and not being deleted."""
-    columns = select(slots.c.id, slots.c.last_nonce, slots.c.missing_nonce, slots.c.conflicts)
+    columns = select(slots.c.id, slots.c.last_nonce, slots.c.missing_nonce, slots.c.conflicts, slots.c.late)
     kept = columns.join(rounds).where(ROUND_IS_KEPT)
     found = dict[int, SlotArrivals]()
     for some in in_parts(sorted(ids)):
         rows = connection.execute(kept.where(slots.c.id.in_(some)))
         found.update(
-            {id_: SlotArrivals(last, last, missing, conflicts) for id_, last, missing, conflicts in rows},
+            {id_: SlotArrivals(last, last, missing, *before) for id_, last, missing, *before in rows},
         )
     return found
 
@@ -88,6 +100,7 @@ _ARRIVED = (
         last_nonce=bindparam("last"),
         missing_nonce=bindparam("missing"),
         heard_at=bindparam("moment"),
+        late=slots.c.late + bindparam("more_late"),
         duplicates=slots.c.duplicates + bindparam("more_duplicates"),
         conflicts=slots.c.conflicts + bindparam("more_conflicts"),
     )
@@ -99,16 +112,25 @@ def arrived(connection: Connection, arrivals: Mapping[int, SlotArrivals], moment
     late = [
         {"slot_id": id_, "nonce": nonce, "state": State.WAITING, "reason": "late", "since": moment}
         for id_, slot in arrivals.items()
+        if slot.forwards
         for nonce in slot.late
     ]
     if late:
         connection.execute(insert(late_items), late)
+    numbered = [
+        {"slot_id": id_, "number": number, "nonce": nonce}
+        for id_, slot in arrivals.items()
+        for number, nonce in enumerate(slot.late, slot.late_before + 1)
+    ]
+    if numbered:
+        connection.execute(insert(late_arrivals), numbered)
     rows = [
         {
             "of": id_,
             "last": slot.last,
             "missing": slot.missing,
             "moment": moment,
+            "more_late": len(slot.late),
             "more_stored": slot.stored,
             "more_duplicates": slot.duplicates,
             "more_conflicts": slot.conflicts,

@@ -2,11 +2,13 @@
 """Exporting artifacts in the order of (slot, nonce) as JSON lines, CSV or Parquet, a bounded number at a time.
 
 Every chunk is read in a transaction of its own, so that a slow client keeps neither SQLite's log from being folded into
-the database nor PostgreSQL from vacuuming. What is stored meanwhile is in the result if it comes after what was read.
+the database nor PostgreSQL from vacuuming. The result is what was stored when the export began, less what had been read
+before: both are positions of `poc_gateway.query.cursor`, and what is stored meanwhile lies beyond them.
 """
 
 import io
 import json
+import operator
 from abc import ABC, abstractmethod
 from binascii import b2a_base64
 from collections import deque
@@ -14,14 +16,15 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from dataclasses import asdict
 from functools import reduce
 from http import HTTPStatus
-from operator import and_
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, and_, select
 
 from poc_gateway.errors import Refusal
+from poc_gateway.query.cursor import BEGIN, Position, Positions
 from poc_gateway.query.messages import ArtifactsQuery, Format
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
@@ -52,70 +55,127 @@ TERMS_KEY = "poc.round"
 _ANY = ("*/*", "")
 
 
-class Scan:
-    """Walks over the artifacts of a round; each `read` continues where the last one ended."""
+class _Stretch(NamedTuple):
+    """Artifacts of a slot that are still to be read: those with ``after < nonce <= last``.
 
-    def __init__(self, known: KnownRound, query: ArtifactsQuery) -> None:
+    Or, if ``below`` is given, late arrivals with ``after < number <= last`` whose nonces do not exceed it.
+    """
+
+    offset: int
+    slot_id: int
+    after: int
+    last: int
+    below: int | None = None
+
+
+class Scan:
+    """Walks over the artifacts of a round between two positions; each `read` continues where the last one ended.
+
+    What arrived late comes first of its slot, then the others in the order of their nonces.
+    """
+
+    def __init__(self, known: KnownRound, query: ArtifactsQuery, begin: Positions, end: Positions) -> None:
         self._round = known
-        self._before_first = query.nonce_from - 1
-        self._after = self._before_first
-        self._last = query.nonce_to
+        self._query = query
+        self._end = end
         offsets = sorted(known.slots) if query.slot is None else [query.slot]
-        self._left = deque((offset, known.slots[offset]) for offset in offsets)
+        self._left = deque(
+            stretch
+            for offset in offsets
+            for stretch in self._stretches(offset, begin.get(offset, BEGIN), end.get(offset, BEGIN))
+        )
 
     @property
     def done(self) -> bool:
         """Whether everything was read."""
         return not self._left
 
+    def _stretches(self, offset: int, begin: Position, end: Position) -> Iterator[_Stretch]:
+        slot_id = self._round.slots[offset]
+        if begin.nonce >= 0 and end.late > begin.late:
+            yield _Stretch(offset, slot_id, begin.late, end.late, below=begin.nonce)
+        after, last = max(begin.nonce, self._query.nonce_from - 1), min(end.nonce, self._query.nonce_to)
+        if after < last:
+            yield _Stretch(offset, slot_id, after, last)
+
     def read(self, connection: Connection) -> Sequence[tuple[int, Columns]]:
         """Return the next rows of the next slots; DatabaseUnavailable if the round was deleted meanwhile."""
-        parts, room = list[tuple[int, Columns]](), chunk_rows(self._round.terms)
+        parts, room = list[tuple[_Stretch, Columns]](), chunk_rows(self._round.terms)
         while self._left and room:
-            offset, slot_id = self._left[0]
-            columns = self._fetch(connection, slot_id, room)
+            stretch = self._left.popleft()
+            columns = self._fetch(connection, stretch, room)
             count = len(columns[0])
-            if count < room:
-                self._left.popleft()
-                self._after = self._before_first
-            else:
-                self._after = columns[0][-1]
+            after = stretch.last
+            if stretch.below is not None:
+                after = stretch.after + room
+            elif count == room:
+                after = columns[0][-1]
+            if after < stretch.last:
+                self._left.appendleft(stretch._replace(after=after))
             if count:
-                parts.append((offset, columns))
-            room -= count
-        # Afterwards: what was read before a deletion began is whole.
+                parts.append((stretch, columns))
+            room -= count if after >= stretch.last else room
+        # Afterwards: what was read before a deletion began is whole, and what is of later has its number.
         kept = select(schema.rounds.c.id).where(schema.rounds.c.id == self._round.id, schema.ROUND_IS_KEPT)
         if connection.execute(kept).first() is None:
             raise DatabaseUnavailable("the round was deleted while it was read: there is nothing left to export")
-        return parts
+        later = self._later(connection)
+        return [(one.offset, _without(columns, later.get(one.slot_id))) for one, columns in parts]
 
-    def _fetch(self, connection: Connection, slot_id: int, room: int) -> Columns:
+    def _fetch(self, connection: Connection, stretch: _Stretch, room: int) -> Columns:
         table = schema.artifacts.c
         value = table.vector if self._round.terms.protocol is Protocol.ARTIFACT else table.distance
-        query = (
-            select(table.nonce, value, table.received_at)
-            .where(table.slot_id == slot_id, table.nonce > self._after, table.nonce <= self._last)
-            .order_by(table.nonce)
-            .limit(room)
-        )
+        query = select(table.nonce, value, table.received_at).where(table.slot_id == stretch.slot_id)
+        if stretch.below is None:
+            query = query.where(table.nonce > stretch.after, table.nonce <= stretch.last).limit(room)
+        else:
+            late = schema.late_arrivals.c
+            same = and_(late.slot_id == table.slot_id, late.nonce == table.nonce)
+            numbers = and_(late.number > stretch.after, late.number <= min(stretch.last, stretch.after + room))
+            nonces = and_(
+                table.nonce >= self._query.nonce_from, table.nonce <= min(stretch.below, self._query.nonce_to)
+            )
+            query = query.join(schema.late_arrivals, same).where(numbers, nonces)
         # The driver's tuples: SQLAlchemy would make an object of each.
-        cursor = connection.execute(query).cursor
+        cursor = connection.execute(query.order_by(table.nonce)).cursor
         assert cursor is not None  # noqa: S101 - a select has one
-        nonces, values, moments = list[int](), list[bytes | float](), list[int]()
+        nonces_, values, moments = list[int](), list[bytes | float](), list[int]()
         while rows := cursor.fetchmany(_DRIVER_ROWS):
             some_nonces, some_values, some_moments = zip(*rows, strict=True)
-            nonces += some_nonces
+            nonces_ += some_nonces
             values += some_values
             moments += some_moments
-        return nonces, values, moments
+        return nonces_, values, moments
+
+    def _later(self, connection: Connection) -> Mapping[int, set[int]]:
+        """Return, by slot, what has arrived late since the end was set: it belongs to the next export."""
+        slots, late = schema.slots.c, schema.late_arrivals.c
+        grown = connection.execute(select(slots.id, slots.slot, slots.late).where(slots.round_id == self._round.id))
+        found = dict[int, set[int]]()
+        for id_, offset, number in grown:
+            end = self._end.get(offset, BEGIN).late
+            if number > end:
+                query = select(late.nonce).where(late.slot_id == id_, late.number > end)
+                found[id_] = set(connection.scalars(query))
+        return found
 
 
-async def chunks(database: Database, known: KnownRound, query: ArtifactsQuery) -> AsyncGenerator[pa.Table]:
+def _without(columns: Columns, nonces: set[int] | None) -> Columns:
+    if not nonces or nonces.isdisjoint(columns[0]):
+        return columns
+    kept = [place for place, nonce in enumerate(columns[0]) if nonce not in nonces]
+    return [columns[0][i] for i in kept], [columns[1][i] for i in kept], [columns[2][i] for i in kept]
+
+
+async def chunks(
+    database: Database, known: KnownRound, query: ArtifactsQuery, begin: Positions, end: Positions
+) -> AsyncGenerator[pa.Table]:
     """Yield the artifacts that ``query`` asks for, as tables of nonce, slot, node_id, received_at and value.
 
+    Those are left out that were read up to ``begin``, or have arrived since ``end``.
     ``received_at`` is in milliseconds, ``value`` a vector's bytes or a distance. DatabaseError if the database fails.
     """
-    scan, left = Scan(known, query), query.limit
+    scan, left = Scan(known, query, begin, end), query.limit
 
     def read(connection: Connection) -> pa.Table:
         return _filtered(tabulate(known.terms, scan.read(connection)), query)
@@ -158,13 +218,13 @@ def _batch(terms: RoundTerms, offset: int, columns: Columns, schema_: pa.Schema)
 
 def _filtered(table: pa.Table, query: ArtifactsQuery) -> pa.Table:
     conditions = []
-    if query.since is not None:
-        conditions.append(pc.field("received_at") >= query.since)
-    if query.until is not None:
-        conditions.append(pc.field("received_at") < query.until)
+    if query.received_from is not None:
+        conditions.append(pc.field("received_at") >= query.received_from)
+    if query.received_to is not None:
+        conditions.append(pc.field("received_at") < query.received_to)
     if query.below is not None:
         conditions.append(pc.field("value") < query.below)
-    return table.filter(reduce(and_, conditions)).combine_chunks() if conditions else table
+    return table.filter(reduce(operator.and_, conditions)).combine_chunks() if conditions else table
 
 
 def accepted(accept: str) -> Format:

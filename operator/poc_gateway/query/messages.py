@@ -15,6 +15,8 @@ from vllm_poc.wire.messages import Nonce, Protocol
 
 #: Most entries of one page.
 PAGE_LIMIT = 1_000
+#: Most characters of a cursor; that of the largest round has a quarter.
+MAX_CURSOR = 32_768
 #: Most proofs of one sample.
 SAMPLE_LIMIT = 10_000
 
@@ -82,13 +84,14 @@ class ArtifactsQuery(RoundQuery):
     """Which artifacts, and how they are written.
 
     ``from`` and ``nonce_from`` are included, so is ``nonce_to``; ``to`` is not. ``below`` keeps the distances below it:
-    what would be valid if it were the target.
+    what would be valid if it were the target. ``since`` is a cursor: X-Next-Since of an export before.
     """
 
     format: Format | None = None
     slot: int | None = None
-    since: Moment | None = Field(default=None, alias="from")
-    until: Moment | None = Field(default=None, alias="to")
+    since: str | None = Field(default=None, max_length=MAX_CURSOR)
+    received_from: Moment | None = Field(default=None, alias="from")
+    received_to: Moment | None = Field(default=None, alias="to")
     nonce_from: Nonce = 0
     nonce_to: Nonce = 2**31 - 1
     below: float | None = Field(default=None, gt=0)
@@ -98,8 +101,10 @@ class ArtifactsQuery(RoundQuery):
     def _has_ranges(self) -> Self:
         if self.nonce_from > self.nonce_to:
             raise ValueError(f"nonce_from {self.nonce_from} is above nonce_to {self.nonce_to}: swap them")
-        if self.since is not None and self.until is not None and self.since >= self.until:
+        if self.received_from is not None and self.received_to is not None and self.received_from >= self.received_to:
             raise ValueError("from is not before to: swap them")
+        if self.since is not None and self.limit is not None:
+            raise ValueError("limit would cut off what the next cursor counts as read: leave out limit or since")
         return self
 
 

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
@@ -13,6 +13,7 @@ from sqlalchemy import Connection
 
 from poc_gateway.errors import Refusal, documented, field_refusal
 from poc_gateway.query import queries
+from poc_gateway.query.cursor import Positions, cursor_of, positions, read_cursor
 from poc_gateway.query.export import MEDIA_TYPES, Writer, accepted, chunks, writer
 from poc_gateway.query.messages import (
     ArtifactsQuery,
@@ -31,6 +32,13 @@ from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_operator.apis.v1alpha1.validation import Proof
 from poc_operator.observed import CollectedRound
 from vllm_poc.wire.messages import Protocol
+
+#: Header of an export: the cursor for what comes after it.
+NEXT_SINCE = "X-Next-Since"
+_EXPORT = {
+    "content": {media: {} for media in MEDIA_TYPES.values()},
+    "headers": {NEXT_SINCE: {"description": "`since` of the next export", "schema": {"type": "string"}}},
+}
 
 
 class Results:
@@ -95,24 +103,26 @@ class Results:
         query: Annotated[ArtifactsQuery, Query()],
         accept: Annotated[str, Header()] = "*/*",
     ) -> StreamingResponse:
-        """Export a round's artifacts in the order of (slot, nonce).
+        """Export what is stored of a round now, in the order of (slot, nonce).
 
-        Without ``format`` the header Accept decides. An export that cannot be finished breaks its connection off.
+        Without ``format`` the header Accept decides. An export that cannot be finished breaks its connection off. The
+        header X-Next-Since is what ``since`` may be next time, for what came after; with ``limit`` there is none.
         """
         format_ = query.format or accepted(accept)
-        known = await self._known(namespace, name, query)
-        _refuse_foreign_filters(known, query)
-        file = f"{namespace}-{name}-{known.terms.uid[:8]}.{format_}"
+        span = await self._database.read(lambda connection: _span(connection, namespace, name, query))
+        file = f"{namespace}-{name}-{span.known.terms.uid[:8]}.{format_}"
         headers = {"Content-Disposition": f'attachment; filename="{file}"', "Vary": "Accept"}
-        body = self._body(known, query, writer(format_, known.terms))
+        if span.cursor is not None:
+            headers[NEXT_SINCE] = span.cursor
+        body = self._body(span, query, writer(format_, span.known.terms))
         return StreamingResponse(body, media_type=MEDIA_TYPES[format_], headers=headers)
 
     async def _known(self, namespace: str, name: str, query: RoundQuery) -> KnownRound:
         return await self._database.read(lambda connection: _find(connection, namespace, name, query))
 
-    async def _body(self, known: KnownRound, query: ArtifactsQuery, out: Writer) -> AsyncGenerator[bytes]:
+    async def _body(self, span: "_Span", query: ArtifactsQuery, out: Writer) -> AsyncGenerator[bytes]:
         yield out.begin()
-        async with aclosing(chunks(self._database, known, query)) as tables:
+        async with aclosing(chunks(self._database, span.known, query, span.begin, span.end)) as tables:
             async for table in tables:
                 yield await asyncio.to_thread(out.chunk, table)
         yield await asyncio.to_thread(out.end)
@@ -124,7 +134,7 @@ def router(database: Database) -> APIRouter:
     results, one = Results(database), "/{namespace}/{name}"
     routes.get("")(results.rounds)
     of_round = documented(404)
-    exports = documented(404, 406) | {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}
+    exports = documented(404, 406, 410) | {200: _EXPORT}
     routes.get(one, responses=of_round)(results.round)
     routes.get(f"{one}/progress", responses=of_round)(results.progress)
     routes.get(f"{one}/summary", responses=of_round)(results.summary)
@@ -132,6 +142,23 @@ def router(database: Database) -> APIRouter:
     routes.get(f"{one}/sample", responses=of_round, response_model_exclude_none=True)(results.sample)
     routes.get(f"{one}/artifacts", responses=exports, response_class=StreamingResponse)(results.artifacts)
     return routes
+
+
+class _Span(NamedTuple):
+    """What one export has: a round between two positions, and the cursor for the next."""
+
+    known: KnownRound
+    begin: Positions
+    end: Positions
+    cursor: str | None
+
+
+def _span(connection: Connection, namespace: str, name: str, query: ArtifactsQuery) -> _Span:
+    known = _find(connection, namespace, name, query)
+    _refuse_foreign_filters(known, query)
+    begin = read_cursor(connection, known, query.since) if query.since is not None else {}
+    end = positions(connection, known)
+    return _Span(known, begin, end, cursor_of(connection, known, end) if query.limit is None else None)
 
 
 def _find(connection: Connection, namespace: str, name: str, query: RoundQuery) -> KnownRound:

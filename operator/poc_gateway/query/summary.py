@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from sqlalchemy import Connection, Row, func, select
 
 from poc_gateway.query import queries
+from poc_gateway.query.cursor import positions
 from poc_gateway.query.export import chunks, rows_within
 from poc_gateway.query.messages import ArtifactsQuery, Histogram, RoundEntry, SlotArrivals, Summary
 from poc_gateway.store import schema
@@ -81,7 +82,8 @@ async def _histogram(database: Database, known: KnownRound) -> Histogram:
 
 async def _places_of_distances(database: Database, known: KnownRound, end: float) -> Mapping[int, int]:
     places = Counter[int]()
-    async with aclosing(chunks(database, known, ArtifactsQuery())) as tables:
+    reached = await database.read(lambda connection: positions(connection, known))
+    async with aclosing(chunks(database, known, ArtifactsQuery(), {}, reached)) as tables:
         async for table in tables:
             scaled = pc.floor(pc.multiply(pc.divide(table["value"], end), float(_BINS)))
             counted = pc.value_counts(pc.min_element_wise(scaled, float(_BINS)))

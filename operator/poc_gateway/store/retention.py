@@ -115,13 +115,15 @@ def begin(connection: Connection, may_be: Select[int, str], round_id: int) -> bo
 
 
 def delete_some(connection: Connection, round_id: int) -> bool:
-    """Delete some artifacts of a round, or the round if it has none left; return whether it is still there.
+    """Delete some rows of a round, or the round if it has none left; return whether it is still there.
 
     Each query goes by a key, so that a chunk takes as long in a large table as in a small one.
     """
     slots, artifacts = schema.slots.c, schema.artifacts.c
     holds_any = exists().where(artifacts.slot_id == slots.id).correlate(schema.slots)
     slot = connection.scalar(select(slots.id).where(slots.round_id == round_id, holds_any).limit(1))
+    if slot is None and _delete_late_arrivals(connection, round_id):
+        return True
     if slot is None:
         connection.execute(delete(schema.rounds).where(schema.rounds.c.id == round_id))
         return False
@@ -129,6 +131,17 @@ def delete_some(connection: Connection, round_id: int) -> bool:
     end = connection.scalar(nonces.limit(1).offset(CHUNK_ROWS))
     some = artifacts.slot_id == slot
     connection.execute(delete(schema.artifacts).where(some if end is None else and_(some, artifacts.nonce < end)))
+    return True
+
+
+def _delete_late_arrivals(connection: Connection, round_id: int) -> bool:
+    late, slots = schema.late_arrivals.c, schema.slots.c
+    first = select(late.slot_id, late.number).join(schema.slots).where(slots.round_id == round_id)
+    found = connection.execute(first.order_by(late.slot_id, late.number).limit(1)).first()
+    if found is None:
+        return False
+    some = and_(late.slot_id == found.slot_id, late.number < found.number + CHUNK_ROWS)
+    connection.execute(delete(schema.late_arrivals).where(some))
     return True
 
 

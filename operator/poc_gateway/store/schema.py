@@ -53,7 +53,7 @@ ROUND_IS_KEPT = rounds.c.deleted_at.is_(None)
 #: ``stored`` counts artifacts, ``last_nonce`` is the largest stored, ``missing_nonce`` the first that is not.
 #: ``forwarded`` counts what the receiver has accepted; every artifact up to ``forwarded_nonce`` has been accepted by
 #: it, or is in ``late_items`` or in a row of ``ended_ranges``. ``heard_at`` is the moment of the last delivery for the
-#: slot, whatever it held.
+#: slot, whatever it held. ``late`` counts the slot's rows in ``late_arrivals``.
 slots = Table(
     "slots",
     metadata,
@@ -70,6 +70,7 @@ slots = Table(
     Column("forwarded_nonce", BigInteger, nullable=False, server_default="-1"),
     Column("missing_nonce", BigInteger, nullable=False, server_default="0"),
     Column("heard_at", BigInteger, nullable=False, server_default="0"),
+    Column("late", BigInteger, nullable=False, server_default="0"),
     Unique("round_id", "slot"),
     sqlite_autoincrement=True,  # an id is never given again, not even to what is on its way
 )
@@ -127,6 +128,17 @@ late_items = Table(
     Column("state", Text, nullable=False, index=True),
     Column("reason", Text, nullable=False),
     Column("since", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+#: Artifacts that arrived when a larger nonce of their slot was stored already, numbered from 1 in the order of their
+#: arrival: who has read the slot up to a nonce finds here what came below it later.
+late_arrivals = Table(
+    "late_arrivals",
+    metadata,
+    _slot_key(),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("nonce", Integer, nullable=False),
     sqlite_with_rowid=False,
 )
 

@@ -139,7 +139,8 @@ async def test_vectors_may_have_any_length(database: Database, client: AsyncClie
     values = unpack(f"<{k_dim}e", bytes(range(2 * k_dim)))
     known = await store(database, a_round(artifact={"kDim": k_dim}), ())
     values_row = {"slot_id": known.slots[0], "nonce": 5, "vector": bytes(range(2 * k_dim)), "received_at": BEGAN}
-    await database.write(lambda connection: connection.execute(schema.artifacts.insert(), values_row))
+    counts = schema.slots.update().values(stored=1, last_nonce=5)
+    await database.write(lambda one: (one.execute(schema.artifacts.insert(), values_row), one.execute(counts)))
     assert (await parquet(client)).read()["vector"].to_pylist() == [list(values)]
 
 
