@@ -7,7 +7,7 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from sqlalchemy import (
     ColumnElement,
@@ -36,6 +36,8 @@ from poc_gateway.store.schema import (
     rounds,
     slots,
 )
+
+Value = TypeVar("Value")
 
 #: Values that one query names; SQLite takes 32 766 of them.
 MOST_VALUES = 1_000
@@ -141,7 +143,7 @@ def arrived(connection: Connection, arrivals: Mapping[int, SlotArrivals], moment
         connection.execute(_ARRIVED, rows)
 
 
-def in_parts(values: Sequence[int]) -> list[Sequence[int]]:
+def in_parts(values: Sequence[Value]) -> list[Sequence[Value]]:
     """Return the values in parts that one query may name."""
     return [values[start : start + MOST_VALUES] for start in range(0, len(values), MOST_VALUES)]
 

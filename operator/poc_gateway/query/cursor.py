@@ -19,14 +19,13 @@ from itertools import accumulate, pairwise
 from struct import Struct, error
 from typing import NamedTuple
 
-from sqlalchemy import Connection, select, tuple_
+from sqlalchemy import CTE, BigInteger, Connection, Select, column, select, values
 
 from poc_gateway.errors import Refusal, field_refusal
+from poc_gateway.outbox.ledger import in_parts
 from poc_gateway.store.rounds import KnownRound
 from poc_gateway.store.schema import artifacts, late_arrivals, slots
 
-#: Pairs that one query names; SQLite takes 32 766 values.
-_PAIRS = 1_000
 _CHECK = Struct(">I")
 #: Hash of the uid, id of the round, stamp.
 _HEAD = Struct(">8sQI")
@@ -88,21 +87,34 @@ def read_cursor(connection: Connection, known: KnownRound, text: str) -> Positio
 
 
 def _stamp(connection: Connection, known: KnownRound, reached: Positions) -> int:
-    """Return a checksum of when the last artifact of each slot arrived, the last late one too; 0 of a missing one."""
+    """Return a checksum of when the last artifact of each slot arrived, and the last late one."""
     last = [(known.slots[offset], one.nonce) for offset, one in reached.items() if one.nonce >= 0]
     late = [(known.slots[offset], one.late) for offset, one in reached.items() if one.late]
-    moment, arrivals, found = artifacts.c, late_arrivals.c, list[tuple[int, int, int]]()
-    in_order = select(moment.slot_id, moment.nonce, moment.received_at)
-    same = (moment.slot_id == arrivals.slot_id) & (moment.nonce == arrivals.nonce)
-    numbered = select(arrivals.slot_id, arrivals.number, moment.received_at).join(artifacts, same)
-    for query, key, wanted in (
-        (in_order, tuple_(moment.slot_id, moment.nonce), last),
-        (numbered, tuple_(arrivals.slot_id, arrivals.number), late),
-    ):
-        for start in range(0, len(wanted), _PAIRS):
-            rows = connection.execute(query.where(key.in_(wanted[start : start + _PAIRS])))
-            found += [(slot_id, number, received_at) for slot_id, number, received_at in rows]
-    return zlib.crc32(repr(sorted(found)).encode())
+    found = [row for some in in_parts(last) for row in connection.execute(_moments(some))]
+    found += [row for some in in_parts(late) for row in connection.execute(_late_moments(some))]
+    return zlib.crc32(repr(sorted(map(tuple, found))).encode())
+
+
+# From the pairs to the rows, each by its key: SQLite reads the whole table for a key that is IN a list of pairs.
+
+
+def _moments(pairs: Sequence[tuple[int, int]]) -> Select[int, int, int]:
+    wanted, own = _wanted(pairs), artifacts.c
+    is_wanted = (own.slot_id == wanted.c.slot_id) & (own.nonce == wanted.c.number)
+    return select(own.slot_id, own.nonce, own.received_at).select_from(wanted).join(artifacts, is_wanted)
+
+
+def _late_moments(pairs: Sequence[tuple[int, int]]) -> Select[int, int, int]:
+    wanted, own, late = _wanted(pairs), artifacts.c, late_arrivals.c
+    is_wanted = (late.slot_id == wanted.c.slot_id) & (late.number == wanted.c.number)
+    same = (own.slot_id == late.slot_id) & (own.nonce == late.nonce)
+    columns = select(late.slot_id, late.number, own.received_at).select_from(wanted)
+    return columns.join(late_arrivals, is_wanted).join(artifacts, same)
+
+
+def _wanted(pairs: Sequence[tuple[int, int]]) -> CTE:
+    columns = column("slot_id", BigInteger), column("number", BigInteger)
+    return values(*columns, name="wanted").data(list(pairs)).cte("wanted")
 
 
 def _checked(text: str) -> bytes:

@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ from fastapi import FastAPI
 from httpx import AsyncClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Connection, delete, select, update
+from sqlalchemy import Connection, Select, delete, select, update
 
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery
 from poc_gateway.ingest.storing import store
@@ -278,6 +279,26 @@ async def test_a_deleted_round_takes_its_late_arrivals_along(
     await delete_round(database, known)
     assert await database.read(lambda connection: connection.scalars(rows).all()) == []
     assert await database.read(lambda connection: load(connection, known.terms.uid)) is None
+
+
+async def test_a_cursor_is_made_by_keys_alone(database: Database) -> None:
+    """Whatever the tables hold, a cursor takes a look-up per slot: no table may be read as a whole."""
+    pairs = [(slot, 7) for slot in range(300)]
+
+    def plan(connection: Connection, query: Select[int, int, int]) -> str:
+        explain = "EXPLAIN QUERY PLAN "
+        if connection.dialect.name == "postgresql":
+            # Empty tables are always read as a whole, unless it is told that this is dear.
+            connection.exec_driver_sql("SET enable_seqscan = off")
+            explain = "EXPLAIN "
+        text = str(query.compile(connection, compile_kwargs={"literal_binds": True}))
+        return "\n".join(str(row) for row in connection.exec_driver_sql(explain + text))
+
+    for query in (cursor._moments(pairs), cursor._late_moments(pairs)):
+        found = await database.read(partial(plan, query=query))
+        assert "SCAN artifacts" not in found
+        assert "SCAN late_arrivals" not in found
+        assert "Seq Scan" not in found
 
 
 async def test_the_largest_round_has_a_cursor_that_fits_in_a_header(database: Database, app: FastAPI) -> None:
