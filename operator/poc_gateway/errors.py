@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from poc_gateway import metrics
 from poc_gateway.store.engine import DatabaseError, DatabaseFull
 from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
 from vllm_poc.wire.answers import ErrorResponse, FieldError
@@ -57,7 +58,8 @@ class Refusal(HTTPException):
         self.body = ErrorResponse(reason=reason, detail=_shortened(detail), errors=list(errors))
 
     def response(self) -> JSONResponse:
-        """Return the HTTP answer."""
+        """Return the HTTP answer, and count it."""
+        metrics.HTTP_REFUSALS.labels(self.body.reason).inc()
         return JSONResponse(self.body.model_dump(mode="json", exclude_none=True), self.status_code, self.headers)
 
 

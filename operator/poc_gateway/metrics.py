@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All series of the gateway: counters of what arrives and what goes out, and gauges read from the database."""
+"""The series that the gateway counts as it works; `poc_gateway.server.gauges` has those that are read when asked for.
 
-import logging
-import time
-from collections.abc import Iterator
+No label names a round, a pod, a receiver or a path as it was sent, so that the number of series is bounded.
+"""
+
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from prometheus_client import Counter, Gauge
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-from sqlalchemy import Connection, Select, and_, func, select
-
-from poc_gateway.store import schema
-from poc_gateway.store.database import Database
-from poc_gateway.store.disk_space import size_bytes
-
-_log = logging.getLogger(__name__)
+from prometheus_client import Counter, Gauge, Histogram
 
 RECEIVED = Counter("poc_gateway_received", "Artifacts in deliveries that could be read")
 STORED = Counter("poc_gateway_stored", "Artifacts stored")
@@ -36,6 +28,29 @@ EXPIRED = Counter("poc_gateway_expired", "Results that no receiver accepted in t
 FAILURES = Counter("poc_gateway_forward_failures", "Posts to receivers that were not accepted", ["kind"])
 OPEN_CIRCUITS = Gauge("poc_gateway_open_circuits", "Addresses of receivers in trouble, tried one post at a time")
 
+#: Up to what a statement of the database and a body of a request may take.
+_COMMIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_HTTP_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+COMMIT_SECONDS = Histogram(
+    "poc_gateway_commit_seconds", "Transactions that write, with syncing", buckets=_COMMIT_BUCKETS
+)
+WAITING_ARTIFACTS = Gauge("poc_gateway_waiting_artifacts", "Artifacts received that wait for their transaction")
+
+#: What a job does: nonces computed, or artifacts of others compared.
+JobKind = Literal["generate", "validate"]
+#: How it ends: ``dropped`` if its client did not wait for the result, ``honest`` and ``fraud`` are of validations.
+JobResult = Literal["completed", "honest", "fraud", "failed", "dropped"]
+_JOB_RESULTS: tuple[JobResult, ...] = get_args(JobResult)
+JOBS_ENDED = Counter("poc_gateway_jobs_ended", "Requests for named nonces that have ended", ["kind", "result"])
+
+HTTP_REQUESTS = Counter("poc_gateway_http_requests", "Requests over HTTP", ["port", "method", "route", "status"])
+HTTP_SECONDS = Histogram(
+    "poc_gateway_http_request_seconds", "Time until an answer begins", ["port", "route"], buckets=_HTTP_BUCKETS
+)
+HTTP_REFUSALS = Counter("poc_gateway_http_refusals", "Answers that are errors, by their reason", ["reason"])
+#: Reasons of refusals that ask for less, or for something of the operator of the gateway.
+_REFUSALS = ("Busy", "DatabaseUnavailable", "QueueFull", "StorageFull", "TooManyRequests", "Unauthorized")
+
 
 def _begin_at_zero() -> None:
     # A series that appears with its first event hides that event from rate().
@@ -46,74 +61,38 @@ def _begin_at_zero() -> None:
         EXPIRED.labels(content)
     for kind in _FAILURES:
         FAILURES.labels(kind)
+    for reason in _REFUSALS:
+        HTTP_REFUSALS.labels(reason)
+    for ended in _JOB_RESULTS:
+        if ended not in ("honest", "fraud"):
+            JOBS_ENDED.labels("generate", ended)
+        if ended != "completed":
+            JOBS_ENDED.labels("validate", ended)
 
 
 _begin_at_zero()
 
 
-class DatabaseGauges(Collector):
-    """Gauges of what the database holds."""
-
-    def __init__(self, database: Database) -> None:
-        self._engine = database.engine
-        self._room = database.room
-
-    def describe(self) -> list[Metric]:
-        """Name no series in advance: a look into the database just to register would be one too many."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauges; none while the database cannot be read."""
-        try:
-            with self._engine.connect() as connection:
-                values = _values(connection)
-        except Exception as error:
-            _log.warning("the gauges cannot be read from the database: %s", error)
-            return
-        values["disk_full"] = ("Whether the disk is full, so that nothing new is stored", float(self._room.full))
-        for name, (text, value) in values.items():
-            yield GaugeMetricFamily(f"poc_gateway_{name}", text, value)
+#: In a request's state: its `RequestRecord`.
+RECORD = "record"
+#: The route of a request that no route has taken: none fits, or it was refused before.
+NO_ROUTE = "none"
 
 
-def _values(connection: Connection) -> dict[str, tuple[str, float]]:
-    moments = [connection.scalar(query) for query in (_oldest_artifact(), _oldest_late_item(), _oldest_callback())]
-    oldest = min((moment for moment in moments if moment is not None), default=None)
-    age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
-    late = select(schema.late_items.c.state, func.count()).group_by(schema.late_items.c.state)
-    by_state = dict[str, int](connection.execute(late).all())
-    dead = by_state.get("refused", 0)
-    # int, since PostgreSQL sums up to a Decimal.
-    together = int(connection.scalar(select(func.sum(schema.ended_ranges.c.artifacts))) or 0)
-    ended = together + sum(count for state, count in by_state.items() if state != "waiting")
-    pending = connection.scalar(_not_forwarded()) or 0
-    return {
-        "backlog_artifacts": ("Artifacts that are still to be forwarded", float(pending - ended)),
-        "dead_artifacts": ("Artifacts that their receiver refused for good", float(dead)),
-        "oldest_undelivered_seconds": ("Age of the oldest result that its receiver has not accepted", age),
-        "database_bytes": ("Size of the database", float(size_bytes(connection))),
-    }
+@dataclass(slots=True)
+class RequestRecord:
+    """What is measured of a request over HTTP while it is under way.
+
+    ``route`` is the template of its path. ``received`` and ``sent`` count the bytes of the bodies.
+    """
+
+    route: str = NO_ROUTE
+    status: int = 0
+    received: int = 0
+    sent: int = 0
 
 
-_FORWARDED_ROUNDS = select(schema.rounds.c.id).where(schema.rounds.c.receiver.is_not(None))
-
-
-def _not_forwarded() -> Select[int]:
-    slots = schema.slots.c
-    return select(func.sum(slots.stored - slots.forwarded)).where(slots.round_id.in_(_FORWARDED_ROUNDS))
-
-
-def _oldest_artifact() -> Select[int]:
-    # The first of each slot, which the primary key finds; pods deliver in order.
-    slots, artifacts = schema.slots.c, schema.artifacts.c
-    first = select(artifacts.received_at).where(artifacts.slot_id == slots.id, artifacts.nonce > slots.forwarded_nonce)
-    first_of_slot = first.order_by(artifacts.nonce).limit(1).correlate(schema.slots).scalar_subquery()
-    waiting = and_(slots.last_nonce > slots.forwarded_nonce, slots.round_id.in_(_FORWARDED_ROUNDS))
-    return select(func.min(first_of_slot)).select_from(schema.slots).where(waiting)
-
-
-def _oldest_late_item() -> Select[int]:
-    return select(func.min(schema.late_items.c.since)).where(schema.late_items.c.state == "waiting")
-
-
-def _oldest_callback() -> Select[int]:
-    return select(func.min(schema.callbacks.c.created_at)).where(schema.callbacks.c.state == "waiting")
+def record_of(state: dict[str, object]) -> RequestRecord:
+    """Return the record in a request's state; one that nobody reads if there is none."""
+    record = state.get(RECORD)
+    return record if isinstance(record, RequestRecord) else RequestRecord()

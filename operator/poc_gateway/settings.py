@@ -16,6 +16,11 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
+#: Which requests have a line in the log: none, those answered with a status from 400 on, or all. Not "off": YAML takes
+#: that for false.
+AccessLogMode = Literal["none", "errors", "all"]
+
+
 def _variable(field: str) -> str:
     return f"POC_GATEWAY_{field.upper()}"
 
@@ -86,6 +91,7 @@ class Settings(BaseModel):
     #: Whether the chain's ``p_value_threshold`` counts. The reference ignores it, and judges by 0.01.
     p_value_threshold: Literal["ignore", "apply"] = "ignore"
     log_format: LogFormat = "json"
+    access_log: AccessLogMode = "errors"
     #: Hosts that results may be forwarded to, as patterns with ``*``.
     receiver_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)
     #: Ranges of addresses that are not public, and that results may be forwarded to nevertheless.

@@ -63,6 +63,7 @@ ALL_VALUES: dict[Path, Values] = {
             ],
             "statTests": {"*MiniMax*": {"dist_threshold": 0.7}},
             "pValueThreshold": "apply",
+            "accessLog": "all",
             "receivers": {"allow": ["*.example.org", "example.com"], "private": ["10.0.0.0/8", "fd00::/8"]},
             "retention": {"days": 7, "bytes": 5_000_000_000},
             "networkService": {"type": "LoadBalancer", "port": 8443, "annotations": {"example.org/lb": "internal"}},

@@ -37,6 +37,7 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
         "POC_GATEWAY_STAT_TESTS": '{"*MiniMax*":{"dist_threshold":0.7}}',
         "POC_GATEWAY_P_VALUE_THRESHOLD": "apply",
         "POC_GATEWAY_LOG_FORMAT": "plain",
+        "POC_GATEWAY_ACCESS_LOG": "all",
         "POC_GATEWAY_RECEIVER_ALLOW": "*.example.org,example.com",
         "POC_GATEWAY_RECEIVER_PRIVATE": "10.0.0.0/8,fd00::/8",
         "POC_GATEWAY_RETENTION_SECONDS": str(7 * 86_400),

@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
-import poc_gateway.metrics
 import vllm_poc.server.metrics
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query.export import writer
 from poc_gateway.query.messages import Format
+from poc_gateway.server.gauges import DatabaseGauges, JobGauges
 from poc_gateway.server.process import Components, inside_app, network_app
 from poc_gateway.settings import Settings as GatewaySettings
 from poc_gateway.store.database import Database
@@ -85,7 +85,8 @@ def _series(registries: Iterable[str]) -> set[str]:
 def gateway_series(tmp_path: Path) -> set[str]:
     database = Database.open(f"sqlite:///{tmp_path}/gateway.db")
     registry = CollectorRegistry()
-    registry.register(poc_gateway.metrics.DatabaseGauges(database))
+    registry.register(DatabaseGauges(database))
+    registry.register(JobGauges([]))
     texts = [prometheus_client.generate_latest(one).decode() for one in (registry, prometheus_client.REGISTRY)]
     database.close()
     return {name for name in _series(texts) if name.startswith("poc_gateway_")}

@@ -15,6 +15,7 @@ import psycopg
 from sqlalchemy import Connection, exists, select
 
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery, Value
+from poc_gateway.metrics import WAITING_ARTIFACTS
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import SlotArrivals
 from poc_gateway.store import schema
@@ -69,7 +70,7 @@ class Intake:
             raise DatabaseUnavailable(f"the database is behind: {self._artifacts} artifacts wait")
         done: asyncio.Future[StoreResult | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((delivery, done))
-        self._artifacts += len(delivery.checked)
+        self._count(len(delivery.checked))
         if self._task is None:
             # It stores deliveries of all rounds: what the log says of it is about none.
             self._task = asyncio.create_task(self._run(), context=Context())
@@ -88,8 +89,12 @@ class Intake:
         while self._waiting and artifacts + len(self._waiting[0][0].checked) <= COMMIT_ARTIFACTS:
             batch.append(self._waiting.popleft())
             artifacts += len(batch[-1][0].checked)
-        self._artifacts -= artifacts
+        self._count(-artifacts)
         return batch
+
+    def _count(self, more: int) -> None:
+        self._artifacts += more
+        WAITING_ARTIFACTS.set(self._artifacts)
 
     async def _commit(self, batch: list[_Waiting]) -> None:
         deliveries = [delivery for delivery, _ in batch]

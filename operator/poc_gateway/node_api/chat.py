@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
+from poc_gateway import metrics
 from poc_gateway.errors import RETRY_AFTER, Refusal
 from poc_gateway.node_api.cluster import ReadyPods
 from poc_operator.clients.errors import StoreError
@@ -268,6 +269,7 @@ def _kept(headers: Sequence[tuple[bytes, bytes]], left_out: frozenset[str]) -> l
 async def _refuse(status: HTTPStatus, reason: str, detail: str, scope: Scope, send: Send) -> None:
     """Answer in the words of our errors, and in those of vLLM's, which chat's clients read."""
     refusal = Refusal(status, reason, detail)
+    metrics.HTTP_REFUSALS.labels(reason).inc()
     error = {"message": detail, "type": reason, "code": status.value}
     body = refusal.body.model_dump(mode="json", exclude_none=True) | {"error": error}
     headers = RETRY_AFTER if status is HTTPStatus.SERVICE_UNAVAILABLE else None

@@ -115,6 +115,11 @@ class Dispatcher:
         """The nonces of all requests that are not done."""
         return sum(len(work.request.nonces) for work in self._works)
 
+    @property
+    def works(self) -> Sequence[Work]:
+        """The requests that are not done. May be asked by another thread."""
+        return tuple(self._works)
+
     def add(self, id_: str, request: GenerateRequest) -> Work:
         """Queue a request, behind those that are there."""
         work = Work(id_, request, asyncio.get_running_loop().create_future(), deque(request.nonces))

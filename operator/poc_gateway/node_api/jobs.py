@@ -9,7 +9,8 @@ callbacks become durable together, so that neither is there without the other.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -18,6 +19,7 @@ from uuid import uuid4
 from sqlalchemy import Connection, exists, select
 
 from poc_gateway.errors import Refusal
+from poc_gateway.metrics import JOBS_ENDED, JobKind, JobResult
 from poc_gateway.node_api.cluster import ReadyPods
 from poc_gateway.node_api.dispatch import Dispatcher, Work
 from poc_gateway.node_api.job_results import Result, callbacks_of, check_validation, result_of
@@ -29,7 +31,7 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.schema import one_line
 from vllm_poc.logs import bound
-from vllm_poc.wire.generate import GenerateRequest, JobResponse, JobState
+from vllm_poc.wire.generate import GenerateRequest, JobResponse, JobState, ValidatedResponse
 
 _log = logging.getLogger(__name__)
 
@@ -91,8 +93,17 @@ class Jobs:
         """Return the result of a request whose client waits. Refusal if there is none."""
         self._admit(request)
         job_id = self._new_id()
-        values = await self._dispatcher.finish(self._dispatcher.add(job_id, request))
-        return result_of(request, job_id, values)
+        try:
+            values = await self._dispatcher.finish(self._dispatcher.add(job_id, request))
+            result = result_of(request, job_id, values)
+        except Refusal:
+            _count_end(request, "failed")
+            raise
+        except asyncio.CancelledError:
+            _count_end(request, "dropped")
+            raise
+        _count_end(request, _verdict(result))
+        return result
 
     async def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued."""
@@ -107,6 +118,11 @@ class Jobs:
             raise
         self._follow(job_id, request, work)
         return JobResponse(status=JobState.QUEUED, request_id=job_id, queued_count=self._dispatcher.nonces)
+
+    def counts(self) -> Mapping[tuple[JobKind, str], int]:
+        """Return how many requests have not ended, by kind and by ``queued`` or ``running``."""
+        works = self._dispatcher.works
+        return Counter((_kind(work.request), "running" if work.begun else "queued") for work in works)
 
     async def find(self, job_id: str) -> str:
         """Return the JSON of a job's state or result; refused with 404 if there is none."""
@@ -143,10 +159,12 @@ class Jobs:
             result = result_of(request, job_id, await self._dispatcher.finish(work))
         except Refusal as error:
             await self._write(JobEnd(job_id, error=error.detail))
+            _count_end(request, "failed")
         else:
             found = callbacks_of(request, result, self._settings.payload_artifacts) if request.receiver else []
             callbacks = [(f"{request.receiver}{path}", body.model_dump_json(exclude_none=True)) for path, body in found]
             await self._write(JobEnd(job_id, result.model_dump_json(exclude_none=True), callbacks=callbacks))
+            _count_end(request, _verdict(result))
         finally:
             del self._works[job_id]
 
@@ -167,6 +185,20 @@ class Jobs:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("work of the network's routes failed", exc_info=task.exception())
+
+
+def _kind(request: GenerateRequest) -> JobKind:
+    return "generate" if request.validation is None else "validate"
+
+
+def _verdict(result: Result) -> JobResult:
+    if isinstance(result, ValidatedResponse):
+        return "fraud" if result.fraud_detected else "honest"
+    return "completed"
+
+
+def _count_end(request: GenerateRequest, result: JobResult) -> None:
+    JOBS_ENDED.labels(_kind(request), result).inc()
 
 
 def prefix_of(ml_node: str) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import NamedTuple
-from uuid import uuid4
 
 from pydantic import SecretStr
 from starlette.datastructures import Headers, MutableHeaders
@@ -23,12 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from poc_gateway.errors import Refusal
 from poc_gateway.ingest.deliveries import GRANT
+from poc_gateway.metrics import record_of
 from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.chat import BODY_SENT
 from poc_gateway.server.bodies import Bodies
 from poc_gateway.settings import Settings
 from poc_operator.credentials import POD_USER, CredentialError, Verifier
-from vllm_poc.logs import bound
 from vllm_poc.wire.callbacks import GATEWAY_REALM
 from vllm_poc.wire.messages import is_json
 
@@ -51,7 +50,6 @@ _OPERATORS = re.compile(r"/rounds/[^/]+/[^/]+/(?:progress|sample)")
 #: Where the uid stands in /callbacks/{namespace}/{name}/{uid}/….
 _UID = 4
 _JSON = "application/json"
-_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class BodyLimit(NamedTuple):
@@ -131,6 +129,7 @@ class Limits:
         try:
             await self._app({**scope, "state": state}, bounded, send)
         finally:
+            record_of(state).received = body.taken
             self._bodies.end(body)
 
     def _too_large(self) -> Refusal:
@@ -233,21 +232,6 @@ def _sent(scope: Scope) -> str:
 
 def _unauthorized(detail: str, challenge: str) -> Refusal:
     return Refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, headers={"WWW-Authenticate": challenge})
-
-
-class RequestIds:
-    """Names every request in the lines that are logged about it: as its ``X-Request-Id`` does, or by a new id."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        sent = Headers(scope=scope).get("x-request-id", "")
-        with bound(request=sent if _REQUEST_ID.fullmatch(sent) else uuid4().hex):
-            await self._app(scope, receive, send)
 
 
 class JsonBodies:

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 
 from poc_gateway.errors import install_handlers
 from poc_gateway.ingest import routes as ingest_routes
-from poc_gateway.metrics import DatabaseGauges
 from poc_gateway.node_api import routes as node_routes
 from poc_gateway.node_api.base_url import BaseUrls, Chat
 from poc_gateway.node_api.service import ClusterOf, NodeApi, running_ml_nodes
@@ -28,17 +27,19 @@ from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query import routes as query_routes
 from poc_gateway.server import health
+from poc_gateway.server.access_log import AccessLog
 from poc_gateway.server.connections import Connections, bounded_by, raise_descriptor_limit
+from poc_gateway.server.gauges import DatabaseGauges, JobGauges
 from poc_gateway.server.middleware import (
     Access,
     BodyLimit,
     JsonBodies,
     Limits,
-    RequestIds,
     inside_access,
     network_access,
 )
 from poc_gateway.server.standby import Gate, first_of, opened, taken, while_owner
+from poc_gateway.server.telemetry import RouteNames, Telemetry
 from poc_gateway.server.tls import Certificate
 from poc_gateway.settings import Settings
 from poc_gateway.store.clock import Clock
@@ -104,6 +105,7 @@ def _app(title: str, *routers: APIRouter) -> FastAPI:
     for router in routers:
         app.include_router(router)
     install_handlers(app)
+    app.add_middleware(RouteNames)
     return app
 
 
@@ -173,6 +175,7 @@ async def _live(
         ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, cluster_of))
         registry = prometheus_client.REGISTRY
         registry.register(DatabaseGauges(database))
+        registry.register(JobGauges(ml_nodes))
         metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=registry)
         stack.callback(metrics_server.shutdown)
         gates.open(Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes))
@@ -189,8 +192,15 @@ class Servers:
     def __init__(self, settings: Settings, gates: Gates) -> None:
         self._certificate = Certificate.of(settings.tls_cert, settings.tls_key)
         connections = Connections(settings, raise_descriptor_limit())
-        ports = (settings.port, gates.inside, None), (settings.network_port, gates.network, self._certificate)
-        self._servers = [(_server(app, tls, connections), _listen(port)) for port, app, tls in ports]
+        self._access_log = AccessLog(settings.access_log, settings.log_format)
+        ports = (
+            ("inside", settings.port, gates.inside, None),
+            ("network", settings.network_port, gates.network, self._certificate),
+        )
+        self._servers = [
+            (_server(Telemetry(gate, port=name, access_log=self._access_log), tls, connections), _listen(port))
+            for name, port, gate, tls in ports
+        ]
 
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop`."""
@@ -198,6 +208,7 @@ class Servers:
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         watching = asyncio.create_task(self._certificate.watch()) if self._certificate is not None else None
         await asyncio.gather(*[server.serve(sockets=[listener]) for server, listener in self._servers])
+        self._access_log.flush()
         if watching is not None:
             watching.cancel()
 
@@ -213,7 +224,7 @@ class Servers:
 
 def _server(app: ASGIApp, certificate: Certificate | None, connections: Connections) -> Server:
     config = uvicorn.Config(
-        RequestIds(app),
+        app,
         http=bounded_by(connections),
         lifespan="off",
         log_config=None,

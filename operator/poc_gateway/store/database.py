@@ -20,6 +20,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from sqlalchemy import Connection, Engine
 
+from poc_gateway.metrics import COMMIT_SECONDS
 from poc_gateway.store.disk_space import cannot_shrink
 from poc_gateway.store.engine import (
     DatabaseAway,
@@ -189,6 +190,11 @@ class Database:
             raise DatabaseUnavailable(f"the database took no read for {TURN_SECONDS:.0f} s")
         return await answer
 
+    @property
+    def waiting(self) -> int:
+        """How many writes wait for their turn."""
+        return self._waiting.qsize()
+
     def close(self) -> None:
         """Finish the writes that wait, then close."""
         self._closed = True
@@ -236,6 +242,7 @@ class Database:
         except DatabaseAway as error:
             self._failed(writes, error)
             return
+        begun = time.perf_counter()
         try:
             answers = self._attempt(writes)
         except Exception as error:
@@ -243,6 +250,7 @@ class Database:
             self._availability.learn(problem)
             self._failed(writes, problem)
             return
+        COMMIT_SECONDS.observe(time.perf_counter() - begun)
         self._availability.learn(None)
         if any(write.grows for write in writes):
             self.room.stored()

@@ -8,7 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from hack.images.site import ROOT
 from poc_gateway import metrics
-from poc_gateway.metrics import DatabaseGauges
+from poc_gateway.server.gauges import DatabaseGauges, JobGauges
 from poc_gateway.store.database import Database
 
 DOCUMENTED = re.compile(r"^\| `(poc_gateway_\w+)` \|", re.MULTILINE)
@@ -20,6 +20,7 @@ def test_every_series_is_documented_and_no_other(database: Database) -> None:
         if isinstance(value, MetricWrapperBase):
             registry.register(value)
     registry.register(DatabaseGauges(database))
+    registry.register(JobGauges([]))
     # A counter's samples have a suffix that its family has not.
     names = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
     assert names == set(DOCUMENTED.findall((ROOT / "docs" / "reference" / "metrics.md").read_text()))

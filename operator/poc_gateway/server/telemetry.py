@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of every request: an id in the lines that are logged about it, counts and times, a line of its own.
+
+Paths are told as the template of their route, since names and numbers in them have no bound, and queries may have what
+nobody should read. Chat has no other work here than to count the bytes of its pieces.
+"""
+
+import re
+from functools import cache
+from time import perf_counter
+from uuid import uuid4
+
+from prometheus_client import Counter, Histogram
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from poc_gateway.metrics import HTTP_REQUESTS, HTTP_SECONDS, NO_ROUTE, RECORD, RequestRecord, record_of
+from poc_gateway.server.access_log import AccessLog, Request
+from vllm_poc.logs import bound
+
+#: A request whose client went away before its answer began, as nginx calls it.
+CLIENT_GONE = 499
+#: An answer that its route did not give.
+FAILED = 500
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+
+
+class Telemetry:
+    """ASGI middleware around everything that a port has; ``port`` is its name in metrics and log."""
+
+    def __init__(self, app: ASGIApp, *, port: str, access_log: AccessLog) -> None:
+        self._app = app
+        self._port = port
+        self._log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin = perf_counter()
+        answered = 0.0
+        record = RequestRecord()
+        scope.setdefault("state", {})[RECORD] = record
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                record.sent += len(message.get("body", b""))
+            elif message["type"] == "http.response.start":
+                nonlocal answered
+                answered, record.status = perf_counter(), message["status"]
+            await send(message)
+
+        sent = Headers(scope=scope).get("x-request-id", "")
+        request_id = sent if _REQUEST_ID.fullmatch(sent) else uuid4().hex
+        record_status = FAILED
+        try:
+            with bound(request=request_id):
+                await self._app(scope, receive, sending)
+            record_status = CLIENT_GONE
+        finally:
+            record.status = record.status or record_status
+            self._tell(scope, record, request_id, begin, answered or perf_counter())
+
+    def _tell(self, scope: Scope, record: RequestRecord, request_id: str, begin: float, answered: float) -> None:
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        requests, seconds = _children(self._port, method, record.route, record.status)
+        requests.inc()
+        seconds.observe(answered - begin)
+        if self._log.wants(record.status):
+            peer = scope["client"][0] if scope["client"] else ""
+            self._log.add(Request(self._port, method, record, perf_counter() - begin, peer, request_id))
+
+
+@cache
+def _children(port: str, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+    # To find a series by its labels takes longer than to count.
+    return HTTP_REQUESTS.labels(port, method, route, str(status)), HTTP_SECONDS.labels(port, route)
+
+
+class RouteNames:
+    """ASGI middleware next to the routes: writes down the template of the one that takes the request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if scope["type"] == "http":
+                # The router has left it here.
+                record_of(scope["state"]).route = getattr(scope.get("route"), "path", NO_ROUTE)
