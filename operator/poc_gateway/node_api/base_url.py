@@ -20,7 +20,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway.errors import RETRY_AFTER, Refusal
-from poc_gateway.metrics import record_of
 from poc_gateway.node_api.service import NodeApi
 
 _NODES = "nodes"
@@ -29,8 +28,6 @@ _VERSION = re.compile(r"[vV]?\d[\w.+-]{0,63}", re.ASCII)
 _AFTER_VERSION = frozenset({"api", "v1", _NODES, "health", "livez", "readyz"})
 _STATE = "resolved"
 CHAT_PREFIX = "/v1"
-#: What metrics and log call every path below it.
-CHAT_ROUTE = f"{CHAT_PREFIX}/{{path}}"
 
 
 class Resolved(NamedTuple):
@@ -79,7 +76,6 @@ class Chat:
             await self._app(scope, receive, send)
             return
         found = resolved(scope)
-        record_of(scope["state"]).route = CHAT_ROUTE
         if found.node is not None:
             await found.node.chat.serve(scope, receive, send)
         else:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from poc_gateway.errors import install_handlers
 from poc_gateway.ingest import routes as ingest_routes
 from poc_gateway.node_api import routes as node_routes
-from poc_gateway.node_api.base_url import BaseUrls, Chat
+from poc_gateway.node_api.base_url import CHAT_PREFIX, BaseUrls, Chat
 from poc_gateway.node_api.service import ClusterOf, NodeApi, running_ml_nodes
 from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
@@ -39,7 +39,7 @@ from poc_gateway.server.middleware import (
     network_access,
 )
 from poc_gateway.server.standby import Gate, first_of, opened, taken, while_owner
-from poc_gateway.server.telemetry import RouteNames, Telemetry
+from poc_gateway.server.telemetry import RouteNames, Telemetry, templates_of
 from poc_gateway.server.tls import Certificate
 from poc_gateway.settings import Settings
 from poc_gateway.store.clock import Clock
@@ -83,6 +83,7 @@ def inside_app(components: Components) -> FastAPI:
     app.add_middleware(Access, authorize=inside_access(settings))
     body = BodyLimit("POC_GATEWAY_BODY_BYTES", settings.body_bytes)
     app.add_middleware(Limits, body=body, body_seconds=settings.body_seconds, peer_requests=settings.peer_requests)
+    app.add_middleware(RouteNames, templates=templates_of(app))
     return app
 
 
@@ -93,6 +94,7 @@ def network_app(components: Components) -> FastAPI:
     app.add_middleware(JsonBodies)
     app.add_middleware(Chat)
     app.add_middleware(Access, authorize=network_access(settings.network_token))
+    app.add_middleware(RouteNames, templates=templates_of(app), proxied=CHAT_PREFIX)
     app.add_middleware(BaseUrls, ml_nodes=components.ml_nodes)
     body = BodyLimit("POC_GATEWAY_NETWORK_BODY_BYTES", settings.network_body_bytes)
     app.add_middleware(Limits, body=body, body_seconds=settings.body_seconds, peer_requests=settings.peer_requests)
@@ -105,7 +107,6 @@ def _app(title: str, *routers: APIRouter) -> FastAPI:
     for router in routers:
         app.include_router(router)
     install_handlers(app)
-    app.add_middleware(RouteNames)
     return app
 
 

@@ -6,10 +6,14 @@ nobody should read. Chat has no other work here than to count the bytes of its p
 """
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import cache
 from time import perf_counter
 from uuid import uuid4
 
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
 from prometheus_client import Counter, Histogram
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -79,15 +83,36 @@ def _children(port: str, method: str, route: str, status: int) -> tuple[Counter,
 
 
 class RouteNames:
-    """ASGI middleware next to the routes: writes down the template of the one that takes the request."""
+    """ASGI middleware that writes down the template of the path, so that what is refused further in has a name too.
 
-    def __init__(self, app: ASGIApp) -> None:
+    ``templates`` are the app's own; what is below ``proxied`` has no route, and one name.
+    """
+
+    def __init__(self, app: ASGIApp, *, templates: Iterable[str], proxied: str | None = None) -> None:
         self._app = app
+        self._proxied = proxied
+        # A segment that is written out goes before a parameter.
+        self._by_length = defaultdict[int, list[tuple[str, list[str]]]](list)
+        for template in sorted(set(templates), key=lambda one: one.count("{")):
+            segments = template.split("/")
+            self._by_length[len(segments)].append((template, segments))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            if scope["type"] == "http":
-                # The router has left it here.
-                record_of(scope["state"]).route = getattr(scope.get("route"), "path", NO_ROUTE)
+        if scope["type"] == "http":
+            record_of(scope.get("state", {})).route = self._name(scope["path"])
+        await self._app(scope, receive, send)
+
+    def _name(self, path: str) -> str:
+        if self._proxied is not None and (path == self._proxied or path.startswith(f"{self._proxied}/")):
+            return f"{self._proxied}/{{path}}"
+        sent = path.split("/")
+        return next((name for name, wanted in self._by_length.get(len(sent), ()) if _fits(wanted, sent)), NO_ROUTE)
+
+
+def _fits(wanted: Sequence[str], sent: Sequence[str]) -> bool:
+    return all(one == other or (one[:1] == "{" and other) for one, other in zip(wanted, sent, strict=True))
+
+
+def templates_of(app: FastAPI) -> list[str]:
+    """Return the paths of all routes of an app, with their parameters' names in braces."""
+    return [route.path for route in iter_route_contexts(app.routes) if route.path is not None]

@@ -7,9 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 from sqlalchemy import select
 
 from poc_gateway.node_api import jobs
+from poc_gateway.server.gauges import JobGauges
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from tests.support.fakes.engine import distance, vector
@@ -191,3 +193,48 @@ async def test_whatever_a_pod_says_a_job_ends(database: Database, odd: str) -> N
     await database.write(lambda connection: jobs.finish_job(connection, ended))
     row = await database.read(lambda connection: jobs.find_job(connection, "job"))
     assert row == jobs.JobRow("failed", None, "10 pods failed, the last with: CUDA error")
+
+
+def ended(kind: str, result: str) -> float:
+    """How many jobs of this process have ended so."""
+    labels = {"kind": kind, "result": result}
+    return REGISTRY.get_sample_value("poc_gateway_jobs_ended_total", labels) or 0.0
+
+
+def waiting(world: World) -> dict[tuple[str, str], float]:
+    """The gauge of jobs that have not ended, by kind and state."""
+    (family,) = JobGauges(list(world.services.values())).collect()
+    return {(one.labels["kind"], one.labels["state"]): one.value for one in family.samples if one.value}
+
+
+async def test_jobs_are_counted_while_they_wait_and_when_they_end(world: World) -> None:
+    kinds = [("validate", "honest"), ("validate", "fraud"), ("generate", "completed"), ("generate", "dropped")]
+    before = {kind: ended(*kind) for kind in kinds}
+    await world.post(PATH, validation(wait=True))
+    await world.post(PATH, validation(changed=200, wait=True))
+    for pod in world.pods.values():
+        pod.engine.seconds_per_batch = 0.5
+    queued = (await world.post(PATH, ARTIFACTS | {"nonces": [1, 2]})).json()
+    assert waiting(world).keys() <= {("generate", "queued"), ("generate", "running")}
+    assert sum(waiting(world).values()) == 1
+    await finished(world, queued["request_id"])
+    assert waiting(world) == {}
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await world.post(PATH, ARTIFACTS | {"nonces": list(range(200)), "wait": True})
+    async with asyncio.timeout(20):
+        while waiting(world):  # noqa: ASYNC110 - nobody sets an event
+            await asyncio.sleep(0.05)
+    assert {kind: ended(*kind) - before[kind] for kind in kinds} == dict.fromkeys(kinds, 1)
+
+
+async def test_a_job_that_fails_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poc_gateway.node_api.dispatch.REST_SECONDS", 0.0)
+    monkeypatch.setattr("poc_gateway.node_api.dispatch.FAILURES", 2)
+    for pod in world.pods.values():
+        pod.engine.worker_error = "CUDA error"
+    before = ended("validate", "failed")
+    await world.post(PATH, validation(wait=True))
+    queued = (await world.post(PATH, validation())).json()
+    await finished(world, queued["request_id"])
+    assert ended("validate", "failed") == before + 2
