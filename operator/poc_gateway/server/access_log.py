@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import NamedTuple
 
 from poc_gateway.metrics import RequestRecord
@@ -114,8 +115,21 @@ def _plain_line(request: Request, now: float) -> str:
 
 
 def _utc(now: float) -> str:
-    return datetime.fromtimestamp(now, UTC).isoformat()
+    return f"{_utc_second(int(now))}.{int(now * 1_000_000) % 1_000_000:06}+00:00"
 
 
 def _local(now: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now)) + f",{int(now * 1000) % 1000:03}"
+    return f"{_local_second(int(now))},{int(now * 1000) % 1000:03}"
+
+
+# Many requests end in the same second.
+
+
+@lru_cache(maxsize=2)
+def _utc_second(now: int) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+@lru_cache(maxsize=2)
+def _local_second(now: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))

@@ -5,17 +5,16 @@ Paths are told as the template of their route, since names and numbers in them h
 nobody should read. Chat has no other work here than to count the bytes of its pieces.
 """
 
+import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from time import perf_counter
-from uuid import uuid4
 
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 from prometheus_client import Counter, Histogram
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from poc_gateway.metrics import HTTP_REQUESTS, HTTP_SECONDS, NO_ROUTE, RECORD, RequestRecord, record_of
@@ -27,7 +26,7 @@ CLIENT_GONE = 499
 #: An answer that its route did not give.
 FAILED = 500
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 
 
 class Telemetry:
@@ -55,8 +54,7 @@ class Telemetry:
                 answered, record.status = perf_counter(), message["status"]
             await send(message)
 
-        sent = Headers(scope=scope).get("x-request-id", "")
-        request_id = sent if _REQUEST_ID.fullmatch(sent) else uuid4().hex
+        request_id = _id_of(scope)
         record_status = FAILED
         try:
             with bound(request=request_id):
@@ -74,6 +72,14 @@ class Telemetry:
         if self._log.wants(record.status):
             peer = scope["client"][0] if scope["client"] else ""
             self._log.add(Request(self._port, method, record, perf_counter() - begin, peer, request_id))
+
+
+def _id_of(scope: Scope) -> str:
+    # Each request passes here: a loop takes a tenth of what an object for all headers does.
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return f"{random.getrandbits(128):032x}"
 
 
 @cache
