@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m poc_gateway``: run the gateway."""
+"""``python -m poc_gateway``: run the gateway, or copy its SQLite database and put the copy back."""
 
+import argparse
 import asyncio
 import logging
 import os
@@ -15,12 +16,15 @@ from pydantic import ValidationError
 from poc_gateway.node_api.ml_nodes import MlNode
 from poc_gateway.server.process import run
 from poc_gateway.settings import Settings
+from poc_gateway.store import backup
 from poc_gateway.store.engine import DatabaseError
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.kube.connection import connect
 from poc_operator.clients.kube.labelled_rounds import LabelledRounds
 from poc_operator.clients.kube.objects import ObjectStore
 from vllm_poc import logs
+
+_log = logging.getLogger("poc_gateway")
 
 
 async def _run(settings: Settings) -> None:
@@ -45,16 +49,41 @@ def _settings() -> Settings:
         raise ValueError(f"{where}{first['msg'].removeprefix('Value error, ')}; correct the environment") from None
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m poc_gateway", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("run", help="run the gateway (the default)")
+    copying = commands.add_parser("backup", help="copy the SQLite database, also while a gateway uses it")
+    copying.add_argument("file", metavar="DEST", help="a file that is not there yet, or - for standard output")
+    restoring = commands.add_parser("restore", help="put a copy in the place of the SQLite database")
+    restoring.add_argument("file", metavar="SOURCE", help="the copy, or - for standard input")
+    restoring.add_argument("--replace", action="store_true", help="keep a database that is there as NAME.replaced")
+    return parser.parse_args()
+
+
+def _perform(arguments: argparse.Namespace, settings: Settings) -> None:
+    url, file = settings.database.get_secret_value(), arguments.file
+    if arguments.command == "backup":
+        _log.info("the database is copied: %d bytes", backup.back_up(url, file))
+    else:
+        _log.info("the database is restored: %d bytes", backup.restore(url, file, replace=arguments.replace))
+
+
 def main() -> None:
-    """Read the settings and run until told to stop."""
+    """Read the settings and do what the arguments say: run until told to stop, unless they name another command."""
     logs.configure()
+    arguments = _arguments()
     try:
         settings = _settings()
         logs.configure(settings.log_format)
+        if arguments.command in ("backup", "restore"):
+            _perform(arguments, settings)
+            return
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except (ValueError, DatabaseError, ConfigException, OSError) as error:
-        logging.getLogger("poc_gateway").error("the gateway cannot run: %s", error)
+        what = "cannot run" if arguments.command in (None, "run") else f"cannot {arguments.command}"
+        _log.error("the gateway %s: %s", what, error)
         sys.exit(1)
 
 

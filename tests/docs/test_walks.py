@@ -53,6 +53,8 @@ BESIDE = {
     "operator/poc_operator/rounds/snapshot.py": "the snapshot's type for rounds",
     "operator/poc_gateway/errors.py": "what a refusal looks like; nothing is refused",
     "operator/poc_gateway/settings.py": "values",
+    "operator/poc_gateway/metrics.py": "counts",
+    "operator/poc_gateway/server/telemetry.py": "the route's name for metrics and log",
     "operator/poc_gateway/outbox/states.py": "names of the states; the ledger moves between them",
     "operator/poc_gateway/store/clock.py": "whether what is old by the clock may expire; nothing is",
     "operator/poc_gateway/store/reserve.py": "whether the disk is full; it is not",
