@@ -27,8 +27,7 @@ _STAGES = Path(__file__).with_name("kwok.yaml")
 @contextmanager
 def kwok() -> Iterator[None]:
     """Run kwok against the cluster, which must be up; it is built if it never was."""
-    with exclusive("toolchain"):
-        ensure_tools([KWOK])
+    ensure_tools([KWOK])
     with exclusive("cluster"):
         ensure_running(_part())
     try:

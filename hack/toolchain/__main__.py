@@ -35,7 +35,7 @@ def install() -> None:
     """Make the machine ready for a cluster; what is there already costs nothing."""
     with exclusive("toolchain"):
         ensure_packages()
-        ensure_tools()
+    ensure_tools()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .common import UserError, cache, run, step
+from .common import UserError, cache, exclusive, run, step
 
 BUILD_LIMIT = 1800.0
 GO_FLAGS = ("-trimpath", "-buildvcs=false", "-mod=readonly")
@@ -21,7 +21,7 @@ class ToolSet:
     """Tools of one Go module; the folder of that name beside this file pins the versions in go.mod and go.sum."""
 
     name: str
-    programs: Mapping[str, str]  # file name of a tool -> its Go package
+    programs: Mapping[str, str]  # file name of a tool -> its Go package; one that begins with ./ is a folder of ours
     main_module: str
     version_variable: str = ""  # where the tools expect their own version, if they cannot know it otherwise
 
@@ -34,8 +34,8 @@ class ToolSet:
     def folder(self) -> Path:
         """The folder of the built tools; another pin or another flag gives another folder."""
         content = hashlib.sha256()
-        for file in ("go.mod", "go.sum"):
-            content.update((self.module / file).read_bytes())
+        for file in (self.module / "go.mod", self.module / "go.sum", *sorted(self.module.rglob("*.go"))):
+            content.update(file.read_bytes())
         content.update("\0".join((*self.flags, *sorted(self.programs))).encode())
         return cache() / "tools" / f"{self.name}-{content.hexdigest()[:16]}"
 
@@ -69,24 +69,21 @@ KUBERNETES_TOOLS = (
     "kubelet",
 )
 
+#: Helm first: the tests of the docs wait for it.
 TOOL_SETS = (
+    ToolSet(name="helm", programs={"helm": "helm.sh/helm/v4/cmd/helm"}, main_module="helm.sh/helm/v4"),
     ToolSet(
         name="kubernetes",
-        programs=dict(map(_kubernetes, KUBERNETES_TOOLS)),
+        # CoreDNS shares a module with Kubernetes, so that the packages that both need are compiled once.
+        programs={**dict(map(_kubernetes, KUBERNETES_TOOLS)), "coredns": "./coredns"},
         main_module="k8s.io/kubernetes",
         version_variable="k8s.io/component-base/version.gitVersion",
     ),
     ToolSet(
         name="etcd",
-        programs={"etcd": "go.etcd.io/etcd/server/v3", "etcdctl": "go.etcd.io/etcd/etcdctl/v3"},
+        programs={"etcd": "go.etcd.io/etcd/server/v3"},
         main_module="go.etcd.io/etcd/server/v3",
     ),
-    ToolSet(
-        name="coredns",
-        programs={"coredns": "github.com/coredns/coredns"},
-        main_module="github.com/coredns/coredns",
-    ),
-    ToolSet(name="helm", programs={"helm": "helm.sh/helm/v4/cmd/helm"}, main_module="helm.sh/helm/v4"),
 )
 
 #: For benchmarks and chaos tests alone: built when one of them asks for it.
@@ -106,13 +103,20 @@ def tool_path(name: str) -> Path:
 
 
 def ensure_tools(tool_sets: Iterable[ToolSet] = TOOL_SETS) -> None:
-    """Build those of the tool sets that are not in the cache."""
+    """Build those of the tool sets that are not in the cache, each by one process at a time."""
     for tools in tool_sets:
         if not tools.folder.exists():
             _require_go()
-            print(f"building {tools.name} {tools.version}, which can take minutes", flush=True)
-            with step(f"{tools.name} {tools.version}"):
-                _build(tools)
+            with exclusive(f"toolchain-{tools.name}"):
+                _ensure_built(tools)
+
+
+def _ensure_built(tools: ToolSet) -> None:
+    if tools.folder.exists():
+        return
+    print(f"building {tools.name} {tools.version}, which can take minutes", flush=True)
+    with step(f"{tools.name} {tools.version}"):
+        _build(tools)
 
 
 def _require_go() -> None:

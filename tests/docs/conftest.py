@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hack.toolchain.common import exclusive
 from hack.toolchain.tools import TOOL_SETS, ensure_tools, tool_path
 
 
 @pytest.fixture(scope="session")
 def helm() -> Path:
     """The pinned helm, built first where it is missing."""
-    with exclusive("toolchain"):
-        ensure_tools([tools for tools in TOOL_SETS if tools.name == "helm"])
+    ensure_tools([tools for tools in TOOL_SETS if tools.name == "helm"])
     return tool_path("helm")
