@@ -11,6 +11,7 @@ from hack.cluster.layout import POD_RANGE, SERVICE_RANGE, folder
 from hack.images.build import build
 from hack.images.site import ROOT, Role
 from hack.models.store import models
+from hack.toolchain.common import cache
 from hack.vllm.environment import environment
 
 OPERATOR_CHART = ROOT / "charts" / "vllm-poc-operator"
@@ -24,6 +25,8 @@ _STORAGE_CLASS = "local"
 _STORAGE_SIZE = "10Gi"
 _GATEWAY_USER = 65532
 _MODELS = "/models"
+#: What vLLM finds out about a model's class, for which it starts a process: once for all pods.
+_VLLM_CACHE = "/cache/vllm"
 
 Values = Mapping[str, Any]
 
@@ -76,7 +79,9 @@ def gateway_volume() -> Values:
 
 def worker_values(*, replicas: int, model: str = "qwen3-tiny") -> Values:
     """Build and load the worker's image; return chart values for ``replicas`` CPU pods of a tiny model."""
-    mounts = {"vllm": (environment(), _VLLM), "models": (models(), _MODELS)}
+    found = cache() / "vllm-cache"
+    found.mkdir(parents=True, exist_ok=True)
+    mounts = {"vllm": (environment(), _VLLM), "models": (models(), _MODELS), "vllm-cache": (found, _VLLM_CACHE)}
     return {
         "image": _image(Role.WORKER),
         "replicas": replicas,
@@ -86,7 +91,8 @@ def worker_values(*, replicas: int, model: str = "qwen3-tiny") -> Values:
         "extraEnv": [{"name": name, "value": value} for name, value in _CPU_ENVIRONMENT.items()],
         "extraVolumes": [_volume(name, path) for name, (path, _) in mounts.items()],
         "extraVolumeMounts": [
-            {"name": name, "mountPath": target, "readOnly": True} for name, (_, target) in mounts.items()
+            {"name": name, "mountPath": target, "readOnly": target != _VLLM_CACHE}
+            for name, (_, target) in mounts.items()
         ],
         "sharedMemory": "1Gi",
     }
