@@ -27,7 +27,18 @@ demo-down: ## End what the demo started on this machine
 	@$(PYTHON) -m hack.cluster down
 
 .PHONY: test
-test: check test-unit test-docs test-worker test-cluster ## Everything that this machine can prove
+test: ## Everything that this machine can prove
+	@mkdir -p build; \
+	set -m; nice -n 19 $(PYTHON) -m hack.prepare >build/prepare.log 2>&1 </dev/null & set +m; \
+	prepared=$$!; trap 'kill -- -$$prepared 2>/dev/null' EXIT; \
+	$(MAKE) --no-print-directory check test-unit test-docs || exit; \
+	echo 'What the builds beside these tests say:'; \
+	wait $$prepared; ended=$$?; trap - EXIT; cat build/prepare.log; test $$ended = 0 || exit $$ended; \
+	$(MAKE) --no-print-directory test-worker test-cluster
+
+.PHONY: prepare
+prepare: ## Build and download what a cluster needs; `make test` does it beside tests that need no cluster
+	@$(PYTHON) -m hack.prepare
 
 .PHONY: generate
 generate: .venv/.lock ## Write the CRDs and reference pages anew from the typed API and the charts' values
