@@ -5,6 +5,8 @@ CLUSTER ?= local
 PYTHON ?= python3
 # Each process takes the next file: tests of one file share their database and servers.
 PROCESSES ?= --numprocesses auto --dist loadfile
+# One process takes the tests of the servers that several files share, the other all others (tests/vllm/conftest.py).
+SERVERS ?= --numprocesses 2 --dist loadfile
 
 export PYTHONDONTWRITEBYTECODE := 1
 
@@ -75,7 +77,8 @@ fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's route
 
 .PHONY: test-worker
 test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)
-	"$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python" -m pytest tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
+	OMP_NUM_THREADS=1 "$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python" -m pytest $(SERVERS) \
+		tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
 
 .PHONY: test-versions
 test-versions: ## The same as test-worker on the oldest and the newest supported release

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,6 +28,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # The first test of a server also waits for its start.
             item.add_marker(pytest.mark.timeout(300))
             item.add_marker(pytest.mark.skipif(find_spec("vllm") is None, reason=NEEDS_WORKER))
+
+
+#: Modules whose tests take none of the servers that others share.
+ALONE = ("test_cli", "test_parallel", "test_refusals")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:  # noqa: ANN401 - xdist ships no types
+    """Give all tests of shared servers to one process, so that no two start the same server."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling  # noqa: PLC0415 - not everywhere
+
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = _servers_of  # as the schedulers of xdist override it
+    return scheduling
+
+
+def _servers_of(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    alone = not file.startswith("tests/vllm/") or file.endswith(tuple(f"/{name}.py" for name in ALONE))
+    return file if alone else "the shared servers"
 
 
 @pytest.fixture(scope="session")
