@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway.errors import RETRY_AFTER, Refusal
+from poc_gateway.node_api.chat_places import ChatPlaces
 from poc_gateway.node_api.service import NodeApi
 
 _NODES = "nodes"
@@ -66,20 +67,36 @@ class BaseUrls:
 
 
 class Chat:
-    """ASGI middleware that hands what is below ``/v1`` to the ML node's proxy; it stands behind `BaseUrls`."""
+    """ASGI middleware that hands what is below ``/v1`` to the ML node's proxy; it stands behind `BaseUrls`.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Answers 503 to what finds no place among ``places``, if there are any.
+    """
+
+    def __init__(self, app: ASGIApp, *, places: ChatPlaces | None = None) -> None:
         self._app = app
+        self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
-        if scope["type"] != "http" or not (scope["path"] == CHAT_PREFIX or scope["path"].startswith(f"{CHAT_PREFIX}/")):
+        if scope["type"] != "http" or not _is_below_chat(scope["path"]):
             await self._app(scope, receive, send)
             return
         found = resolved(scope)
-        if found.node is not None:
+        if found.node is None:
+            await (found.refusal or _none()).response()(scope, receive, send)
+        elif self._places is None:
             await found.node.chat.serve(scope, receive, send)
         else:
-            await (found.refusal or _none()).response()(scope, receive, send)
+            peer = scope["client"][0] if scope["client"] else ""
+            await self._places.serve(peer, found.node.chat.serve, scope, receive, send)
+
+
+def is_chat(path: str) -> bool:
+    """Return whether a request with this path, as it was sent, is for chat."""
+    return _is_below_chat(split(path)[1])
+
+
+def _is_below_chat(path: str) -> bool:
+    return path == CHAT_PREFIX or path.startswith(f"{CHAT_PREFIX}/")
 
 
 def resolved(scope: Scope) -> Resolved:

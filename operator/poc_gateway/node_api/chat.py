@@ -139,7 +139,7 @@ class ChatProxy:
             if await self._try(pod, scope, upload, send):
                 return
         problem = f"to none of {len(tried)} pods a connection could be made" if tried else "no pod is ready"
-        await _refuse(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", f"{problem}: try again later", scope, send)
+        await refuse(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", f"{problem}: try again later", scope, send)
 
     async def _try(self, pod: PodView, scope: Scope, upload: "_Upload", send: Send) -> bool:
         """Let this pod answer; return False if no connection to it could be made."""
@@ -167,7 +167,7 @@ class ChatProxy:
         # After the first byte only the end of the connection can say so: the server ends it for an unfinished answer.
         if not answer.begun:
             detail = f"the pod that had the request did not answer it: {error or type(error).__name__}; send it again"
-            await _refuse(HTTPStatus.BAD_GATEWAY, "PodFailed", detail, scope, answer.send)
+            await refuse(HTTPStatus.BAD_GATEWAY, "PodFailed", detail, scope, answer.send)
 
     def _request(
         self, pod: PodView, scope: Scope, upload: "_Upload"
@@ -266,13 +266,14 @@ def _kept(headers: Sequence[tuple[bytes, bytes]], left_out: frozenset[str]) -> l
     return [(name, value) for name, value in told if name not in left_out and name not in named]
 
 
-async def _refuse(status: HTTPStatus, reason: str, detail: str, scope: Scope, send: Send) -> None:
+async def refuse(status: HTTPStatus, reason: str, detail: str, scope: Scope, send: Send) -> None:
     """Answer in the words of our errors, and in those of vLLM's, which chat's clients read."""
     refusal = Refusal(status, reason, detail)
     metrics.HTTP_REFUSALS.labels(reason).inc()
     error = {"message": detail, "type": reason, "code": status.value}
     body = refusal.body.model_dump(mode="json", exclude_none=True) | {"error": error}
-    headers = RETRY_AFTER if status is HTTPStatus.SERVICE_UNAVAILABLE else None
+    # It asks again after a while, and has no need of a connection until then.
+    headers = {**RETRY_AFTER, "Connection": "close"} if status is HTTPStatus.SERVICE_UNAVAILABLE else None
     await JSONResponse(body, status, headers)(scope, _nothing, send)
 
 

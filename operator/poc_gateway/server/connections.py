@@ -2,17 +2,22 @@
 """Bounds of connections: how many one peer may have, how many all, and how long one may be without a request.
 
 The server's own protocol waits for a request's header for as long as the client likes, and a process has a limited
-number of file descriptors. So a connection whose header does not arrive in time is closed; and when there are no more
-descriptors to spare, the one that has waited longest makes room for the next.
+number of file descriptors. So a connection whose header does not arrive in time is closed, and so is one whose TLS
+handshake does not end. When there are no more descriptors to spare, the one that has waited longest makes room for the
+next, and then the one that has rested longest between two requests.
 """
 
 import asyncio
 import logging
 import resource
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from poc_gateway.node_api.chat_places import ChatPlaces
 from poc_gateway.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -30,45 +35,78 @@ def raise_descriptor_limit() -> int:
     return max(most - SPARE_DESCRIPTORS, most // 2)
 
 
+class Connection(Protocol):
+    """What is counted."""
+
+    def give_up(self) -> None:
+        """Close it: its request has not come in time, or others need the room."""
+
+
+@dataclass
+class _Peer:
+    connections: int = 0
+    # Those between two requests, the one that has rested longest first.
+    resting: dict[Connection, None] = field(default_factory=dict)
+
+
 class Connections:
-    """The open connections of a server."""
+    """The open connections of a server, and its requests for chat, each of which has a connection to a pod besides."""
 
     def __init__(self, settings: Settings, most: int) -> None:
         self.header_seconds = settings.header_seconds
+        self.chats = ChatPlaces(most=most, of_peer=settings.peer_connections)
         self._of_peer = settings.peer_connections
         self._most = most
-        self._by_peer = Counter[str]()
-        # Those without a whole header, the one that has waited longest first.
-        self._waiting = dict[BoundedProtocol, None]()
+        self._count = 0
+        self._by_peer = defaultdict[str, _Peer](_Peer)
+        # Those without a whole header and those between two requests, the one that has waited longest first.
+        self._waiting = dict[Connection, None]()
+        self._resting = dict[Connection, str]()
         self._logged_at = float("-inf")
 
-    def admit(self, connection: "BoundedProtocol", peer: str) -> bool:
-        """Count a new connection; return whether it may stay."""
-        if self._by_peer[peer] >= self._of_peer:
+    def admit(self, connection: Connection, peer: str) -> bool:
+        """Count a new connection, whose header is awaited; return whether it may stay."""
+        if self._by_peer[peer].connections >= self._of_peer:
             self._tell(f"{peer} has {self._of_peer} connections (POC_GATEWAY_PEER_CONNECTIONS): others are closed")
-            return False
-        if self._by_peer.total() >= self._most:
-            self._tell(f"there are {self._most} connections: those without a request are closed")
-            if not self._waiting:
+            if not _gave_up(self._by_peer[peer].resting):
                 return False
-            next(iter(self._waiting)).give_up()
-        self._by_peer[peer] += 1
+        if self._count + self.chats.count >= self._most:
+            self._tell(f"there are {self._most} connections: those without a request are closed")
+            if not (_gave_up(self._waiting) or _gave_up(self._resting)):
+                self._drop_if_unused(peer)
+                return False
+        self._by_peer[peer].connections += 1
+        self._count += 1
+        self._waiting[connection] = None
         return True
 
-    def forget(self, connection: "BoundedProtocol", peer: str) -> None:
+    def forget(self, connection: Connection, peer: str) -> None:
         """Learn that a connection which was admitted is closed."""
-        self._waiting.pop(connection, None)
-        self._by_peer[peer] -= 1
-        if not self._by_peer[peer]:
-            del self._by_peer[peer]
+        self.asked(connection)
+        self._count -= 1
+        self._by_peer[peer].connections -= 1
+        self._drop_if_unused(peer)
 
-    def waits(self, connection: "BoundedProtocol") -> None:
-        """Learn that the header of the connection's next request is still to come."""
+    def waits(self, connection: Connection) -> None:
+        """Learn that the header of the connection's next request has begun to come."""
+        self.asked(connection)
         self._waiting[connection] = None
 
-    def asked(self, connection: "BoundedProtocol") -> None:
-        """Learn that it has come."""
+    def rests(self, connection: Connection, peer: str) -> None:
+        """Learn that the connection's requests are all answered."""
+        self._resting[connection] = peer
+        self._by_peer[peer].resting[connection] = None
+
+    def asked(self, connection: Connection) -> None:
+        """Learn that the connection neither waits nor rests any more."""
         self._waiting.pop(connection, None)
+        peer = self._resting.pop(connection, None)
+        if peer is not None:
+            del self._by_peer[peer].resting[connection]
+
+    def _drop_if_unused(self, peer: str) -> None:
+        if not self._by_peer[peer].connections:
+            del self._by_peer[peer]
 
     def _tell(self, message: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -77,54 +115,70 @@ class Connections:
             _log.warning("%s", message)
 
 
+def _gave_up(candidates: dict[Connection, Any]) -> bool:
+    first = next(iter(candidates), None)
+    if first is not None:
+        first.give_up()
+    return first is not None
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, for a connection that is counted and must ask in time. `bounded_by` gives it its table."""
 
     table: Connections
+    #: If a TLS handshake comes first: what to call when it is over. It returns when the connection was made.
+    shaken: Callable[[], float] | None = None
     _peer: str | None = None
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Close the connection at once if there are too many; else wait for its first request."""
         super().connection_made(transport)
+        began = self.shaken() if self.shaken is not None else self.loop.time()
         peer = self.client[0] if self.client else ""
         if not self.table.admit(self, peer):
             transport.abort()
             return
         self._peer = peer
-        self._await_header()
+        self._await_header(began)
 
     def data_received(self, data: bytes) -> None:
         """Read on; what comes after an answer is the begin of the next request, or a rest that nobody reads."""
         super().data_received(data)
         if self._timer is None and self._peer is not None and self.cycle is not None and self.cycle.response_complete:
-            self._await_header()
+            self.table.waits(self)
+            self._await_header(self.loop.time())
 
     def on_headers_complete(self) -> None:
         """Stop the clock: the request is there."""
         self._stop()
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        """Let others have the room of a connection without another request, if they need it."""
+        super().on_response_complete()
+        if self._peer is not None and self._timer is None and self.cycle.response_complete:
+            self.table.rests(self, self._peer)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Count it no more."""
-        self._stop()
-        if self._peer is not None:
-            self.table.forget(self, self._peer)
-            self._peer = None
+        self._forget()
         super().connection_lost(exc)
 
     def give_up(self) -> None:
-        """Close a connection whose request has not come in time."""
+        """Close a connection whose request has not come in time, or whose room others need."""
+        self._forget()
+        if not self.transport.is_closing():
+            self.transport.abort()
+
+    def _forget(self) -> None:
         self._stop()
         if self._peer is not None:
             self.table.forget(self, self._peer)
             self._peer = None
-        if not self.transport.is_closing():
-            self.transport.abort()
 
-    def _await_header(self) -> None:
-        self.table.waits(self)
-        self._timer = self.loop.call_later(self.table.header_seconds, self.give_up)
+    def _await_header(self, began: float) -> None:
+        self._timer = self.loop.call_at(began + self.table.header_seconds, self.give_up)
 
     def _stop(self) -> None:
         self.table.asked(self)

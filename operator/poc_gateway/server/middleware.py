@@ -84,27 +84,38 @@ class Limits:
 
     And 408 to bodies that take longer than ``body_seconds``, 503 while the bodies of all requests under way exceed
     `LARGEST_AT_ONCE` of the largest, and 400 to addresses with a NUL, a character that PostgreSQL fails to look for.
+    Requests whose paths are ``apart`` have limits of their own, so that they take no room from the others.
     """
 
-    def __init__(self, app: ASGIApp, *, body: BodyLimit, body_seconds: float, peer_requests: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        body: BodyLimit,
+        body_seconds: float,
+        peer_requests: float,
+        apart: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self._app = app
         self._body = body
-        self._bodies = Bodies(LARGEST_AT_ONCE * body.bytes, body_seconds)
-        self._peers = Peers(peer_requests)
+        self._bodies, self._bodies_apart = (Bodies(LARGEST_AT_ONCE * body.bytes, body_seconds) for _ in range(2))
+        self._peers, self._peers_apart = (Peers(peer_requests) for _ in range(2))
+        self._apart = apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
+        is_apart = self._apart(scope["path"])
+        refusal = self._refusal(scope, self._peers_apart if is_apart else self._peers)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
         else:
-            await self._bounded(scope, receive, send)
+            await self._bounded(self._bodies_apart if is_apart else self._bodies, scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Refusal | None:
+    def _refusal(self, scope: Scope, peers: Peers) -> Refusal | None:
         address = scope["client"][0] if scope["client"] else ""
-        wait = self._peers.wait_seconds(address, time.monotonic())
+        wait = peers.wait_seconds(address, time.monotonic())
         if wait > 0:
             detail = "this address sends too many requests: send fewer, larger ones or raise POC_GATEWAY_PEER_REQUESTS"
             headers = {"Retry-After": str(math.ceil(wait))}
@@ -115,9 +126,9 @@ class Limits:
         length = Headers(scope=scope).get("content-length", "")
         return self._too_large() if length.isdecimal() and int(length) > self._body.bytes else None
 
-    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _bounded(self, bodies: Bodies, scope: Scope, receive: Receive, send: Send) -> None:
         # A chunked body tells its length only while it arrives, and others may never arrive in full.
-        body = self._bodies.begin()
+        body = bodies.begin()
 
         async def bounded() -> Message:
             message = await body.next(receive)
@@ -125,12 +136,12 @@ class Limits:
                 raise self._too_large()
             return message
 
-        state = {**scope.get("state", {}), BODY_SENT: partial(self._bodies.end, body)}
+        state = {**scope.get("state", {}), BODY_SENT: partial(bodies.end, body)}
         try:
             await self._app({**scope, "state": state}, bounded, send)
         finally:
             record_of(state).received = body.taken
-            self._bodies.end(body)
+            bodies.end(body)
 
     def _too_large(self) -> Refusal:
         detail = f"the body exceeds {self._body.bytes} bytes: send less at once or raise {self._body.setting}"

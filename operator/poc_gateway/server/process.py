@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from ssl import SSLContext
 
 import prometheus_client
 import uvicorn
@@ -21,14 +22,15 @@ from starlette.types import ASGIApp
 from poc_gateway.errors import install_handlers
 from poc_gateway.ingest import routes as ingest_routes
 from poc_gateway.node_api import routes as node_routes
-from poc_gateway.node_api.base_url import CHAT_PREFIX, BaseUrls, Chat
+from poc_gateway.node_api.base_url import CHAT_PREFIX, BaseUrls, Chat, is_chat
+from poc_gateway.node_api.chat_places import ChatPlaces
 from poc_gateway.node_api.service import ClusterOf, NodeApi, running_ml_nodes
 from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query import routes as query_routes
 from poc_gateway.server import health
 from poc_gateway.server.access_log import AccessLog
-from poc_gateway.server.connections import Connections, bounded_by, raise_descriptor_limit
+from poc_gateway.server.connections import BoundedProtocol, Connections, bounded_by, raise_descriptor_limit
 from poc_gateway.server.gauges import DatabaseGauges, JobGauges
 from poc_gateway.server.middleware import (
     Access,
@@ -40,7 +42,7 @@ from poc_gateway.server.middleware import (
 )
 from poc_gateway.server.standby import Gate, first_of, opened, taken, while_owner
 from poc_gateway.server.telemetry import RouteNames, Telemetry, templates_of
-from poc_gateway.server.tls import Certificate
+from poc_gateway.server.tls import Certificate, TlsListener
 from poc_gateway.settings import Settings
 from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
@@ -87,17 +89,18 @@ def inside_app(components: Components) -> FastAPI:
     return app
 
 
-def network_app(components: Components) -> FastAPI:
-    """Return the app for the network's node: all ML nodes, each below its base URL."""
+def network_app(components: Components, chats: ChatPlaces | None = None) -> FastAPI:
+    """Return the app for the network's node: all ML nodes, each below its base URL; chat has no more than ``chats``."""
     settings = components.settings
     app = _app("Proof-of-Compute node", health.ml_node_router(components.database), node_routes.router())
     app.add_middleware(JsonBodies)
-    app.add_middleware(Chat)
+    app.add_middleware(Chat, places=chats)
     app.add_middleware(Access, authorize=network_access(settings.network_token))
     app.add_middleware(RouteNames, templates=templates_of(app), proxied=CHAT_PREFIX)
     app.add_middleware(BaseUrls, ml_nodes=components.ml_nodes)
     body = BodyLimit("POC_GATEWAY_NETWORK_BODY_BYTES", settings.network_body_bytes)
-    app.add_middleware(Limits, body=body, body_seconds=settings.body_seconds, peer_requests=settings.peer_requests)
+    seconds, requests = settings.body_seconds, settings.peer_requests
+    app.add_middleware(Limits, body=body, body_seconds=seconds, peer_requests=requests, apart=is_chat)
     return app
 
 
@@ -111,7 +114,23 @@ def _app(title: str, *routers: APIRouter) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """A server that leaves signals to the process, which has two of them and a database to close after them."""
+    """A server that leaves signals to the process, which has two of them and a database to close after them.
+
+    With ``context`` it speaks TLS.
+    """
+
+    def __init__(self, config: uvicorn.Config, http: type[BoundedProtocol], context: SSLContext | None) -> None:
+        super().__init__(config)
+        self._http = http
+        self._context = context
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        await super().startup(sockets if self._context is None else [])
+        if self._context is not None:
+            protocol = partial(self._http, self.config, self.server_state, self.lifespan.state)
+            listeners = [TlsListener(one, self._context, self._http.table, protocol) for one in sockets or []]
+            self.servers += listeners  # type: ignore[arg-type]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -132,8 +151,9 @@ async def run(
     While another gateway owns the database, stand by. DatabaseError, ValueError or OSError if the database, the file of
     the ML nodes, the certificate or a port cannot be used.
     """
-    gates = Gates(inside=Gate(), network=Gate())
-    servers = Servers(settings, gates)
+    connections = Connections(settings, raise_descriptor_limit())
+    gates = Gates(inside=Gate(), network=Gate(), chats=connections.chats)
+    servers = Servers(settings, gates, connections)
     await first_of(servers.serve(), _live(settings, read_round, cluster_of, read_secret, gates), stop=servers.stop)
 
 
@@ -143,6 +163,7 @@ class Gates:
 
     inside: Gate
     network: Gate
+    chats: ChatPlaces
 
     def tell(self, reason: str) -> None:
         """Answer with this reason at both, until they are opened."""
@@ -152,7 +173,7 @@ class Gates:
     def open(self, components: Components) -> None:
         """Serve the apps from now on."""
         self.inside.open(inside_app(components))
-        self.network.open(network_app(components))
+        self.network.open(network_app(components, self.chats))
 
 
 async def _live(
@@ -190,9 +211,8 @@ async def _live(
 class Servers:
     """The servers of both ports; the network's speaks TLS if there is a certificate."""
 
-    def __init__(self, settings: Settings, gates: Gates) -> None:
+    def __init__(self, settings: Settings, gates: Gates, connections: Connections) -> None:
         self._certificate = Certificate.of(settings.tls_cert, settings.tls_key)
-        connections = Connections(settings, raise_descriptor_limit())
         self._access_log = AccessLog(settings.access_log, settings.log_format)
         ports = (
             ("inside", settings.port, gates.inside, None),
@@ -224,9 +244,10 @@ class Servers:
 
 
 def _server(app: ASGIApp, certificate: Certificate | None, connections: Connections) -> Server:
+    http = bounded_by(connections)
     config = uvicorn.Config(
         app,
-        http=bounded_by(connections),
+        http=http,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -234,10 +255,7 @@ def _server(app: ASGIApp, certificate: Certificate | None, connections: Connecti
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
-    if certificate is not None:
-        config.load()
-        config.ssl = certificate.context  # ours, since it is renewed
-    return Server(config)
+    return Server(config, http, certificate.context if certificate is not None else None)
 
 
 def _listen(port: int) -> socket.socket:

@@ -5,11 +5,12 @@ import asyncio
 import json
 import resource
 import socket
+import ssl
 import statistics
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from poc_gateway.server.connections import Connections, bounded_by
 from poc_gateway.server.standby import Gate
 from poc_gateway.settings import Settings
 from tests.simulation.gateway_process import GatewayProcess, gateway
+from tests.support.builders.certificates import issue, settings_of
 from tests.support.builders.deliveries import JSON, artifacts, path, round_body
 from tests.support.builders.forwarding import until
 from tests.support.servers.http_server import free_port
@@ -28,6 +30,8 @@ from tests.support.servers.http_server import free_port
 HALF_OPEN, STALLED = 2_000, 50
 #: What slow clients may add to an honest delivery.
 MOST_SECONDS = 0.1
+#: The begin of a TLS record with a ClientHello that never ends.
+HALF_OF_A_HELLO = bytes.fromhex("160301020001")
 HEAD = b"POST %s HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 
@@ -48,8 +52,17 @@ def serving(folder: Path, **settings: str) -> Iterator[GatewayProcess]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def connect(stack: ExitStack, running: GatewayProcess, source: str) -> socket.socket:
-    address = ("127.0.0.1", urlsplit(running.url).port or 0)
+@contextmanager
+def serving_tls(folder: Path, **settings: str) -> Iterator[GatewayProcess]:
+    """The same, with TLS at the network's port."""
+    issue(folder, "gateway")
+    tls = {name.removeprefix("POC_GATEWAY_").lower(): value for name, value in settings_of(folder).items()}
+    with serving(folder, **tls, **settings) as running:
+        yield running
+
+
+def connect(stack: ExitStack, running: GatewayProcess, source: str, *, network: bool = False) -> socket.socket:
+    address = ("127.0.0.1", urlsplit(running.network_url if network else running.url).port or 0)
     connection = stack.enter_context(socket.create_connection(address, source_address=(source, 0)))
     # Thousands that linger after a test would take ports that the next gateway is told to listen at.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -64,6 +77,11 @@ def deliver(client: httpx.Client, url: str, first: int, count: int = 20) -> list
         client.post(url + path(), content=artifacts([nonce]), headers=JSON).raise_for_status()
         seconds.append(time.monotonic() - began)
     return seconds
+
+
+def trusting(folder: Path) -> ssl.SSLContext:
+    """What a client needs that trusts the certificate in this folder."""
+    return ssl.create_default_context(cafile=str(folder / "tls.crt"))
 
 
 def is_closed(connection: socket.socket, seconds: float) -> bool:
@@ -98,6 +116,61 @@ def test_the_process_takes_all_descriptors_that_it_may_have(tmp_path: Path) -> N
     (line,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
     soft, hard = line.split()[3:5]
     assert soft == hard
+
+
+@pytest.mark.parametrize("peer_connections", ["1000", "100000"])
+def test_half_open_handshakes_hold_up_no_delivery(tmp_path: Path, peer_connections: str) -> None:
+    with serving_tls(tmp_path, peer_connections=peer_connections) as running, ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(timeout=30))
+        alone = deliver(client, running.url, 0)
+        opened = [connect(stack, running, "127.0.0.2", network=True) for _ in range(HALF_OPEN)]
+        for connection in opened[::2]:
+            with suppress(ConnectionError):  # those beyond the peer's are closed
+                connection.sendall(HALF_OF_A_HELLO)
+        beside = deliver(stack.enter_context(httpx.Client(timeout=30)), running.url, 100)
+        assert statistics.median(beside) - statistics.median(alone) < MOST_SECONDS
+        assert max(beside) - max(alone) < 10 * MOST_SECONDS
+        closed = sum(is_closed(connection, 0.001) for connection in opened)
+        assert closed == max(0, HALF_OPEN - int(peer_connections))
+        network = httpx.Client(timeout=30, verify=trusting(tmp_path), trust_env=False)
+        answer = stack.enter_context(network).get(running.network_url.replace("http:", "https:") + "/readyz")
+        assert answer.status_code == 200
+
+
+def test_a_handshake_has_the_headers_deadline(tmp_path: Path) -> None:
+    with serving_tls(tmp_path, header_seconds="2") as running, ExitStack() as stack:
+        silent, slow, late = (connect(stack, running, "127.0.0.1", network=True) for _ in range(3))
+        began = time.monotonic()
+        slow.sendall(HALF_OF_A_HELLO)
+        time.sleep(1)
+        # It shakes hands in time, and asks for nothing: the deadline is of both together.
+        shaken = stack.enter_context(trusting(tmp_path).wrap_socket(late, server_hostname="127.0.0.1"))
+        for connection in (silent, slow, shaken):
+            assert is_closed(connection, 5)
+            assert 1.8 < time.monotonic() - began < 2.8
+
+
+def test_handshakes_count_among_the_connections_of_a_peer(tmp_path: Path) -> None:
+    with serving_tls(tmp_path, peer_connections="5") as running, ExitStack() as stack:
+        # At either port: which one accepts first is open.
+        opened = [connect(stack, running, "127.0.0.2", network=index % 2 == 0) for index in range(8)]
+        kept = [connection for connection in opened if not is_closed(connection, 0.3)]
+        assert len(kept) == 5
+        kept[0].close()
+        time.sleep(0.2)
+        left = connect(stack, running, "127.0.0.2", network=True)
+        with trusting(tmp_path).wrap_socket(left, server_hostname="127.0.0.1") as shaken:
+            shaken.sendall(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert shaken.recv(65_536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_handshakes_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    with serving_tls(tmp_path) as running, ExitStack() as stack:
+        connection = connect(stack, running, "127.0.0.1", network=True)
+        connection.sendall(HALF_OF_A_HELLO)
+        time.sleep(0.2)
+        running.process.terminate()
+        assert running.process.wait(5) == 0
 
 
 async def test_when_there_are_too_many_who_waits_longest_makes_room() -> None:

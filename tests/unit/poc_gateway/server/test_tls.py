@@ -4,7 +4,6 @@
 import asyncio
 import json
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,20 +15,9 @@ from poc_gateway.server import tls
 from poc_gateway.server.tls import Certificate
 from poc_gateway.settings import Settings
 from tests.simulation.gateway_process import GatewayProcess, gateway
+from tests.support.builders.certificates import issue, settings_of
 
 SPEC = {"selector": {"matchLabels": {"a": "b"}}}
-
-
-def issue(folder: Path, name: str) -> None:
-    """Write a certificate of this name, and its key, as a mounted Secret has them."""
-    subject = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
-    files = ("-keyout", folder / "tls.key", "-out", folder / "tls.crt")
-    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    subprocess.run(["openssl", "req", *kind, *subject, *files], check=True, capture_output=True)
-
-
-def settings_of(folder: Path) -> dict[str, str]:
-    return {"POC_GATEWAY_TLS_CERT": str(folder / "tls.crt"), "POC_GATEWAY_TLS_KEY": str(folder / "tls.key")}
 
 
 @pytest.fixture
