@@ -13,13 +13,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway.node_api import chat
 
+#: One of so many connections may be a chat's: with the one to a pod that is half of the descriptors.
+_OF_ALL = 4
+#: Of one peer's connections: so many quarters.
+_QUARTERS_OF_PEER = 3
+
 
 class ChatPlaces:
     """The requests for chat under way. ``most`` connections may be open in all, and ``of_peer`` of one peer."""
 
     def __init__(self, *, most: int, of_peer: int) -> None:
-        self._most = max(1, most // 4)
-        self._of_peer = max(1, of_peer * 3 // 4)
+        self._most = max(1, most // _OF_ALL)
+        self._of_peer = max(1, of_peer * _QUARTERS_OF_PEER // 4)
         self._by_peer = Counter[str]()
         self.count = 0
 

@@ -77,10 +77,10 @@ def _underway(slot: Assignment) -> int:
 
 
 def _wanted(snapshot: RoundSnapshot, slot: Assignment) -> int:
-    batch, status = snapshot.round.spec.batch_size, snapshot.report_of(slot).status
-    if slot.state is not SlotState.RUNNING or status is None or not status.rate_per_second:
+    batch, rate = snapshot.round.spec.batch_size, snapshot.rate_of(slot)
+    if slot.state is not SlotState.RUNNING or not rate:
         return FIRST_BATCHES * batch
-    return max(LEAST_BATCHES * batch, math.ceil(ALLOWANCE_SECONDS * status.rate_per_second))
+    return max(LEAST_BATCHES * batch, math.ceil(ALLOWANCE_SECONDS * rate))
 
 
 def _left(stop: Stop, slots: Sequence[Assignment]) -> int:

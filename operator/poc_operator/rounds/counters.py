@@ -15,15 +15,18 @@ from vllm_poc.wire.answers import StatusResponse
 
 
 def contradiction(
-    slot: Assignment, status: StatusResponse, capacity: int, settled_before: int | None = None
+    slot: Assignment, status: StatusResponse, capacity: int, *, reach: int, settled_before: int | None = None
 ) -> str | None:
     """Return what is wrong with the counters of the slot's pod; None if they can be true.
 
-    Below ``settled_before`` the record is the gateway's, which may know more than the pod does.
+    ``reach`` is the first index of a slot that no pods can have computed yet. Below ``settled_before`` the record is
+    the gateway's, which may know more than the pod does.
     """
     order = (status.start_index, status.delivered_index, status.next_index, capacity)
     if list(order) != sorted(order):
         return "start_index {}, delivered_index {}, next_index {} of {} nonces are out of order".format(*order)
+    if status.next_index > max(reach, slot.next):
+        return f"next_index {status.next_index} is more than the {reach} nonces that pods can have computed by now"
     delivered = status.delivered_index - status.start_index
     if status.delivered_valid + status.delivered_rejected > delivered:
         counts = f"{status.delivered_valid} valid and {status.delivered_rejected} rejected"
@@ -46,12 +49,20 @@ def _fall(slot: Assignment, status: StatusResponse, settled_before: int | None) 
 
 def doubt(slot: Assignment, why: str) -> tuple[Assignment, WorkEvent | None]:
     """Return the slot with its counters as they were, and the Event that tells the user, once."""
-    mark = f"pod {slot.pod} is not believed"
-    error = f"{mark}: {why}"
+    error = f"{_mark(slot)}: {why}"
     doubted = slot.model_copy(update={"error": error})
-    if slot.error is not None and slot.error.startswith(mark):
+    if is_doubted(slot):
         return doubted, None
     return doubted, WorkEvent.warn_of(slot, Reason.REPORT_CONTRADICTORY, error)
+
+
+def is_doubted(slot: Assignment) -> bool:
+    """Whether the counters of the slot's pod were not believed when they were last seen."""
+    return slot.error is not None and slot.error.startswith(_mark(slot))
+
+
+def _mark(slot: Assignment) -> str:
+    return f"pod {slot.pod} is not believed"
 
 
 #: So long the gateway is waited for where its answer matters; then the round goes on with what is known.

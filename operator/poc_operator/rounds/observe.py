@@ -51,7 +51,8 @@ class SlotView:
         if self.status is None:
             return None
         capacity = self.snapshot.partition_of(self.slot).capacity
-        return contradiction(self.slot, self.status, capacity, settled_before(self.snapshot, self.slot, capacity))
+        settled = settled_before(self.snapshot, self.slot, capacity)
+        return contradiction(self.slot, self.status, capacity, reach=self.snapshot.reach, settled_before=settled)
 
     @property
     def ending(self) -> bool:

@@ -40,6 +40,11 @@ class RoundSnapshot(Snapshot[PoCRound]):
         """The first index of a slot that no pods can have computed by now, one after the other."""
         return plausible_nonces(self.rate_limit, self.seconds_since(self.round.metadata.creation_timestamp))
 
+    def rate_of(self, slot: Assignment) -> float:
+        """Return the nonces per second that the slot's pod computes; 0 if it does not say, or what cannot be true."""
+        status = self.report_of(slot).status
+        return status.rate_per_second if status is not None and status.rate_per_second <= self.rate_limit else 0.0
+
     @property
     def blocked(self) -> Finding | None:
         """Why no pod can be told to start, whichever it is; None if nothing is in the way."""

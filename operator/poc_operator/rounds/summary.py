@@ -11,6 +11,7 @@ from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.lifecycle import tally
+from poc_operator.rounds.counters import is_doubted
 from poc_operator.rounds.cross_check import describe
 from poc_operator.rounds.slots import free_pods
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
@@ -45,8 +46,8 @@ def totals(snapshot: RoundSnapshot, status: RoundStatus) -> Totals:
 def _rate(snapshot: RoundSnapshot, status: RoundStatus, checked: int) -> float:
     """Return nonces per second: of the pods that compute now, and the mean once the round is over."""
     if status.completion_time is None or status.stop_time is None:
-        running = [snapshot.report_of(slot).status for slot in status.assignments if slot.state is SlotState.RUNNING]
-        return sum(found.rate_per_second for found in running if found)
+        believed = [slot for slot in status.assignments if slot.state is SlotState.RUNNING and not is_doubted(slot)]
+        return sum(snapshot.rate_of(slot) for slot in believed)
     # It may have ended before it started again after a suspension.
     last = (status.stop_time - status.start_time).total_seconds() if status.start_time is not None else 0.0
     return checked / max(1.0, status.worked_seconds + last)
@@ -81,6 +82,11 @@ def _stalled(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     if not stalled:
         return None
     return Reason.SLOTS_STALLED, f"{len(stalled)} slots get nothing done, the first: {stalled[0].error}"
+
+
+def _not_believed(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    doubted = [slot.error or "" for slot in status.assignments if is_doubted(slot)]
+    return (Reason.REPORT_CONTRADICTORY, f"pods tell what cannot be true: {_some(doubted)}") if doubted else None
 
 
 def _pods_disagree(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -164,6 +170,7 @@ def _waiting(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
 FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _failed,
     _stalled,
+    _not_believed,
     _pods_disagree,
     _conflicts,
     _deliveries_refused,

@@ -268,9 +268,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.REPORT_CONTRADICTORY: Explanation(
-        "Event",
-        "The counters in a pod's status cannot be true. They are not counted until they can be true again.",
-        "`status.errors` says what is wrong; check that the pod runs an image that you trust.",
+        "Degraded=True, Event",
+        "The counters in a pod's status cannot be true, such as more nonces than it can have computed by now. They are "
+        "not counted until they can be true again.",
+        "The message names the pods. Check that they run an image that you trust, and `--max-nonces-per-second`.",
         _ROUND,
     ),
     Reason.REPLACED: Explanation(

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.credentials import RATE_LIMIT, plausible_nonces
 from poc_operator.observed import PodReport
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
@@ -24,9 +26,14 @@ TRUE: dict[str, Any] = {
 }
 
 
+#: How far a slot of a round that is so old can be.
+AGE = 10
+REACH = plausible_nonces(RATE_LIMIT, AGE)
+
+
 def planned(slot: Assignment, state: PowState = PowState.GENERATING, **fields: Any) -> RoundStep:  # noqa: ANN401 - fields of StatusResponse
     report: PodReport = says(state, round_id="round-uid", **TRUE | fields)
-    return plan(look(a_round(a_status(slot)), (a_pod("a"), report)))
+    return plan(look(a_round(a_status(slot), age=AGE), (a_pod("a"), report)))
 
 
 @pytest.mark.parametrize(
@@ -37,15 +44,17 @@ def planned(slot: Assignment, state: PowState = PowState.GENERATING, **fields: A
         ({"delivered_valid": 4}, "delivered_valid falls from 5 to 4"),
         ({"delivered_rejected": 0}, "delivered_rejected falls from 1 to 0"),
         ({"delivered_index": 21}, "out of order"),
-        ({"next_index": 2**31}, None),
-        ({"next_index": 2**31 - 1, "delivered_valid": 12}, "12 valid and 1 rejected nonces of 12 delivered ones"),
+        ({"next_index": REACH}, None),
+        ({"next_index": REACH + 1}, f"next_index {REACH + 1} is more than the {REACH} nonces that pods can have"),
+        ({"next_index": 2**31 - 1}, "pods can have computed by now"),
+        ({"next_index": REACH, "delivered_valid": 12}, "12 valid and 1 rejected nonces of 12 delivered ones"),
     ],
 )
 def test_what_cannot_be_true_is_not_counted(lie: dict[str, Any], why: str | None) -> None:
     step = planned(SLOT, **lie)
     slot = step.status.assignments[0]
     if why is None:
-        assert (slot.next, slot.error) == (2**31, None)
+        assert (slot.next, slot.error) == (REACH, None)
         return
     assert {name: getattr(slot, name) for name in KNOWN} == KNOWN
     assert slot.state is SlotState.RUNNING
@@ -53,6 +62,9 @@ def test_what_cannot_be_true_is_not_counted(lie: dict[str, Any], why: str | None
     assert slot.error.startswith("pod a is not believed: ")
     assert why in slot.error
     assert [(event.reason, event.warning) for event in step.events] == [("ReportContradictory", True)]
+    (told,) = [one.model_dump() for one in step.status.conditions if one.type == "Degraded"]
+    assert (Reason.REPORT_CONTRADICTORY in step.status.degraded, slot.error in told["message"]) == (True, True)
+    assert (step.status.totals.checked, step.status.totals.rate) == (20, "0.0")
     assert planned(slot, **lie).events == []
 
 
@@ -79,3 +91,8 @@ def test_a_lie_adopts_nothing() -> None:
     lying = says(PowState.GENERATING, **TRUE | {"next_index": 5})
     slot = plan(look(a_round(a_status(starting)), (a_pod("a"), lying))).status.assignments[0]
     assert slot.state is SlotState.STARTING
+
+
+def test_a_rate_that_no_pod_has_is_not_counted() -> None:
+    told = planned(SLOT, rate_per_second=3.0).status.totals.rate
+    assert (told, planned(SLOT, rate_per_second=1e12).status.totals.rate) == ("3.0", "0.0")

@@ -92,7 +92,7 @@ OURS = {"round_id": "round-uid"}
     ],
 )
 def test_slot_with_its_pod(slot: Assignment, report: PodReport, expected: dict[str, object]) -> None:
-    slot = observed(look(a_round(a_status(slot)), (a_pod("a"), report)))
+    slot = observed(look(a_round(a_status(slot), age=50_000), (a_pod("a"), report)))
     assert {name: getattr(slot, name) for name in expected} == expected
 
 
