@@ -3,8 +3,8 @@
 
 What belongs here: which ML node a request is for (`ml_nodes`, `base_url`), the routes by area (`round_routes`,
 `generate_routes`, `node`, `weights`, `hardware`), and chat to the pods (`chat`, `chat_places`). Behind them stands
-`service`: the ML node's PoCRounds (`create_pocround`), and named nonces as `jobs` that are dispatched to pods. What
-does not: results of rounds, which pods deliver to `poc_gateway.ingest`, and posting callbacks, which
+`service`: the ML node's PoCRounds (`create_pocround`), and named nonces as `jobs` that are dispatched to pods.
+What does not: results of rounds, which pods deliver to `poc_gateway.ingest`, and posting callbacks, which
 `poc_gateway.outbox` does.
 
 A job of ``POST generate``::

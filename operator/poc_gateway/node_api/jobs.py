@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``POST generate``: what is queued is written down first, so that a restart of the gateway takes it up again.
 
-A job's id names its ML node, which alone tells of it and takes it up.
+A job's id names its ML node, which alone tells of it and takes it up. Ids from before there were several name none: the
+first ML node of the list is the one that the gateway had then.
 
 queued -> completed or failed; a queued job of which a pod has begun a chunk is told as running. A result and its
 callbacks become durable together, so that neither is there without the other.
@@ -9,13 +10,16 @@ callbacks become durable together, so that neither is there without the other.
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
+from pydantic import ValidationError
 from sqlalchemy import Connection, exists, select
 
 from poc_gateway.errors import Refusal
@@ -24,7 +28,7 @@ from poc_gateway.node_api.cluster import ReadyPods
 from poc_gateway.node_api.dispatch import Dispatcher, Work
 from poc_gateway.node_api.job_results import Result, callbacks_of, check_validation, result_of
 from poc_gateway.node_api.messages import FIRST_PORT
-from poc_gateway.outbox import ledger
+from poc_gateway.outbox import callback_ledger, ledger
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
@@ -42,6 +46,7 @@ _RETRY_SECONDS = 1.0
 #: Seconds that a result is kept.
 KEEP_SECONDS = 300
 
+_OLD_ID = re.compile(rf"{FIRST_PORT}:[0-9a-f]{{32}}")
 _jobs, _callbacks = schema.jobs.c, schema.callbacks.c
 
 
@@ -65,11 +70,17 @@ class JobEnd:
 
 
 class Jobs:
-    """An ML node's requests for named nonces. `start` takes up those of an earlier process."""
+    """An ML node's requests for named nonces. `start` takes up those of an earlier process.
 
-    def __init__(self, database: Database, ready_pods: ReadyPods, settings: Settings, ml_node: str) -> None:
+    The ``first`` ML node has those besides whose ids name none.
+    """
+
+    def __init__(
+        self, database: Database, ready_pods: ReadyPods, settings: Settings, ml_node: str, *, first: bool = False
+    ) -> None:
         self._database = database
         self._prefix = prefix_of(ml_node)
+        self._is_first = first
         self._settings = settings
         self._dispatcher = Dispatcher(ready_pods)
         self._works: dict[str, Work] = {}
@@ -78,10 +89,17 @@ class Jobs:
     async def start(self) -> None:
         """Take up queued jobs, and begin to give out work."""
         self._spawn(self._dispatcher.run())
-        unfinished = await self._database.read(lambda connection: unfinished_jobs(connection, self._prefix))
-        for job_id, request in unfinished:
-            parsed = GenerateRequest.model_validate_json(request)
-            self._follow(job_id, parsed, self._dispatcher.add(job_id, parsed))
+        for job_id, request in await self._database.read(unfinished_jobs):
+            if not self._has(job_id):
+                continue
+            try:
+                parsed = GenerateRequest.model_validate_json(request)
+            except ValidationError as error:
+                _log.error("request %s cannot be read any more, and has failed: %s", job_id, error)
+                end = JobEnd(job_id, error="this release cannot read the request: send it again")
+                await self._database.write(partial(finish_job, end=end))
+            else:
+                self._follow(job_id, parsed, self._dispatcher.add(job_id, parsed))
 
     async def close(self) -> None:
         """Stop the work; queued jobs are taken up by the next process."""
@@ -127,7 +145,7 @@ class Jobs:
     async def find(self, job_id: str) -> str:
         """Return the JSON of a job's state or result; refused with 404 if there is none."""
         row = None
-        if job_id.startswith(self._prefix):
+        if self._has(job_id):
             row = await self._database.read(lambda connection: find_job(connection, job_id))
         if row is None:
             detail = f"no request {job_id}: results are kept for {KEEP_SECONDS} s"
@@ -138,6 +156,9 @@ class Jobs:
         state = JobState.RUNNING if work is not None and work.begun else JobState(row.state)
         fields = {"status": state, "request_id": job_id, "error": row.error}
         return JobResponse.model_validate(fields).model_dump_json(exclude_none=True)
+
+    def _has(self, job_id: str) -> bool:
+        return job_id.startswith(self._prefix) or (self._is_first and names_no_ml_node(job_id))
 
     def _new_id(self) -> str:
         return f"{self._prefix}{uuid4().hex}"
@@ -206,6 +227,11 @@ def prefix_of(ml_node: str) -> str:
     return f"{FIRST_PORT}:{ml_node}."
 
 
+def names_no_ml_node(job_id: str) -> bool:
+    """Return whether a job's id is from before there were several ML nodes."""
+    return _OLD_ID.fullmatch(job_id) is not None
+
+
 def insert_job(connection: Connection, job_id: str, request: str) -> None:
     """Write a queued job down, and delete those that are over and whose callbacks have gone out."""
     _expire(connection)
@@ -213,10 +239,9 @@ def insert_job(connection: Connection, job_id: str, request: str) -> None:
     connection.execute(schema.jobs.insert().values(**values))
 
 
-def unfinished_jobs(connection: Connection, prefix: str = "") -> Sequence[tuple[str, str]]:
-    """Return id and request of the jobs that have not ended, oldest first: those whose ids begin so."""
-    unfinished = _jobs.finished_at.is_(None) & _jobs.id.startswith(prefix, autoescape=True)
-    found = select(_jobs.id, _jobs.request).where(unfinished).order_by(_jobs.created_at)
+def unfinished_jobs(connection: Connection) -> Sequence[tuple[str, str]]:
+    """Return id and request of the jobs that have not ended, oldest first."""
+    found = select(_jobs.id, _jobs.request).where(_jobs.finished_at.is_(None)).order_by(_jobs.created_at)
     return [(row.id, row.request) for row in connection.execute(found)]
 
 
@@ -238,13 +263,14 @@ def finish_job(connection: Connection, end: JobEnd) -> None:
         "finished_at": ledger.now(),
     }
     connection.execute(schema.jobs.update().where(_jobs.id == end.job_id).values(**ended))
-    ledger.add_job_callbacks(connection, end.job_id, end.callbacks)
+    callback_ledger.add_job_callbacks(connection, end.job_id, end.callbacks)
 
 
 def fail_foreign_jobs(connection: Connection, ml_nodes: Sequence[str]) -> int:
     """End the jobs whose ML node is gone, and return how many: nobody would ever compute them."""
     prefixes = tuple(prefix_of(name) for name in ml_nodes)
-    foreign = [job_id for job_id, _ in unfinished_jobs(connection) if not job_id.startswith(prefixes)]
+    ids = [job_id for job_id, _ in unfinished_jobs(connection) if not (ml_nodes and names_no_ml_node(job_id))]
+    foreign = [job_id for job_id in ids if not job_id.startswith(prefixes)]
     for job_id in foreign:
         finish_job(connection, JobEnd(job_id, error="its ML node was removed from the gateway's configuration"))
     return len(foreign)

@@ -37,6 +37,8 @@ ClusterOf = Callable[[MlNode], Cluster]
 class NodeApi:
     """One ML node: pods, rounds and jobs of its own. The jobs run between `start` and `close`.
 
+    The ``first`` of a gateway's ML nodes has its jobs from before there were several.
+
     ValueError if a token of the ML node cannot be read.
     """
 
@@ -48,13 +50,14 @@ class NodeApi:
         client: PodClient,
         database: Database,
         settings: Settings,
+        first: bool = False,
     ) -> None:
         template = ml_node.template
         self.ml_node = ml_node
         self.tokens = ml_node.token.read_several() if ml_node.token is not None else settings.network_token
         self.pods = ReadyPods(cluster, client, selector=template.selector, port=template.port)
         self.rounds = NetworkRounds(cluster, ml_node)
-        self.jobs = Jobs(database, self.pods, settings, ml_node.name)
+        self.jobs = Jobs(database, self.pods, settings, ml_node.name, first=first)
         self.metrics = NodeMetrics(self.pods, model=template.model, version=__version__)
         self.chat = ChatProxy(
             self.pods,
@@ -138,7 +141,14 @@ async def running_ml_nodes(
         token = settings.pod_token.get_secret_value() if settings.pod_token is not None else None
         client = await stack.enter_async_context(PodClient(token))
         found = [
-            NodeApi(cluster=cluster_of(one), ml_node=one, client=client, database=database, settings=settings)
+            NodeApi(
+                cluster=cluster_of(one),
+                ml_node=one,
+                client=client,
+                database=database,
+                settings=settings,
+                first=one is listed[0],
+            )
             for one in listed
         ]
         for one in found:

@@ -148,6 +148,7 @@ class World:
                 client=self.client,
                 database=self.database,
                 settings=self.settings,
+                first=one is self.ml_nodes[0],
             )
             for one in self.ml_nodes
         }

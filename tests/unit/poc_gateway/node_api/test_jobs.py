@@ -4,22 +4,29 @@
 import asyncio
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
+from alembic import command
+from alembic.config import Config
 from prometheus_client import REGISTRY
 from sqlalchemy import select
 
 from poc_gateway.node_api import jobs
+from poc_gateway.node_api.messages import FIRST_PORT
+from poc_gateway.outbox import ledger
 from poc_gateway.server.gauges import JobGauges
-from poc_gateway.store import schema
+from poc_gateway.store import migrations, schema
 from poc_gateway.store.database import Database
+from poc_gateway.store.engine import create_engine
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import ARTIFACT, SLOT
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, NONCES, PARAMS, URL, error_of, validation
 from tests.unit.poc_gateway.node_api.test_replay import finished
+from vllm_poc.wire.generate import GenerateRequest
 
 PATH = "inference/pow/generate"
 ARTIFACTS: dict[str, Any] = BLOCK | {"params": PARAMS}
@@ -93,6 +100,36 @@ async def test_work_waits_for_a_pod(tmp_path: Path) -> None:
         assert (await world.get(f"{PATH}/{queued['request_id']}")).json()["status"] == "queued"
         await world.add_pod("127.0.0.1")
         assert (await finished(world, queued["request_id"]))["status"] == "completed"
+
+
+async def test_requests_of_an_older_gateway_are_computed(tmp_path: Path) -> None:
+    """Their ids name no ML node. The first of the list takes them up, and tells of them by the same ids."""
+    ids = [f"{FIRST_PORT}:{uuid4().hex}" for _ in range(3)]
+    request = GenerateRequest.model_validate(validation()).model_dump_json(exclude_none=True)
+    rows = [(ids[0], request, "queued", None, None), (ids[1], "{}", "completed", '{"a": 1}', ledger.now())]
+    rows.append((ids[2], '{"nonces": 7}', "queued", None, None))
+    fill_older(tmp_path, rows)
+    async with running_world(tmp_path, pods=1, also={"other": {}}) as world:
+        done = await finished(world, ids[0], base="/nodes/one")
+        assert (done["status"], done["request_id"], done["fraud_detected"]) == ("completed", ids[0], False)
+        assert len(world.rows(select(schema.callbacks))) == 1
+        assert (await world.http.get(f"/nodes/one/api/v1/{PATH}/{ids[1]}")).json() == {"a": 1}
+        failed = (await world.http.get(f"/nodes/one/api/v1/{PATH}/{ids[2]}")).json()
+        assert (failed["status"], "send it again" in failed["error"]) == ("failed", True)
+        error_of(await world.http.get(f"/nodes/other/api/v1/{PATH}/{ids[0]}"), 404, "JobNotFound")
+
+
+def fill_older(folder: Path, rows: list[tuple[Any, ...]]) -> None:
+    """Make the database of a gateway that knew one ML node, with these jobs."""
+    config, engine = Config(), create_engine(f"sqlite:///{folder}/gateway.db")
+    config.set_main_option("script_location", migrations.__path__[0])
+    columns = "id, request, state, result, finished_at, created_at"
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0004")
+        for row in rows:
+            connection.exec_driver_sql(f"INSERT INTO jobs ({columns}) VALUES (?, ?, ?, ?, ?, 1)", row)  # noqa: S608
+    engine.dispose()
 
 
 async def test_pods_compute_beside_a_round(world: World) -> None:

@@ -27,11 +27,11 @@ def told(*status: str) -> list[dict[str, Any]]:
     return [one | nothing for one in backends(*status)]
 
 
-async def finished(world: World, request_id: str) -> dict[str, Any]:
+async def finished(world: World, request_id: str, base: str = "") -> dict[str, Any]:
     """Poll a job until it is over."""
     async with asyncio.timeout(20):
         while True:
-            body: dict[str, Any] = (await world.get(f"{NODE}/generate/{request_id}")).json()
+            body: dict[str, Any] = (await world.http.get(f"{base}/api/v1/{NODE}/generate/{request_id}")).json()
             if body["status"] not in ("queued", "running"):
                 return body
             await asyncio.sleep(0.02)
