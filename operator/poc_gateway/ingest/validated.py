@@ -14,7 +14,7 @@ from sqlalchemy import Connection, func, insert, select
 
 from poc_gateway.errors import Refusal
 from poc_gateway.ingest.deliveries import parse, require_same_round
-from poc_gateway.outbox import ledger
+from poc_gateway.outbox import callback_ledger
 from poc_gateway.store.rounds import KnownRound, RoundTerms
 from poc_gateway.store.schema import verdicts
 from vllm_poc.wire.callbacks import Callback
@@ -85,7 +85,7 @@ def add_verdict(known: KnownRound, author: int, verdict: Verdict, connection: Co
             f"{MOST_TOTAL_BYTES} bytes are taken: validate more nonces at once, or begin another round"
         )
         return Refusal(HTTPStatus.CONFLICT, "TooManyVerdicts", detail)
-    if not ledger.add_verdict(connection, known.id, known.terms.receiver, verdict.text):
+    if not callback_ledger.add_verdict(connection, known.id, known.terms.receiver, verdict.text):
         return False
     key = {"round_id": known.id, "author": author, "batch": verdict.batch}
     connection.execute(insert(verdicts).values(key | {"digest": verdict.digest, "bytes": size}))

@@ -16,8 +16,8 @@ from functools import partial
 from sqlalchemy import Connection
 
 from poc_gateway import metrics
-from poc_gateway.outbox import ledger
-from poc_gateway.outbox.ledger import CallbackWork
+from poc_gateway.outbox import callback_ledger
+from poc_gateway.outbox.callback_ledger import CallbackWork
 from poc_gateway.outbox.pace import CircuitBreaker, pause_seconds
 from poc_gateway.outbox.post import Answer, Outcome, SecretPoster
 from poc_gateway.outbox.round_sender import record
@@ -56,14 +56,14 @@ class CallbackSender:
         """Send everything there is; DatabaseError if it cannot be read."""
         longest_ms = int(_LONGEST * self._limit * 1000)
         to_send = (
-            partial(ledger.new_callback, url=self._url),
-            partial(ledger.callback_to_retry, url=self._url, longest_ms=longest_ms),
+            partial(callback_ledger.new_callback, url=self._url),
+            partial(callback_ledger.callback_to_retry, url=self._url, longest_ms=longest_ms),
         )
         try:
             async with asyncio.TaskGroup() as group:
                 lanes = [group.create_task(self._lane(*lane)) for lane in zip(to_send, self._news, strict=True)]
                 # Both lanes write: to know whether all is sent is to ask.
-                while await self._database.read(partial(ledger.has_callbacks, url=self._url)):  # noqa: ASYNC110
+                while await self._database.read(partial(callback_ledger.has_callbacks, url=self._url)):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_SECONDS)
                 # Both at once: what is written from now on is for another sender.
                 for lane in lanes:
@@ -85,7 +85,7 @@ class CallbackSender:
                     await asyncio.wait_for(news.wait(), POLL_SECONDS)
 
     async def _send(self, id_: int) -> None:
-        while (work := await self._database.read(partial(ledger.callback_work, id_=id_))) is not None:
+        while (work := await self._database.read(partial(callback_ledger.callback_work, id_=id_))) is not None:
             answer = await self._circuit.call(partial(self._settle, id_, work))
             # Without a connection none would fare better: the order is kept.
             if answer.outcome is not Outcome.UNREACHABLE:
@@ -96,10 +96,10 @@ class CallbackSender:
         answer = await self._poster.post(self._url, work.body, namespace=work.namespace, secret=work.receiver_secret)
         match answer.outcome:
             case Outcome.ACCEPTED:
-                await record(self._database, partial(ledger.callback_ended, id_=id_, event=Event.ACCEPTED))
+                await record(self._database, partial(callback_ledger.callback_ended, id_=id_, event=Event.ACCEPTED))
                 metrics.FORWARDED.labels("callback").inc()
             case Outcome.REFUSED:
-                refused = partial(ledger.callback_ended, id_=id_, event=Event.REFUSED, reason=answer.reason)
+                refused = partial(callback_ledger.callback_ended, id_=id_, event=Event.REFUSED, reason=answer.reason)
                 await record(self._database, refused)
                 metrics.DEAD.labels("callback").inc()
                 _log.error("callback %d is refused for good: %s", id_, answer.reason)
@@ -112,6 +112,6 @@ class CallbackSender:
     async def _failed(self, id_: int, work: CallbackWork, answer: Answer) -> None:
         seconds = pause_seconds(self._first, self._limit, work.attempts, answer)
         next_try_at = int((time.time() + seconds) * 1000)
-        failed = partial(ledger.callback_failed, id_=id_, reason=answer.reason, next_try_at=next_try_at)
+        failed = partial(callback_ledger.callback_failed, id_=id_, reason=answer.reason, next_try_at=next_try_at)
         await record(self._database, failed)
         _log.warning("callback %d failed, and is tried again in %.1f s: %s", id_, seconds, answer.reason)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from poc_gateway import metrics
-from poc_gateway.outbox import ledger
+from poc_gateway.outbox import callback_ledger, endings, ledger
 from poc_gateway.outbox.callback_sender import POLL_SECONDS, CallbackSender
 from poc_gateway.outbox.pace import Pauses, Receivers
 from poc_gateway.outbox.post import Poster, SecretPoster
@@ -67,7 +67,9 @@ class Outbox:
 
     async def abandon(self, round_id: int, reason: str) -> int:
         """Give up everything of a round that was not delivered; return how many artifacts and callbacks that is."""
-        callbacks = await self._database.write(partial(ledger.abandon_callbacks, round_id=round_id, reason=reason))
+        callbacks = await self._database.write(
+            partial(callback_ledger.abandon_callbacks, round_id=round_id, reason=reason)
+        )
         return callbacks + await self._end(round_id, Event.ABANDONED, reason)
 
     async def expire(self) -> None:
@@ -77,11 +79,13 @@ class Outbox:
             return
         since = ledger.now() - seconds * 1000
         reason = f"not accepted within {seconds} s after the end of its stage"
-        for round_id in await self._database.read(partial(ledger.rounds_overdue, since=since)):
+        for round_id in await self._database.read(partial(endings.rounds_overdue, since=since)):
             count = await self._end(round_id, Event.EXPIRED, reason, since)
             metrics.EXPIRED.labels("artifact").inc(count)
             _log.error("%d artifacts of round %d expired: %s", count, round_id, reason)
-        while count := await self._database.write(partial(ledger.expire_callbacks, since=since, reason=reason)):
+        while count := await self._database.write(
+            partial(callback_ledger.expire_callbacks, since=since, reason=reason)
+        ):
             metrics.EXPIRED.labels("callback").inc(count)
             _log.error("%d callbacks expired: %s", count, reason)
 
@@ -118,7 +122,7 @@ class Outbox:
             await asyncio.sleep(EXPIRY_SECONDS)
 
     async def _end(self, round_id: int, event: Event, reason: str, since: int | None = None) -> int:
-        some = partial(ledger.end_some, round_id=round_id, event=event, reason=reason, since=since)
+        some = partial(endings.end_some, round_id=round_id, event=event, reason=reason, since=since)
         async with self._ending:
             self._held, total = round_id, 0
             try:
@@ -133,7 +137,7 @@ class Outbox:
         return total
 
     async def _start_senders(self, tasks: asyncio.TaskGroup, poster: SecretPoster) -> None:
-        for url in await self._database.read(ledger.addresses_with_callbacks):
+        for url in await self._database.read(callback_ledger.addresses_with_callbacks):
             if url not in self._senders:
                 self._senders[url] = CallbackSender(
                     url,

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, RowMapping
 from yarl import URL
 
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.outbox import ledger, listing
+from poc_gateway.outbox import callback_ledger, ledger, listing
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.listing import Counts
 from poc_gateway.outbox.states import Event, State
@@ -253,7 +253,7 @@ def _add_callbacks(routes: APIRouter, database: Database) -> None:
         def write(connection: Connection) -> bool:
             if listing.callback(connection, id) is None:
                 raise _no_callback(id)
-            return ledger.callback_ended(connection, id, Event.ABANDONED, one_line(reason))
+            return callback_ledger.callback_ended(connection, id, Event.ABANDONED, one_line(reason))
 
         return Abandoned(abandoned=int(await database.write(write)))
 

@@ -3,7 +3,7 @@
 
 What belongs here: everything that must be the same for SQLite and PostgreSQL, and what several packages read.
 What does not: the tables' meaning for one package, which reads or writes them with its own statements. Slots, late
-items and callbacks change through `poc_gateway.outbox.ledger` alone.
+items and callbacks change through the ledger of `poc_gateway.outbox` alone.
 
 A round's row::
 

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from sqlalchemy import Connection, select, update
 
-from poc_gateway.outbox import ledger
+from poc_gateway.outbox import callback_ledger, endings, ledger
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.post import Poster, SecretPoster
 from poc_gateway.outbox.routes import router
@@ -184,7 +184,7 @@ async def test_a_round_that_is_still_heard_of_does_not_expire(
 async def test_a_large_backlog_ends_in_parts(
     database: Database, outbox: Outbox, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "CHUNK_ARTIFACTS", 7)
+    monkeypatch.setattr(endings, "CHUNK_ARTIFACTS", 7)
     await store(database, await add_round(database, "http://127.0.0.1:1"), range(40))
     assert (await client.delete(f"{ROUND}/ledger")).json() == {"abandoned": 40}
     ranges = await listed(client, State.ABANDONED)
@@ -222,7 +222,7 @@ async def test_a_callback_is_given_up(
 
 async def test_a_verdict_without_a_receiver_can_be_read(database: Database, client: httpx.AsyncClient) -> None:
     round_id = await add_round(database, None, uid="uid-kept")
-    add = partial(ledger.add_verdict, round_id=round_id, receiver=None, body='{"n_total": 7}')
+    add = partial(callback_ledger.add_verdict, round_id=round_id, receiver=None, body='{"n_total": 7}')
     assert await database.write(add)
     (found,) = (await client.get("/outbox", params={"uid": "uid-kept", "state": "kept"})).json()["callbacks"]
     assert (found["round"], found["url"], "body" in found) == ("uid-kept", None, False)
