@@ -8,6 +8,7 @@ are asked belongs into ``clients``. Names that the gateway sends are snake_case 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -177,8 +178,71 @@ class CollectedSlot(_FromGateway):
     rivals: list[Rivals] = Field(default_factory=list)
 
 
+#: Results beside the stored one that are told of a nonce at once.
+MOST_OTHERS = 20
+
+
+class Truth(StrEnum):
+    """Which of two results for a nonce is honest: the stored one, its rival, none of them, or both."""
+
+    STORED = "stored"
+    OTHER = "other"
+    NEITHER = "neither"
+    BOTH = "both"
+
+
+class RivalResult(_FromGateway):
+    """One of several results for a nonce; ``conflict`` is its id if it is not the stored one."""
+
+    conflict: Count | None = None
+    pod: ShortText | None = None
+    vector_b64: str | None = None
+    distance: float | None = None
+
+
+class RivalNonce(_FromGateway):
+    """A nonce for which pods delivered different results, and nobody has found the honest one yet."""
+
+    nonce: Annotated[int, Field(ge=0, le=MAX_NONCE)]
+    stored: RivalResult
+    others: Annotated[list[RivalResult], Field(min_length=1, max_length=MOST_OTHERS)]
+
+
+class RivalPage(_FromGateway):
+    """The first such nonces of a round."""
+
+    rivals: list[RivalNonce]
+
+
+class Decision(BaseModel):
+    """What ``pod``, which delivered none of them, has computed for a nonce with several results.
+
+    ``truth`` is OTHER with the honest result's ``conflict``, NEITHER, or STORED; ``alike`` are the conflicts that
+    differ from the honest result no more than GPUs do. Those with ids above ``up_to`` were not compared.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nonce: Annotated[int, Field(ge=0, le=MAX_NONCE)]
+    truth: Truth
+    conflict: Count | None = None
+    alike: list[Count] = Field(default_factory=list, max_length=MOST_OTHERS)
+    up_to: Count
+    pod: ShortText
+
+
+class Forger(_FromGateway):
+    """A pod, and how many of its results were found not to be honest."""
+
+    pod: ShortText
+    count: Count
+
+
 class CollectedRound(_FromGateway):
-    """A round, and the sums over its slots. ``refused`` are pods that delivered what they must not."""
+    """A round, and the sums over its slots. ``refused`` are pods that delivered what they must not.
+
+    ``undecided`` are results with rivals of which nobody knows which is honest, ``forgers`` pods whose were not.
+    """
 
     uid: str
     stored: Count
@@ -187,6 +251,8 @@ class CollectedRound(_FromGateway):
     forwarded: Count
     slots: list[CollectedSlot]
     refused: list[RefusedPod] = Field(default_factory=list)
+    undecided: Count = 0
+    forgers: list[Forger] = Field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +260,12 @@ class GatewayReport:
     """Where the round's pods deliver to, and what of it is stored.
 
     ``collected`` is what the gateway answered last, None if it had nothing then; ``asked`` is when that question was
-    put, None if none was answered yet. ``error`` says why the last question was not answered.
+    put, None if none was answered yet. ``error`` says why the last question was not answered. ``rivals`` are nonces
+    that wait for a decision.
     """
 
     callback: str
     collected: CollectedRound | None = None
     asked: datetime | None = None
     error: str | None = None
+    rivals: Sequence[RivalNonce] = ()

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, exists, select
 
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery, Value
 from poc_gateway.metrics import WAITING_ARTIFACTS
-from poc_gateway.outbox import ledger
+from poc_gateway.outbox import ledger, rivals
 from poc_gateway.outbox.ledger import SlotArrivals
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
@@ -144,6 +144,7 @@ class _Transaction:
         self._now = now
         self._artifacts: list[Row] = []
         self._conflicts: list[Row] = []
+        self._rivals: list[Key] = []  # of those that are to be forwarded
         self._filled = dict[int, int]()  # slots whose first missing nonce has come, with their strides
 
     def take(self, delivery: Delivery) -> StoreResult:
@@ -183,6 +184,7 @@ class _Transaction:
             if slot.missing <= slot.last:
                 slot.missing = _missing(connection, slot_id, slot.missing, stride)
         ledger.arrived(connection, self._slots, self._now)
+        rivals.hold(connection, self._rivals)
 
     def _met_again(self, delivery: Delivery, found: CheckedArtifact, known: Value, result: StoreResult) -> None:
         slot = self._slots[found.slot_id]
@@ -192,6 +194,8 @@ class _Transaction:
         else:
             if slot.conflicts_before + slot.conflicts < MOST_CONFLICTS:
                 self._conflicts.append(_row(found, self._now, delivery.author))
+                if delivery.known.terms.receiver is not None:
+                    self._rivals.append((found.slot_id, found.nonce))
             slot.conflicts += 1
             result.conflicts.append(found.nonce)
 

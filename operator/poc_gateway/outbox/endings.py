@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, bindparam, func, insert, select, union, update
 
-from poc_gateway.outbox.ledger import IS_BEHIND, IS_LATE, SlotWork, in_order, late_may, now, slots_of_round
+from poc_gateway.outbox.ledger import IS_BEHIND, SlotWork, in_order, late_may, now, slots_of_round
 from poc_gateway.outbox.states import Event, target
 from poc_gateway.store.schema import artifacts, ended_ranges, late_items, rounds, slots
 
@@ -66,7 +66,7 @@ def _end_in_order(connection: Connection, round_id: int, ending: Mapping[str, ob
 def rounds_overdue(connection: Connection, since: int) -> Sequence[int]:
     """Return the ids of rounds that `end_some` would end something of with the same ``since``."""
     last = select(func.max(slots.c.heard_at)).where(slots.c.round_id == rounds.c.id).correlate(rounds).scalar_subquery()
-    late = select(slots.c.round_id).join(late_items).where(IS_LATE, late_items.c.since < since)
+    late = select(slots.c.round_id).join(late_items).where(late_may(Event.EXPIRED), late_items.c.since < since)
     behind = select(slots.c.round_id).where(IS_BEHIND)
     quiet = select(rounds.c.id).where(rounds.c.receiver.is_not(None), rounds.c.created_at < since, last < since)
     return connection.scalars(quiet.where(rounds.c.id.in_(union(behind, late)))).all()

@@ -8,11 +8,11 @@ receiver is finished first, so that each artifact has one end.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 from poc_gateway import metrics
-from poc_gateway.outbox import callback_ledger, endings, ledger
+from poc_gateway.outbox import callback_ledger, endings, ledger, rivals
 from poc_gateway.outbox.callback_sender import POLL_SECONDS, CallbackSender
 from poc_gateway.outbox.pace import Pauses, Receivers
 from poc_gateway.outbox.post import Poster, SecretPoster
@@ -22,7 +22,9 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.rounds import KnownRound
 from poc_operator.clients.kube.callback_secret import ReadSecret
+from poc_operator.observed import Decision
 
 _log = logging.getLogger(__name__)
 
@@ -121,20 +123,31 @@ class Outbox:
                 _log.warning("what has expired cannot be ended yet: %s", error)
             await asyncio.sleep(EXPIRY_SECONDS)
 
+    async def decide(self, known: KnownRound, decisions: Sequence[Decision]) -> int:
+        """Write down which results are honest, of nonces with several; return how many decisions were new."""
+        async with self._halted(known.id):
+            return await self._database.write(partial(rivals.decide, known=known, decisions=decisions))
+
     async def _end(self, round_id: int, event: Event, reason: str, since: int | None = None) -> int:
-        some = partial(endings.end_some, round_id=round_id, event=event, reason=reason, since=since)
+        some, total = partial(endings.end_some, round_id=round_id, event=event, reason=reason, since=since), 0
+        async with self._halted(round_id):
+            while count := await self._database.write(some):
+                total += count
+        return total
+
+    @contextlib.asynccontextmanager
+    async def _halted(self, round_id: int) -> AsyncIterator[None]:
+        """Let nobody forward the round meanwhile; what is on its way is finished first."""
         async with self._ending:
-            self._held, total = round_id, 0
+            self._held = round_id
             try:
                 if (task := self._tasks.get(round_id)) is not None:
                     task.cancel()
                     await asyncio.wait([task])
-                while count := await self._database.write(some):
-                    total += count
+                yield
             finally:
                 self._held = None
                 self.wake()
-        return total
 
     async def _start_senders(self, tasks: asyncio.TaskGroup, poster: SecretPoster) -> None:
         for url in await self._database.read(callback_ledger.addresses_with_callbacks):

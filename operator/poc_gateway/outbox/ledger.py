@@ -230,6 +230,14 @@ def _read(connection: Connection, query: Select[int, bytes | None, float | None]
 # What became of it.
 
 
+def pass_over(connection: Connection, slot: SlotWork) -> None:
+    """Let a slot be done that is behind, and has nothing left but late items."""
+    left = select(artifacts.c.nonce).where(artifacts.c.slot_id == slot.slot_id, in_order(slot)).limit(1)
+    if connection.scalar(left) is None:
+        done = {"forwarded_nonce": slots.c.last_nonce}
+        connection.execute(update(slots).where(slots.c.id == slot.slot_id).values(done))
+
+
 def accepted(connection: Connection, part: Part) -> None:
     """Write down that the receiver has accepted the part."""
     of_slot = update(slots).where(slots.c.id == part.slot_id)
@@ -239,8 +247,17 @@ def accepted(connection: Connection, part: Part) -> None:
         sent = delete(late_items).where(late_items.c.slot_id == part.slot_id, late_items.c.nonce == bindparam("sent"))
         connection.execute(sent, [{"sent": item.nonce} for item in part.items])
     else:
+        _forget_rivals(connection, part)
         of_slot = of_slot.values(forwarded_nonce=part.items[-1].nonce)
     connection.execute(of_slot)
+
+
+def _forget_rivals(connection: Connection, part: Part) -> None:
+    """Delete the late items of artifacts whose rivals came while they were on their way."""
+    of_slot, nonces = late_items.c.slot_id == part.slot_id, [item.nonce for item in part.items]
+    between = select(late_items.c.nonce).where(of_slot, late_items.c.nonce.between(nonces[0], nonces[-1]))
+    for nonce in set(connection.scalars(between)).intersection(nonces):
+        connection.execute(delete(late_items).where(of_slot, late_items.c.nonce == nonce))
 
 
 def refused(connection: Connection, part: Part, reason: str) -> None:
@@ -252,6 +269,7 @@ def refused(connection: Connection, part: Part, reason: str) -> None:
         is_refused = (late_items.c.slot_id == part.slot_id) & (late_items.c.nonce == item.nonce)
         connection.execute(update(late_items).where(is_refused).values(values))
     else:
+        _forget_rivals(connection, part)
         connection.execute(insert(late_items).values(key | values))
         connection.execute(update(slots).where(slots.c.id == part.slot_id).values(forwarded_nonce=item.nonce))
 

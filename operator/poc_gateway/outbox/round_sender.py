@@ -87,6 +87,8 @@ class Forwarder:
         with bound(slot=slot.slot):
             if slot.is_behind:
                 sizes.append(await self._send(ledger.next_in_order, slot))
+                if not sizes[-1]:  # late items alone, which go out once the slot has passed them
+                    await record(self._database, partial(ledger.pass_over, slot=slot))
             if slot.has_late:
                 sizes.append(await self._send(ledger.next_late, slot))
         return max(sizes) == self._limit

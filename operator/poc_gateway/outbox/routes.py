@@ -13,13 +13,14 @@ from sqlalchemy import Connection, RowMapping
 from yarl import URL
 
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.outbox import callback_ledger, ledger, listing
+from poc_gateway.outbox import callback_ledger, ledger, listing, rivals
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.listing import Counts
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, newest
 from poc_gateway.store.schema import one_line
+from poc_operator.observed import Decision, RivalNonce, RivalPage
 from vllm_poc.wire.messages import Nonce
 
 _ROUND = "/rounds/{namespace}/{name}"
@@ -132,6 +133,19 @@ class Replayed(BaseModel):
     replayed: int
 
 
+class Decisions(BaseModel):
+    """Decisions about the results of the round with this ``uid``."""
+
+    uid: str
+    decisions: Annotated[list[Decision], Field(min_length=1, max_length=100)]
+
+
+class Decided(BaseModel):
+    """How many of the decisions were new."""
+
+    decided: int
+
+
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 _AfterNonce = Annotated[int, Query(ge=-1, lt=2**31)]
 _AfterId = Annotated[int, Query(ge=0, lt=2**63)]
@@ -146,6 +160,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
     routes = APIRouter(responses=documented(401, 404, 422, 503))
     _add_forwarding(routes, database, outbox)
     _add_ledger(routes, database, outbox)
+    _add_rivals(routes, database, outbox)
     _add_callbacks(routes, database)
     return routes
 
@@ -224,6 +239,25 @@ def _add_ledger(routes: APIRouter, database: Database, outbox: Outbox) -> None:
         return Abandoned(abandoned=await outbox.abandon(known.id, one_line(reason)))
 
 
+def _add_rivals(routes: APIRouter, database: Database, outbox: Outbox) -> None:
+    @routes.get(f"{_ROUND}/rivals", response_model_exclude_none=True)
+    async def undecided(namespace: str, name: str, limit: _Limit = 100) -> RivalPage:
+        """List the first nonces with several results of which nobody knows which is honest."""
+
+        def read(connection: Connection) -> list[RivalNonce]:
+            return rivals.undecided(connection, _found(connection, namespace, name), limit)
+
+        return RivalPage(rivals=await database.read(read))
+
+    @routes.post(f"{_ROUND}/rivals", responses=documented(409, 507))
+    async def decide(namespace: str, name: str, decisions: Decisions) -> Decided:
+        """Say which results are honest, for the operator or a person who had them computed again. The first counts."""
+        known = await database.read(lambda connection: _found(connection, namespace, name))
+        if decisions.uid != known.terms.uid:
+            raise _another(namespace, name, known.terms.uid)
+        return Decided(decided=await outbox.decide(known, decisions.decisions))
+
+
 def _add_callbacks(routes: APIRouter, database: Database) -> None:
     @routes.get("/outbox")
     async def callbacks(
@@ -256,6 +290,11 @@ def _add_callbacks(routes: APIRouter, database: Database) -> None:
             return callback_ledger.callback_ended(connection, id, Event.ABANDONED, one_line(reason))
 
         return Abandoned(abandoned=int(await database.write(write)))
+
+
+def _another(namespace: str, name: str, uid: str) -> Refusal:
+    detail = f"uid: the newest round {namespace}/{name} has {uid}: name the round that the decisions are about"
+    return Refusal(HTTPStatus.CONFLICT, "WrongRound", detail)
 
 
 def _no_callback(id_: int) -> Refusal:

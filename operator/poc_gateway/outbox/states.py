@@ -6,10 +6,12 @@
     waiting ──┬── accepted ──> delivered
        ^      ├── expired ───> expired
        │      ├── abandoned ─> abandoned <── abandoned ──┐
-       │      └── refused ───> refused ──────────────────┤
+       │      ├── refused ───> refused ──────────────────┤
+       │      └── disputed ──> disputed ── settled ──┐   │
+       └───────────────────────┴─────────────────────┘   │
        └────────────────────── replayed ─────────────────┘
 
-    kept: has no receiver
+    kept: has no receiver. What is disputed expires and is abandoned as what waits.
 
 An artifact of a round has no row of its own while it waits for its turn: every one behind its slot's
 ``forwarded_nonce`` is waiting.
@@ -31,6 +33,8 @@ class State(StrEnum):
     EXPIRED = "expired"
     #: Somebody gave it up.
     ABANDONED = "abandoned"
+    #: Another pod's result for the same nonce is another: the honest one is to be found first.
+    DISPUTED = "disputed"
     #: It has no receiver.
     KEPT = "kept"
 
@@ -43,13 +47,17 @@ class Event(StrEnum):
     EXPIRED = "expired"
     ABANDONED = "abandoned"
     REPLAYED = "replayed"
+    DISPUTED = "disputed"
+    SETTLED = "settled"
 
 
 _TRANSITIONS = {
     Event.ACCEPTED: ({State.WAITING}, State.DELIVERED),
     Event.REFUSED: ({State.WAITING}, State.REFUSED),
-    Event.EXPIRED: ({State.WAITING}, State.EXPIRED),
-    Event.ABANDONED: ({State.WAITING, State.REFUSED}, State.ABANDONED),
+    Event.EXPIRED: ({State.WAITING, State.DISPUTED}, State.EXPIRED),
+    Event.ABANDONED: ({State.WAITING, State.DISPUTED, State.REFUSED}, State.ABANDONED),
+    Event.DISPUTED: ({State.WAITING}, State.DISPUTED),
+    Event.SETTLED: ({State.DISPUTED}, State.WAITING),
     Event.REPLAYED: ({State.REFUSED}, State.WAITING),
 }
 #: States that only a person changes.

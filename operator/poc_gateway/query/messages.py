@@ -11,6 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from poc_operator.observed import Truth
 from vllm_poc.wire.messages import Nonce, Protocol
 
 #: Most entries of one page.
@@ -199,7 +200,10 @@ class Summary(BaseModel):
 
 
 class Conflict(BaseModel):
-    """A result that arrived for a nonce whose stored result is another one, and the pods that delivered the two."""
+    """A result that arrived for a nonce whose stored result is another one, and the pods that delivered the two.
+
+    ``truth`` says which of the two is honest: stored, other, neither or both, as the pod ``decided_by`` has computed.
+    """
 
     id: int
     nonce: int
@@ -212,6 +216,8 @@ class Conflict(BaseModel):
     stored_vector_b64: str | None = None
     stored_distance: float | None = None
     stored_pod: str | None = None
+    truth: Truth | None = None
+    decided_by: str | None = None
 
 
 class ConflictPage(BaseModel):

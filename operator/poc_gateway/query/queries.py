@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, and_, func, select
 
+from poc_gateway.outbox.rivals import count_undecided, forgers
 from poc_gateway.query.messages import (
     Conflict,
     ConflictPage,
@@ -62,10 +63,14 @@ def progress(connection: Connection, namespace: str, name: str, uid: str | None)
         return None
     query = select(slots).where(slots.c.round_id == row["id"]).order_by(slots.c.slot)
     terms = terms_of(row)
-    found = connection.execute(query).mappings().all()
-    rivals = _rivals(connection, [slot["id"] for slot in found if slot["conflicts"]])
-    collected = [_collected_slot(terms, slot, rivals.get(slot["id"], [])) for slot in found]
-    return _collected(terms.uid, collected, _refused_pods(connection, row["id"]))
+    rows = connection.execute(query).mappings().all()
+    rivals = _rivals(connection, [slot["id"] for slot in rows if slot["conflicts"]])
+    collected = [_collected_slot(terms, slot, rivals.get(slot["id"], [])) for slot in rows]
+    found = _collected(terms.uid, collected, _refused_pods(connection, row["id"]))
+    if not found.conflicts:
+        return found
+    undecided, lied = count_undecided(connection, row["id"]), forgers(connection, row["id"], MOST_NAMED)
+    return found.model_copy(update={"undecided": undecided, "forgers": lied})
 
 
 def round_entry(connection: Connection, known: KnownRound) -> RoundEntry:

@@ -77,7 +77,7 @@ def _values(connection: Connection) -> dict[str, tuple[str, float]]:
     dead = by_state.get("refused", 0)
     # int, since PostgreSQL sums up to a Decimal.
     together = int(connection.scalar(select(func.sum(schema.ended_ranges.c.artifacts))) or 0)
-    ended = together + sum(count for state, count in by_state.items() if state != "waiting")
+    ended = together + sum(count for state, count in by_state.items() if state not in ("waiting", "disputed"))
     pending = connection.scalar(_not_forwarded()) or 0
     return {
         "backlog_artifacts": ("Artifacts that are still to be forwarded", float(pending - ended)),

@@ -46,7 +46,7 @@ OPEN_PATHS = frozenset({"/readyz", "/livez", "/health", "/openapi.json"})
 #: What the network's client asks without its token: the names of the models, which the chain tells everybody.
 MODELS_PATH = "/v1/models"
 _CALLBACKS = "/callbacks/"
-_OPERATORS = re.compile(r"/rounds/[^/]+/[^/]+/(?:progress|sample)")
+_OPERATORS = re.compile(r"(?:GET /rounds/[^/]+/[^/]+/(?:progress|sample|rivals)|POST /rounds/[^/]+/[^/]+/rivals)")
 #: Where the uid stands in /callbacks/{namespace}/{name}/{uid}/….
 _UID = 4
 _JSON = "application/json"
@@ -182,7 +182,7 @@ def inside_access(settings: Settings) -> Authorize:
 
 
 def _is_asked_by_operator(scope: Scope) -> bool:
-    return scope["method"] == "GET" and _OPERATORS.fullmatch(scope["path"]) is not None
+    return _OPERATORS.fullmatch(f"{scope['method']} {scope['path']}") is not None
 
 
 def _admit_pod(scope: Scope, verifier: Verifier) -> Refusal | None:

@@ -157,7 +157,11 @@ def _heard_of(since: int) -> ColumnElement[bool]:
 def _waits() -> ColumnElement[bool]:
     # What the outbox itself goes by. Never counts: a commit that was repeated may have counted twice.
     slots, late_items = schema.slots.c, schema.late_items.c
-    late = exists().where(late_items.slot_id == slots.id, late_items.state == "waiting").correlate(schema.slots)
+    late = (
+        exists()
+        .where(late_items.slot_id == slots.id, late_items.state.in_(("waiting", "disputed")))
+        .correlate(schema.slots)
+    )
     return or_(slots.last_nonce > slots.forwarded_nonce, late)
 
 

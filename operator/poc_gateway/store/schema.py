@@ -105,7 +105,7 @@ artifacts = Table(
 )
 
 #: Other results that arrived for a nonce which is stored already: a sick or a cheating pod. The first ones of a slot;
-#: its counter goes on.
+#: its counter goes on. ``truth`` is a `poc_operator.observed.Truth` once a pod, ``decided_by``, has computed the nonce.
 conflicts = Table(
     "conflicts",
     metadata,
@@ -116,10 +116,14 @@ conflicts = Table(
     Column("distance", Double),
     Column("received_at", BigInteger, nullable=False),
     Column("author", BigInteger),
+    Column("truth", Text),
+    Column("decided_by", Text),
+    Column("decided_at", BigInteger),
 )
 
 #: Artifacts that are not forwarded in the order of their nonces, each with a state of `poc_gateway.outbox.states`:
-#: ``waiting`` if it is to be sent by itself, since it arrived late or is replayed, else how it ended and why.
+#: ``waiting`` if it is to be sent by itself, since it arrived late or is replayed, ``disputed`` if its honest result is
+#: to be found first, else how it ended and why.
 late_items = Table(
     "late_items",
     metadata,

@@ -2,7 +2,8 @@
 """Typed calls to the gateway, which collects what pods deliver. Each has a time limit, each answer a size limit."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Self
 
@@ -13,7 +14,7 @@ from yarl import URL
 from poc_operator.clients.errors import GatewayError
 from poc_operator.clients.http import read_bounded
 from poc_operator.credentials import POD_USER, VALID_SECONDS, Grant, sign
-from poc_operator.observed import CollectedRound
+from poc_operator.observed import CollectedRound, Decision, RivalNonce, RivalPage
 from vllm_poc.wire.answers import ErrorResponse
 from vllm_poc.wire.messages import MAX_TEXT
 
@@ -22,6 +23,9 @@ ANSWER_SECONDS = 5.0
 
 #: A thousand slots take about 150 KiB, ten thousand proofs of 12 numbers about 600 KiB.
 MAX_ANSWER_BYTES = 4 * 2**20
+
+#: Nonces with rivals that are asked for at once.
+MOST_RIVALS = 100
 
 
 class GatewayClient:
@@ -76,12 +80,29 @@ class GatewayClient:
         """Return ``nonces`` results of a round as a JSON list of proofs; None if nothing of it is stored."""
         return await self._get(self._round(namespace, name) / "sample", {"nonces": str(nonces), "seed": seed})
 
+    async def rivals(self, namespace: str, name: str, uid: str) -> Sequence[RivalNonce]:
+        """Return the first nonces of a round with several results of which nobody knows which is honest."""
+        body = await self._get(self._round(namespace, name) / "rivals", {"uid": uid, "limit": str(MOST_RIVALS)})
+        try:
+            return RivalPage.model_validate_json(body).rivals if body is not None else ()
+        except ValidationError as error:
+            raise self._not_understood(error) from error
+
+    async def decide(self, namespace: str, name: str, uid: str, decisions: Sequence[Decision]) -> None:
+        """Tell which results are honest; a decision that was made already stays."""
+        told = {"uid": uid, "decisions": [one.model_dump(mode="json") for one in decisions]}
+        url = self._round(namespace, name) / "rivals"
+        await self._read(self._session.post(url, json=told, allow_redirects=False))
+
     def _round(self, namespace: str, name: str) -> URL:
         return self._base / "rounds" / namespace / name
 
     async def _get(self, url: URL, query: Mapping[str, str]) -> bytes | None:
+        return await self._read(self._session.get(url.with_query(query), allow_redirects=False))
+
+    async def _read(self, request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> bytes | None:
         try:
-            async with self._session.get(url.with_query(query), allow_redirects=False) as response:
+            async with request as response:
                 body = await read_bounded(response, MAX_ANSWER_BYTES)
         except TimeoutError as error:
             raise GatewayError(f"gateway {self._base}: no answer within {ANSWER_SECONDS:g} s") from error

@@ -20,6 +20,7 @@ from poc_operator.observed import Answer, PodReport, PodView
 from poc_operator.planning.snapshot import (
     Action,
     AskPod,
+    DecideRivals,
     DeletePod,
     DeleteWork,
     ExtendPod,
@@ -56,7 +57,7 @@ class PodActions:
     def begin(self, port: int, actions: Sequence[Action]) -> None:
         """Take these actions, but none on a pod that has one under way."""
         for action in actions:
-            if not isinstance(action, DeleteWork | AskPod) and action.pod.uid not in self._in_flight:
+            if not isinstance(action, DeleteWork | AskPod | DecideRivals) and action.pod.uid not in self._in_flight:
                 slot = action.request.slot.offset if isinstance(action, StartPod) else None
                 with bound(pod=action.pod.name, slot=slot):
                     task = asyncio.create_task(self._take(port, action))

@@ -23,7 +23,7 @@ from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.observed import GatewayReport, PodView
-from poc_operator.planning.snapshot import Snapshot, Step, StopPod, Work
+from poc_operator.planning.snapshot import DecideRivals, Snapshot, Step, StopPod, Work
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot
 from poc_operator.rounds.stop import running_pods, stop_orders
@@ -103,6 +103,12 @@ class RoundPlanner(Planner[PoCRound]):
     def plan(self, seen: Snapshot[PoCRound]) -> Step[Any]:
         """Return the round's next step."""
         return rounds.plan(self._snapshot(seen))
+
+    def recorded(self, step: Step[Any]) -> None:
+        """Tell the gateway what was decided about rivals."""
+        for action in step.actions:
+            if isinstance(action, DecideRivals) and self._gateway is not None:
+                self._gateway.decide(action.decisions)
 
     def computing(self, seen: Snapshot[PoCRound]) -> Sequence[PodView]:
         """Return the pods that compute the round, or may do so."""

@@ -9,7 +9,7 @@ poll of the pods, which it never holds up for long.
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -20,7 +20,7 @@ from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
-from poc_operator.observed import GatewayReport, PodReport, PodView
+from poc_operator.observed import Decision, GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import Work
 from vllm_poc.wire.answers import PowState, StatusResponse
 
@@ -171,6 +171,7 @@ class GatewayObserver:
         self._clock = clock
         self._asked = float("-inf")
         self._asking: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._report = GatewayReport(callback=client.callback_url(*ref))
 
     async def observe(self) -> GatewayReport:
@@ -182,22 +183,38 @@ class GatewayObserver:
             await asyncio.wait({self._asking}, timeout=WAIT_SECONDS)
         return self._report
 
+    def decide(self, decisions: Sequence[Decision]) -> None:
+        """Tell the gateway which results are honest, unless it is being told."""
+        if self._telling is None:
+            self._telling = asyncio.create_task(self._decide(decisions))
+
     async def cancel(self) -> None:
-        """Give up the question that is under way."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait({self._asking})
+        """Give up what is under way."""
+        for task in (self._asking, self._telling):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def _decide(self, decisions: Sequence[Decision]) -> None:
+        try:
+            await self._client.decide(*self._ref, decisions)
+        except GatewayError as error:  # the plan orders it again
+            self._log.warning("decisions about rivals: %s", error)
+        finally:
+            self._telling = None
 
     async def _ask(self) -> None:
         # As exact as the times of the plan, so that "later" means the same for both.
         asked = datetime.now(UTC).replace(microsecond=0)
         try:
             collected = await self._client.progress(*self._ref)
+            undecided = collected is not None and collected.undecided > 0
+            rivals = await self._client.rivals(*self._ref) if undecided else ()
         except GatewayError as error:
             if self._report.error != str(error):
                 self._log.warning("%s", error)
             self._report = replace(self._report, error=str(error))
         else:
-            self._report = replace(self._report, collected=collected, asked=asked, error=None)
+            self._report = replace(self._report, collected=collected, asked=asked, error=None, rivals=rivals)
         finally:
             self._asking = None

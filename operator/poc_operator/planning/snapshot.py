@@ -15,7 +15,7 @@ from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import Grant
-from poc_operator.observed import PodReport, PodView
+from poc_operator.observed import Decision, PodReport, PodView
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
 
@@ -109,11 +109,18 @@ class AskPod:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecideRivals:
+    """Tell the gateway which results are honest. Harmless to repeat: the first decision about a nonce stays."""
+
+    decisions: Sequence[Decision]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeleteWork:
     """Delete the finished object; its time to live has passed."""
 
 
-Action = StartPod | ExtendPod | StopPod | DeletePod | AskPod | DeleteWork
+Action = StartPod | ExtendPod | StopPod | DeletePod | AskPod | DecideRivals | DeleteWork
 
 
 class Loss(StrEnum):

@@ -50,6 +50,9 @@ def _begin(
     snapshot: RoundSnapshot, spec: CrossCheck, check: CrossCheckStatus | None, running: Sequence[Assignment]
 ) -> CrossCheckStatus | None:
     """Choose the last computed nonces of one pod, another one each time."""
+    rivals = snapshot.round.status.rivals
+    if rivals is not None and rivals.pending:  # a pod answers one question at a time
+        return None
     if check is not None and (snapshot.now - check.time).total_seconds() < spec.interval_seconds:
         return None
     number = check.number + 1 if check else 1
@@ -82,8 +85,8 @@ def _compare(
     if len(known) < len(running) and snapshot.now < check.time + PATIENCE:
         return None
     spec = snapshot.round.spec
-    values = {pod: found for pod, answer in known.items() if (found := _values(spec, answer)) is not None}
-    differing = deviations(values, check.nonces, _max_difference(spec))
+    values = {pod: found for pod, answer in known.items() if (found := values_of(spec, answer)) is not None}
+    differing = deviations(values, check.nonces, max_difference(spec))
     named = differing[:MAX_NAMED]
     result = {"compared": len(values), "deviating": named, "deviating_pods": len(differing)}
     done = check.model_copy(update={"pending": False, "nonces": [], **result})
@@ -92,12 +95,13 @@ def _compare(
     return step.extended(cross_check=done, events=events)
 
 
-def _max_difference(spec: RoundSpec) -> float:
+def max_difference(spec: RoundSpec) -> float:
+    """Return how far two honest results of a nonce may lie apart."""
     told = spec.cross_check.max_difference if spec.cross_check else None
     return float(told) if told is not None else DIFFERENCES[spec.protocol]
 
 
-def _values(spec: RoundSpec, answer: Answer) -> Values | None:
+def values_of(spec: RoundSpec, answer: Answer) -> Values | None:
     """Return what a pod computed; None if it computed nothing, as when chat left no room for it."""
     result = answer.result
     if not isinstance(result, GeneratedResponse):
@@ -106,10 +110,11 @@ def _values(spec: RoundSpec, answer: Answer) -> Values | None:
     if spec.artifact is None:
         distances = zip(result.nonces or [], result.distances or [], strict=False)
         return missing | {nonce: (distance,) for nonce, distance in distances}
-    return missing | {item.nonce: _vector(item.vector_b64, spec.artifact.k_dim) for item in result.artifacts or []}
+    return missing | {item.nonce: vector_of(item.vector_b64, spec.artifact.k_dim) for item in result.artifacts or []}
 
 
-def _vector(text: str, k_dim: int) -> Sequence[float] | None:
+def vector_of(text: str, k_dim: int) -> Sequence[float] | None:
+    """Return the numbers of a vector in base64; None if it cannot be read."""
     try:
         return decode_vector(text, k_dim)
     except ValueError:
@@ -130,7 +135,7 @@ def _groups(values: Mapping[str, Sequence[float] | None], limit: float) -> list[
     """Put pods together whose values lie within ``limit`` of the group's first; one without a value stays alone."""
     groups: list[tuple[Sequence[float] | None, list[str]]] = []
     for pod, value in values.items():
-        group = next((pods for first, pods in groups if _alike(first, value, limit)), None)
+        group = next((pods for first, pods in groups if alike(first, value, limit)), None)
         if group is None:
             groups.append((value, [pod]))
         else:
@@ -138,7 +143,8 @@ def _groups(values: Mapping[str, Sequence[float] | None], limit: float) -> list[
     return [pods for _, pods in groups]
 
 
-def _alike(one: Sequence[float] | None, other: Sequence[float] | None, limit: float) -> bool:
+def alike(one: Sequence[float] | None, other: Sequence[float] | None, limit: float) -> bool:
+    """Whether two results are those of the same nonce."""
     return one is not None and other is not None and math.dist(one, other) <= limit
 
 

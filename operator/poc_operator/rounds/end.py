@@ -4,13 +4,19 @@
 Of the rules of an end the first with an answer wins.
 """
 
+from datetime import timedelta
+
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.planning import lifecycle
 from poc_operator.planning.lifecycle import LIMITS, EndRule, close, complete, end_by, failed
 from poc_operator.rounds.counters import PATIENCE
+from poc_operator.rounds.rivals import under_way
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
+
+#: A round that ends waits so long for decisions about rivals: what they hold back is not forwarded before.
+DECISION_PATIENCE = timedelta(seconds=30)
 
 
 def enough_nonces(snapshot: RoundSnapshot, status: RoundStatus) -> Outcome | None:
@@ -129,6 +135,8 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Close the round once every pod has stopped."""
     status = step.status
     if status.outcome is None or any(share.state.active for share in status.shares):
+        return step
+    if under_way(status) and status.stop_time is not None and snapshot.now - status.stop_time < DECISION_PATIENCE:
         return step
     undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
     if undelivered and _gateway_may_know_more(snapshot, status):

@@ -10,6 +10,7 @@ from poc_operator.rounds.cross_check import cross_check
 from poc_operator.rounds.end import end, finish, suspend
 from poc_operator.rounds.loss import heal_stalls
 from poc_operator.rounds.observe import observe
+from poc_operator.rounds.rivals import decide_rivals
 from poc_operator.rounds.slots import bind_pods, fix_slots
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.start import catch_up, renew_credentials, rewind, start_pods
@@ -35,6 +36,7 @@ POLICIES: tuple[Policy, ...] = (
     extend_pods,
     heal_stalls,  # which pods get nothing done
     stop_pods,
+    decide_rivals,  # which of two results is honest
     cross_check,  # whether pods agree on the same nonces
     finish,
     summarise,

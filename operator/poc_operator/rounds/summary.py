@@ -13,6 +13,7 @@ from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.lifecycle import tally
 from poc_operator.rounds.counters import is_doubted
 from poc_operator.rounds.cross_check import describe
+from poc_operator.rounds.rivals import under_way
 from poc_operator.rounds.slots import free_pods
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
@@ -95,6 +96,9 @@ def _pods_disagree(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
 
 
 def _conflicts(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    collected = snapshot.gateway.collected if snapshot.gateway is not None else None
+    if collected is not None and collected.forgers and not collected.undecided:
+        return None  # who lied is known
     found = [(slot, stored) for slot in status.assignments if (stored := snapshot.collected_of(slot))]
     named = [
         f"node {slot.node} group {slot.group} ({_rivals(slot, stored)})" for slot, stored in found if stored.conflicts
@@ -102,7 +106,25 @@ def _conflicts(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     if not named:
         return None
     message = f"results came twice and differ: {_some(named)}; the first ones are kept"
-    return Reason.RESULTS_CONFLICT, message
+    undecided = collected.undecided if collected is not None else 0
+    return Reason.RESULTS_CONFLICT, f"{message}{_undecided(status, undecided)}"
+
+
+def _undecided(status: RoundStatus, count: int) -> str:
+    if not count:
+        return ""
+    check = status.rivals
+    if check is not None and under_way(status):
+        return f", and pod {check.pod} computes some of {count} again"
+    return f", and {count} are undecided: no pod that delivered none of them could compute them"
+
+
+def _results_forged(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
+    collected = snapshot.gateway.collected if snapshot.gateway is not None else None
+    if collected is None or not collected.forgers:
+        return None
+    named = [f"pod {one.pod} ({one.count})" for one in collected.forgers]
+    return Reason.RESULTS_FORGED, f"pods delivered results that others do not confirm: {_some(named)}"
 
 
 def _rivals(slot: Assignment, stored: CollectedSlot) -> str:
@@ -172,6 +194,7 @@ FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _stalled,
     _not_believed,
     _pods_disagree,
+    _results_forged,
     _conflicts,
     _deliveries_refused,
     _gateway_contradictory,

@@ -30,6 +30,7 @@ def test_only_the_ledger_changes_what_is_to_be_sent() -> None:
     found = {str(path.relative_to(PACKAGE)): changes(path) for path in MODULES}
     assert found.pop("outbox/ledger.py") == {"slots", "late_items"}
     assert found.pop("outbox/endings.py") == {"slots", "late_items", "ended_ranges"}
+    assert found.pop("outbox/rivals.py") == {"late_items"}
     assert found.pop("outbox/callback_ledger.py") == {"callbacks"}
     # A round is written down with its slots, at which nothing has arrived yet.
     assert found.pop("store/rounds.py") == {"slots"}

@@ -48,6 +48,7 @@ class Reason(StrEnum):
     REPORT_CONTRADICTORY = "ReportContradictory"
     REQUEST_REFUSED = "RequestRefused"
     RESULTS_CONFLICT = "ResultsConflict"
+    RESULTS_FORGED = "ResultsForged"
     RESULTS_REJECTED = "ResultsRejected"
     RUNNING = "Running"
     SEQUENCE_TOO_LONG = "SequenceTooLong"
@@ -218,9 +219,18 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.RESULTS_CONFLICT: Explanation(
         "Degraded=True",
-        "Results came to the gateway twice for the same nonce, and differ. The message names slots and both pods.",
-        "Look at these pods' GPUs: one of the two is faulty or lies. Recompute the nonces with a `PoCValidation`. The "
-        "first result is kept; the gateway's route `conflicts` has both.",
+        "Results came to the gateway twice for the same nonce, and differ. The message names slots and both pods. A "
+        "third pod computes the nonce; until then none of the results is forwarded.",
+        "Look at these pods' GPUs: one of the two is faulty or lies. Without a third pod, add one, or say through the "
+        "gateway's route `rivals` which is honest.",
+        _ROUND,
+    ),
+    Reason.RESULTS_FORGED: Explanation(
+        "Degraded=True, Event",
+        "Pods delivered results that another pod, which computed the same nonces, does not confirm. None of them is "
+        "forwarded, unless it was before its rival came.",
+        "Look at these pods' GPUs, and check that they run an image that you trust. The gateway's route `conflicts` "
+        "has all results.",
         _ROUND,
     ),
     Reason.DELIVERIES_REFUSED: Explanation(

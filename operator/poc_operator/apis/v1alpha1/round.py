@@ -279,6 +279,42 @@ class CrossCheckStatus(ApiModel):
     """How many pods differ."""
 
 
+class RivalDecision(ApiModel):
+    """What was found out about the results of one nonce, until the gateway has taken note of it."""
+
+    nonce: Int32
+    """The nonce."""
+    forged: bool = False
+    """Whether no result is honest."""
+    conflict: Int64 | None = None
+    """The gateway's id of the honest result, if it is not the stored one."""
+    alike: list[Int64] = Field(default_factory=list)
+    """The gateway's ids of others that differ from it no more than GPUs do."""
+    up_to: Int64
+    """The largest of the gateway's ids that were compared."""
+
+
+class RivalCheckStatus(ApiModel):
+    """The last time that a pod was asked to compute nonces for which others had delivered different results."""
+
+    time: datetime
+    """When it began."""
+    number: Int32
+    """Its number, from 1."""
+    pending: bool
+    """Whether the pod computes."""
+    answered: bool
+    """Whether it had an answer."""
+    pod: str
+    """Name of the pod that was asked: it has delivered none of the results."""
+    uid: str
+    """Its uid."""
+    nonces: list[Int32] = Field(default_factory=list)
+    """The nonces that it computes."""
+    decisions: list[RivalDecision] = Field(default_factory=list)
+    """What the gateway has yet to take note of."""
+
+
 _NOT_COUNTED = dict.fromkeys(("next", "delivered", "valid", "rejected"), 0)
 
 
@@ -297,6 +333,8 @@ class RoundStatus(WorkStatus):
     """Seconds that the pods worked before the last suspension, for the mean rate."""
     cross_check: CrossCheckStatus | None = None
     """The last comparison of the pods."""
+    rivals: RivalCheckStatus | None = None
+    """The last decision about nonces for which pods delivered different results."""
     assignments: list[Assignment] = Field(default_factory=list)
     """One entry for each slot that this cluster serves."""
 
