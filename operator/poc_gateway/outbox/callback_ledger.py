@@ -102,6 +102,14 @@ def callback_ended(connection: Connection, id_: int, event: Event, reason: str |
     return connection.execute(changed.values(ending)).rowcount > 0
 
 
+def replay_callback(connection: Connection, id_: int) -> bool:
+    """Let a callback that has ended without being delivered wait to be sent again; False if it did not end so."""
+    changed = update(callbacks).where(callbacks.c.id == id_, _callback_may(Event.REPLAYED))
+    # As if it were new, since else it would expire at once.
+    waits = {"state": target(Event.REPLAYED), "ended_at": None, "created_at": now(), "attempts": 0, "next_try_at": 0}
+    return connection.execute(changed.values(waits)).rowcount > 0
+
+
 def abandon_callbacks(connection: Connection, round_id: int, reason: str) -> int:
     """Give up the callbacks of a round that were not delivered; return how many."""
     changed = update(callbacks).where(callbacks.c.round_id == round_id, _callback_may(Event.ABANDONED))

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends before it was delivered: it expires, or a person gives it up. Nobody may forward the round meanwhile."""
+"""What ends before it was delivered: it expires, or a person gives it up. Nobody may forward the round meanwhile.
+
+A person may also take that back.
+"""
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, bindparam, func, insert, select, union, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, insert, literal, or_, select, union, update
 
 from poc_gateway.outbox.ledger import IS_BEHIND, SlotWork, in_order, late_may, now, slots_of_round
-from poc_gateway.outbox.states import Event, target
-from poc_gateway.store.schema import artifacts, ended_ranges, late_items, rounds, slots
+from poc_gateway.outbox.states import Event, State, target
+from poc_gateway.store.schema import artifacts, conflicts, ended_ranges, late_items, rounds, slots
+from poc_operator.observed import Truth
 
+#: Late items that may not be honest: a pod has computed something else, or nobody has decided.
+_IS_DOUBTED = exists().where(
+    conflicts.c.slot_id == late_items.c.slot_id,
+    conflicts.c.nonce == late_items.c.nonce,
+    or_(conflicts.c.truth.is_(None), conflicts.c.truth == Truth.NEITHER),
+)
 #: Artifacts that one transaction ends: deliveries wait for it.
 CHUNK_ARTIFACTS = 10_000
 
@@ -70,3 +80,40 @@ def rounds_overdue(connection: Connection, since: int) -> Sequence[int]:
     behind = select(slots.c.round_id).where(IS_BEHIND)
     quiet = select(rounds.c.id).where(rounds.c.receiver.is_not(None), rounds.c.created_at < since, last < since)
     return connection.scalars(quiet.where(rounds.c.id.in_(union(behind, late)))).all()
+
+
+def replay_some(connection: Connection, round_id: int, state: State) -> int:
+    """Let some artifacts that have ended in ``state`` wait to be sent again; return how many, 0 if none is left.
+
+    Those that may not be honest stay as they are.
+    """
+    moment = now()
+    here = late_items.c.slot_id.in_(slots_of_round(round_id)) & (late_items.c.state == state) & ~_IS_DOUBTED
+    some = select(late_items.c.slot_id, late_items.c.nonce).where(here).limit(CHUNK_ARTIFACTS)
+    found = connection.execute(some).all()
+    if found:
+        one = (late_items.c.slot_id == bindparam("of")) & (late_items.c.nonce == bindparam("replayed"))
+        waits = {"state": target(Event.REPLAYED), "reason": "replayed", "since": moment}
+        rows = [{"of": slot_id, "replayed": nonce} for slot_id, nonce in found]
+        connection.execute(update(late_items).where(one).values(**waits), rows)
+        return len(found)
+    return _replay_range(connection, round_id, state, moment)
+
+
+def _replay_range(connection: Connection, round_id: int, state: State, moment: int) -> int:
+    """Give the artifacts of the first range, which are no more than one transaction may change, rows of their own."""
+    ended = ended_ranges.c
+    first = select(ended_ranges).where(ended.slot_id.in_(slots_of_round(round_id)), ended.state == state).limit(1)
+    row = connection.execute(first).mappings().first()
+    if row is None:
+        return 0
+    between = artifacts.c.nonce.between(row["first_nonce"], row["last_nonce"])
+    of_range = (artifacts.c.slot_id == row["slot_id"]) & between
+    is_late = exists().where(late_items.c.slot_id == artifacts.c.slot_id, late_items.c.nonce == artifacts.c.nonce)
+    waits = (literal(str(target(Event.REPLAYED))), literal("replayed"), literal(moment))
+    rows = select(artifacts.c.slot_id, artifacts.c.nonce, *waits).where(of_range, ~is_late)
+    columns = ["slot_id", "nonce", "state", "reason", "since"]
+    connection.execute(insert(late_items).from_select(columns, rows))
+    is_range = (ended.slot_id == row["slot_id"]) & (ended.first_nonce == row["first_nonce"])
+    connection.execute(delete(ended_ranges).where(is_range))
+    return int(row["artifacts"])

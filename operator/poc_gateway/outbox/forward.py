@@ -17,7 +17,7 @@ from poc_gateway.outbox.callback_sender import POLL_SECONDS, CallbackSender
 from poc_gateway.outbox.pace import Pauses, Receivers
 from poc_gateway.outbox.post import Poster, SecretPoster
 from poc_gateway.outbox.round_sender import LINGER_SECONDS, Forwarder
-from poc_gateway.outbox.states import Event
+from poc_gateway.outbox.states import Event, State
 from poc_gateway.settings import Settings
 from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
@@ -73,6 +73,14 @@ class Outbox:
             partial(callback_ledger.abandon_callbacks, round_id=round_id, reason=reason)
         )
         return callbacks + await self._end(round_id, Event.ABANDONED, reason)
+
+    async def replay(self, round_id: int, state: State) -> int:
+        """Send everything of a round again that has ended in ``state``; return how many artifacts that is."""
+        some, total = partial(endings.replay_some, round_id=round_id, state=state), 0
+        async with self._halted(round_id):
+            while count := await self._database.write(some):
+                total += count
+        return total
 
     async def expire(self) -> None:
         """End what was not accepted in time; nothing, unless the clock can be trusted."""

@@ -276,7 +276,8 @@ def refused(connection: Connection, part: Part, reason: str) -> None:
 
 def replay(connection: Connection, round_id: int, nonces: Sequence[int] | None) -> int:
     """Let dead letters wait to be sent again, all of the round or those of ``nonces``; return how many."""
-    changed = update(late_items).where(late_may(Event.REPLAYED), late_items.c.slot_id.in_(slots_of_round(round_id)))
+    is_dead = late_items.c.state == State.REFUSED
+    changed = update(late_items).where(is_dead, late_items.c.slot_id.in_(slots_of_round(round_id)))
     if nonces is not None:
         changed = changed.where(late_items.c.nonce.in_(nonces))
     return connection.execute(changed.values(state=target(Event.REPLAYED), since=now())).rowcount

@@ -5,7 +5,7 @@ A name of a round means the newest round of that name.
 """
 
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Path, Query
 from pydantic import BaseModel, Field
@@ -127,8 +127,12 @@ class Replay(BaseModel):
     nonces: Annotated[list[Nonce], Field(max_length=REPLAY_NONCES)] | None = None
 
 
+#: How something ends without being delivered.
+Replayable = Literal["refused", "expired", "abandoned"]
+
+
 class Replayed(BaseModel):
-    """How many dead letters wait to be sent again."""
+    """How many artifacts or callbacks wait to be sent again."""
 
     replayed: int
 
@@ -161,6 +165,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
     _add_forwarding(routes, database, outbox)
     _add_ledger(routes, database, outbox)
     _add_rivals(routes, database, outbox)
+    _add_replays(routes, database, outbox)
     _add_callbacks(routes, database)
     return routes
 
@@ -237,6 +242,27 @@ def _add_ledger(routes: APIRouter, database: Database, outbox: Outbox) -> None:
         if known.terms.receiver is None:  # nothing is to be forwarded
             return Abandoned(abandoned=0)
         return Abandoned(abandoned=await outbox.abandon(known.id, one_line(reason)))
+
+
+def _add_replays(routes: APIRouter, database: Database, outbox: Outbox) -> None:
+    @routes.post(f"{_ROUND}/ledger/replay", responses=documented(507))
+    async def replay_ended(namespace: str, name: str, state: Replayable) -> Replayed:
+        """Send everything again that has ended in this state without being delivered."""
+        known = await database.read(lambda connection: _found(connection, namespace, name))
+        return Replayed(replayed=await outbox.replay(known.id, State(state)))
+
+    @routes.post("/outbox/{id}/replay", responses=documented(507))
+    async def replay_callback(id: _Id) -> Replayed:  # noqa: A002 - the parameter's name for clients
+        """Send one again that has ended without being delivered. One that has not stays as it is."""
+
+        def write(connection: Connection) -> bool:
+            if listing.callback(connection, id) is None:
+                raise _no_callback(id)
+            return callback_ledger.replay_callback(connection, id)
+
+        count = int(await database.write(write))
+        outbox.wake()
+        return Replayed(replayed=count)
 
 
 def _add_rivals(routes: APIRouter, database: Database, outbox: Outbox) -> None:

@@ -4,8 +4,8 @@
 ::
 
     waiting ──┬── accepted ──> delivered
-       ^      ├── expired ───> expired
-       │      ├── abandoned ─> abandoned <── abandoned ──┐
+       ^      ├── expired ───> expired ──────────────────┐
+       │      ├── abandoned ─> abandoned <── abandoned ──┤
        │      ├── refused ───> refused ──────────────────┤
        │      └── disputed ──> disputed ── settled ──┐   │
        └───────────────────────┴─────────────────────┘   │
@@ -58,7 +58,7 @@ _TRANSITIONS = {
     Event.ABANDONED: ({State.WAITING, State.DISPUTED, State.REFUSED}, State.ABANDONED),
     Event.DISPUTED: ({State.WAITING}, State.DISPUTED),
     Event.SETTLED: ({State.DISPUTED}, State.WAITING),
-    Event.REPLAYED: ({State.REFUSED}, State.WAITING),
+    Event.REPLAYED: ({State.REFUSED, State.EXPIRED, State.ABANDONED}, State.WAITING),
 }
 #: States that only a person changes.
 ENDS = frozenset({State.DELIVERED, State.REFUSED, State.EXPIRED, State.ABANDONED})

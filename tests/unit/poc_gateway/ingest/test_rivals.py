@@ -116,6 +116,9 @@ async def test_nothing_goes_out_before_the_honest_one_is_known(
         found = await progress(gateway)
         assert (found["undecided"], sorted(one["pod"] for one in found["forgers"])) == (0, liars)
         assert await told(gateway) == []
+        again = "/rounds/ns/round-uid-1/ledger/replay?state=abandoned"
+        async with gateway.session.post(again, headers=PEOPLE) as answer:
+            assert await answer.json() == {"replayed": 0}  # it is forged
         counts = await gateway.database.read(lambda one: listing.counts(one, 1))
         assert (counts.backlog, counts.abandoned) == (0, int(expected is None))
         assert len(await gateway.rows(conflicts)) == 1

@@ -25,6 +25,7 @@ from tests.support.builders.forwarding import Receiver, add_callback, add_round,
 
 ROUND = "/rounds/default/round"
 DAY = 86_400
+NAMES = ("backlog", "forwarded", "dead", "expired", "abandoned", "waiting")
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ async def client(database: Database, outbox: Outbox) -> AsyncIterator[httpx.Asyn
 
 async def counts(client: httpx.AsyncClient) -> dict[str, int]:
     answer = (await client.get(f"{ROUND}/forwarding")).json()
-    return {name: answer[name] for name in ("backlog", "forwarded", "dead", "expired", "abandoned", "waiting")}
+    return {name: answer[name] for name in NAMES}
 
 
 async def listed(client: httpx.AsyncClient, state: State) -> list[tuple[int, int, int]]:
@@ -79,7 +80,7 @@ async def grow_old(database: Database, seconds: float) -> None:
 
 @pytest.mark.parametrize(("state", "event"), list(product(State, Event)))
 def test_an_end_is_left_by_a_person_alone(state: State, event: Event) -> None:
-    assert after(State.WAITING, event) != State.WAITING or event is Event.REPLAYED
+    assert after(State.WAITING, event) != State.WAITING or event in (Event.REPLAYED, Event.SETTLED)
     if state in ENDS and after(state, event) != state:
         assert event in (Event.REPLAYED, Event.ABANDONED)
     if state in (State.DELIVERED, State.KEPT):
@@ -285,3 +286,54 @@ async def test_a_clock_that_was_set_ends_nothing(database: Database, client: htt
     wall[0], passed[0] = wall[0] + DAY, passed[0] + DAY
     await outbox.expire()
     assert (await counts(client))["expired"] == 4
+
+
+@pytest.mark.parametrize("state", [State.EXPIRED, State.ABANDONED])
+async def test_what_has_ended_is_sent_again_when_it_is_asked_for(
+    database: Database,
+    outbox: Outbox,
+    receiver: Receiver,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    state: State,
+) -> None:
+    """Late items and ranges of several slots, in parts, and once each; nothing that has ended otherwise."""
+    monkeypatch.setattr(endings, "CHUNK_ARTIFACTS", 7)
+    round_id = await add_round(database, receiver.url)
+    await store(database, round_id, [nonce for nonce in range(60) if nonce not in (4, 5)])
+    await store(database, round_id, [4, 5])
+    event = Event.EXPIRED if state is State.EXPIRED else Event.ABANDONED
+    while await database.write(lambda one: endings.end_some(one, round_id, event, "x")):
+        pass
+    await grow_old(database, 2 * DAY)
+    assert (await counts(client))["backlog"] == 0
+    other = {State.EXPIRED: "abandoned", State.ABANDONED: "expired"}[state]
+    url = f"{ROUND}/ledger/replay"
+    assert (await client.post(url, params={"state": other})).json() == {"replayed": 0}
+    assert (await client.post(url, params={"state": "waiting"})).status_code == 422
+    assert (await client.post(url, params={"state": state})).json() == {"replayed": 60}
+    assert (await counts(client))["waiting"] == 60
+    since = ledger.now() - DAY * 1000
+    assert await database.read(lambda one: endings.rounds_overdue(one, since)) == []  # they wait since now
+    async with running(outbox):
+        await until(lambda: len(receiver.nonces) == 60)
+    assert sorted(receiver.nonces) == list(range(60))
+    await until(lambda: outbox.forwarder(round_id) is None)
+    assert await counts(client) == dict(zip(NAMES, (0, 60, 0, 0, 0, 0), strict=True))
+    assert (await client.post(url, params={"state": state})).json() == {"replayed": 0}
+
+
+@pytest.mark.parametrize("state", [State.EXPIRED, State.ABANDONED, State.REFUSED])
+async def test_a_callback_that_has_ended_is_sent_again(
+    database: Database, outbox: Outbox, receiver: Receiver, client: httpx.AsyncClient, state: State
+) -> None:
+    id_ = await add_callback(database, f"{receiver.url}/v", {"artifacts": []})
+    assert (await client.post(f"/outbox/{id_}/replay")).json() == {"replayed": 0}  # it waits
+    old = {"state": state, "ended_at": 5, "created_at": 1, "attempts": 9, "next_try_at": 2**50}
+    await database.write(lambda one: one.execute(update(callbacks).values(old)))
+    assert (await client.post(f"/outbox/{id_}/replay")).json() == {"replayed": 1}
+    since = ledger.now() - DAY * 1000  # it is as young as if it were new
+    assert await database.write(lambda one: callback_ledger.expire_callbacks(one, since, "x")) == 0
+    async with running(outbox):
+        await until(lambda: len(receiver.accepted) == 1)
+    assert (await client.post("/outbox/999/replay")).status_code == 404
