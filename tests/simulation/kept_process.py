@@ -7,6 +7,7 @@ It can be killed, and what it uses is read from /proc.
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -66,6 +67,12 @@ class KeptProcess:
     def rss_bytes(self) -> int:
         """Memory that the present process holds."""
         return int((self._folder / "statm").read_text().split()[1]) * _PAGE_BYTES
+
+    @property
+    def peak_rss_bytes(self) -> int:
+        """The most memory that the present process has held so far."""
+        (line,) = re.findall(r"^VmHWM:\s*(\d+) kB$", (self._folder / "status").read_text(), re.MULTILINE)
+        return int(line) * 1024
 
     @property
     def _folder(self) -> Path:

@@ -25,8 +25,9 @@ from vllm_poc.wire.messages import InitGenerateRequest
 
 #: An operator that runs has looked at a round well before.
 UNSEEN_SECONDS = 10.0
-#: So long a stop waits for the results to be flushed, and how often it looks.
-STOP_SECONDS = 30.0
+#: So long a stop waits for the results to be flushed, and how often it looks. The network begins its next round within
+#: seconds of the stop, and a pod that is hung may take much longer to be given up.
+STOP_SECONDS = 3.0
 _LOOK_SECONDS = 0.5
 
 
@@ -44,13 +45,16 @@ class NetworkRounds:
         return next(iter(_active(await self._cluster.list_rounds())), None)
 
     async def start(self, request: InitGenerateRequest, model: str) -> PoCRound:
-        """Create the round, unless it runs already; refused with 409 while another one is not over."""
+        """Create the round, unless it runs already; refused with 409 while another one runs that was not told to end.
+
+        One that ends holds nobody up: each pod begins the new one when it has put down the old one's work.
+        """
         self._check_number(request)
         asked = asked_of(request, model)
         wanted = name_of(self._ml_node.name, asked)
         async with self._starting:
             rounds = await self._cluster.list_rounds()
-            running = next(iter(_active(rounds)), None)
+            running = next((round_ for round_ in _active(rounds) if not _ends(round_)), None)
             if running is not None:
                 return _same(running, wanted)
             name = _free_name(wanted, rounds)
@@ -65,13 +69,16 @@ class NetworkRounds:
                 raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail) from None
 
     async def stop(self) -> Sequence[PoCRound]:
-        """End what is active and wait until its results are flushed; return the rounds that have yet to end."""
+        """End what is active and wait until its results are flushed; return the rounds that have yet to end.
+
+        Pods that do not answer are not waited for: the operator does, for as long as they may compute.
+        """
         rounds = _active(await self._cluster.list_rounds())
         for round_ in rounds:
             await self._cluster.finish(round_.metadata.name)
         ending = {round_.id for round_ in rounds}
         deadline = monotonic() + self._stop_seconds
-        while rounds and monotonic() < deadline:
+        while any(map(_is_flushing, rounds)) and monotonic() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
             rounds = [round_ for round_ in _active(await self._cluster.list_rounds()) if round_.id in ending]
         return rounds
@@ -96,11 +103,23 @@ def _active(rounds: Sequence[PoCRound]) -> list[PoCRound]:
     return sorted(found, key=lambda round_: round_.metadata.creation_timestamp, reverse=True)
 
 
+def _ends(round_: PoCRound) -> bool:
+    ends = round_.spec.finish or round_.status.state is State.STOPPING
+    return ends or round_.metadata.deletion_timestamp is not None
+
+
+def _is_flushing(round_: PoCRound) -> bool:
+    """Whether a pod that answers may still deliver results of a round that was told to end, for all that is known."""
+    if round_.status.observed_generation < round_.metadata.generation:
+        return True
+    left = [slot for slot in round_.status.assignments if slot.state.active]
+    return not left or any(slot.error is None for slot in left)
+
+
 def _same(running: PoCRound, name: str) -> PoCRound:
-    ends = running.spec.finish or running.status.state is State.STOPPING or running.metadata.deletion_timestamp
-    if _content(running) == name and not ends:
+    if _content(running) == name:
         return running
-    state = "is being stopped, try again when it is over" if ends else f"is {running.status.state}, stop it first"
+    state = f"is {running.status.state}, stop it first"
     detail = f"Already generating: round {running.metadata.name} at height {running.spec.block_height} {state}"
     raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail)
 

@@ -97,7 +97,9 @@ def _together(round_id: int, state: State) -> Select[int, int, int, int, str | N
 def _first_waiting() -> ScalarSelect[int]:
     is_late = exists().where(late_items.c.slot_id == slots.c.id, late_items.c.nonce == artifacts.c.nonce)
     behind = (artifacts.c.slot_id == slots.c.id) & (artifacts.c.nonce > slots.c.forwarded_nonce) & ~is_late
-    return select(func.min(artifacts.c.nonce)).where(behind).correlate(slots).scalar_subquery()
+    # In their order, since PostgreSQL looks through the whole slot for the smallest of all.
+    first = select(artifacts.c.nonce).where(behind).order_by(artifacts.c.nonce).limit(1)
+    return first.correlate(slots).scalar_subquery()
 
 
 def _count_waiting() -> ColumnElement[int]:

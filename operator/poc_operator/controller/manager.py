@@ -21,6 +21,7 @@ from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
+from poc_operator.controller.polling import PodPoller
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.credentials import RATE_LIMIT
@@ -46,6 +47,7 @@ class Manager:
         self._store = store
         self.lease = lease
         self._client = client
+        self._poller = PodPoller(client)
         self._gateway = gateway
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
         self._pods = PodCache(time.monotonic)
@@ -75,6 +77,7 @@ class Manager:
 
     async def close(self) -> None:
         """Close all connections; running rounds go on in their pods."""
+        await self._poller.close()
         await self._client.close()
         if self._gateway is not None:
             await self._gateway.close()
@@ -129,6 +132,7 @@ class Manager:
             ref,
             sources=self._sources,
             client=self._client,
+            poller=self._poller,
             pods=self._pods,
             metrics=self.metrics,
             emit=emit,

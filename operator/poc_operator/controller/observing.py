@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator asks and remembers so that a plan can see the world: pods, their reports, the gateway.
+"""What the operator remembers so that a plan can see the world: pods, how they get on, the gateway's answers.
 
 `PodCache` has the pods as the watch tells of them, in a plain dictionary: a kopf index over many pods delays every
-handler at start. `poll` asks all pods of a round. `ProgressWatch` measures what no single poll can tell; a new process
-starts to count anew, which only delays what is done about such a pod. `GatewayObserver` asks the gateway beside the
-poll of the pods, which it never holds up for long.
+handler at start. `ProgressWatch` measures what no single poll can tell; a new process starts to count anew, which only
+delays what is done about such a pod. `GatewayObserver` asks the gateway beside the poll of the pods, which it never
+holds up for long.
 """
 
 import asyncio
@@ -14,11 +14,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
-from poc_operator.apis.v1alpha1.round import PoCRound
-from poc_operator.clients.errors import GatewayError, PodError
+from poc_operator.clients.errors import GatewayError
 from poc_operator.clients.gateway import GatewayClient
-from poc_operator.clients.pods.client import PodClient, base_url
-from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.observed import Decision, GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import Work
@@ -67,37 +64,6 @@ class PodCache:
         for uid in [uid for uid, moment in self._forget_at.items() if moment <= self._clock()]:
             del self._pods[uid], self._forget_at[uid]
         return [pod for pod in self._pods.values() if pod.namespace == namespace and selector.matches(pod.labels)]
-
-
-#: Polls in flight at once; a poll is cheap, 1 000 pods take about a second. Up to so many pods that do not answer
-#: make a poll no longer than one of them does.
-_CONCURRENCY = 500
-
-
-async def poll(
-    client: PodClient, pods: Iterable[PodView], work: Work, failed: Callable[[PodError], None]
-) -> dict[str, PodReport]:
-    """Ask every pod that has an address for its status. Pods that do not answer yield their error."""
-    limit = asyncio.Semaphore(_CONCURRENCY)
-
-    async def ask(pod: PodView, ip: str) -> tuple[str, PodReport]:
-        async with limit:
-            try:
-                answer = await client.status(base_url(ip, work.spec.port))
-                return pod.uid, _report(answer, pod, work)
-            except PodError as error:
-                failed(error)
-                return pod.uid, PodReport(error=str(error))
-
-    asks = [ask(pod, pod.ip) for pod in pods if pod.ip and not pod.gone]
-    return dict(await asyncio.gather(*asks))
-
-
-def _report(answer: StatusResponse | ReferenceStatus, pod: PodView, work: Work) -> PodReport:
-    if isinstance(answer, StatusResponse):
-        return PodReport(status=answer)
-    round_ = work if isinstance(work, PoCRound) else None
-    return PodReport(status=as_ours(answer, pod, work.spec.port, round_), resumes=False)
 
 
 @dataclass(frozen=True, kw_only=True)

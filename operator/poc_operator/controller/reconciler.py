@@ -27,7 +27,8 @@ from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBack
 from poc_operator.controller.kinds import Planner, Sources, WorkT
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
-from poc_operator.controller.observing import PodCache, ProgressWatch, poll, selects
+from poc_operator.controller.observing import PodCache, ProgressWatch, selects
+from poc_operator.controller.polling import PodPoller
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot
 
@@ -92,6 +93,7 @@ class Reconciler(Generic[WorkT]):
         *,
         sources: Sources,
         client: PodClient,
+        poller: PodPoller,
         pods: PodCache,
         metrics: Metrics,
         emit: Emit,
@@ -100,6 +102,7 @@ class Reconciler(Generic[WorkT]):
         self._ref = ref
         self._store = sources.store
         self._client = client
+        self._poller = poller
         self._pods = pods
         self._metrics = metrics
         self._emit = emit
@@ -202,7 +205,7 @@ class Reconciler(Generic[WorkT]):
 
     async def _poll(self, pods: Sequence[PodView], work: WorkT) -> dict[str, PodReport]:
         with self._metrics.poll_seconds.time():
-            return await poll(self._client, pods, work, self._metrics.poll_failed)
+            return await self._poller.poll(pods, work, self._metrics.poll_failed)
 
     def _with_answers(self, uid: str, report: PodReport) -> PodReport:
         return dataclasses.replace(self._actions.with_answer(uid, report), answer=self._asks.answer_of(uid))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that begin, run and end otherwise than in an epoch where all goes well."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from poc_gateway.node_api.create_pocround import NetworkRounds
+from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable, UnreadableObject
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of
@@ -71,8 +73,43 @@ async def test_an_operator_that_does_not_run_is_told(world: World) -> None:
     stopped = await world.post("inference/pow/stop")
     assert stopped.status_code == 200
     assert stopped.json()["errors"][0]["error"].startswith(f"round {name} was told to end, but the operator")
-    # What is about to end is not what the client asks for.
-    error_of(await world.post("inference/pow/init/generate", INIT), 409, "RoundConflict")
+    # What is about to end is not what the client asks for: the operator will find both.
+    assert (await world.post("inference/pow/init/generate", INIT)).status_code == 200
+    assert list(world.cluster.rounds) == [name, f"{name}-2"]
+
+
+async def test_a_round_that_ends_holds_no_other_up(world: World) -> None:
+    """One of its pods is hung, or flushes its results: what it computes is the operator's matter."""
+    world.service.rounds = NetworkRounds(world.cluster, world.ml_node, stop_seconds=0.1)
+    await world.post("inference/pow/init/generate", INIT)
+    (first,) = world.cluster.rounds
+    error_of(await world.post("inference/pow/init/generate", INIT | {"block_height": 5000}), 409, "RoundConflict")
+    world.cluster.operator_runs = False
+    stopped = await world.post("inference/pow/stop")
+    assert "was told to end" in stopped.json()["errors"][0]["error"]
+    for _ in range(2):  # which the second time is the round that there is
+        assert (await world.post("inference/pow/init/generate", INIT | {"block_height": 5000})).status_code == 200
+    second = next(name for name in world.cluster.rounds if name != first)
+    assert [one.spec.block_height for one in world.cluster.rounds.values()] == [BLOCK["block_height"], 5000]
+    assert (await world.service.rounds.active()) == world.cluster.rounds[second]
+
+
+async def test_a_stop_waits_for_pods_that_answer_alone(world: World) -> None:
+    world.service.rounds = NetworkRounds(world.cluster, world.ml_node, stop_seconds=60)
+    await world.post("inference/pow/init/generate", INIT)
+    (name,) = world.cluster.rounds
+    world.cluster.operator_runs = False
+    stopping = asyncio.create_task(world.post("inference/pow/stop"))
+    await asyncio.sleep(0.1)
+    first, second = world.cluster.rounds[name].status.assignments
+    hung = first.model_copy(update={"error": "no answer within 5 s"})
+    world.cluster.set_status(name, state=State.STOPPING, observed_generation=2, assignments=[hung, second])
+    await asyncio.sleep(0.1)
+    assert not stopping.done()
+    done = second.model_copy(update={"state": SlotState.DONE})
+    world.cluster.set_status(name, assignments=[hung, done])
+    answer = await asyncio.wait_for(stopping, 30)
+    assert (answer.status_code, len(answer.json()["errors"])) == (200, 1)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Polls of pods over HTTP, of which one takes requests and answers none."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from time import monotonic
+
+import pytest
+
+from poc_operator.clients.errors import PodError, PodTimeout
+from poc_operator.clients.pods import client as pod_client
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller import polling
+from poc_operator.controller.polling import PodPoller
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import Pod, running_pod
+from tests.unit.poc_operator.build import a_pod, a_round
+
+HOST, HUNG_HOST = "127.0.0.1", "127.0.0.2"
+TIMEOUT = 1.0
+
+
+class World:
+    """A pod that answers, and one that does while ``hung`` is not set."""
+
+    def __init__(self, client: PodClient) -> None:
+        self.now = 0.0
+        self.poller = PodPoller(client, lambda: self.now)
+        self.pods = [a_pod("good", ip=HOST), a_pod("hung", ip=HUNG_HOST)]
+        self.hung = asyncio.Event()
+        self.round = a_round(port=free_port())
+        self.failures: list[PodError] = []
+
+    async def poll(self) -> tuple[set[str], float]:
+        """Poll once; return the uids of those that answered, and how long that took."""
+        begin = monotonic()
+        reports = await self.poller.poll(self.pods, self.round, self.failures.append)
+        assert reports.keys() == {pod.uid for pod in self.pods}
+        assert all((report.status is None) == (report.error is not None) for report in reports.values())
+        return {uid for uid, report in reports.items() if report.status is not None}, monotonic() - begin
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator["World"]:
+        """Serve both pods."""
+        async with running_pod() as pod:
+            app, port = pod.app, self.round.spec.port
+
+            async def hanging(scope, receive, send) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+                if self.hung.is_set():
+                    await asyncio.sleep(5 * TIMEOUT)
+                await app(scope, receive, send)
+
+            async with serve(app, HOST, port), serve(hanging, HUNG_HOST, port):
+                yield self
+                await self.poller.close()
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(pod_client, "STATUS_SECONDS", TIMEOUT)
+    async with PodClient() as client, World(client).served() as world:
+        yield world
+
+
+async def test_a_hung_pod_is_waited_for_once(world: World) -> None:
+    assert (await world.poll())[0] == {"good", "hung"}
+    world.hung.set()
+    found, seconds = await world.poll()
+    assert (found, seconds >= TIMEOUT) == ({"good"}, True)
+    for _ in range(3):
+        found, seconds = await world.poll()
+        assert (found, seconds < TIMEOUT / 2) == ({"good"}, True)
+    assert {type(error) for error in world.failures} == {PodTimeout}
+
+
+async def test_it_is_polled_again_once_it_answers(world: World) -> None:
+    world.hung.set()
+    await world.poll()
+    world.hung.clear()
+    await asyncio.sleep(TIMEOUT + 0.1)  # the request that was taken before
+    deadline = monotonic() + 20
+    while len((await world.poll())[0]) < len(world.pods):
+        assert monotonic() < deadline
+        await asyncio.sleep(0.05)
+    assert {type(error) for error in world.failures} == {PodTimeout}
+
+
+async def test_one_that_changed_is_polled_at_once(world: World) -> None:
+    """As when its container has started anew, and is ready."""
+    world.hung.set()
+    await world.poll()
+    world.hung.clear()
+    world.pods[1] = replace(world.pods[1], waiting_for="nothing")
+    assert len((await world.poll())[0]) == len(world.pods)
+
+
+async def test_a_refused_connection_is_no_silence(world: World) -> None:
+    """It costs no time, and whoever comes up is to be seen at once."""
+    world.pods[1] = a_pod("starting", ip="127.0.0.3")
+    assert len((await world.poll())[0]) == 1
+    pod: Pod
+    async with running_pod() as pod, serve(pod.app, "127.0.0.3", world.round.spec.port):
+        assert len((await world.poll())[0]) == len(world.pods)
+
+
+async def test_a_pod_that_nobody_asks_for_is_forgotten(world: World) -> None:
+    world.hung.set()
+    await world.poll()
+    silent = world.pods.pop()
+    world.now += polling.MEMORY_SECONDS + 1
+    await world.poll()
+    world.hung.clear()
+    world.pods.append(silent)
+    assert len((await world.poll())[0]) == len(world.pods)
