@@ -6,10 +6,11 @@ The folder is made outside of the image's build, so that the build itself needs 
 
 import hashlib
 import shutil
+import sys
 from enum import StrEnum
 from pathlib import Path
 
-from hack.toolchain.common import cache, exclusive, run, step
+from hack.toolchain.common import UserError, cache, exclusive, run, step
 from hack.uv import uv_environment, uv_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON_VERSION = "3.11"
 PLATFORM = "x86_64-manylinux_2_28"
 LIMIT = 300.0
+
+#: What a folder is made of beside its sources; to be changed with it, so that folders of before are not taken.
+_LAYOUT = "with bytecode"
 
 BUILD_LOCK = ROOT / "locks" / "build.txt"
 
@@ -46,7 +50,7 @@ def site(role: Role) -> Path:
 
 def fingerprint(role: Role) -> str:
     """Return a hash of everything that the role's image is made of, but for its base."""
-    digest = hashlib.sha256(role.encode())
+    digest = hashlib.sha256(f"{role}, {_LAYOUT}".encode())
     for path in _sources(role):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
@@ -70,7 +74,38 @@ def _make(role: Role, folder: Path) -> None:
     if role.lock is not None:
         _install(unfinished, "--require-hashes", "--requirement", role.lock)
     _install(unfinished, _wheel())
+    if role.lock is not None:  # the worker's base has its own Python, of any version
+        compile_bytecode(unfinished)
     unfinished.rename(folder)
+
+
+def compile_bytecode(folder: Path) -> None:
+    """Write the bytecode of all modules beside them: the image's user cannot, and each start would compile them anew.
+
+    It is taken as it is, since a copy into an image may change when a file was written. UserError without a Python of
+    the images' version.
+    """
+    argv: list[str | Path] = [
+        _python(),
+        "-m",
+        "compileall",
+        "-q",
+        "-j",
+        "0",
+        "--invalidation-mode",
+        "unchecked-hash",
+        folder,
+    ]
+    run(argv, limit=LIMIT)
+
+
+def _python() -> str:
+    if ".".join(map(str, sys.version_info[:2])) == PYTHON_VERSION:
+        return sys.executable
+    found = shutil.which(f"python{PYTHON_VERSION}")
+    if found is None:
+        raise UserError(f"python{PYTHON_VERSION} is missing, which compiles what the images have: install it.")
+    return found
 
 
 def _install(folder: Path, *what: str | Path) -> None:

@@ -61,9 +61,9 @@ class PodPoller:
         limit, port = asyncio.Semaphore(_CONCURRENCY), work.spec.port
 
         async def ask(pod: PodView, ip: str) -> tuple[str, PodReport]:
-            error = self._error_of_silent(pod, ip, port, failed)
-            if error is not None:
-                return pod.uid, PodReport(error=str(error))
+            silent = self._error_of_silent(pod, ip, port, failed)
+            if silent is not None:
+                return pod.uid, PodReport(error=str(silent))
             async with limit:
                 try:
                     answer = await self._client.status(base_url(ip, port))
