@@ -131,7 +131,7 @@ class Pods:
 
     async def _deliver(self, slot: int, body: bytes) -> dict[str, Any]:
         while True:
-            with contextlib.suppress(aiohttp.ClientConnectionError, TimeoutError):
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with self.session.post(path(_UID), data=body, headers=self._headers[slot]) as answer:
                     if answer.status == HTTPStatus.OK:
                         receipt: dict[str, Any] = await answer.json()
@@ -180,7 +180,7 @@ class Watch:
 async def ready(session: aiohttp.ClientSession) -> None:
     """Wait until the gateway takes requests."""
     while True:
-        with contextlib.suppress(aiohttp.ClientConnectionError, TimeoutError):
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.get("/readyz") as answer:
                 if answer.status == HTTPStatus.OK:
                     return
