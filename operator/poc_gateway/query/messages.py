@@ -177,7 +177,7 @@ class Histogram(BaseModel):
     """How many values lie in each of equally wide bins.
 
     A bin includes its lower edge; ``above`` counts values from the last edge on. ``counted`` of the round's ``stored``
-    artifacts were looked at: all distances, but of vectors an even sample.
+    artifacts were looked at: all distances, of vectors and of more than a million distances an even sample.
     """
 
     quantity: str

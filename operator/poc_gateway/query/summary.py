@@ -23,8 +23,10 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound
 
 _BINS = 20
-#: Vectors that are looked at: enough to see what is wrong with them, few enough to be read at once.
-SAMPLED_VECTORS = 1_000
+#: Values that are looked at: enough to see what is wrong with them, few enough to be read at once.
+SAMPLED_VALUES = 1_000
+#: Distances of a round that has no more are all looked at; a round of a day has far too many.
+MOST_COUNTED = 1_000_000
 #: Upper end of the histogram of norms; an honest vector's is 1.
 _LARGEST_NORM = 2.0
 
@@ -48,7 +50,7 @@ async def summarise(database: Database, known: KnownRound) -> Summary:
         first_arrival=first,
         last_arrival=last,
         rate=round(entry.stored / seconds, 3) if seconds > 0 else None,
-        histogram=await _histogram(database, known),
+        histogram=await _histogram(database, known, entry.stored),
         slots=slots,
     )
 
@@ -70,14 +72,21 @@ def _counts(connection: Connection, known: KnownRound) -> tuple[RoundEntry, list
     return queries.round_entry(connection, known), queries.slot_arrivals(connection, known)
 
 
-async def _histogram(database: Database, known: KnownRound) -> Histogram:
-    if known.terms.r_target is not None:
-        places = await _places_of_distances(database, known, known.terms.r_target)
-        return histogram("distance", places, known.terms.r_target, sampled=False)
-    drawn = await database.read(lambda connection: draw(connection, known, SAMPLED_VECTORS, "summary"))
-    norms = (math.hypot(*struct.unpack(f"<{known.terms.k_dim}e", each.vector or b"")) for each in drawn)
-    places = Counter(min(int(norm / _LARGEST_NORM * _BINS), _BINS) for norm in norms)
-    return histogram("vector norm", places, _LARGEST_NORM, sampled=True)
+async def _histogram(database: Database, known: KnownRound, stored: int) -> Histogram:
+    r_target = known.terms.r_target
+    if r_target is not None and stored <= MOST_COUNTED:
+        places = await _places_of_distances(database, known, r_target)
+        return histogram("distance", places, r_target, sampled=False)
+    drawn = await database.read(lambda connection: draw(connection, known, SAMPLED_VALUES, "summary"))
+    if r_target is not None:
+        return _sampled("distance", [each.distance or 0.0 for each in drawn], r_target)
+    norms = [math.hypot(*struct.unpack(f"<{known.terms.k_dim}e", each.vector or b"")) for each in drawn]
+    return _sampled("vector norm", norms, _LARGEST_NORM)
+
+
+def _sampled(quantity: str, values: Sequence[float], end: float) -> Histogram:
+    places = Counter(min(int(value / end * _BINS), _BINS) for value in values)
+    return histogram(quantity, places, end, sampled=True)
 
 
 async def _places_of_distances(database: Database, known: KnownRound, end: float) -> Mapping[int, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
+from poc_gateway.query import summary
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, newest
@@ -126,6 +127,19 @@ async def test_a_summary_counts_distances(database: Database, client: AsyncClien
     assert (body["first_arrival"], body["last_arrival"]) == ("2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z")
     assert [slot["stored"] for slot in body["slots"]] == [501, 500]
     assert body["slots"][1]["last_arrival"] == "2026-01-01T00:00:00.999000Z"
+
+
+async def test_a_summary_samples_many_distances(
+    database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "MOST_COUNTED", 1000)
+    monkeypatch.setattr(summary, "SAMPLED_VALUES", 500)
+    await store(database, a_round(nodes=2, **DISTANCES), range(1001))
+    shown = (await client.get(f"{ROUND}/summary")).json()["histogram"]
+    assert (shown["quantity"], shown["sampled"], shown["counted"], shown["above"]) == ("distance", True, 500, 0)
+    values = [distance(nonce) for nonce in range(1001)]
+    every = [sum(low <= value < high for value in values) for low, high in pairwise(shown["edges"])]
+    assert all(bool(some) <= bool(of) and some <= of for some, of in zip(shown["counts"], every, strict=True))
 
 
 async def test_a_summary_samples_vectors(database: Database, client: AsyncClient) -> None:
