@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from random import Random
 from time import monotonic
 from typing import Any
 
@@ -26,6 +25,7 @@ import aiohttp
 import uvloop
 from sqlalchemy import func, select
 
+from benchmarks.day_pods import BATCH, SLOTS, UID, Plan, Pods
 from benchmarks.day_receiver import auditing, vector_b64
 from benchmarks.figures import Figures, report, spread
 from hack.images.site import ROOT
@@ -33,17 +33,12 @@ from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import create_engine
 from poc_gateway.store.retention import delete_some
-from poc_operator.credentials import RATE_LIMIT
 from tests.simulation.kept_process import KeptProcess
-from tests.support.builders.deliveries import BLOCK_HEIGHT, JSON, K_DIM, ROUND, path, round_body
-from tests.support.builders.secrets import ENVIRONMENT, PEOPLE, a_grant, pod_headers
+from tests.support.builders.deliveries import BLOCK_HEIGHT, JSON, round_body
+from tests.support.builders.secrets import ENVIRONMENT, PEOPLE
 from tests.support.servers.http_server import free_port
 from tests.support.servers.postgres import postgres
 
-SLOTS = 64
-BATCH = 256
-_UID = "day"
-_HEAD = json.dumps({"node_id": 0, "encoding": {"k_dim": K_DIM}, **ROUND})[:-1]
 _LOOK_SECONDS = 0.02
 _TELL_SECONDS = 15.0
 #: Nothing new may reach the receiver for so long before it is given up.
@@ -54,98 +49,15 @@ _MIB = 2**20
 #: Routes that people ask, and the operator: none of them may take longer for more artifacts.
 _READS = {
     "rounds": "/rounds",
-    "round": f"/rounds/ns/round-{_UID}",
-    "progress": f"/rounds/ns/round-{_UID}/progress",
-    "summary": f"/rounds/ns/round-{_UID}/summary",
-    "forwarding": f"/rounds/ns/round-{_UID}/forwarding",
-    "waiting": f"/rounds/ns/round-{_UID}/ledger?state=waiting",
-    "dead": f"/rounds/ns/round-{_UID}/dead-letters",
-    "conflicts": f"/rounds/ns/round-{_UID}/conflicts",
-    "sample": f"/rounds/ns/round-{_UID}/sample?nonces=200",
+    "round": f"/rounds/ns/round-{UID}",
+    "progress": f"/rounds/ns/round-{UID}/progress",
+    "summary": f"/rounds/ns/round-{UID}/summary",
+    "forwarding": f"/rounds/ns/round-{UID}/forwarding",
+    "waiting": f"/rounds/ns/round-{UID}/ledger?state=waiting",
+    "dead": f"/rounds/ns/round-{UID}/dead-letters",
+    "conflicts": f"/rounds/ns/round-{UID}/conflicts",
+    "sample": f"/rounds/ns/round-{UID}/sample?nonces=200",
 }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """``artifacts`` in all, in as many batches for each slot; ``kills`` at moments that the ``seed`` decides."""
-
-    artifacts: int
-    kills: int
-    seed: int = 1
-
-    @property
-    def batches(self) -> int:
-        """Batches of each slot, at least one."""
-        return max(1, self.artifacts // (SLOTS * BATCH))
-
-    @property
-    def total(self) -> int:
-        """Artifacts that are delivered."""
-        return self.batches * SLOTS * BATCH
-
-    def moments(self) -> list[int]:
-        """After how many stored artifacts a kill comes: one in each of equal parts, the last after all."""
-        random = Random(self.seed)  # noqa: S311 - not for secrets
-        return [int((one + random.random()) / self.kills * self.total) for one in range(self.kills - 1)] + [self.total]
-
-
-@dataclass
-class Pods:
-    """Each slot's pod delivers batch after batch, each again until it is acknowledged."""
-
-    session: aiohttp.ClientSession
-    plan: Plan
-    #: Batches of each slot that were acknowledged.
-    acknowledged: list[int] = field(default_factory=lambda: [0] * SLOTS)
-    #: Artifacts that were acknowledged as stored before, since an earlier acknowledgement was lost.
-    duplicates: int = 0
-    conflicts: int = 0
-
-    def __post_init__(self) -> None:
-        grants = [a_grant(_UID, slot, f"pod-{slot}", rate=RATE_LIMIT) for slot in range(SLOTS)]
-        self._headers = [pod_headers(grant, seconds=86_400) for grant in grants]
-
-    @property
-    def stored(self) -> int:
-        """Artifacts that were acknowledged."""
-        return sum(self.acknowledged) * BATCH
-
-    async def run(self) -> None:
-        """Deliver everything."""
-        await asyncio.gather(*(self._deliver_slot(slot) for slot in range(SLOTS)))
-
-    async def rival(self, slot: int, salt: int) -> None:
-        """Deliver the slot's first batch with other bytes; RuntimeError if that is no conflict for every nonce."""
-        receipt = await self._deliver(slot, _body(slot, 0, salt))
-        if receipt["conflicts"] != BATCH:
-            raise RuntimeError(f"other bytes for nonces of slot {slot} that are stored: {receipt}")
-        self.conflicts += BATCH
-
-    async def _deliver_slot(self, slot: int) -> None:
-        for index in range(self.plan.batches):
-            receipt = await self._deliver(slot, _body(slot, index))
-            if receipt["stored"] + receipt["duplicates"] != BATCH:
-                raise RuntimeError(f"batch {index} of slot {slot} was not stored: {receipt}")
-            self.duplicates += receipt["duplicates"]
-            self.acknowledged[slot] += 1
-
-    async def _deliver(self, slot: int, body: bytes) -> dict[str, Any]:
-        while True:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with self.session.post(path(_UID), data=body, headers=self._headers[slot]) as answer:
-                    if answer.status == HTTPStatus.OK:
-                        receipt: dict[str, Any] = await answer.json()
-                        return receipt
-                    if answer.status != HTTPStatus.SERVICE_UNAVAILABLE:
-                        raise RuntimeError(f"HTTP {answer.status}: {await answer.text()}")
-            await asyncio.sleep(0.05)
-
-
-def _body(slot: int, index: int, salt: int = 0) -> bytes:
-    first = slot + index * BATCH * SLOTS
-    nonces = range(first, first + BATCH * SLOTS, SLOTS)
-    items = ",".join(f'{{"nonce":{nonce},"vector_b64":"{vector_b64(nonce, salt)}"}}' for nonce in nonces)
-    return f'{_HEAD},"artifacts":[{items}]}}'.encode()
 
 
 @dataclass
@@ -294,7 +206,7 @@ async def run(database: str, folder: Path, plan: Plan) -> Figures:
 
 def _gateway(database: str, folder: Path, receiver: str) -> tuple[KeptProcess, str]:
     rounds, port = folder / "rounds.json", free_port()
-    rounds.write_text(json.dumps([round_body(_UID, groups=SLOTS, callbackURL=receiver)]))
+    rounds.write_text(json.dumps([round_body(UID, groups=SLOTS, callbackURL=receiver)]))
     settings = {
         "DATABASE": database,
         "PORT": port,

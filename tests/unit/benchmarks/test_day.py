@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.day import BATCH, SLOTS, Plan, check, database_of, run
+from benchmarks.day import check, database_of, run
+from benchmarks.day_pods import BATCH, SLOTS, Plan
 from benchmarks.day_receiver import Audit, artifacts
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import artifacts as table
