@@ -10,14 +10,15 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, text, update
 
-from poc_gateway import metrics
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery
 from poc_gateway.ingest.storing import store
 from poc_gateway.outbox import ledger, listing
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.query import queries, summary
+from poc_gateway.query.cursor import cursor_of, positions, read_cursor
 from poc_gateway.query.export import Scan
 from poc_gateway.query.messages import ArtifactsQuery, ConflictsQuery, RoundsQuery
+from poc_gateway.server import gauges
 from poc_gateway.store import retention, schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.disk_space import used_bytes
@@ -52,7 +53,16 @@ def _deliver(connection: Connection, known: KnownRound, nonces: list[int]) -> No
 
 
 def _gauges(connection: Connection, _: KnownRound) -> object:
-    return metrics._values(connection)
+    return gauges._values(connection)
+
+
+def _export(connection: Connection, known: KnownRound) -> object:
+    query = ArtifactsQuery(nonce_from=900, nonce_to=1_100)
+    return Scan(known, query, {}, positions(connection, known)).read(connection)
+
+
+def _continue(connection: Connection, known: KnownRound) -> object:
+    return read_cursor(connection, known, cursor_of(connection, known, positions(connection, known)))
 
 
 CASES: dict[str, Case] = {
@@ -83,7 +93,8 @@ CASES: dict[str, Case] = {
     "arrivals": queries.slot_arrivals,
     "conflicts": lambda one, known: queries.conflict_page(one, known, ConflictsQuery()),
     "sample": lambda one, known: summary.draw(one, known, 200, "seed"),
-    "chunk of an export": lambda one, known: Scan(known, ArtifactsQuery(nonce_from=900, nonce_to=1_100)).read(one),
+    "chunk of an export": _export,
+    "cursor of an export": _continue,
     "gauges": _gauges,
 }
 
