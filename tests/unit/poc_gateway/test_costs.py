@@ -12,7 +12,7 @@ from sqlalchemy import Connection, insert, text, update
 
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery
 from poc_gateway.ingest.storing import store
-from poc_gateway.outbox import ledger, listing
+from poc_gateway.outbox import endings, ledger, listing
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.query import queries, summary
 from poc_gateway.query.cursor import cursor_of, positions, read_cursor
@@ -74,8 +74,8 @@ CASES: dict[str, Case] = {
     "forward in order": lambda one, known: ledger.next_in_order(one, _work(known), 1_000),
     "forward late items": lambda one, known: ledger.next_late(one, _work(known), 1_000),
     "accept": lambda one, known: ledger.accepted(one, ledger.next_in_order(one, _work(known), 100)),
-    "rounds overdue": lambda one, _: ledger.rounds_overdue(one, ledger.now() + 10**6),
-    "expire late items": lambda one, known: ledger.end_some(one, known.id, Event.EXPIRED, "old"),
+    "rounds overdue": lambda one, _: endings.rounds_overdue(one, ledger.now() + 10**6),
+    "expire late items": lambda one, known: endings.end_some(one, known.id, Event.EXPIRED, "old"),
     "counts": lambda one, known: listing.counts(one, known.id),
     "dead letters": lambda one, known: listing.dead_letters(one, known.id, after=-1, limit=100),
     **{
