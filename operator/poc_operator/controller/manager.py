@@ -20,8 +20,7 @@ from poc_operator.controller.kinds import PLANNERS, Planner, Sources
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
-from poc_operator.controller.observing import PodCache
-from poc_operator.controller.polling import PodPoller
+from poc_operator.controller.observing import PodCache, PodPoller
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.credentials import RATE_LIMIT
@@ -47,7 +46,7 @@ class Manager:
         self._store = store
         self.lease = lease
         self._client = client
-        self._poller = PodPoller(client)
+        self._poller = PodPoller(client, time.monotonic)
         self._gateway = gateway
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
         self._pods = PodCache(time.monotonic)

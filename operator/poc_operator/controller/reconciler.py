@@ -27,8 +27,7 @@ from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBack
 from poc_operator.controller.kinds import Planner, Sources, WorkT
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
-from poc_operator.controller.observing import PodCache, ProgressWatch, selects
-from poc_operator.controller.polling import PodPoller
+from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot
 

@@ -20,8 +20,7 @@ from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.kinds import CalibrationPlanner, Planner, RoundPlanner, Sources, ValidationPlanner
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
-from poc_operator.controller.observing import PodCache
-from poc_operator.controller.polling import PodPoller
+from poc_operator.controller.observing import PodCache, PodPoller
 from poc_operator.controller.reconciler import Reconciler
 from poc_operator.planning.snapshot import Work, WorkEvent
 from tests.support.fakes.callback_receiver import CallbackReceiver
@@ -108,7 +107,7 @@ class Fleet(Generic[WorkT]):
             ObjectRef("ns", "r", UID),
             sources=Sources(store=cast(ObjectStore, self.store), gateway=self.collector),
             client=self._client,
-            poller=PodPoller(self._client),
+            poller=PodPoller(self._client, time.monotonic),
             pods=self._pods,
             metrics=self.metrics,
             emit=self.events.append,

@@ -12,8 +12,8 @@ import pytest
 from poc_operator.clients.errors import PodError, PodTimeout
 from poc_operator.clients.pods import client as pod_client
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import polling
-from poc_operator.controller.polling import PodPoller
+from poc_operator.controller import observing
+from poc_operator.controller.observing import PodPoller
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 from tests.unit.poc_operator.build import a_pod, a_round
@@ -109,7 +109,7 @@ async def test_a_pod_that_nobody_asks_for_is_forgotten(world: World) -> None:
     world.hung.set()
     await world.poll()
     silent = world.pods.pop()
-    world.now += polling.MEMORY_SECONDS + 1
+    world.now += observing.SILENT_SECONDS + 1
     await world.poll()
     world.hung.clear()
     world.pods.append(silent)
