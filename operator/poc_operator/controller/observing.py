@@ -2,9 +2,9 @@
 """What the operator asks and remembers so that a plan can see the world: pods, their reports, the gateway.
 
 `PodCache` has the pods as the watch tells of them, in a plain dictionary: a kopf index over many pods delays every
-handler at start. `PodPoller` asks them. `ProgressWatch` measures what no single poll can tell; a new process starts to count anew, which only
-delays what is done about such a pod. `GatewayObserver` asks the gateway beside the poll of the pods, which it never
-holds up for long.
+handler at start. `PodPoller` asks them. `ProgressWatch` measures what no single poll can tell. A new process starts to
+count anew, which only delays what is done about such a pod. `GatewayObserver` asks the gateway beside the poll of the
+pods, which it never holds up for long.
 """
 
 import asyncio
