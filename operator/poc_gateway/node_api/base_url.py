@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poc_gateway.errors import RETRY_AFTER, Refusal
-from poc_gateway.node_api.chat_places import ChatPlaces
+from poc_gateway.node_api.chat import ChatPlaces
 from poc_gateway.node_api.service import NodeApi
 
 _NODES = "nodes"

@@ -22,7 +22,7 @@ import aiohttp
 from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
 from poc_gateway import metrics
@@ -33,6 +33,10 @@ from poc_operator.observed import PodView
 
 _log = logging.getLogger(__name__)
 
+#: One of so many connections may be a chat's: with the one to a pod that is half of the descriptors.
+_OF_ALL = 4
+#: Of one peer's connections: so many quarters.
+_QUARTERS_OF_PEER = 3
 #: In a request's state: what to call when its body has been passed on, so that it no longer counts as under way.
 BODY_SENT = "body_sent"
 #: A pod that takes longer to accept a connection counts as gone.
@@ -279,3 +283,42 @@ async def refuse(status: HTTPStatus, reason: str, detail: str, scope: Scope, sen
 
 async def _nothing() -> dict[str, str]:
     return {"type": "http.disconnect"}
+
+
+class ChatPlaces:
+    """The requests for chat under way, which leave room for other calls.
+
+    ``most`` connections may be open in all, and ``of_peer`` of one peer. A request for chat lasts for minutes, and has
+    two: its client's, and one to a pod. The network's node sends chat and its other calls from one address.
+    """
+
+    def __init__(self, *, most: int, of_peer: int) -> None:
+        self._most = max(1, most // _OF_ALL)
+        self._of_peer = max(1, of_peer * _QUARTERS_OF_PEER // 4)
+        self._by_peer = Counter[str]()
+        self.count = 0
+
+    def problem(self, peer: str) -> str | None:
+        """Return why a peer's request has no place; None if it has one."""
+        if self.count >= self._most:
+            return f"{self.count} requests for chat are under way, as many as the gateway has file descriptors for"
+        if self._by_peer[peer] >= self._of_peer:
+            which = "three quarters of POC_GATEWAY_PEER_CONNECTIONS"
+            return f"this address has {self._of_peer} requests for chat under way, which is {which}"
+        return None
+
+    async def serve(self, peer: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let ``app`` answer a peer's request for chat, and count it while that lasts; 503 if it has no place."""
+        if (problem := self.problem(peer)) is not None:
+            detail = f"{problem}: send this one again in a moment"
+            await refuse(HTTPStatus.SERVICE_UNAVAILABLE, "TooManyChats", detail, scope, send)
+            return
+        self.count += 1
+        self._by_peer[peer] += 1
+        try:
+            await app(scope, receive, send)
+        finally:
+            self.count -= 1
+            self._by_peer[peer] -= 1
+            if not self._by_peer[peer]:
+                del self._by_peer[peer]

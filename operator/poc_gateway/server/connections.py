@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from poc_gateway.node_api.chat_places import ChatPlaces
+from poc_gateway.node_api.chat import ChatPlaces
 from poc_gateway.settings import Settings
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from poc_gateway.errors import install_handlers
 from poc_gateway.ingest import routes as ingest_routes
 from poc_gateway.node_api import routes as node_routes
 from poc_gateway.node_api.base_url import CHAT_PREFIX, BaseUrls, Chat, is_chat
-from poc_gateway.node_api.chat_places import ChatPlaces
+from poc_gateway.node_api.chat import ChatPlaces
 from poc_gateway.node_api.service import ClusterOf, NodeApi, running_ml_nodes
 from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.forward import Outbox
