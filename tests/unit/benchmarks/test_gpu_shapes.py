@@ -6,7 +6,13 @@ import pytest
 from benchmarks.gpu_shapes import SHAPES, flops_per_nonce
 
 #: Parameters that a token meets, in billions, without embeddings and the head; cards count these too.
-ACTIVE = {"qwen3-0.6b": 0.44, "qwen3-32b": 31.2, "qwen3-235b-a22b-fp8": 21.0, "minimax-m2.7": 9.8}
+ACTIVE = {
+    "qwen3-0.6b": 0.44,
+    "qwen3-32b": 31.2,
+    "qwen3-235b-a22b-fp8": 21.0,
+    "minimax-m2.7": 9.8,
+    "deepseek-v4-flash": 12.5,
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -31,6 +31,7 @@ BODIES: Mapping[str, Any] = {
     "/generated": json.loads(artifacts([101])),
     "/validated": ROUND | {"n_total": 3, "fraud_detected": False},
     "/replay": {"nonces": [3]},
+    "/rivals": {"uid": "uid-1", "decisions": [{"nonce": 3, "truth": "neither", "up_to": 1, "pod": "pod"}]},
     "/init/generate": INIT,
     "/pow/generate": BLOCK | {"params": PARAMS, "nonces": [1], "wait": True},
     "/inference/up": {"model": "tiny"},
@@ -54,7 +55,9 @@ class Served:
     """An app on a port, and its routes."""
 
     def __init__(self, app: FastAPI, port: int) -> None:
-        self.routes = [path for path, item in app.openapi()["paths"].items() if "post" in item]
+        posts = [(path, item["post"]) for path, item in app.openapi()["paths"].items() if "post" in item]
+        # Two ways to send again take parameters, and no body.
+        self.routes = [path for path, post in posts if "requestBody" in post or not path.endswith("/replay")]
         self._port = port
 
     async def post(self, path: str, content_type: str | None) -> Answer:
