@@ -107,7 +107,19 @@ async def _strike(pods: Pods, watch: Watch, plan: Plan) -> None:
         await watch.restart(pods.session)
         slot = number % SLOTS
         if pods.acknowledged[slot]:
+            # Earlier, the rival would hold back what it contradicts.
+            await _first_batch_sent(pods.session, slot)
             await pods.rival(slot, number)
+
+
+async def _first_batch_sent(session: aiohttp.ClientSession, slot: int) -> None:
+    """Wait until the receiver has accepted the first batch of a slot, and the gateway knows."""
+    while True:
+        async with session.get(_READS["round"], headers=PEOPLE) as answer:
+            found = await answer.json()
+        if next(one for one in found["slots"] if one["slot"] == slot)["forwarded_nonce"] >= slot + (BATCH - 1) * SLOTS:
+            return
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _tell(pods: Pods, watch: Watch, receiver: str) -> None:
