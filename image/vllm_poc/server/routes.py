@@ -2,9 +2,8 @@
 """The REST routes under ``/api/v1/pow``."""
 
 import asyncio
-from collections.abc import Coroutine
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
@@ -14,6 +13,7 @@ from vllm_poc.server.errors import install_handlers, refusal
 from vllm_poc.server.nvml import read_gpus
 from vllm_poc.server.service import PocService
 from vllm_poc.wire.answers import CommandResponse, ErrorResponse, PowState, StatusResponse, VersionsResponse
+from vllm_poc.wire.client_gone import ClientGone, while_connected
 from vllm_poc.wire.generate import (
     GeneratedResponse,
     GenerateRequest,
@@ -43,7 +43,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 # The middleware checks the token; this documents it.
 _BEARER = HTTPBearer(auto_error=False, description="Needed where the server has VLLM_POC_TOKEN set.")
 
-T = TypeVar("T")
 
 router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)])
 
@@ -112,7 +111,10 @@ async def generate(
     With `wait` the answer is the result, and the work is cancelled if the client goes away; `url` is not used.
     Without, the work is queued and its result kept for a while, and sent to `url` if there is one.
     """
-    return await while_connected(request, service.generate(body))
+    try:
+        return await while_connected(request.receive, service.generate(body))
+    except ClientGone as error:
+        raise refusal(HTTPStatus.REQUEST_TIMEOUT, "ClientGone", str(error)) from None
 
 
 @router.get("/generate/{request_id}", response_model_exclude_none=True)
@@ -146,26 +148,6 @@ async def versions() -> VersionsResponse:
 async def gpus() -> GpusResponse:
     """Tell of the GPUs that this pod sees, and what their sensors say; none on a CPU."""
     return await asyncio.to_thread(read_gpus)
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what ``work`` returns; cancel it when the client closes its connection."""
-    working, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-    finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.wait([working, gone])
-    # Nobody reads this; it ends the request.
-    raise refusal(HTTPStatus.REQUEST_TIMEOUT, "ClientGone", "the client closed its connection")
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def create_app(service: PocService) -> FastAPI:

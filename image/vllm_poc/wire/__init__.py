@@ -5,6 +5,7 @@
 - ``generate``: the same for named nonces: ``POST generate`` and ``POST validate``.
 - ``callbacks``: what pods post to receivers.
 - ``gpus``: what a pod tells of its GPUs.
+- ``client_gone``: what both servers do when a client that waits goes away.
 - ``artifacts``: vectors as text. ``partition``: which nonces a slot has. ``stat_test``: when a mismatch is fraud.
 
 Imports neither torch nor vLLM, so the operator installs it without a GPU stack and the two sides cannot drift

@@ -128,7 +128,9 @@ def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRu
         limits = fused_facts(
             plain.stage.limits, experts=adapter.has_experts, cached=fused.needs_cache, larger=fused.takes_larger_batches
         )
-        return PocModelRunner(adapter, limits, fused)
+        runner = PocModelRunner(adapter, limits, fused)
+        runner.memory.fixed = fused.fixed_bytes
+        return runner
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it cannot prepare them")
         return None

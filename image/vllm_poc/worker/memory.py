@@ -29,6 +29,8 @@ class Memory:
     def __init__(self, device: torch.device, chat_peak: int = 0) -> None:
         self._device = device
         self._chat_peak = chat_peak
+        #: What is known to take so many bytes in a batch of any size.
+        self.fixed = 0
         self._known: list[_Need] = []
 
     def fits(self, tokens: int, drawn: int = 0) -> bool:
@@ -65,7 +67,8 @@ class Memory:
     def _needed(self, tokens: int) -> float:
         largest = self._known[-1]
         if len(self._known) == 1:
-            return largest.bytes * tokens / largest.tokens
+            fixed = min(self.fixed, largest.bytes)
+            return fixed + (largest.bytes - fixed) * tokens / largest.tokens
         smaller = self._known[0]
         per_token = max(0.0, (largest.bytes - smaller.bytes) / (largest.tokens - smaller.tokens))
         return largest.bytes + per_token * (tokens - largest.tokens)

@@ -23,6 +23,7 @@ from vllm_poc.worker.passes.attention import (
     prefill_patches,
     prefill_plan,
 )
+from vllm_poc.worker.passes.experts import expert_layout, expert_patches, unpacked_bytes
 from vllm_poc.worker.passes.operations import Patch, is_plain_norm, operation_patches, operations, patched
 from vllm_poc.worker.passes.plain import reflected_layers
 from vllm_poc.worker.passes.quantisation import quantisation_patches
@@ -45,6 +46,9 @@ class FusedPass:
         #: Compressed attention has room for the tokens of vLLM's largest batch, and no more.
         self.takes_larger_batches = not is_compressed(self._attention)
         self._operations = operations(adapter.model)
+        self._expert_layout = expert_layout(adapter)
+        #: Memory that a batch of any size takes, in bytes.
+        self.fixed_bytes = 0 if self._expert_layout is None else unpacked_bytes(adapter)
         self._norm_after = dict(_norms_after(adapter))
         self._workspace = WorkspaceManager(adapter.device)
 
@@ -65,7 +69,7 @@ class FusedPass:
         norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
         others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
         patches = [*operation_patches(self._operations, norms), *quantisation_patches()]
-        patches += index_patches(self._adapter.model)
+        patches += [*index_patches(self._adapter.model), *expert_patches(self._expert_layout)]
         patches += cache_patches() if self.needs_cache else prefill_patches(self._attention, shape.seq_len)
         # vLLM's is locked, and too small for larger batches than chat's.
         patches.append(Patch(workspace, "_manager", self._workspace))

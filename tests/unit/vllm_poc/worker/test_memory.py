@@ -44,6 +44,14 @@ def test_one_batch_tells_in_proportion(memory: Memory, monkeypatch: pytest.Monke
     assert not memory.fits(16_384)
 
 
+def test_what_is_known_not_to_grow_is_not_taken_for_more(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(memory, 512, monkeypatch)  # 1.06 GiB, of which 1 is the same for any batch
+    assert not memory.fits(2048)
+    memory.fixed = FIXED
+    assert memory.fits(13_000)
+    assert not memory.fits(14_500)
+
+
 def test_two_batches_tell_what_does_not_grow(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (64, 1024, 512):
         learn(memory, tokens, monkeypatch)
