@@ -242,6 +242,7 @@ class CollectedRound(_FromGateway):
     """A round, and the sums over its slots. ``refused`` are pods that delivered what they must not.
 
     ``undecided`` are results with rivals of which nobody knows which is honest, ``forgers`` pods whose were not.
+    ``limit_reached`` says which limit keeps the gateway from storing more; None if it stores.
     """
 
     uid: str
@@ -253,6 +254,7 @@ class CollectedRound(_FromGateway):
     refused: list[RefusedPod] = Field(default_factory=list)
     undecided: Count = 0
     forgers: list[Forger] = Field(default_factory=list)
+    limit_reached: ShortText | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +262,8 @@ class GatewayReport:
     """Where the round's pods deliver to, and what of it is stored.
 
     ``collected`` is what the gateway answered last, None if it had nothing then; ``asked`` is when that question was
-    put, None if none was answered yet. ``error`` says why the last question was not answered. ``rivals`` are nonces
-    that wait for a decision.
+    put, None if none was answered yet, and ``heard`` what pods had told before it, by their uids. ``error`` says why
+    the last question was not answered. ``rivals`` are nonces that wait for a decision.
     """
 
     callback: str
@@ -269,3 +271,4 @@ class GatewayReport:
     asked: datetime | None = None
     error: str | None = None
     rivals: Sequence[RivalNonce] = ()
+    heard: Mapping[str, StatusResponse] = field(default_factory=dict)

@@ -97,7 +97,8 @@ class FailureBackoff:
         """Wait until it is time for another try, or the spec has changed."""
         seconds, self._pause = self._pause, min(2 * self._pause, MOST_PAUSE_SECONDS)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.spec_changed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.spec_changed.wait()
 
     async def _tell(self, error: Exception, generation: int) -> None:
         conditions, event = internal_error(error, datetime.now(UTC).replace(microsecond=0), generation)

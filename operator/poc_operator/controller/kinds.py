@@ -6,7 +6,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -22,7 +22,7 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
-from poc_operator.observed import GatewayReport, PodView
+from poc_operator.observed import GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import DecideRivals, Snapshot, Step, StopPod, Work
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot
@@ -59,6 +59,9 @@ class Planner(ABC, Generic[WorkT]):
     async def ask(self, work: WorkT) -> None:
         """Ask what the plan needs beside the pods. It takes no longer than a poll."""
 
+    async def compare(self, work: WorkT, reports: Mapping[str, PodReport]) -> None:
+        """Ask what pods' reports, by their uids, are held against. It takes a moment."""
+
     @abstractmethod
     def plan(self, seen: Snapshot[WorkT]) -> Step[Any]:
         """Return the next status, and the actions to take once it is recorded."""
@@ -92,13 +95,17 @@ class RoundPlanner(Planner[PoCRound]):
         self._callback_auth: BasicAuth | str | None = None
 
     async def ask(self, work: PoCRound) -> None:
-        """Ask the gateway, if a question is due; without one, read the Secret of the receiver, if that is due."""
+        """Without a gateway, read the Secret of the receiver, if that is due."""
         secret = work.spec.callback_secret_ref
-        if self._gateway is not None:
-            self._report = await self._gateway.observe()
-        elif secret is not None:
+        if self._gateway is None and secret is not None:
             self._secret = self._secret or self._reader(secret.name)
             self._callback_auth = await self._secret.read()
+
+    async def compare(self, work: PoCRound, reports: Mapping[str, PodReport]) -> None:
+        """Ask the gateway, if a question is due; at each turn while the round ends, which waits for the answer."""
+        if self._gateway is not None:
+            heard = {uid: report.status for uid, report in reports.items() if report.status is not None}
+            self._report = await self._gateway.observe(heard, now=work.status.stop_time is not None)
 
     def plan(self, seen: Snapshot[PoCRound]) -> Step[Any]:
         """Return the round's next step."""

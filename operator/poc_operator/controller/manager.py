@@ -149,7 +149,8 @@ class Manager:
                     if reconciler.resting:
                         await failures.spec_changed.wait()
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(reconciler.wake.wait(), POLL_SECONDS)
+                        async with asyncio.timeout(POLL_SECONDS):
+                            await reconciler.wake.wait()
                 except Exception as error:
                     await failures.failed(error, reconciler.generation or 0)
                     await failures.pause()

@@ -3,13 +3,13 @@
 
 `PodCache` has the pods as the watch tells of them, in a plain dictionary: a kopf index over many pods delays every
 handler at start. `PodPoller` asks them. `ProgressWatch` measures what no single poll can tell. A new process starts to
-count anew, which only delays what is done about such a pod. `GatewayObserver` asks the gateway beside the poll of the
-pods, which it never holds up for long.
+count anew, which only delays what is done about such a pod. `GatewayObserver` asks the gateway after the poll of the
+pods, whose reports are held against the answer, and never waits for long.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -259,11 +259,11 @@ class GatewayObserver:
         self._telling: asyncio.Task[None] | None = None
         self._report = GatewayReport(callback=client.callback_url(*ref))
 
-    async def observe(self) -> GatewayReport:
-        """Return what is known, after a question if one is due."""
-        if self._asking is None and self._clock() - self._asked >= ASK_SECONDS:
+    async def observe(self, heard: Mapping[str, StatusResponse], *, now: bool = False) -> GatewayReport:
+        """Return what is known, after a question if one is due or ``now``. ``heard`` is what pods have told, by uid."""
+        if self._asking is None and (now or self._clock() - self._asked >= ASK_SECONDS):
             self._asked = self._clock()
-            self._asking = asyncio.create_task(self._ask())
+            self._asking = asyncio.create_task(self._ask(heard))
         if self._asking is not None:
             await asyncio.wait({self._asking}, timeout=WAIT_SECONDS)
         return self._report
@@ -288,7 +288,7 @@ class GatewayObserver:
         finally:
             self._telling = None
 
-    async def _ask(self) -> None:
+    async def _ask(self, heard: Mapping[str, StatusResponse]) -> None:
         # As exact as the times of the plan, so that "later" means the same for both.
         asked = datetime.now(UTC).replace(microsecond=0)
         try:
@@ -300,6 +300,8 @@ class GatewayObserver:
                 self._log.warning("%s", error)
             self._report = replace(self._report, error=str(error))
         else:
-            self._report = replace(self._report, collected=collected, asked=asked, error=None, rivals=rivals)
+            self._report = GatewayReport(
+                callback=self._report.callback, collected=collected, asked=asked, rivals=rivals, heard=heard
+            )
         finally:
             self._asking = None

@@ -33,6 +33,8 @@ from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot
 
 #: Seconds between two turns of an object that runs or waits.
 POLL_SECONDS = 2.0
+#: Seconds between two looks whether a watch has told of the pods that work.
+UNTOLD_SECONDS = 0.5
 #: Seconds between two writes of a status in which only counters moved.
 COUNTERS_SECONDS = 5.0
 
@@ -119,6 +121,7 @@ class Reconciler(Generic[WorkT]):
         self.wake = asyncio.Event()
         self._actions = PodActions(sources=sources, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
+        self._knows_pods = False  # whether the watch has told of those that worked when this process began
 
     def concerns(self, pod: PodView) -> bool:
         """Whether the pod may matter to the object."""
@@ -186,10 +189,11 @@ class Reconciler(Generic[WorkT]):
         return work
 
     async def _observe(self, work: WorkT) -> Snapshot[WorkT]:
-        pods = self._pods.matching(work)
+        pods = await self._pods_of(work)
         reports: dict[str, PodReport] = {}
         if not work.status.state.finished or work.metadata.deletion_timestamp is not None:
             reports, _ = await asyncio.gather(self._poll(pods, work), self._planner.ask(work))
+            await self._planner.compare(work, reports)
         self._watch.forget_others(reports)
         self._actions.forget_others(reports)
         starting = {share.uid for share in work.status.shares if share.state is SlotState.STARTING}
@@ -201,6 +205,21 @@ class Reconciler(Generic[WorkT]):
             reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
         )
+
+    async def _pods_of(self, work: WorkT) -> Sequence[PodView]:
+        """Return the object's pods. Of a new process the watch may not have told yet of those that work: they are
+        waited for, since a pod that it does not know would count as lost.
+        """
+        while not self._knows_pods:
+            known = {pod.uid for pod in self._pods.matching(work)}
+            untold = {share.uid for share in work.status.shares if share.state.active and share.uid} - known
+            if untold:
+                listed = await self._store.list_pods(work.metadata.namespace, work.spec.selector)
+                untold.intersection_update(pod.uid for pod in listed)
+            if untold:
+                await asyncio.sleep(UNTOLD_SECONDS)
+            self._knows_pods = not untold
+        return self._pods.matching(work)
 
     async def _poll(self, pods: Sequence[PodView], work: WorkT) -> dict[str, PodReport]:
         with self._metrics.poll_seconds.time():

@@ -12,6 +12,7 @@ from poc_operator.apis.v1alpha1.round import Assignment, Stop
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import ExtendPod
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
+from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import ExtendRequest
 from vllm_poc.wire.partition import MAX_NONCE
 
@@ -28,10 +29,10 @@ def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     stop, slots = snapshot.round.spec.stop, step.status.assignments
     if step.status.stop_time or stop is None or stop.after_seconds is not None:
         return step
-    needy, left = [slot for slot in slots if _needs_more(snapshot, slot)], _left(stop, slots)
+    needy, left = [slot for slot in slots if _needs_more(snapshot, slot)], _left(snapshot, stop, slots)
     if not left and stop.after_valid is not None:
         # How many of the nonces under way are valid nobody knows. Who has none under way may try a batch.
-        needy = [slot for slot in needy if not _underway(slot)]
+        needy = [slot for slot in needy if not _underway(snapshot, slot)]
         left = len(needy) * snapshot.round.spec.batch_size
     allowances = dict[tuple[int, int], int]()
     for waiting, slot in zip(range(len(needy), 0, -1), needy, strict=True):
@@ -55,9 +56,15 @@ def extend_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 
 def _knows_less(snapshot: RoundSnapshot, slot: Assignment, end: int) -> bool:
-    status = snapshot.report_of(slot).status
-    known = status.end_index if status is not None and status.session_id == slot.session else None
+    status = _told(snapshot, slot)
+    known = status.end_index if status is not None else None
     return known is not None and known < end
+
+
+def _told(snapshot: RoundSnapshot, slot: Assignment) -> StatusResponse | None:
+    """Return what the slot's pod tells of this work; None if it tells nothing, or of other work."""
+    status = snapshot.report_of(slot).status
+    return status if status is not None and status.session_id == slot.session else None
 
 
 def _needs_more(snapshot: RoundSnapshot, slot: Assignment) -> bool:
@@ -71,9 +78,14 @@ def _ahead(slot: Assignment) -> int:
     return max(0, (slot.end or 0) - slot.next)
 
 
-def _underway(slot: Assignment) -> int:
-    """Return how many nonces are not computed or not delivered yet, of those that were dealt."""
-    return slot.next + _ahead(slot) - slot.delivered
+def _underway(snapshot: RoundSnapshot, slot: Assignment) -> int:
+    """Return how many nonces are not computed or not delivered yet, of those that were dealt.
+
+    By the pod's own word, also where the gateway lacks some: these do not come any more.
+    """
+    status = _told(snapshot, slot)
+    delivered = max(slot.delivered, status.delivered_index if status is not None else 0)
+    return max(0, slot.next + _ahead(slot) - delivered)
 
 
 def _wanted(snapshot: RoundSnapshot, slot: Assignment) -> int:
@@ -83,13 +95,13 @@ def _wanted(snapshot: RoundSnapshot, slot: Assignment) -> int:
     return max(LEAST_BATCHES * batch, math.ceil(ALLOWANCE_SECONDS * rate))
 
 
-def _left(stop: Stop, slots: Sequence[Assignment]) -> int:
+def _left(snapshot: RoundSnapshot, stop: Stop, slots: Sequence[Assignment]) -> int:
     """Return how many nonces may still be dealt out."""
     if stop.after_nonces is not None:
         return max(0, stop.after_nonces - sum(slot.next + _ahead(slot) for slot in slots))
     valid, delivered = sum(slot.valid for slot in slots), sum(slot.delivered for slot in slots)
     needed = math.ceil(max(0, (stop.after_valid or 0) - valid) * (delivered + 1) / (valid + 1))
-    return max(0, needed - sum(map(_underway, slots)))
+    return max(0, needed - sum(_underway(snapshot, slot) for slot in slots))
 
 
 def _extended(slot: Assignment, allowance: int | None) -> Assignment:

@@ -2,9 +2,14 @@
 """Whose numbers count: the pod's, if they can be true, and the gateway's, which knows more than pods do.
 
 What cannot be true is not counted, so that totals never go backwards. Pods may die before they could tell what they
-have delivered; the gateway has it.
+have delivered; the gateway has it. And what a pod says to be delivered counts as far as the gateway has it.
+
+A pod counts a result as delivered when the gateway has stored it. So everything that a pod had told before the gateway
+was asked must be in the answer: what is not was never delivered, and the pod is named. What it told since may be on its
+way, and waits for the next answer, `poc_operator.controller.observing.ASK_SECONDS` later.
 """
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
@@ -90,6 +95,83 @@ def counted(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
             "valid": max(told[1], stored.stored),
         }
     )
+
+
+def told_counts(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse) -> Mapping[str, int]:
+    """Return the slot's counts of what is delivered, after the report of a pod that knows them.
+
+    While the gateway answers, the pod's numbers count as far as it has the results; `counted` adds those of its own.
+    """
+    rejected = slot.rejected_before + status.delivered_rejected
+    if snapshot.gateway_answers and not snapshot.gateway_contradicts(slot):
+        confirmed = _confirmed(snapshot, slot, status, rejected)
+        # Those above what is confirmed may be computed, and rejected, once more by the next pod.
+        counted_rejected = rejected if confirmed >= status.delivered_index else slot.rejected
+        return {"delivered": max(slot.delivered, confirmed), "rejected": counted_rejected}
+    if undelivered(snapshot, slot) is not None:
+        return {}
+    return {
+        "delivered": max(slot.delivered, status.delivered_index),
+        "valid": max(slot.valid, slot.valid_before + status.delivered_valid),
+        "rejected": rejected,
+    }
+
+
+def undelivered(snapshot: RoundSnapshot, slot: Assignment) -> str | None:
+    """Return what the slot's pod told of delivered results before the gateway was asked, if it has fewer; else None."""
+    status = snapshot.heard_of(slot)
+    if status is None or not snapshot.report_of(slot).resumes or snapshot.gateway_contradicts(slot):
+        return None
+    is_of_slot = _is_of(snapshot, slot, status) and status.start_index == slot.start
+    return _lack(snapshot, slot, status) if is_of_slot else None
+
+
+def is_settled(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    """Whether the gateway was asked since the slot's pod told what it has delivered, or does not answer."""
+    report, heard = snapshot.report_of(slot), snapshot.heard_of(slot)
+    status = report.status
+    if status is None or not report.resumes or not snapshot.gateway_answers:
+        return True
+    if not _is_of(snapshot, slot, status):
+        return True
+    if heard is not None and heard.session_id == status.session_id and heard.delivered_index >= status.delivered_index:
+        return True
+    return status.delivered_index <= slot.delivered
+
+
+def _is_of(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse) -> bool:
+    """Whether a report is of the work that the slot's pod was given."""
+    return (status.round_id, status.session_id) == (snapshot.round.id, slot.session)
+
+
+def _confirmed(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse, rejected: int) -> int:
+    """Return up to which index the pod's deliveries are confirmed by what the gateway has."""
+    if snapshot.round.spec.artifact is not None:  # every nonce has a result, unless it is rejected
+        return min(status.delivered_index, _stored(snapshot, slot)[0] + rejected)
+    return status.delivered_index if _lack(snapshot, slot, status) is None else 0
+
+
+def _lack(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse) -> str | None:
+    """Return what the gateway's answer lacks of what the pod says; None if it may have everything.
+
+    Which nonces of a distance round are valid, the pod alone knows. But it delivers each once, none below its start.
+    """
+    stored, end = _stored(snapshot, slot)
+    results, start = status.delivered_valid, status.start_index
+    if snapshot.round.spec.artifact is not None:
+        results = max(results, status.delivered_index - start - status.delivered_rejected)
+    if not results or (results <= stored and start + results <= end):
+        return None
+    has = f"{stored} of the slot, the last at index {end - 1}" if stored else "none of the slot"
+    return f"it says that {results} results from index {start} on are delivered, and the gateway has {has}"
+
+
+def _stored(snapshot: RoundSnapshot, slot: Assignment) -> tuple[int, int]:
+    """Return how many results of the slot the gateway has, and the index after the last of them."""
+    stored = snapshot.collected_of(slot)
+    if stored is None or stored.last_nonce < 0:
+        return 0, 0
+    return stored.stored, snapshot.partition_of(slot).index(stored.last_nonce) + 1
 
 
 def settled_before(snapshot: RoundSnapshot, slot: Assignment, capacity: int) -> int | None:

@@ -11,7 +11,15 @@ from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import Loss, WorkEvent
-from poc_operator.rounds.counters import contradiction, counted, doubt, settled_before
+from poc_operator.rounds.counters import (
+    contradiction,
+    counted,
+    doubt,
+    is_settled,
+    settled_before,
+    told_counts,
+    undelivered,
+)
 from poc_operator.rounds.loss import lose, silent_for_long, stall, stalled_for_long
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import is_of_slot
@@ -109,7 +117,7 @@ def _runs(view: SlotView) -> Change | None:
         return None
     slot = _count(view, view.slot, status)
     if not stalled_for_long(view.snapshot, slot):
-        return _confirm(slot, status.session_id), None
+        return _told_of(view, _confirm(slot, status.session_id))
     if slot.state is SlotState.STALLED:
         return slot.model_copy(update={"error": view.slot.error}), None
     return stall(slot, f"has made no progress for {view.report.stalled_seconds:.0f} s")
@@ -134,7 +142,9 @@ def _stopped(view: SlotView) -> Change | None:
     if status.state is PowState.FAILED:
         return lose(view.snapshot, slot, Loss.FAILED, f"pod {slot.pod} failed: {status.error}")
     if view.ending or slot.next >= view.snapshot.partition_of(slot).capacity:
-        return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
+        if not is_settled(view.snapshot, slot):
+            return slot, None
+        return _told_of(view, slot.model_copy(update={"state": SlotState.DONE, "error": None}))
     return lose(view.snapshot, slot, Loss.STOPPED, f"pod {slot.pod} was stopped by somebody else")
 
 
@@ -180,14 +190,19 @@ def _confirm(slot: Assignment, session: str) -> Assignment:
     return slot.model_copy(update={"state": SlotState.RUNNING, "session": session, "lost": None, "error": None})
 
 
+def _told_of(view: SlotView, slot: Assignment) -> Change:
+    """Name the pod if it said that it has delivered what the gateway has not got."""
+    why = undelivered(view.snapshot, view.slot)
+    if why is None:
+        return slot, None
+    doubted, event = doubt(view.slot, why)
+    return slot.model_copy(update={"error": doubted.error}), event
+
+
 def _count(view: SlotView, slot: Assignment, status: StatusResponse) -> Assignment:
     # What is recorded and more than the pod says, the gateway has told; else the pod would not be believed.
     counters: dict[str, object] = {"next": max(slot.next, status.next_index), "error": None}
     if view.report.resumes or view.snapshot.gateway is None:
-        counters |= {
-            "delivered": max(slot.delivered, status.delivered_index),
-            "valid": max(slot.valid, slot.valid_before + status.delivered_valid),
-            "rejected": slot.rejected_before + status.delivered_rejected,
-        }
+        counters |= told_counts(view.snapshot, slot, status)
     # Else only the gateway knows what was delivered, and the pod, which will be gone, must not have said more.
     return slot.model_copy(update=counters)

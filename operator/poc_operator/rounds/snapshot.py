@@ -13,6 +13,7 @@ from poc_operator.observed import CollectedSlot, GatewayReport
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.snapshot import Snapshot, Step
 from poc_operator.rounds.gateway_check import contradictions
+from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.partition import NonceSlot
 
 RoundStep = Step[RoundStatus]
@@ -70,6 +71,15 @@ class RoundSnapshot(Snapshot[PoCRound]):
     def gateway_answered(self) -> bool:
         """Whether the gateway has said what it has, be it nothing."""
         return self.gateway is not None and self.gateway.asked is not None
+
+    @property
+    def gateway_answers(self) -> bool:
+        """Whether the gateway has said what it has, be it nothing, and answered the last question too."""
+        return self.gateway_answered and self.gateway is not None and self.gateway.error is None
+
+    def heard_of(self, slot: Assignment) -> StatusResponse | None:
+        """Return what the slot's pod had told before the gateway was asked for what it now tells."""
+        return self.gateway.heard.get(slot.uid or "") if self.gateway is not None else None
 
     def collected_of(self, slot: Assignment) -> CollectedSlot | None:
         """Return what the gateway has of the slot; None if it has not told of it, or what cannot be true."""

@@ -16,6 +16,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
 from poc_operator.planning.snapshot import StopPod, WorkEvent
+from poc_operator.rounds.counters import is_settled
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import PowState, StatusResponse
 
@@ -110,13 +111,17 @@ def stop_orders(snapshot: RoundSnapshot, pods: Iterable[PodView]) -> list[StopPo
 
 
 def stop_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
-    """Stop every pod that still computes, and settle the slots that nobody computes."""
+    """Stop every pod that still computes, and settle the slots that nobody computes.
+
+    A slot is not settled before the gateway was asked for what its pod says to be delivered.
+    """
     stop_time = step.status.stop_time
     if stop_time is None:
         return step
     pods = running_pods(replace(snapshot, work=snapshot.round.model_copy(update={"status": step.status})))
     patient = snapshot.now - stop_time < STOP_PATIENCE
     busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
+    busy |= {slot.uid for slot in step.status.assignments if slot.uid is not None and not is_settled(snapshot, slot)}
     assignments = [_settle(slot, busy) for slot in step.status.assignments]
     return step.extended(assignments=assignments, actions=stop_orders(snapshot, pods))
 

@@ -148,6 +148,16 @@ def _deliveries_refused(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | No
     return Reason.DELIVERIES_REFUSED, f"the gateway refuses what pods may not deliver: {_some(named)}"
 
 
+def _round_full(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
+    collected = snapshot.gateway.collected if snapshot.gateway is not None else None
+    if collected is None or collected.limit_reached is None:
+        return None
+    return (
+        Reason.ROUND_FULL,
+        f"the gateway has {collected.stored} results and refuses new ones: {collected.limit_reached}",
+    )
+
+
 def _gateway_contradictory(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
     found = [f"slot {slot}: {why}" for slot, why in sorted(snapshot.gateway_contradictions.items())]
     if not found:
@@ -197,6 +207,7 @@ FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _results_forged,
     _conflicts,
     _deliveries_refused,
+    _round_full,
     _gateway_contradictory,
     _gateway_unreachable,
     _callback_secret_unavailable,

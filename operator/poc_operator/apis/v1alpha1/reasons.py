@@ -50,6 +50,7 @@ class Reason(StrEnum):
     RESULTS_CONFLICT = "ResultsConflict"
     RESULTS_FORGED = "ResultsForged"
     RESULTS_REJECTED = "ResultsRejected"
+    ROUND_FULL = "RoundFull"
     RUNNING = "Running"
     SEQUENCE_TOO_LONG = "SequenceTooLong"
     SLOTS_FAILED = "SlotsFailed"
@@ -240,6 +241,14 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "`--max-nonces-per-second`.",
         _ROUND,
     ),
+    Reason.ROUND_FULL: Explanation(
+        "Degraded=True",
+        "The gateway stores no more results of the round, which has as many as one round may have. Pods keep what they "
+        "have computed, and deliver it when there is room.",
+        "Raise the value of the gateway's chart that the message names, or end the round with `finish`. Other rounds "
+        "go on.",
+        _ROUND,
+    ),
     Reason.GATEWAY_CONTRADICTORY: Explanation(
         "Degraded=True",
         "Numbers of the gateway cannot be true: more results than nonces, or further than any pod can be. The slots in "
@@ -279,9 +288,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.REPORT_CONTRADICTORY: Explanation(
         "Degraded=True, Event",
-        "The counters in a pod's status cannot be true, such as more nonces than it can have computed by now. They are "
-        "not counted until they can be true again.",
-        "The message names the pods. Check that they run an image that you trust, and `--max-nonces-per-second`.",
+        "The counters in a pod's status cannot be true. They tell of more nonces than it can have computed, or of "
+        "more delivered results than the gateway has. They are not counted until they can be true again.",
+        "The message names the pods. Check that they run an image that you trust, and `--max-nonces-per-second`. Check "
+        "that the gateway has not lost results, as when an old copy of its database was put back.",
         _ROUND,
     ),
     Reason.REPLACED: Explanation(

@@ -23,6 +23,7 @@ from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.reconciler import Reconciler
 from poc_operator.planning.snapshot import WorkEvent
+from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import NOW, a_pod, newborn, says
@@ -290,3 +291,14 @@ async def test_pods_that_do_not_stop_hold_it_for_a_while_only() -> None:
     assert await reconciler.stop_deleted(RELEASE_SECONDS) == 0
     assert [(event.reason, event.warning) for event in events] == [("PodsLeft", True)]
     assert events[0].message.startswith("the object is deleted although 1 pods may still compute for it")
+
+
+@pytest.mark.parametrize("turns", TURNS)
+async def test_a_cancellation_is_not_lost_to_the_end_of_a_pause(turns: int) -> None:
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = LeaderElection(connection, "ns", "me", time.monotonic)
+        operator = Manager(cast(ObjectStore, Rounds(a_round())), lease, client)
+        failures = operator.reconciler(RoundPlanner, ObjectRef("ns", "bad", "uid"), lambda _: None).failures
+        pausing = asyncio.create_task(failures.pause())
+        await asyncio.sleep(0)
+        await ends_cancelled(pausing, failures.spec_changed.set, turns)

@@ -13,12 +13,16 @@ from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller import reconciler
 from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
+from poc_operator.observed import PodView
+from tests.support.builders.forwarding import until
+from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import lease_api
-from tests.unit.poc_operator.build import UID, a_pod, a_round
+from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, newborn
 
 
 class GoneRound:
@@ -55,8 +59,8 @@ class StandingRound(GoneRound):
 
 
 @asynccontextmanager
-async def driving(store: StandingRound) -> AsyncIterator[Manager]:
-    """Drive the round; its first look is over."""
+async def driving(store: GoneRound) -> AsyncIterator[tuple[Manager, "asyncio.Task[None]"]]:
+    """Drive the round by a task; its first look is over."""
     async with lease_api() as (_, connection), PodClient() as client:
         lease = LeaderElection(connection, "ns", "me", time.monotonic)
         await lease.acquire()
@@ -66,7 +70,7 @@ async def driving(store: StandingRound) -> AsyncIterator[Manager]:
         )
         while not store.reads:  # noqa: ASYNC110 - the store is no event
             await asyncio.sleep(0.001)
-        yield operator
+        yield operator, loop
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
 
@@ -88,18 +92,77 @@ News = Callable[[Manager], None]
 )
 async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks: int) -> None:
     store = StandingRound()
-    async with driving(store) as operator:
+    async with driving(store) as (operator, _):
         news(operator)
         await asyncio.sleep(0.1)
         assert store.reads == 1 + looks
 
 
+@pytest.mark.parametrize("turns", TURNS)
+async def test_a_cancellation_is_not_lost_to_news_that_come_with_it(turns: int) -> None:
+    async with driving(StandingRound()) as (operator, loop):
+        await ends_cancelled(loop, lambda: operator.work_changed(UID, 2), turns)
+
+
 async def test_a_deleted_pod_is_news_for_its_round() -> None:
     store = StandingRound()
-    async with driving(store) as operator:
+    async with driving(store) as (operator, _):
         operator.pod_changed(a_pod("a"))
         await asyncio.sleep(0.1)
         operator.pod_deleted(a_pod("a"))
         operator.pod_deleted(a_pod("unknown"))
         await asyncio.sleep(0.1)
         assert store.reads == 3
+
+
+class RunningRound(GoneRound):
+    """A store of a round that pod a computes; ``there`` are the pods that a list shows."""
+
+    def __init__(self) -> None:
+        self.there = [a_pod("a")]
+        self.lists = 0
+        self.written = asyncio.Event()
+        self.attempts = 0
+
+    async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
+        """Return the round."""
+        self.reads += 1
+        return newborn(a_round(a_status(a_slot("a")), stop=None))
+
+    async def list_pods(self, namespace: str, selector: object) -> list[PodView]:
+        """List the pods."""
+        self.lists += 1
+        return self.there
+
+    async def write_status(self, work: PoCRound, status: RoundStatus) -> None:
+        """Remember how often the slot was begun."""
+        self.attempts = status.assignments[0].attempts
+        self.written.set()
+
+
+async def test_a_pod_that_the_watch_has_yet_to_tell_of_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process may come to its rounds before it comes to their pods."""
+    monkeypatch.setattr(reconciler, "UNTOLD_SECONDS", 0.02)
+    store = RunningRound()
+    async with driving(store):
+        await until(lambda: store.lists > 2)
+        assert not store.written.is_set()
+        store.there = []
+        async with asyncio.timeout(5):
+            await store.written.wait()
+        assert store.attempts == 2
+
+
+async def test_a_pod_that_the_watch_tells_of_later_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler, "UNTOLD_SECONDS", 0.02)
+    store = RunningRound()
+    async with driving(store) as (operator, _):
+        await until(lambda: store.lists > 2)
+        operator.pod_changed(a_pod("a", ip=None))
+        async with asyncio.timeout(5):
+            await store.written.wait()
+        assert store.attempts == 1
+        lists = store.lists
+        operator.work_changed(UID, 2)
+        await until(lambda: store.reads > 1)
+        assert store.lists == lists, "it was waited for once"
