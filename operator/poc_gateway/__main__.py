@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m poc_gateway``: run the gateway, or copy its SQLite database and put the copy back."""
+"""``python -m poc_gateway``: run the gateway, archive a round, or copy the SQLite database and put the copy back."""
 
 import argparse
 import asyncio
@@ -58,10 +58,17 @@ def _arguments() -> argparse.Namespace:
     restoring = commands.add_parser("restore", help="put a copy in the place of the SQLite database")
     restoring.add_argument("file", metavar="SOURCE", help="the copy, or - for standard input")
     restoring.add_argument("--replace", action="store_true", help="keep a database that is there as NAME.replaced")
+    archiving = commands.add_parser("archive", help="write a round to the archive, also while a gateway runs")
+    archiving.add_argument("round", metavar="ROUND", help="NAMESPACE/NAME of a round that has ended, or its uid")
     return parser.parse_args()
 
 
 def _perform(arguments: argparse.Namespace, settings: Settings) -> None:
+    if arguments.command == "archive":
+        from poc_gateway.query import archive  # noqa: PLC0415 - a gateway starts sooner without it
+
+        _log.info("the round is archived: %s", asyncio.run(archive.by_hand(settings, arguments.round)).uri)
+        return
     url, file = settings.database.get_secret_value(), arguments.file
     if arguments.command == "backup":
         _log.info("the database is copied: %d bytes", backup.back_up(url, file))
@@ -76,7 +83,7 @@ def main() -> None:
     try:
         settings = _settings()
         logs.configure(settings.log_format)
-        if arguments.command in ("backup", "restore"):
+        if arguments.command in ("archive", "backup", "restore"):
             _perform(arguments, settings)
             return
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

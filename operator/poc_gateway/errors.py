@@ -37,8 +37,9 @@ _MEANINGS = {
     425: "A result came sooner than its pod can have computed it",
     429: "Too much is asked for at once",
     501: "A cluster does not have this",
+    502: "The receiver cannot be reached",
     503: "What this needs does not answer; try again",
-    507: "The database is full, and nothing was stored",
+    507: "The database is full or the round has reached a limit, and nothing was stored",
 }
 
 

@@ -28,6 +28,10 @@ EXPIRED = Counter("poc_gateway_expired", "Results that no receiver accepted in t
 FAILURES = Counter("poc_gateway_forward_failures", "Posts to receivers that were not accepted", ["kind"])
 OPEN_CIRCUITS = Gauge("poc_gateway_open_circuits", "Addresses of receivers in trouble, tried one post at a time")
 
+ARCHIVED = Counter("poc_gateway_archived_rounds", "Rounds whose archive was completed")
+ARCHIVE_FAILURES = Counter("poc_gateway_archive_failures", "Attempts to archive a round that failed")
+ARCHIVE_WAITING = Gauge("poc_gateway_archive_waiting_rounds", "Rounds that have ended and are not in the archive yet")
+
 #: Up to what a statement of the database and a body of a request may take.
 _COMMIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _HTTP_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -49,7 +53,7 @@ HTTP_SECONDS = Histogram(
 )
 HTTP_REFUSALS = Counter("poc_gateway_http_refusals", "Answers that are errors, by their reason", ["reason"])
 #: Reasons of refusals that ask for less, or for something of the operator of the gateway.
-_REFUSALS = ("Busy", "DatabaseUnavailable", "QueueFull", "StorageFull", "TooManyRequests", "Unauthorized")
+_REFUSALS = ("Busy", "DatabaseUnavailable", "QueueFull", "RoundFull", "StorageFull", "TooManyRequests", "Unauthorized")
 
 
 def _begin_at_zero() -> None:

@@ -2,12 +2,13 @@
 """Settings of the gateway, read from environment variables ``POC_GATEWAY_<NAME>``."""
 
 import json
+import re
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from poc_operator.credentials import secrets_of
 from vllm_poc.logs import LogFormat
@@ -38,6 +39,31 @@ def _split_secrets(value: object) -> object:
 #: Secrets that are good at the same time, so that each can be changed without a break.
 Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split_secrets)]
 _GUARDS = ("token", "operator_token", "callback_key", "network_token")
+
+
+#: Set to nothing is not set: templates cannot leave a variable out as easily.
+_OPTIONAL = BeforeValidator(lambda value: None if value == "" else value)
+
+
+def _written(pattern: str, what: str) -> AfterValidator:
+    """Return the check that a text, if there is one, is written like ``pattern``."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(pattern, value):
+            raise ValueError(f"must be {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+_BucketName = Annotated[
+    str | None, _written(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket alone, without s3://"), _OPTIONAL
+]
+_KeyPrefix = Annotated[
+    str, _written(r"[A-Za-z0-9!_.*'()/-]{0,500}", "folders of letters, digits and !_.*'()-, such as poc/results")
+]
+_Endpoint = Annotated[str | None, _written(r"https?://[^/?#@\s]+/?", "http://HOST:PORT or https://HOST"), _OPTIONAL]
+_Region = Annotated[str, _written(r"[A-Za-z0-9-]+", "a region such as eu-central-1")]
 
 
 def _parse_json(value: object) -> object:
@@ -121,10 +147,26 @@ class Settings(BaseModel):
     peer_requests: float = Field(default=1_000.0, gt=0, allow_inf_nan=False)
     #: So much of a SQLite database's disk is kept for forwarding and deleting when the rest is full; 0 for none.
     reserve_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
+    #: No round may have more results; 0 for no limit. The largest rounds of a day have 20 million.
+    round_results: int = Field(default=50_000_000, ge=0)
+    #: Nor may it take more of the volume of a SQLite database, in percent; 0 for no limit.
+    round_volume_percent: int = Field(default=50, ge=0, le=100)
     #: Rounds that are older and wholly forwarded are deleted; 0 to keep them.
     retention_seconds: int = Field(default=30 * 86_400, ge=0)
     #: The oldest wholly forwarded rounds are deleted while the database is larger; 0 for no limit.
     retention_bytes: int = Field(default=0, ge=0)
+    #: The S3 bucket that rounds which have ended are written to; without one there is no archive.
+    archive_bucket: _BucketName = None
+    #: The keys in the bucket begin with it.
+    archive_prefix: _KeyPrefix = ""
+    #: Of a server that is not AWS.
+    archive_endpoint: _Endpoint = None
+    archive_region: _Region = "us-east-1"
+    #: Both, or neither: then the AWS SDK looks for credentials by itself.
+    archive_access_key: Annotated[SecretStr | None, _OPTIONAL] = None
+    archive_secret_key: Annotated[SecretStr | None, _OPTIONAL] = None
+    #: A round is archived when everything of it has ended, and nothing has arrived for so long.
+    archive_after_seconds: int = Field(default=3_600, ge=1)
 
     @model_validator(mode="after")
     def _secrets_fit_together(self) -> Self:
@@ -144,6 +186,12 @@ class Settings(BaseModel):
     def _both_of_tls(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("set POC_GATEWAY_TLS_CERT and POC_GATEWAY_TLS_KEY, or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _archive_is_whole(self) -> Self:
+        if (self.archive_access_key is None) != (self.archive_secret_key is None):
+            raise ValueError("set POC_GATEWAY_ARCHIVE_ACCESS_KEY and POC_GATEWAY_ARCHIVE_SECRET_KEY, or neither")
         return self
 
     @classmethod

@@ -57,6 +57,16 @@ class KeptProcess:
             self._alive().kill()
         await self._started.wait()
 
+    async def hang(self, seconds: float) -> None:
+        """Stop it for so long, as a machine does that stands still."""
+        process = self._alive()
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+
     @property
     def cpu_seconds(self) -> float:
         """CPU time that the present process has used."""

@@ -75,22 +75,37 @@ class Delivery:
     refused: list[Refused] = field(default_factory=list)
 
 
+class Generated(NamedTuple):
+    """A ``/generated`` message without the entries that cannot be read, and these."""
+
+    message: GeneratedArtifacts | GeneratedDistances
+    refused: Sequence[Refused]
+
+
 def read_generated(known: KnownRound, body: bytes, grant: Grant | None = None) -> Delivery:
     """Check a ``/generated`` message; Refusal if it is of another round, beyond its ``grant``, or cannot be read."""
-    terms, delivery = known.terms, Delivery(known, grant)
-    if terms.protocol is Protocol.ARTIFACT:
-        artifacts, delivery.refused = parse_artifacts(body)
-        require_same_round(terms, artifacts)
-        _require_same("encoding.k_dim", artifacts.encoding.k_dim, terms.k_dim)
-        vector = partial(vector_bytes, k_dim=artifacts.encoding.k_dim)
-        items = ((artifact.nonce, artifact.vector_b64) for artifact in artifacts.artifacts)
-        _check_each(delivery, artifacts.node_id, items, vector, Fault.BAD_VECTOR)
+    return check_generated(known, parse_generated(known.terms.protocol, body), grant)
+
+
+def parse_generated(protocol: Protocol, body: bytes) -> Generated:
+    """Return the ``/generated`` message in ``body``; Refusal if it is none of the protocol."""
+    return Generated(*(parse_artifacts(body) if protocol is Protocol.ARTIFACT else parse_distances(body)))
+
+
+def check_generated(known: KnownRound, generated: Generated, grant: Grant | None = None) -> Delivery:
+    """Check a message of the round's protocol; Refusal if it is of another round, or beyond its ``grant``."""
+    terms, message = known.terms, generated.message
+    delivery = Delivery(known, grant, refused=list(generated.refused))
+    require_same_round(terms, message)
+    if isinstance(message, GeneratedArtifacts):
+        _require_same("encoding.k_dim", message.encoding.k_dim, terms.k_dim)
+        vector = partial(vector_bytes, k_dim=message.encoding.k_dim)
+        items = ((artifact.nonce, artifact.vector_b64) for artifact in message.artifacts)
+        _check_each(delivery, message.node_id, items, vector, Fault.BAD_VECTOR)
     else:
-        distances, delivery.refused = parse_distances(body)
-        require_same_round(terms, distances)
         distance = partial(_distance, r_target=terms.r_target or 0.0)
-        pairs = zip(distances.nonces, distances.dist, strict=True)
-        _check_each(delivery, distances.node_id, pairs, distance, Fault.BAD_DISTANCE)
+        pairs = zip(message.nonces, message.dist, strict=True)
+        _check_each(delivery, message.node_id, pairs, distance, Fault.BAD_DISTANCE)
     return delivery
 
 

@@ -17,7 +17,8 @@ from poc_gateway import metrics
 from poc_gateway.errors import Refusal, documented
 from poc_gateway.ingest.authors import Authors
 from poc_gateway.ingest.deliveries import GRANT, NOT_GRANTED, Delivery, Fault, read_generated
-from poc_gateway.ingest.storing import Intake, StoreResult
+from poc_gateway.ingest.quotas import Quota
+from poc_gateway.ingest.storing import Intake, Outcome, StoreResult
 from poc_gateway.ingest.validated import UNKNOWN_AUTHOR, add_verdict, read_verdict
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
@@ -47,13 +48,13 @@ class Receipt(BaseModel):
     refused: list[RefusedArtifact]
 
 
-def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) -> APIRouter:
+def router(database: Database, rounds: Rounds, quota: Quota, *, stored: Callable[[], None]) -> APIRouter:
     """Return the routes; ``stored`` is called when there may be something new to forward."""
     callbacks = APIRouter(
         prefix="/callbacks/{namespace}/{name}/{uid}",
         responses=documented(401, 403, 404, 422, 425, 503, 507),
     )
-    intake, authors = Intake(database), Authors(database)
+    intake, authors = Intake(database, quota), Authors(database)
 
     @callbacks.post(
         "/generated", response_model=Receipt, openapi_extra=_body_of(GeneratedArtifacts, GeneratedDistances)
@@ -66,10 +67,7 @@ def router(database: Database, rounds: Rounds, *, stored: Callable[[], None]) ->
             delivery = await _read_of_author(authors, known, body, grant)
             _account_received(delivery)
             has_author = grant is None or delivery.author is not None or not delivery.checked
-            result = await intake.store(delivery) if has_author else None
-            if result is None:
-                raise _deleted(rounds, uid)
-            _account_stored(known.terms, result)
+            result = _stored(rounds, delivery, await intake.store(delivery) if has_author else None)
         if result.stored:
             stored()
         return JSONResponse(_receipt(delivery, result))
@@ -161,6 +159,18 @@ def _account_received(delivery: Delivery) -> str:
     if summary:
         _log.warning("artifacts are refused: %s", summary)
     return summary
+
+
+def _stored(rounds: Rounds, delivery: Delivery, outcome: Outcome) -> StoreResult:
+    """Return what was stored; raise the Refusal if that is nothing."""
+    terms = delivery.known.terms
+    if outcome is None:
+        raise _deleted(rounds, terms.uid)
+    if isinstance(outcome, Refusal):
+        metrics.REFUSED.labels(outcome.body.reason).inc(len(delivery.checked))
+        raise outcome
+    _account_stored(terms, outcome)
+    return outcome
 
 
 def _account_stored(terms: RoundTerms, result: StoreResult) -> None:

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storing deliveries: each nonce once, with its slot's counts in the same transaction.
 
-What arrives during one commit is stored together in the next.
+What arrives during one commit is stored together in the next. New results of a round that has reached a limit are
+refused, so that it leaves room for others; what it has stored already is taken again.
 """
 
 import asyncio
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 
 import psycopg
-from sqlalchemy import Connection, exists, select
+from sqlalchemy import Connection, bindparam, exists, select, update
 
+from poc_gateway.errors import Refusal
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery, Value
+from poc_gateway.ingest.quotas import Allowance, Allowances, Quota, round_full
 from poc_gateway.metrics import WAITING_ARTIFACTS
 from poc_gateway.outbox import ledger, rivals
 from poc_gateway.outbox.ledger import SlotArrivals
@@ -34,6 +37,15 @@ _COLUMNS = ("slot_id", "nonce", "vector", "distance", "received_at", "author")
 #: Of PostgreSQL, for the same columns.
 _TYPES = ("int8", "int4", "bytea", "float8", "int8", "int8")
 
+#: Another process that stores something for the round holds its row, as this one does: two that waited for each other's
+#: would never end. What is not written down now is with a later delivery, once the row was read again.
+_NOT_HELD = (
+    select(schema.rounds.c.id)
+    .where(schema.rounds.c.id == bindparam("of"))
+    .with_for_update(key_share=True, skip_locked=True)
+)
+_TELLS_LIMIT = update(schema.rounds).where(schema.rounds.c.id.in_(_NOT_HELD)).values(limit_reached=bindparam("told"))
+
 #: slot_id, nonce, vector, distance, received_at, author
 Row = tuple[int, int, bytes | None, float | None, int, int | None]
 #: slot_id, nonce
@@ -49,26 +61,30 @@ class StoreResult:
     conflicts: list[int] = field(default_factory=list)
 
 
-_Waiting = tuple[Delivery, "asyncio.Future[StoreResult | None]"]
+#: What becomes of a delivery: the Refusal if its round has reached a limit, None if the round was deleted meanwhile.
+Outcome = StoreResult | Refusal | None
+_Waiting = tuple[Delivery, "asyncio.Future[Outcome]"]
 
 
 class Intake:
     """The deliveries on their way to the database. One per process."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, quota: Quota) -> None:
         self._database = database
+        self._allowances = Allowances(database, quota)
         self._waiting = deque[_Waiting]()
         self._artifacts = 0
         self._task: asyncio.Task[None] | None = None
 
-    async def store(self, delivery: Delivery) -> StoreResult | None:
+    async def store(self, delivery: Delivery) -> Outcome:
         """Store a delivery and return what became of it once it is durable; None if its round was deleted meanwhile.
 
-        DatabaseError if the database fails or is far behind; then nothing is stored.
+        If the round has reached a limit, the Refusal is returned. DatabaseError if the database fails or is far behind.
+        Then nothing is stored.
         """
         if self._artifacts > MOST_WAITING:
             raise DatabaseUnavailable(f"the database is behind: {self._artifacts} artifacts wait")
-        done: asyncio.Future[StoreResult | None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((delivery, done))
         self._count(len(delivery.checked))
         if self._task is None:
@@ -100,7 +116,10 @@ class Intake:
         deliveries = [delivery for delivery, _ in batch]
         now = time.time_ns() // 1_000_000
         try:
-            outcomes = await self._database.write(lambda connection: store(connection, deliveries, now), grows=True)
+            allowances = await self._allowances.of(deliveries)
+            outcomes = await self._database.write(
+                lambda connection: store(connection, deliveries, now, allowances), grows=True
+            )
         except Exception as error:
             if len(batch) == 1 or isinstance(error, DatabaseError):
                 _fail(batch, error)
@@ -109,7 +128,9 @@ class Intake:
             for one in batch:
                 await self._commit([one])
             return
-        for (_, done), outcome in zip(batch, outcomes, strict=True):
+        for (delivery, done), outcome in zip(batch, outcomes, strict=True):
+            if outcome is not None:
+                self._allowances.learn(delivery.known, None if isinstance(outcome, Refusal) else outcome.stored)
             if not done.done():
                 done.set_result(outcome)
 
@@ -120,8 +141,14 @@ def _fail(batch: list[_Waiting], error: Exception) -> None:
             done.set_exception(error)
 
 
-def store(connection: Connection, deliveries: Sequence[Delivery], now: int) -> list[StoreResult | None]:
-    """Store the deliveries in their order; None for one whose round was deleted meanwhile, or is being deleted."""
+def store(
+    connection: Connection, deliveries: Sequence[Delivery], now: int, allowances: Mapping[int, Allowance] | None = None
+) -> list[Outcome]:
+    """Store the deliveries in their order; None for one whose round was deleted meanwhile, or is being deleted.
+
+    Of a delivery with more new results than its round may store nothing is, and its Refusal is returned. None is
+    raised: that would undo what others write beside it.
+    """
     slots = ledger.slots_of(connection, {found.slot_id for delivery in deliveries for found in delivery.checked})
     alive = [all(found.slot_id in slots for found in delivery.checked) for delivery in deliveries]
     late = {
@@ -131,23 +158,34 @@ def store(connection: Connection, deliveries: Sequence[Delivery], now: int) -> l
         for found in delivery.checked
         if found.nonce <= slots[found.slot_id].before
     }
-    transaction = _Transaction(slots, _values(connection, late), now)
+    transaction = _Transaction(slots, stored_values(connection, late), now, allowances or {})
     results = [transaction.take(delivery) if lives else None for delivery, lives in zip(deliveries, alive, strict=True)]
     transaction.write(connection)
     return results
 
 
 class _Transaction:
-    def __init__(self, slots: Mapping[int, SlotArrivals], known: dict[Key, Value], now: int) -> None:
+    def __init__(
+        self,
+        slots: Mapping[int, SlotArrivals],
+        known: dict[Key, Value],
+        now: int,
+        allowances: Mapping[int, Allowance],
+    ) -> None:
         self._slots = slots
         self._known = known
         self._now = now
+        self._allowances = allowances
+        self._stored = Counter[int]()  # by the round's id
+        self._told = dict[int, str | None]()  # what the rows of rounds say from now on of limits
         self._artifacts: list[Row] = []
         self._conflicts: list[Row] = []
         self._rivals: list[Key] = []  # of those that are to be forwarded
         self._filled = dict[int, int]()  # slots whose first missing nonce has come, with their strides
 
-    def take(self, delivery: Delivery) -> StoreResult:
+    def take(self, delivery: Delivery) -> Outcome:
+        if (refusal := self._beyond_limit(delivery)) is not None:
+            return refusal
         result = StoreResult()
         terms = delivery.known.terms
         forwards, stride = terms.receiver is not None, terms.node_count * terms.n_groups
@@ -171,7 +209,24 @@ class _Transaction:
             self._artifacts.append(_row(found, now, author))
             slot.stored += 1
             result.stored += 1
+        if result.stored and delivery.known.id in self._allowances:
+            self._stored[delivery.known.id] += result.stored
+            self._told.setdefault(delivery.known.id, None)
         return result
+
+    def _beyond_limit(self, delivery: Delivery) -> Refusal | None:
+        """Return the refusal of a delivery whose new results are more than its round may store."""
+        known, checked = delivery.known, delivery.checked
+        allowance = self._allowances.get(known.id)
+        if allowance is None:
+            return None
+        left, new = allowance.left - self._stored[known.id], len(checked)
+        if new > left:
+            new = len({(one.slot_id, one.nonce) for one in checked} - self._known.keys())
+        if new > left:
+            self._told[known.id] = allowance.limit.why
+            return round_full(known.terms, new, left, allowance.limit)
+        return None
 
     def write(self, connection: Connection) -> None:
         if self._artifacts:
@@ -185,6 +240,9 @@ class _Transaction:
                 slot.missing = _missing(connection, slot_id, slot.missing, stride)
         ledger.arrived(connection, self._slots, self._now)
         rivals.hold(connection, self._rivals)
+        for round_id, told in self._told.items():
+            if told != self._allowances[round_id].told:
+                connection.execute(_TELLS_LIMIT, {"of": round_id, "told": told})
 
     def _met_again(self, delivery: Delivery, found: CheckedArtifact, known: Value, result: StoreResult) -> None:
         slot = self._slots[found.slot_id]
@@ -234,7 +292,8 @@ def _insert_artifacts(connection: Connection, rows: Sequence[Row]) -> None:
             copy.write_row(row)
 
 
-def _values(connection: Connection, keys: Collection[Key]) -> dict[Key, Value]:
+def stored_values(connection: Connection, keys: Collection[Key]) -> dict[Key, Value]:
+    """Return what is stored of these nonces, each with the id of its slot."""
     columns = schema.artifacts.c
     nonces = defaultdict[int, list[int]](list)
     for slot_id, nonce in sorted(keys):

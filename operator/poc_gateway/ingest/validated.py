@@ -16,7 +16,7 @@ from poc_gateway.errors import Refusal
 from poc_gateway.ingest.deliveries import parse, require_same_round
 from poc_gateway.outbox import callback_ledger
 from poc_gateway.store.rounds import KnownRound, RoundTerms
-from poc_gateway.store.schema import verdicts
+from poc_gateway.store.schema import authors, verdicts
 from vllm_poc.wire.callbacks import Callback
 from vllm_poc.wire.messages import Nonce
 
@@ -69,6 +69,8 @@ def add_verdict(known: KnownRound, author: int, verdict: Verdict, connection: Co
     Return False if the round is deleted or being deleted, and the Refusal if the pod has told another verdict about the
     batch, which stays, or too many about the round. None is raised: that would undo what others write beside it.
     """
+    # What the pod sends to another process at the same time is counted, too.
+    connection.execute(select(authors.c.id).where(authors.c.id == author).with_for_update(key_share=True))
     mine = (verdicts.c.round_id == known.id) & (verdicts.c.author == author)
     told = connection.scalar(select(verdicts.c.digest).where(mine, verdicts.c.batch == verdict.batch))
     if told is not None:

@@ -32,9 +32,12 @@ _LOOK_SECONDS = 0.5
 
 
 class NetworkRounds:
-    """The rounds that carry the ML node's labels."""
+    """The rounds that carry the ML node's labels. If they are ``shared``, other processes start some, too."""
 
-    def __init__(self, cluster: Cluster, ml_node: MlNode, *, stop_seconds: float = STOP_SECONDS) -> None:
+    def __init__(
+        self, cluster: Cluster, ml_node: MlNode, *, stop_seconds: float = STOP_SECONDS, shared: bool = False
+    ) -> None:
+        self._is_shared = shared
         self._cluster = cluster
         self._ml_node = ml_node
         self._stop_seconds = stop_seconds
@@ -43,6 +46,10 @@ class NetworkRounds:
     async def active(self) -> PoCRound | None:
         """Return the newest round that is not over. StoreError if the API server cannot be asked."""
         return next(iter(_active(await self._cluster.list_rounds())), None)
+
+    async def all(self) -> Sequence[PoCRound]:
+        """Return all rounds, also those that are over. StoreError if the API server cannot be asked."""
+        return await self._cluster.list_rounds()
 
     async def start(self, request: InitGenerateRequest, model: str) -> PoCRound:
         """Create the round, unless it runs already; refused with 409 while another one runs that was not told to end.
@@ -59,14 +66,33 @@ class NetworkRounds:
                 return _same(running, wanted)
             name = _free_name(wanted, rounds)
             try:
-                return await self._cluster.create(name, self._ml_node.template.spec_of(asked))
+                made = await self._cluster.create(name, self._ml_node.template.spec_of(asked))
+                return await self._first(made, wanted) if self._is_shared else made
             except ObjectInvalid as error:
                 raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", str(error)) from error
             except StaleObject:
+                # Another process may have been asked for the same at the same time.
+                rounds = await self._cluster.list_rounds() if self._is_shared else []
+                if (same := next((one for one in _active(rounds) if one.metadata.name == name), None)) is not None:
+                    return same
                 detail = (
                     f"there is a PoCRound {name} that is not labelled as this ML node's, or cannot be read: delete it"
                 )
                 raise Refusal(HTTPStatus.CONFLICT, "RoundConflict", detail) from None
+
+    async def _first(self, made: PoCRound, wanted: str) -> PoCRound:
+        """Return the round that was made if no other process has made one before; else end it, and refuse as above.
+
+        Each process looks after it has made its own, so that of two at the same time at least one sees both. Moments
+        have seconds: of two in the same one neither was first for sure, and both may be refused.
+        """
+        others = [one for one in _active(await self._cluster.list_rounds()) if not _ends(one) and one.id != made.id]
+        moment = made.metadata.creation_timestamp
+        before = [one for one in others if one.metadata.creation_timestamp <= moment]
+        if not before:
+            return made
+        await self._cluster.finish(made.metadata.name)
+        return _same(before[-1], wanted)
 
     async def stop(self) -> Sequence[PoCRound]:
         """End what is active and wait until its results are flushed; return the rounds that have yet to end.

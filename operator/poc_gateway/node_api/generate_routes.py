@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The area ``generate``: compute named nonces, or compare received artifacts with them, on whichever pods are free."""
+"""The area ``generate``: compute named nonces, or compare received artifacts with them, on whichever pods are free.
+
+And callbacks that are relayed.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -11,6 +14,8 @@ from fastapi import APIRouter, Request, Response
 from poc_gateway.errors import RETRY_AFTER, Refusal, documented
 from poc_gateway.node_api.base_url import Service
 from poc_gateway.node_api.messages import NetworkGenerate
+from vllm_poc.wire.callbacks import Callback
+from vllm_poc.wire.client_gone import ClientGone, while_connected
 from vllm_poc.wire.generate import GeneratedResponse, JobResponse, ValidatedResponse
 
 Result = TypeVar("Result")
@@ -32,9 +37,30 @@ async def generate(body: NetworkGenerate, request: Request, service: Service) ->
     """
     checked = service.check(body)
     if checked.wait:
-        result = await _while_connected(request, _in_time(service.jobs.compute(checked), len(checked.nonces)))
+        work = _in_time(service.jobs.compute(checked), len(checked.nonces))
+        try:
+            result = await while_connected(request.receive, work)
+        except ClientGone as error:
+            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, "ClientGone", str(error)) from None
         return _json(result.model_dump_json(exclude_none=True))
     return _json((await service.jobs.submit(checked)).model_dump_json(exclude_none=True))
+
+
+@routes.post(
+    "/callback-relay/{token}/{suffix}",
+    response_class=Response,
+    responses=documented(403, 404, 409, 422, 429, 502, 507),
+)
+async def relay(token: str, suffix: str, body: Callback, request: Request, service: Service) -> Response:
+    """Send a callback of this ML node once more, and answer with its receiver's status.
+
+    `token` is the first 32 hex digits of the SHA-256 of the callback address, which a round or a request of this ML
+    node must name. `suffix` is `generated` or `validated`. 403 if the gateway does not have the content from pods of
+    this ML node, 409 if it holds the content back or has given it up, 502 if the receiver cannot be reached, 429 while
+    four others are relayed.
+    """
+    del body  # FastAPI has checked it; what is compared with the ledger is its text
+    return Response(status_code=await service.relay(token, suffix, await request.body()))
 
 
 @routes.get("/generate/{request_id}", response_model=_Work, responses=documented(404, 422))
@@ -58,23 +84,3 @@ async def _in_time(work: Coroutine[Any, Any, Result], nonces: int) -> Result:
             "fetch its result, or send fewer nonces at once"
         )
         raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotInTime", detail, headers=RETRY_AFTER) from None
-
-
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return what ``work`` returns; cancel it when the client closes its connection: nobody waits."""
-    working, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-    finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.wait([working, gone])
-    # Nobody reads this; it ends the request.
-    raise Refusal(HTTPStatus.REQUEST_TIMEOUT, "ClientGone", "the client closed its connection")
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

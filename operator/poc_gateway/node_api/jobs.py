@@ -12,7 +12,8 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -20,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from pydantic import ValidationError
-from sqlalchemy import Connection, exists, select
+from sqlalchemy import Connection, exists, func, select
 
 from poc_gateway.errors import Refusal
 from poc_gateway.metrics import JOBS_ENDED, JobKind, JobResult
@@ -43,6 +44,8 @@ _log = logging.getLogger(__name__)
 MAX_QUEUED_NONCES = 100_000
 #: Pause before a result is written again that the database did not take.
 _RETRY_SECONDS = 1.0
+#: Seconds between two looks for what other processes have queued.
+_LOOK_SECONDS = 1.0
 #: Seconds that a result is kept.
 KEEP_SECONDS = 300
 
@@ -72,12 +75,23 @@ class JobEnd:
 class Jobs:
     """An ML node's requests for named nonces. `start` takes up those of an earlier process.
 
-    The ``first`` ML node has those besides whose ids name none.
+    The ``first`` ML node has those besides whose ids name none. If several processes have the database, which is
+    ``shared`` then, each computes what its clients wait for. What is queued is computed by `run_queued`, in the process
+    that owns the database, whichever took the request.
     """
 
     def __init__(
-        self, database: Database, ready_pods: ReadyPods, settings: Settings, ml_node: str, *, first: bool = False
+        self,
+        database: Database,
+        ready_pods: ReadyPods,
+        settings: Settings,
+        ml_node: str,
+        *,
+        first: bool = False,
+        shared: bool = False,
     ) -> None:
+        self._is_shared = shared
+        self._news = asyncio.Event()
         self._database = database
         self._prefix = prefix_of(ml_node)
         self._is_first = first
@@ -85,12 +99,45 @@ class Jobs:
         self._dispatcher = Dispatcher(ready_pods)
         self._works: dict[str, Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._followed: set[asyncio.Task[None]] = set()  # those of `_works`
 
     async def start(self) -> None:
-        """Take up queued jobs, and begin to give out work."""
+        """Begin to give out work, and take up queued jobs unless another process may have them."""
         self._spawn(self._dispatcher.run())
-        for job_id, request in await self._database.read(unfinished_jobs):
-            if not self._has(job_id):
+        if not self._is_shared:
+            await self._take_up()
+
+    async def run_queued(self) -> None:
+        """Compute what any process has queued, until cancelled; what is not done then is for the next owner."""
+        told = set[str]()
+        try:
+            while True:
+                self._news.clear()
+                try:
+                    await self._take_up()
+                    begun = {job_id for job_id, work in self._works.items() if work.begun}
+                    if begun - told:
+                        await self._database.write(partial(mark_running, job_ids=sorted(begun - told)))
+                        told = begun
+                except DatabaseError as error:
+                    _log.warning("queued requests cannot be looked for yet: %s", error)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await self._news.wait()
+        finally:
+            followed = list(self._followed)
+            for task in followed:
+                task.cancel()
+            await asyncio.gather(*followed, return_exceptions=True)
+
+    async def _take_up(self) -> None:
+        known = set(self._works)  # of which some may end while the others are looked for
+        waiting = [job_id for job_id in await self._database.read(unfinished_ids) if self.has(job_id)]
+        for job_id in waiting:
+            if job_id in known:
+                continue
+            request = await self._database.read(partial(request_of, job_id=job_id))
+            if request is None:
                 continue
             try:
                 parsed = GenerateRequest.model_validate_json(request)
@@ -127,10 +174,17 @@ class Jobs:
         """Queue a request; refused with 429 if too many nonces are queued."""
         self._admit(request)
         job_id, text = self._new_id(), request.model_dump_json(exclude_none=True)
+        if self._is_shared:
+            queue = partial(queue_job, job_id=job_id, request=text, nonces=len(request.nonces), prefix=self._prefix)
+            queued = await self._database.write(queue, grows=True)
+            if queued > MAX_QUEUED_NONCES:
+                raise _full(queued)
+            self._news.set()
+            return JobResponse(status=JobState.QUEUED, request_id=job_id, queued_count=queued)
         # Counted from here on, since the next request may come while this one is written.
         work = self._dispatcher.add(job_id, request)
         try:
-            await self._database.write(lambda connection: insert_job(connection, job_id, text), grows=True)
+            await self._database.write(partial(insert_job, job_id=job_id, request=text), grows=True)
         except BaseException:
             self._dispatcher.drop(work)
             raise
@@ -145,7 +199,7 @@ class Jobs:
     async def find(self, job_id: str) -> str:
         """Return the JSON of a job's state or result; refused with 404 if there is none."""
         row = None
-        if self._has(job_id):
+        if self.has(job_id):
             row = await self._database.read(lambda connection: find_job(connection, job_id))
         if row is None:
             detail = f"no request {job_id}: results are kept for {KEEP_SECONDS} s"
@@ -157,7 +211,14 @@ class Jobs:
         fields = {"status": state, "request_id": job_id, "error": row.error}
         return JobResponse.model_validate(fields).model_dump_json(exclude_none=True)
 
-    def _has(self, job_id: str) -> bool:
+    async def receivers(self) -> Set[str]:
+        """Return the addresses that results go to, those of requests that are over included while these are kept."""
+        ended = await self._database.read(receivers_of_jobs)
+        waiting = (work.request.receiver for work in self._works.values())
+        return {url for job_id, url in ended if self.has(job_id)} | {url for url in waiting if url is not None}
+
+    def has(self, job_id: str) -> bool:
+        """Return whether a job is of this ML node, by its id."""
         return job_id.startswith(self._prefix) or (self._is_first and names_no_ml_node(job_id))
 
     def _new_id(self) -> str:
@@ -167,13 +228,14 @@ class Jobs:
         check_validation(request)
         queued = self._dispatcher.nonces + len(request.nonces)
         if queued > MAX_QUEUED_NONCES:
-            detail = f"Queue full: {queued} nonces would be queued, and {MAX_QUEUED_NONCES} may; try again later"
-            raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail, headers={"Retry-After": "30"})
+            raise _full(queued)
 
     def _follow(self, job_id: str, request: GenerateRequest, work: Work) -> None:
         self._works[job_id] = work
         with bound(request=job_id):
-            self._spawn(self._perform(job_id, request, work))
+            task = self._spawn(self._perform(job_id, request, work))
+        self._followed.add(task)
+        task.add_done_callback(self._followed.discard)
 
     async def _perform(self, job_id: str, request: GenerateRequest, work: Work) -> None:
         try:
@@ -197,10 +259,11 @@ class Jobs:
                 _log.warning("a result waits: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -232,17 +295,46 @@ def names_no_ml_node(job_id: str) -> bool:
     return _OLD_ID.fullmatch(job_id) is not None
 
 
-def insert_job(connection: Connection, job_id: str, request: str) -> None:
+def _full(queued: int) -> Refusal:
+    detail = f"Queue full: {queued} nonces would be queued, and {MAX_QUEUED_NONCES} may; try again later"
+    return Refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail, headers={"Retry-After": "30"})
+
+
+def insert_job(connection: Connection, job_id: str, request: str, nonces: int = 0) -> None:
     """Write a queued job down, and delete those that are over and whose callbacks have gone out."""
     _expire(connection)
     values = {"id": job_id, "request": request, "state": JobState.QUEUED, "created_at": ledger.now()}
-    connection.execute(schema.jobs.insert().values(**values))
+    connection.execute(schema.jobs.insert().values(**values, nonces=nonces))
 
 
-def unfinished_jobs(connection: Connection) -> Sequence[tuple[str, str]]:
-    """Return id and request of the jobs that have not ended, oldest first."""
-    found = select(_jobs.id, _jobs.request).where(_jobs.finished_at.is_(None)).order_by(_jobs.created_at)
-    return [(row.id, row.request) for row in connection.execute(found)]
+def queue_job(connection: Connection, job_id: str, request: str, nonces: int, prefix: str) -> int:
+    """Write a job down unless too many nonces of its ML node are queued; return how many are, or would be.
+
+    Processes that ask at the same moment do not see each other's, and may exceed the limit by these.
+    """
+    mine = _jobs.finished_at.is_(None) & _jobs.id.startswith(prefix, autoescape=True)
+    waiting = connection.scalar(select(func.coalesce(func.sum(_jobs.nonces), 0)).where(mine))
+    queued = int(waiting or 0) + nonces
+    if queued <= MAX_QUEUED_NONCES:
+        insert_job(connection, job_id, request, nonces)
+    return queued
+
+
+def unfinished_ids(connection: Connection) -> Sequence[str]:
+    """Return the ids of the jobs that have not ended, oldest first."""
+    found = select(_jobs.id).where(_jobs.finished_at.is_(None)).order_by(_jobs.created_at, _jobs.id)
+    return connection.scalars(found).all()
+
+
+def request_of(connection: Connection, job_id: str) -> str | None:
+    """Return the JSON of a job that has not ended; None if it has."""
+    return connection.scalar(select(_jobs.request).where(_jobs.id == job_id, _jobs.finished_at.is_(None)))
+
+
+def mark_running(connection: Connection, job_ids: Sequence[str]) -> None:
+    """Write down that pods have begun the jobs, for other processes to tell."""
+    begun = schema.jobs.update().where(_jobs.id.in_(job_ids), _jobs.finished_at.is_(None))
+    connection.execute(begun.values(state=JobState.RUNNING))
 
 
 def find_job(connection: Connection, job_id: str) -> JobRow | None:
@@ -252,8 +344,17 @@ def find_job(connection: Connection, job_id: str) -> JobRow | None:
     return JobRow(*row) if row is not None else None
 
 
+def receivers_of_jobs(connection: Connection) -> Sequence[tuple[str, str]]:
+    """Return the addresses of the callbacks of jobs, each with its job's id."""
+    found = select(_callbacks.job_id, _callbacks.url).where(_callbacks.job_id.is_not(None), _callbacks.url.is_not(None))
+    return [(row.job_id, row.url.rpartition("/")[0]) for row in connection.execute(found.distinct())]
+
+
 def finish_job(connection: Connection, end: JobEnd) -> None:
-    """Write a job's end down, with its callbacks. Its request is dropped, since it may be large."""
+    """Write a job's end down, with its callbacks, unless it has ended: only the first process's end counts.
+
+    Its request is dropped, since it may be large.
+    """
     ended = {
         "state": JobState.COMPLETED if end.error is None else JobState.FAILED,
         "result": end.result,
@@ -262,14 +363,16 @@ def finish_job(connection: Connection, end: JobEnd) -> None:
         "request": "{}",
         "finished_at": ledger.now(),
     }
-    connection.execute(schema.jobs.update().where(_jobs.id == end.job_id).values(**ended))
+    ending = schema.jobs.update().where(_jobs.id == end.job_id, _jobs.finished_at.is_(None))
+    if connection.execute(ending.values(**ended)).rowcount == 0:
+        return
     callback_ledger.add_job_callbacks(connection, end.job_id, end.callbacks)
 
 
 def fail_foreign_jobs(connection: Connection, ml_nodes: Sequence[str]) -> int:
     """End the jobs whose ML node is gone, and return how many: nobody would ever compute them."""
     prefixes = tuple(prefix_of(name) for name in ml_nodes)
-    ids = [job_id for job_id, _ in unfinished_jobs(connection) if not (ml_nodes and names_no_ml_node(job_id))]
+    ids = [job_id for job_id in unfinished_ids(connection) if not (ml_nodes and names_no_ml_node(job_id))]
     foreign = [job_id for job_id in ids if not job_id.startswith(prefixes)]
     for job_id in foreign:
         finish_job(connection, JobEnd(job_id, error="its ML node was removed from the gateway's configuration"))

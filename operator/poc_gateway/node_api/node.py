@@ -1,26 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The area of the ML node itself: its state, what runs on it, whether it serves a model, and stop.
+"""The area of the ML node itself: its state, what runs on it, whether it serves a model, stop, and its machine.
 
-The pods are the cluster's: what they serve is set by a chart, and no call of the network starts or stops them.
+The pods are the cluster's: what they serve is set by a chart, and no call of the network starts or stops them. All of
+them together are the machine. Its GPUs are numbered through all pods, in the order of the pods' names.
 """
 
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from poc_gateway import __version__
 from poc_gateway.errors import Refusal, documented
+from poc_gateway.node_api import node_metrics
 from poc_gateway.node_api.base_url import Service
 from poc_gateway.node_api.cluster import ReadyPod
-from poc_gateway.node_api.messages import FanOut, NodeState, NodeVersions, UpRequest, UpStatus
+from poc_gateway.node_api.messages import (
+    FanOut,
+    GpuDevice,
+    GpuDevices,
+    GpuDriver,
+    NodeState,
+    NodeVersions,
+    UpRequest,
+    UpStatus,
+)
 from poc_gateway.node_api.round_routes import CHANGES, node_status, stopped
 from poc_gateway.node_api.service import NodeApi, models_of
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import StoreError
+from vllm_poc.wire.gpus import Gpu
 
 routes = APIRouter()
+
+_MIB = 2**20
 
 
 @routes.get("/state")
@@ -83,6 +98,42 @@ async def down(service: Service) -> dict[str, str]:
     return {"status": "OK", "detail": "the pods are the cluster's and go on: scale them by their chart"}
 
 
+@routes.get("/gpu/devices")
+async def gpu_devices(service: Service) -> GpuDevices:
+    """Tell of the GPUs of all ready pods; none on CPUs."""
+    found = [gpu for pod in await service.pods.gpus() for gpu in (pod.devices if pod is not None else ())]
+    devices = [_device(place, gpu) for place, gpu in enumerate(found)]
+    return GpuDevices(devices=devices, count=len(devices))
+
+
+@routes.get("/gpu/driver", responses=documented(503))
+async def gpu_driver(service: Service) -> GpuDriver:
+    """Tell the versions of the driver, from the first pod that has one."""
+    for pod in await service.pods.gpus():
+        if pod is not None and pod.driver_version is not None:
+            return GpuDriver.model_validate(pod, from_attributes=True)
+    detail = "no ready pod tells of an NVIDIA driver: its server has no GPU, or no binding of NVML"
+    raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoDriver", detail)
+
+
+@routes.get("/clock", status_code=204, response_class=Response)
+async def clock() -> Response:
+    """Tell when the request came and when the answer went, in nanoseconds since 1970, as two headers."""
+    received = time.time_ns()
+    headers = {"X-Server-Recv-Ns": str(received), "X-Server-Send-Ns": str(time.time_ns())}
+    return Response(status_code=HTTPStatus.NO_CONTENT, headers=headers)
+
+
+@routes.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The exposition"}},
+)
+async def metrics(service: Service) -> Response:
+    """Tell the metrics of schema version 1: of vLLM by replica, of the GPUs, and of what is served."""
+    return Response(await service.metrics.text(), media_type=node_metrics.MEDIA_TYPE)
+
+
 def state_fields(round_: PoCRound | None, pods: Sequence[ReadyPod]) -> dict[str, Any]:
     """Return POW while a pod computes a round, INFERENCE while pods answer, else STOPPED, and what that is from."""
     answering = any(pod.status is not None for pod in pods)
@@ -99,3 +150,25 @@ async def _checked(body: UpRequest, service: NodeApi) -> Sequence[str]:
         detail = f"model: this cluster serves {', '.join(models)}; another is set in its chart, not by request"
         raise Refusal(HTTPStatus.CONFLICT, "ModelMismatch", detail)
     return models
+
+
+def _device(place: int, gpu: Gpu) -> GpuDevice:
+    def mib(size: int | None) -> int | None:
+        return size // _MIB if size is not None else None
+
+    fields: dict[str, Any] = {
+        "index": place,
+        "name": gpu.name or "unknown",
+        "total_memory_mb": mib(gpu.memory_total_bytes),
+        "free_memory_mb": mib(gpu.memory_free_bytes),
+        "used_memory_mb": mib(gpu.memory_used_bytes),
+        "utilization_percent": _rounded(gpu.utilization_percent),
+        "temperature_c": _rounded(gpu.temperature_celsius),
+        "is_available": gpu.error is None,
+        "error_message": gpu.error,
+    }
+    return GpuDevice.model_validate(fields)
+
+
+def _rounded(value: float | None) -> int | None:
+    return round(value) if value is not None else None

@@ -8,11 +8,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from poc_gateway import __version__
 from poc_gateway.errors import Refusal, field_refusal
+from poc_gateway.node_api.callback_relay import CallbackRelay
 from poc_gateway.node_api.chat import ChatProxy
 from poc_gateway.node_api.cluster import Cluster, ReadyPod, ReadyPods
 from poc_gateway.node_api.create_pocround import NetworkRounds
@@ -37,7 +39,8 @@ ClusterOf = Callable[[MlNode], Cluster]
 class NodeApi:
     """One ML node: pods, rounds and jobs of its own. The jobs run between `start` and `close`.
 
-    The ``first`` of a gateway's ML nodes has its jobs from before there were several.
+    The ``first`` of a gateway's ML nodes has its jobs from before there were several. If the database is ``shared``
+    with other processes, the one that owns it computes what is queued.
 
     ValueError if a token of the ML node cannot be read.
     """
@@ -51,13 +54,15 @@ class NodeApi:
         database: Database,
         settings: Settings,
         first: bool = False,
+        shared: bool = False,
     ) -> None:
         template = ml_node.template
         self.ml_node = ml_node
         self.tokens = ml_node.token.read_several() if ml_node.token is not None else settings.network_token
         self.pods = ReadyPods(cluster, client, selector=template.selector, port=template.port)
-        self.rounds = NetworkRounds(cluster, ml_node)
-        self.jobs = Jobs(database, self.pods, settings, ml_node.name, first=first)
+        self.rounds = NetworkRounds(cluster, ml_node, shared=shared)
+        self.jobs = Jobs(database, self.pods, settings, ml_node.name, first=first, shared=shared)
+        self._relay = CallbackRelay(database, settings, self.rounds, self.jobs)
         self.metrics = NodeMetrics(self.pods, model=template.model, version=__version__)
         self.chat = ChatProxy(
             self.pods,
@@ -71,9 +76,10 @@ class NodeApi:
         await self.jobs.start()
 
     async def close(self) -> None:
-        """End the jobs' work, and the connections of chat."""
+        """End the jobs' work, and the connections of chat and of relayed callbacks."""
         await self.jobs.close()
         await self.chat.close()
+        await self._relay.close()
 
     async def init_generate(self, request: NetworkInit) -> tuple[PoCRound, list[PodView]]:
         """Create the round; return it and the pods that are ready for it."""
@@ -98,6 +104,10 @@ class NodeApi:
         first = next((one.vllm_version for one in told if one is not None and one.vllm_version), None)
         proven = bool(pods) and all(one is not None and one.poc_validation_inference for one in told)
         return NodeVersions(version=__version__, vllm_version=first, poc_validation_inference=proven)
+
+    async def relay(self, token: str, suffix: str, body: bytes) -> int:
+        """Send a callback of this ML node once more; return its receiver's status. Refusal if it is none."""
+        return await self._relay.send(token, suffix, body)
 
     def check(self, request: NetworkGenerate) -> NetworkGenerate:
         """Return the request with its whole fraud test; refused if its result could not be delivered."""
@@ -127,14 +137,18 @@ class NodeApi:
 
 @asynccontextmanager
 async def running_ml_nodes(
-    settings: Settings, database: Database, cluster_of: ClusterOf | None
+    settings: Settings, database: Database, cluster_of: ClusterOf | None, *, shared: bool = False
 ) -> AsyncIterator[Sequence[NodeApi]]:
-    """Run the ML nodes of the settings' file. ValueError if it, or a token that it names, cannot be read."""
+    """Run the ML nodes of the settings' file. ValueError if it, or a token that it names, cannot be read.
+
+    If the database is ``shared``, jobs are left to the process that owns it.
+    """
     if cluster_of is None or settings.ml_nodes is None:
         yield ()
         return
     listed = load_ml_nodes(settings.ml_nodes)
-    lost = await database.write(lambda connection: fail_foreign_jobs(connection, [one.name for one in listed]))
+    names = [one.name for one in listed]
+    lost = 0 if shared else await database.write(partial(fail_foreign_jobs, ml_nodes=names))
     if lost:
         _log.warning("%d requests for named nonces have failed: their ML nodes are not in %s", lost, settings.ml_nodes)
     async with AsyncExitStack() as stack:
@@ -148,6 +162,7 @@ async def running_ml_nodes(
                 database=database,
                 settings=settings,
                 first=one is listed[0],
+                shared=shared,
             )
             for one in listed
         ]

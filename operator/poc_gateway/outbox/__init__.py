@@ -4,7 +4,8 @@
 What belongs here: the ledger of what is to be sent, by subject (`ledger` of artifacts, `endings` of what expires or is
 given up, `callback_ledger`), and its `states`, the tasks that forward and expire (`forward`), one of them for a round
 (`round_sender`) or an address of callbacks (`callback_sender`), one post and what its answer means, such as 503
-(`post`), where a post may go (`guard`), when (`pace`), and the routes that tell of it (`listing`, `routes`).
+(`post`), where a post may go (`guard`), when (`pace`), the routes that tell of it (`listing`, `routes`), and what they
+ask of another process (`commands`).
 What does not: checking what arrives (`poc_gateway.ingest`), and what is made of it for people (`poc_gateway.query`).
 
 An artifact of a round with a receiver; of one without, only "arrived"::

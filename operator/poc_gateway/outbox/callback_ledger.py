@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, insert, select, update
 
-from poc_gateway.outbox.ledger import MOST_VALUES, now
+from poc_gateway.outbox.ledger import MOST_VALUES, keep_round, now
 from poc_gateway.outbox.states import Event, State, sources, target
-from poc_gateway.store.schema import ROUND_IS_KEPT, callbacks, rounds
+from poc_gateway.store.schema import callbacks, rounds
 
 #: A callback that was written within this time goes out before those that have waited for longer.
 NEW_MS = 60_000
@@ -18,8 +18,7 @@ _IS_WAITING = callbacks.c.state == State.WAITING
 
 def add_verdict(connection: Connection, round_id: int, receiver: str | None, body: str) -> bool:
     """Add a verdict (JSON), to be sent if there is a receiver; False if the round is deleted or being deleted."""
-    kept = select(rounds.c.id).where(rounds.c.id == round_id, ROUND_IS_KEPT)
-    if connection.scalar(kept) is None:
+    if not keep_round(connection, round_id):
         return False
     values: dict[str, Any] = {
         "round_id": round_id,
@@ -48,6 +47,14 @@ def addresses_with_callbacks(connection: Connection) -> Sequence[str]:
 def has_callbacks(connection: Connection, url: str) -> bool:
     """Return whether a callback waits for an address."""
     return connection.scalar(select(callbacks.c.id).where(_IS_WAITING, callbacks.c.url == url).limit(1)) is not None
+
+
+def senders_of(connection: Connection, url: str, body: str) -> Sequence[tuple[str | None, str | None]]:
+    """Return the round's uid or the job's id of each callback with this body (JSON) that waits or was delivered."""
+    sent = callbacks.c.state.in_([State.WAITING, State.DELIVERED])
+    columns = select(rounds.c.uid, callbacks.c.job_id).outerjoin(rounds, rounds.c.id == callbacks.c.round_id)
+    same = columns.where(sent, callbacks.c.url == url, callbacks.c.body == body)
+    return [(uid, job_id) for uid, job_id in connection.execute(same)]
 
 
 def new_callback(connection: Connection, url: str) -> int | None:
@@ -102,8 +109,14 @@ def callback_ended(connection: Connection, id_: int, event: Event, reason: str |
     return connection.execute(changed.values(ending)).rowcount > 0
 
 
-def replay_callback(connection: Connection, id_: int) -> bool:
-    """Let a callback that has ended without being delivered wait to be sent again; False if it did not end so."""
+def replay_callback(connection: Connection, id_: int) -> bool | None:
+    """Let a callback that has ended without being delivered wait to be sent again; False if it did not end so.
+
+    None if there is none, or its round is being deleted.
+    """
+    found = connection.execute(select(callbacks.c.round_id).where(callbacks.c.id == id_)).first()
+    if found is None or (found.round_id is not None and not keep_round(connection, found.round_id)):
+        return None
     changed = update(callbacks).where(callbacks.c.id == id_, _callback_may(Event.REPLAYED))
     # As if it were new, since else it would expire at once.
     waits = {"state": target(Event.REPLAYED), "ended_at": None, "created_at": now(), "attempts": 0, "next_try_at": 0}
@@ -122,7 +135,8 @@ def expire_callbacks(connection: Connection, since: int, reason: str) -> int:
     overdue = select(callbacks.c.id).where(_callback_may(Event.EXPIRED), callbacks.c.created_at < since)
     ids = connection.scalars(overdue.limit(MOST_VALUES)).all()
     ending = {"state": target(Event.EXPIRED), "reason": reason, "ended_at": now()}
-    connection.execute(update(callbacks).where(callbacks.c.id.in_(ids)).values(ending))
+    still = callbacks.c.id.in_(ids) & _callback_may(Event.EXPIRED)
+    connection.execute(update(callbacks).where(still).values(ending))
     return len(ids)
 
 

@@ -82,7 +82,8 @@ class CallbackSender:
                 await self._send(id_)
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), POLL_SECONDS)
+                    async with asyncio.timeout(POLL_SECONDS):
+                        await news.wait()
 
     async def _send(self, id_: int) -> None:
         while (work := await self._database.read(partial(callback_ledger.callback_work, id_=id_))) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, bindparam, delete, exists, func, insert, literal, or_, select, union, update
 
-from poc_gateway.outbox.ledger import IS_BEHIND, SlotWork, in_order, late_may, now, slots_of_round
+from poc_gateway.outbox.ledger import IS_BEHIND, SlotWork, in_order, late_may, lock_slots, now, slots_of_round
 from poc_gateway.outbox.states import Event, State, target
 from poc_gateway.store.schema import artifacts, conflicts, ended_ranges, late_items, rounds, slots
 from poc_operator.observed import Truth
@@ -28,6 +28,7 @@ def end_some(connection: Connection, round_id: int, event: Event, reason: str, *
 
     With ``since``, only those that wait since before that moment: of a round that was heard of later, none.
     """
+    lock_slots(connection, slots.c.round_id == round_id)
     if since is not None and _heard_at(connection, round_id) >= since:
         return 0
     ending = {"state": target(event), "reason": reason, "since": now()}
@@ -87,6 +88,7 @@ def replay_some(connection: Connection, round_id: int, state: State) -> int:
 
     Those that may not be honest stay as they are.
     """
+    lock_slots(connection, slots.c.round_id == round_id)
     moment = now()
     here = late_items.c.slot_id.in_(slots_of_round(round_id)) & (late_items.c.state == state) & ~_IS_DOUBTED
     some = select(late_items.c.slot_id, late_items.c.nonce).where(here).limit(CHUNK_ARTIFACTS)

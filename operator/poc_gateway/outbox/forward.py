@@ -11,17 +11,19 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
+from sqlalchemy import Connection
+
 from poc_gateway import metrics
 from poc_gateway.outbox import callback_ledger, endings, ledger, rivals
 from poc_gateway.outbox.callback_sender import POLL_SECONDS, CallbackSender
-from poc_gateway.outbox.pace import Pauses, Receivers
-from poc_gateway.outbox.post import Poster, SecretPoster
+from poc_gateway.outbox.pace import Pauses, Receivers, Trouble
+from poc_gateway.outbox.post import MayPost, Poster, SecretPoster
 from poc_gateway.outbox.round_sender import LINGER_SECONDS, Forwarder
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.settings import Settings
-from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.retention import Clock
 from poc_gateway.store.rounds import KnownRound
 from poc_operator.clients.kube.callback_secret import ReadSecret
 from poc_operator.observed import Decision
@@ -32,10 +34,22 @@ _log = logging.getLogger(__name__)
 EXPIRY_SECONDS = 10.0
 #: What is old by a clock that was set may be young: it must have run evenly for so long before anything expires.
 STEADY_SECONDS = 86_400.0
+#: Writes down how many items a transaction has changed.
+Tally = Callable[[Connection, int], object]
+
+
+def _untold(_: Connection, __: int) -> None:
+    """Count for nobody."""
+
+
+def _tallied(connection: Connection, work: Callable[[Connection], int], tally: Tally) -> int:
+    count = work(connection)
+    tally(connection, count)
+    return count
 
 
 class Outbox:
-    """One per process. Everything to be sent is in the database, so it goes on where another one ended."""
+    """One for a database. Everything to be sent is in the database, so it goes on where another one ended."""
 
     def __init__(
         self,
@@ -43,11 +57,13 @@ class Outbox:
         settings: Settings,
         clock: Clock | None = None,
         read_secret: ReadSecret | None = None,
+        may_post: MayPost = lambda: True,
     ) -> None:
         self._database = database
         self._settings = settings
         self._clock = clock or Clock(database)
         self._read_secret = read_secret
+        self._may_post = may_post
         self._pauses = Pauses(database)
         self._receivers = Receivers(settings, self._pauses)
         self._woken = asyncio.Event()
@@ -67,20 +83,29 @@ class Outbox:
         """Return what forwards the round at the moment; None if nothing is left to send."""
         return self._forwarders.get(round_id)
 
-    async def abandon(self, round_id: int, reason: str) -> int:
-        """Give up everything of a round that was not delivered; return how many artifacts and callbacks that is."""
-        callbacks = await self._database.write(
-            partial(callback_ledger.abandon_callbacks, round_id=round_id, reason=reason)
-        )
-        return callbacks + await self._end(round_id, Event.ABANDONED, reason)
+    async def trouble(self, known: KnownRound) -> Trouble:
+        """Return what keeps the round from being forwarded; nothing if nothing is left to send."""
+        forwarder = self.forwarder(known.id)
+        return forwarder.trouble if forwarder is not None else Trouble(None, 0.0)
 
-    async def replay(self, round_id: int, state: State) -> int:
+    # Each of these may take many transactions. ``tally`` is called with the count of each, in that transaction.
+
+    async def abandon(self, known: KnownRound, reason: str, tally: Tally = _untold) -> int:
+        """Give up everything of a round that was not delivered; return how many artifacts and callbacks that is."""
+        callbacks = partial(callback_ledger.abandon_callbacks, round_id=known.id, reason=reason)
+        told = await self._database.write(partial(_tallied, work=callbacks, tally=tally))
+        return told + await self._end(known.id, Event.ABANDONED, reason, tally=tally)
+
+    async def replay(self, known: KnownRound, state: State, tally: Tally = _untold) -> int:
         """Send everything of a round again that has ended in ``state``; return how many artifacts that is."""
-        some, total = partial(endings.replay_some, round_id=round_id, state=state), 0
-        async with self._halted(round_id):
-            while count := await self._database.write(some):
-                total += count
-        return total
+        async with self._halted(known.id):
+            return await self._all(partial(endings.replay_some, round_id=known.id, state=state), tally)
+
+    async def decide(self, known: KnownRound, decisions: Sequence[Decision], tally: Tally = _untold) -> int:
+        """Write down which results are honest, of nonces with several; return how many decisions were new."""
+        decide = partial(rivals.decide, known=known, decisions=decisions)
+        async with self._halted(known.id):
+            return await self._database.write(partial(_tallied, work=decide, tally=tally))
 
     async def expire(self) -> None:
         """End what was not accepted in time; nothing, unless the clock can be trusted."""
@@ -102,7 +127,7 @@ class Outbox:
     async def run(self) -> None:
         """Send until cancelled; then posts in flight are finished, for which the database must still be open."""
         await self._load()
-        async with Poster(self._settings) as poster, asyncio.TaskGroup() as tasks:
+        async with Poster(self._settings, self._may_post) as poster, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_always())
             posts = SecretPoster(poster, self._read_secret)
             while True:
@@ -111,7 +136,8 @@ class Outbox:
                 except DatabaseError as error:
                     _log.warning("what is to be forwarded cannot be read yet: %s", error)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), POLL_SECONDS)
+                    async with asyncio.timeout(POLL_SECONDS):
+                        await self._woken.wait()
                     await asyncio.sleep(LINGER_SECONDS)
                 self._woken.clear()
 
@@ -131,16 +157,18 @@ class Outbox:
                 _log.warning("what has expired cannot be ended yet: %s", error)
             await asyncio.sleep(EXPIRY_SECONDS)
 
-    async def decide(self, known: KnownRound, decisions: Sequence[Decision]) -> int:
-        """Write down which results are honest, of nonces with several; return how many decisions were new."""
-        async with self._halted(known.id):
-            return await self._database.write(partial(rivals.decide, known=known, decisions=decisions))
-
-    async def _end(self, round_id: int, event: Event, reason: str, since: int | None = None) -> int:
-        some, total = partial(endings.end_some, round_id=round_id, event=event, reason=reason, since=since), 0
+    async def _end(
+        self, round_id: int, event: Event, reason: str, since: int | None = None, tally: Tally = _untold
+    ) -> int:
+        some = partial(endings.end_some, round_id=round_id, event=event, reason=reason, since=since)
         async with self._halted(round_id):
-            while count := await self._database.write(some):
-                total += count
+            return await self._all(some, tally)
+
+    async def _all(self, some: Callable[[Connection], int], tally: Tally) -> int:
+        """Do some of it at a time until nothing is left; return how many were changed."""
+        total = 0
+        while count := await self._database.write(partial(_tallied, work=some, tally=tally)):
+            total += count
         return total
 
     @contextlib.asynccontextmanager

@@ -3,6 +3,10 @@
 
 `poc_gateway.outbox.states` has the states, `poc_gateway.outbox.endings` what ends before it was delivered, and
 `poc_gateway.outbox.callback_ledger` the other items. Nothing here takes longer because more artifacts are stored.
+
+Several processes may write to one PostgreSQL. Whoever changes what a slot has, or what became of it, locks the slot's
+row first, and the rows of several slots in the order of their ids. So what one transaction stores for a slot is seen as
+a whole, and before everything that a later one stores: whoever reads up to a nonce or a number misses nothing below it.
 """
 
 import time
@@ -20,6 +24,7 @@ from sqlalchemy import (
     exists,
     insert,
     select,
+    text,
     union,
     update,
 )
@@ -67,10 +72,17 @@ class SlotArrivals:
     late: list[int] = field(default_factory=list)
 
 
+#: Nobody else stores anything for the slots meanwhile, nor begins to delete their rounds. Keys do not change, so that
+#: rows may be made that refer to these.
+_LOCK_ARRIVALS = "FOR NO KEY UPDATE OF slots FOR SHARE OF rounds"
+
+
 def slots_of(connection: Connection, ids: Collection[int]) -> dict[int, SlotArrivals]:
-    """Return those of the slots whose round is not deleted and not being deleted."""
+    """Return those of the slots whose round is not deleted and not being deleted; they are locked."""
     columns = select(slots.c.id, slots.c.last_nonce, slots.c.missing_nonce, slots.c.conflicts, slots.c.late)
     kept = columns.join(rounds).where(ROUND_IS_KEPT)
+    if connection.dialect.name == "postgresql":
+        kept = kept.order_by(slots.c.id).suffix_with(text(_LOCK_ARRIVALS))
     found = dict[int, SlotArrivals]()
     for some in in_parts(sorted(ids)):
         rows = connection.execute(kept.where(slots.c.id.in_(some)))
@@ -78,6 +90,19 @@ def slots_of(connection: Connection, ids: Collection[int]) -> dict[int, SlotArri
             {id_: SlotArrivals(last, last, missing, *before) for id_, last, missing, *before in rows},
         )
     return found
+
+
+def keep_round(connection: Connection, round_id: int) -> bool:
+    """Let nobody begin to delete the round until the transaction ends; False if somebody has begun."""
+    kept = select(rounds.c.id).where(rounds.c.id == round_id, ROUND_IS_KEPT).with_for_update(read=True)
+    return connection.scalar(kept) is not None
+
+
+def lock_slots(connection: Connection, of: ColumnElement[bool]) -> None:
+    """Let nobody else change the slots that ``of`` is true for, until the transaction ends."""
+    if connection.dialect.name == "postgresql":  # SQLite has one writer
+        locked = select(slots.c.id).where(of).order_by(slots.c.id).with_for_update(key_share=True)
+        connection.execute(locked).all()
 
 
 _ARRIVED = (
@@ -127,6 +152,13 @@ def arrived(connection: Connection, arrivals: Mapping[int, SlotArrivals], moment
     ]
     if rows:
         connection.execute(_ARRIVED, rows)
+
+
+def number_again(connection: Connection, slot_id: int, nonce: int) -> None:
+    """Give the nonce a number of its own, since its result is another now: who has read the slot reads it again."""
+    counted = update(slots).where(slots.c.id == slot_id).values(late=slots.c.late + 1).returning(slots.c.late)
+    number = connection.execute(counted).scalar_one()
+    connection.execute(insert(late_arrivals).values(slot_id=slot_id, number=number, nonce=nonce, replaced=True))
 
 
 def in_parts(values: Sequence[Value]) -> list[Sequence[Value]]:
@@ -232,6 +264,7 @@ def _read(connection: Connection, query: Select[int, bytes | None, float | None]
 
 def pass_over(connection: Connection, slot: SlotWork) -> None:
     """Let a slot be done that is behind, and has nothing left but late items."""
+    lock_slots(connection, slots.c.id == slot.slot_id)
     left = select(artifacts.c.nonce).where(artifacts.c.slot_id == slot.slot_id, in_order(slot)).limit(1)
     if connection.scalar(left) is None:
         done = {"forwarded_nonce": slots.c.last_nonce}
@@ -242,14 +275,16 @@ def accepted(connection: Connection, part: Part) -> None:
     """Write down that the receiver has accepted the part."""
     of_slot = update(slots).where(slots.c.id == part.slot_id)
     of_slot = of_slot.values(forwarded=slots.c.forwarded + len(part.items))
+    if not part.late:
+        of_slot = of_slot.values(forwarded_nonce=part.items[-1].nonce)
+    # First, since it locks the slot: a rival that comes now finds that it is too late.
+    connection.execute(of_slot)
     if part.late:
         # One statement per nonce: SQLite limits the parameters of one.
         sent = delete(late_items).where(late_items.c.slot_id == part.slot_id, late_items.c.nonce == bindparam("sent"))
         connection.execute(sent, [{"sent": item.nonce} for item in part.items])
     else:
         _forget_rivals(connection, part)
-        of_slot = of_slot.values(forwarded_nonce=part.items[-1].nonce)
-    connection.execute(of_slot)
 
 
 def _forget_rivals(connection: Connection, part: Part) -> None:
@@ -263,6 +298,7 @@ def _forget_rivals(connection: Connection, part: Part) -> None:
 def refused(connection: Connection, part: Part, reason: str) -> None:
     """Write down that the receiver refuses the part's one artifact for good: a dead letter."""
     (item,) = part.items
+    lock_slots(connection, slots.c.id == part.slot_id)
     values = {"state": target(Event.REFUSED), "reason": reason, "since": now()}
     key = {"slot_id": part.slot_id, "nonce": item.nonce}
     if part.late:
@@ -274,8 +310,14 @@ def refused(connection: Connection, part: Part, reason: str) -> None:
         connection.execute(update(slots).where(slots.c.id == part.slot_id).values(forwarded_nonce=item.nonce))
 
 
-def replay(connection: Connection, round_id: int, nonces: Sequence[int] | None) -> int:
-    """Let dead letters wait to be sent again, all of the round or those of ``nonces``; return how many."""
+def replay(connection: Connection, round_id: int, nonces: Sequence[int] | None) -> int | None:
+    """Let dead letters wait to be sent again, all of the round or those of ``nonces``; return how many.
+
+    None if the round is deleted or being deleted.
+    """
+    if not keep_round(connection, round_id):
+        return None
+    lock_slots(connection, slots.c.round_id == round_id)
     is_dead = late_items.c.state == State.REFUSED
     changed = update(late_items).where(is_dead, late_items.c.slot_id.in_(slots_of_round(round_id)))
     if nonces is not None:

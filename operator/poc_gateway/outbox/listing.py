@@ -18,6 +18,7 @@ from sqlalchemy import (
     union_all,
 )
 
+from poc_gateway.outbox.ledger import in_parts
 from poc_gateway.outbox.states import State
 from poc_gateway.store.schema import artifacts, callbacks, ended_ranges, late_items, rounds, slots
 
@@ -107,6 +108,22 @@ def _count_waiting() -> ColumnElement[int]:
     total = func.coalesce(func.sum(ended_ranges.c.artifacts), 0)
     ended = select(total).where(ended_ranges.c.slot_id == slots.c.id).scalar_subquery()
     return slots.c.stored - slots.c.forwarded - late - ended
+
+
+def unsent(connection: Connection, slot_id: int, nonces: Sequence[int]) -> State | None:
+    """Return why some of a slot's stored ``nonces`` are not sent: they are disputed, or have ended undelivered."""
+    late, ended = late_items.c, ended_ranges.c
+    for some in in_parts(nonces):
+        apart = select(late.state).where(late.slot_id == slot_id, late.nonce.in_(some), late.state != State.WAITING)
+        if (state := connection.scalar(apart.limit(1))) is not None:
+            return State(state)
+    overlaps = (ended.first_nonce <= max(nonces)) & (ended.last_nonce >= min(nonces))
+    for first, last, state in connection.execute(
+        select(ended.first_nonce, ended.last_nonce, ended.state).where(ended.slot_id == slot_id, overlaps)
+    ):
+        if any(first <= nonce <= last for nonce in nonces):
+            return State(state)
+    return None
 
 
 def callback_page(

@@ -16,9 +16,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection, delete, insert, select
@@ -48,6 +48,13 @@ class Pause:
     failures: int
     retry_at: int
     reason: str
+
+
+class Trouble(NamedTuple):
+    """Why something was not accepted when last sent, None if it was, and the seconds until the next try."""
+
+    error: str | None
+    seconds_left: float
 
 
 class Pauses:
@@ -83,6 +90,28 @@ def _keep(connection: Connection, scope: str, pause: Pause | None) -> None:
     connection.execute(delete(backoffs).where(backoffs.c.scope == scope))
     if pause is not None:
         connection.execute(insert(backoffs).values(scope=scope, **vars(pause)))
+
+
+def scope_of(round_id: int) -> str:
+    """Return the scope of a round's pauses."""
+    return f"round:{round_id}"
+
+
+def address_of(url: str) -> str:
+    """Return the URL's scheme, host, port and path, without what may be a secret: the scope of an address's pauses."""
+    try:
+        return str(URL(url, encoded=True).with_user(None).with_query(None).with_fragment(None))
+    except ValueError:
+        return url  # which the guard will refuse
+
+
+def trouble_of(connection: Connection, scopes: Sequence[str]) -> Trouble:
+    """Return what is written down of the scopes; of several reasons the first one's."""
+    found = {row.scope: row for row in connection.execute(select(backoffs).where(backoffs.c.scope.in_(scopes)))}
+    pauses = [found[scope] for scope in scopes if scope in found]
+    if not pauses:
+        return Trouble(None, 0.0)
+    return Trouble(pauses[0].reason, max(0.0, max(one.retry_at for one in pauses) / 1000 - time.time()))
 
 
 class Backoff:
@@ -177,11 +206,7 @@ class Receivers:
 
     def circuit(self, url: str) -> CircuitBreaker:
         """Return the circuit breaker of the URL's scheme, host, port and path."""
-        try:
-            # Without what may be a secret.
-            key = str(URL(url, encoded=True).with_user(None).with_query(None).with_fragment(None))
-        except ValueError:
-            key = url  # which the guard will refuse
+        key = address_of(url)
         circuit = self._circuits.get(key)
         if circuit is None:
             circuit = self._circuits[key] = CircuitBreaker(self._settings, key, self._pauses)

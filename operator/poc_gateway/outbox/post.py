@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One post to a receiver, and what its answer means."""
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 import aiohttp
+from aiohttp.abc import AbstractStreamWriter
 
 from poc_gateway import metrics
 from poc_gateway.metrics import FailureKind
@@ -39,6 +41,8 @@ _CLIENT_ERRORS = range(400, 500)
 
 #: Failures before anything is sent.
 _NOT_SENT = {"address", "secret"}
+#: Seconds between two questions whether something may be posted.
+_MAY_POST_SECONDS = 0.1
 
 
 class Outcome(Enum):
@@ -67,6 +71,8 @@ class Answer:
     is_unauthorized: bool = False
     #: Whether the receiver was asked at all: it is not without a Secret, or where its address is not allowed.
     was_sent: bool = True
+    #: What the receiver answered, if it answered.
+    status: int | None = None
 
     @property
     def pauses_address(self) -> bool:
@@ -74,10 +80,34 @@ class Answer:
         return self.outcome in {Outcome.BUSY, Outcome.UNREACHABLE}
 
 
-class Poster:
-    """The session that everything is posted through. To be entered inside the event loop."""
+#: Whether this process may post at the moment, since no other one does. Raises if it may not any more.
+MayPost = Callable[[], bool]
 
-    def __init__(self, settings: Settings) -> None:
+
+class _Body(aiohttp.BytesPayload):
+    """A body that is held back if the process may not post any more when the connection is made at last."""
+
+    def __init__(self, text: str, may_post: MayPost) -> None:
+        super().__init__(text.encode())
+        self.is_held_back = True
+        self._may_post = may_post
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        """Write the body; OSError, which ends the connection, if that must not be."""
+        if not self._may_post():
+            raise OSError("another gateway may have taken over what is sent")
+        self.is_held_back = False
+        await super().write_with_length(writer, content_length)
+
+
+class Poster:
+    """The session that everything is posted through. To be entered inside the event loop.
+
+    A post waits while ``may_post`` returns False, and raises what that raises.
+    """
+
+    def __init__(self, settings: Settings, may_post: MayPost = lambda: True) -> None:
+        self._may_post = may_post
         self._seconds = settings.forward_seconds
         self._guard = AddressGuard(settings)
         # Without a limit: each round has one post in flight, and slow receivers must not take up all connections.
@@ -97,16 +127,30 @@ class Poster:
     async def __aexit__(
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
         await self._session.close()
 
     async def post(self, url: str, body: str, auth: BasicAuth | None = None) -> Answer:
         """Post JSON once, with a user and a password if there are some; every way to fail is an answer."""
+        while True:
+            while not self._may_post():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(_MAY_POST_SECONDS)
+            content = _Body(body, self._may_post)
+            answer = await self._post(url, content, auth)
+            if not content.is_held_back or self._may_post():
+                return answer
+
+    async def _post(self, url: str, content: _Body, auth: BasicAuth | None) -> Answer:
         headers = {"Authorization": auth.header} if auth is not None else {}
         try:
             target = self._guard.url(url)
-            request = self._session.post(target, data=body.encode(), headers=headers, allow_redirects=False)
+            request = self._session.post(target, data=content, headers=headers, allow_redirects=False)
             async with request as response:
-                return _judged(response.status, response.headers, await _text(response, auth))
+                answer = _judged(response.status, response.headers, await _text(response, auth))
+                return replace(answer, status=response.status)
         except AddressRefused as error:
             return _failed("address", Outcome.FAILED, str(error))
         except TimeoutError:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, and_, func, insert, select, update
 
-from poc_gateway.outbox.ledger import late_may, now
+from poc_gateway.outbox.ledger import late_may, lock_slots, now, number_again
 from poc_gateway.outbox.states import Event, State, target
 from poc_gateway.store.rounds import KnownRound
 from poc_gateway.store.schema import artifacts, authors, conflicts, late_items, one_line, slots
@@ -82,6 +82,7 @@ def decide(connection: Connection, known: KnownRound, decisions: Sequence[Decisi
     An honest result that was not sent goes out. If it came second, it takes the place of the first, which is kept
     beside it. What is not honest is abandoned.
     """
+    lock_slots(connection, slots.c.round_id == known.id)
     return sum(_decide(connection, known, one) for one in decisions)
 
 
@@ -121,6 +122,7 @@ def _swap(connection: Connection, row: RowMapping) -> None:
     first = connection.execute(select(*result).where(here)).mappings().one()
     connection.execute(update(artifacts).where(here).values({column.name: row[column.name] for column in result}))
     connection.execute(update(conflicts).where(conflicts.c.id == row["id"]).values(**first))
+    number_again(connection, row["slot_id"], row["nonce"])
 
 
 def _release(connection: Connection, slot_id: int, decision: Decision) -> None:

@@ -17,10 +17,10 @@ from sqlalchemy import Connection
 from poc_gateway import metrics
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import Part, SlotWork
-from poc_gateway.outbox.pace import Backoff, CircuitBreaker, Pauses, Receivers
+from poc_gateway.outbox.pace import Backoff, CircuitBreaker, Pauses, Receivers, Trouble, scope_of
 from poc_gateway.outbox.post import Answer, Outcome, SecretPoster
 from poc_gateway.settings import Settings
-from poc_gateway.store.database import Database
+from poc_gateway.store.database import Database, FenceLost
 from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.rounds import RoundTerms
 from vllm_poc.logs import bound
@@ -55,13 +55,18 @@ class Forwarder:
     ) -> None:
         self._round_id = round_id
         self._terms = terms
-        self._url = f"{receiver.rstrip('/')}/generated"
+        self._url = url_of(receiver)
         self._poster = poster
         self._circuit: CircuitBreaker = receivers.circuit(self._url)
         self._database = database
         self._limit = settings.payload_artifacts
-        self._backoff = Backoff(settings, f"round:{round_id}", pauses)
+        self._backoff = Backoff(settings, scope_of(round_id), pauses)
         self._refused_in_a_row = 0
+
+    @property
+    def trouble(self) -> Trouble:
+        """What keeps the round from being forwarded."""
+        return Trouble(self.error, self.seconds_left)
 
     @property
     def error(self) -> str | None:
@@ -88,7 +93,7 @@ class Forwarder:
             if slot.is_behind:
                 sizes.append(await self._send(ledger.next_in_order, slot))
                 if not sizes[-1]:  # late items alone, which go out once the slot has passed them
-                    await record(self._database, partial(ledger.pass_over, slot=slot))
+                    await record(self._database, partial(ledger.pass_over, slot=slot), slot.slot_id)
             if slot.has_late:
                 sizes.append(await self._send(ledger.next_late, slot))
         return max(sizes) == self._limit
@@ -120,7 +125,7 @@ class Forwarder:
         body = _generated(terms, part)
         answer = await self._poster.post(self._url, body, namespace=terms.namespace, secret=terms.receiver_secret)
         if answer.outcome is Outcome.ACCEPTED:
-            await record(self._database, lambda connection: ledger.accepted(connection, part))
+            await record(self._database, lambda connection: ledger.accepted(connection, part), part.slot_id)
             metrics.FORWARDED.labels("artifact").inc(len(part.items))
             self._refused_in_a_row = 0
         elif answer.outcome is Outcome.REFUSED and len(part.items) == 1:
@@ -132,7 +137,8 @@ class Forwarder:
             reason = f"the receiver refuses everything, last with {answer.reason}"
             return replace(answer, outcome=Outcome.FAILED, reason=reason)
         self._refused_in_a_row += 1
-        await record(self._database, lambda connection: ledger.refused(connection, part, answer.reason))
+        refused = partial(ledger.refused, part=part, reason=answer.reason)
+        await record(self._database, refused, part.slot_id)
         metrics.DEAD.labels("artifact").inc()
         _log.warning("%s: nonce %d is refused for good: %s", self._name, part.items[0].nonce, answer.reason)
         return answer
@@ -147,11 +153,18 @@ class Forwarder:
         return f"round {self._terms.namespace}/{self._terms.name}"
 
 
-async def record(database: Database, work: Callable[[Connection], object]) -> None:
+def url_of(receiver: str) -> str:
+    """Return where a receiver takes artifacts."""
+    return f"{receiver.rstrip('/')}/generated"
+
+
+async def record(database: Database, work: Callable[[Connection], object], slot_id: int = 0) -> None:
     """Write what a receiver has answered, however often the database fails: to forget it would be to post again."""
     while True:
         try:
-            await database.write(work)
+            await database.write(work, slot_id=slot_id)
+        except FenceLost:  # for ever: the next owner sends it again
+            raise
         except DatabaseError as error:
             _log.warning("a receiver's answer cannot be written down yet: %s", error)
             await asyncio.sleep(RECORD_SECONDS)

@@ -4,6 +4,8 @@
 A name of a round means the newest round of that name.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
@@ -14,7 +16,7 @@ from yarl import URL
 
 from poc_gateway.errors import Refusal, documented
 from poc_gateway.outbox import callback_ledger, ledger, listing, rivals
-from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.commands import Sending
 from poc_gateway.outbox.listing import Counts
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.store.database import Database
@@ -159,7 +161,7 @@ _Reason = Annotated[str, Query(min_length=1, max_length=200)]
 _BY_REQUEST = "by request"
 
 
-def router(database: Database, outbox: Outbox) -> APIRouter:
+def router(database: Database, outbox: Sending) -> APIRouter:
     """Return the routes."""
     routes = APIRouter(responses=documented(401, 404, 422, 503))
     _add_forwarding(routes, database, outbox)
@@ -170,7 +172,7 @@ def router(database: Database, outbox: Outbox) -> APIRouter:
     return routes
 
 
-def _add_forwarding(routes: APIRouter, database: Database, outbox: Outbox) -> None:
+def _add_forwarding(routes: APIRouter, database: Database, outbox: Sending) -> None:
     @routes.get(f"{_ROUND}/forwarding")
     async def forwarding(namespace: str, name: str) -> Forwarding:
         """Tell how far the round is forwarded, and what keeps it."""
@@ -182,12 +184,12 @@ def _add_forwarding(routes: APIRouter, database: Database, outbox: Outbox) -> No
         known, counts = await database.read(read)
         if known.terms.receiver is None:
             counts = counts._replace(backlog=0)  # nothing is to be forwarded
-        forwarder = outbox.forwarder(known.id)
+        trouble = await outbox.trouble(known)
         return Forwarding(
             receiver=_public(known.terms.receiver),
             **counts._asdict(),
-            last_error=forwarder.error if forwarder is not None else None,
-            next_try_seconds=round(forwarder.seconds_left, 3) if forwarder is not None else 0.0,
+            last_error=trouble.error,
+            next_try_seconds=round(trouble.seconds_left, 3),
         )
 
     @routes.get(f"{_ROUND}/dead-letters")
@@ -211,16 +213,13 @@ def _add_forwarding(routes: APIRouter, database: Database, outbox: Outbox) -> No
     async def replay(namespace: str, name: str, request: Annotated[Replay | None, Body()] = None) -> Replayed:
         """Send refused artifacts again, those of `nonces` or all."""
 
-        def write(connection: Connection) -> int:
-            known = _found(connection, namespace, name)
-            return ledger.replay(connection, known.id, request.nonces if request is not None else None)
-
-        count = await database.write(write)
+        nonces = request.nonces if request is not None else None
+        count = await database.write(partial(_replay, namespace=namespace, name=name, nonces=nonces))
         outbox.wake()
         return Replayed(replayed=count)
 
 
-def _add_ledger(routes: APIRouter, database: Database, outbox: Outbox) -> None:
+def _add_ledger(routes: APIRouter, database: Database, outbox: Sending) -> None:
     @routes.get(f"{_ROUND}/ledger")
     async def ledger_of_round(
         namespace: str, name: str, state: State, after: _AfterNonce = -1, limit: _Limit = 100
@@ -241,31 +240,28 @@ def _add_ledger(routes: APIRouter, database: Database, outbox: Outbox) -> None:
         known = await database.read(lambda connection: _found(connection, namespace, name))
         if known.terms.receiver is None:  # nothing is to be forwarded
             return Abandoned(abandoned=0)
-        return Abandoned(abandoned=await outbox.abandon(known.id, one_line(reason)))
+        return Abandoned(abandoned=await outbox.abandon(known, one_line(reason)))
 
 
-def _add_replays(routes: APIRouter, database: Database, outbox: Outbox) -> None:
+def _add_replays(routes: APIRouter, database: Database, outbox: Sending) -> None:
     @routes.post(f"{_ROUND}/ledger/replay", responses=documented(507))
     async def replay_ended(namespace: str, name: str, state: Replayable) -> Replayed:
         """Send everything again that has ended in this state without being delivered."""
         known = await database.read(lambda connection: _found(connection, namespace, name))
-        return Replayed(replayed=await outbox.replay(known.id, State(state)))
+        return Replayed(replayed=await outbox.replay(known, State(state)))
 
     @routes.post("/outbox/{id}/replay", responses=documented(507))
     async def replay_callback(id: _Id) -> Replayed:  # noqa: A002 - the parameter's name for clients
         """Send one again that has ended without being delivered. One that has not stays as it is."""
 
-        def write(connection: Connection) -> bool:
-            if listing.callback(connection, id) is None:
-                raise _no_callback(id)
-            return callback_ledger.replay_callback(connection, id)
-
-        count = int(await database.write(write))
+        replayed = await database.write(partial(callback_ledger.replay_callback, id_=id))
+        if replayed is None:
+            raise _no_callback(id)
         outbox.wake()
-        return Replayed(replayed=count)
+        return Replayed(replayed=int(replayed))
 
 
-def _add_rivals(routes: APIRouter, database: Database, outbox: Outbox) -> None:
+def _add_rivals(routes: APIRouter, database: Database, outbox: Sending) -> None:
     @routes.get(f"{_ROUND}/rivals", response_model_exclude_none=True)
     async def undecided(namespace: str, name: str, limit: _Limit = 100) -> RivalPage:
         """List the first nonces with several results of which nobody knows which is honest."""
@@ -335,9 +331,20 @@ def _without_secrets(row: RowMapping) -> dict[str, Any]:
 def _found(connection: Connection, namespace: str, name: str) -> KnownRound:
     known = newest(connection, namespace, name)
     if known is None:
-        detail = f"no round {namespace}/{name} is known: one is from its first delivery on, until it is deleted"
-        raise Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
+        raise _no_round(namespace, name)
     return known
+
+
+def _replay(connection: Connection, namespace: str, name: str, nonces: Sequence[int] | None) -> int:
+    count = ledger.replay(connection, _found(connection, namespace, name).id, nonces)
+    if count is None:  # it began to be deleted in between
+        raise _no_round(namespace, name)
+    return count
+
+
+def _no_round(namespace: str, name: str) -> Refusal:
+    detail = f"no round {namespace}/{name} is known: one is from its first delivery on, until it is deleted"
+    return Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
 
 
 def _public(receiver: str | None) -> str | None:

@@ -2,8 +2,8 @@
 """The cursor of exports: how far each slot of a round was read, as a text that a client hands back.
 
 A slot is read up to its largest nonce at that moment. What arrives later is above that nonce, or it has a number in
-``late_arrivals`` above those that there were. So two positions of a slot bound what came between them, whatever arrives
-meanwhile.
+``late_arrivals`` above those that there were. So has what a decision replaces later. So two positions of a slot bound
+what came between them, whatever arrives meanwhile.
 
 The text is base64url of a checksum and of: the round's uid (hashed) and id, a stamp, and both numbers of each slot. The
 stamp is made of the moments at which the last artifacts arrived. It differs if they are other ones: after a restore of

@@ -14,14 +14,11 @@ from binascii import b2a_base64
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import reduce
+from functools import cache, reduce
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-from sqlalchemy import Connection, and_, select
+from sqlalchemy import Connection, and_, func, or_, select
 
 from poc_gateway.errors import Refusal
 from poc_gateway.query.cursor import BEGIN, Position, Positions
@@ -42,6 +39,9 @@ _BYTES_PER_NUMBER = 2
 #: time than everything else if tens of thousands of tuples lived at a time.
 _DRIVER_ROWS = 512
 
+#: pyarrow has no types, and is not there before it is needed: itself or something of it, and one of its tables.
+Arrow = Any
+Table = Any
 #: nonce, vector or distance, received_at.
 Columns = tuple[list[int], list[bytes | float], list[int]]
 
@@ -55,10 +55,19 @@ TERMS_KEY = "poc.round"
 _ANY = ("*/*", "")
 
 
+@cache
+def arrow() -> Arrow:
+    """Return pyarrow. It takes a while to load, so a gateway starts without it: call this first in a thread."""
+    import pyarrow.compute  # noqa: PLC0415
+    import pyarrow.parquet  # noqa: PLC0415
+
+    return pyarrow
+
+
 class _Stretch(NamedTuple):
     """Artifacts of a slot that are still to be read: those with ``after < nonce <= last``.
 
-    Or, if ``below`` is given, late arrivals with ``after < number <= last`` whose nonces do not exceed it.
+    Or, if ``below`` is given, what arrived late or was replaced with ``after < number <= last``, up to that nonce.
     """
 
     offset: int
@@ -71,13 +80,14 @@ class _Stretch(NamedTuple):
 class Scan:
     """Walks over the artifacts of a round between two positions; each `read` continues where the last one ended.
 
-    What arrived late comes first of its slot, then the others in the order of their nonces.
+    What arrived late or was replaced comes first of its slot, then the others in the order of their nonces.
     """
 
     def __init__(self, known: KnownRound, query: ArtifactsQuery, begin: Positions, end: Positions) -> None:
         self._round = known
         self._query = query
         self._end = end
+        self._replaced = dict[int, Mapping[int, int]]()  # by slot id: the last number of each nonce that was replaced
         offsets = sorted(known.slots) if query.slot is None else [query.slot]
         self._left = deque(
             stretch
@@ -136,6 +146,11 @@ class Scan:
                 table.nonce >= self._query.nonce_from, table.nonce <= min(stretch.below, self._query.nonce_to)
             )
             query = query.join(schema.late_arrivals, same).where(numbers, nonces)
+            if stretch.slot_id not in self._replaced:
+                self._replaced[stretch.slot_id] = _replaced(connection, stretch)
+            if again := self._replaced[stretch.slot_id]:
+                # Such a nonce has several numbers, and comes with the last of them.
+                query = query.where(or_(late.nonce.not_in(again), late.number.in_(again.values())))
         # The driver's tuples: SQLAlchemy would make an object of each.
         cursor = connection.execute(query.order_by(table.nonce)).cursor
         assert cursor is not None  # noqa: S101 - a select has one
@@ -148,16 +163,27 @@ class Scan:
         return nonces_, values, moments
 
     def _later(self, connection: Connection) -> Mapping[int, set[int]]:
-        """Return, by slot, what has arrived late since the end was set: it belongs to the next export."""
+        """Return, by slot, what has arrived late since the end was set: it belongs to the next export.
+
+        What was replaced meanwhile belongs to both.
+        """
         slots, late = schema.slots.c, schema.late_arrivals.c
         grown = connection.execute(select(slots.id, slots.slot, slots.late).where(slots.round_id == self._round.id))
         found = dict[int, set[int]]()
         for id_, offset, number in grown:
             end = self._end.get(offset, BEGIN).late
             if number > end:
-                query = select(late.nonce).where(late.slot_id == id_, late.number > end)
+                query = select(late.nonce).where(late.slot_id == id_, late.number > end, ~late.replaced)
                 found[id_] = set(connection.scalars(query))
         return found
+
+
+def _replaced(connection: Connection, stretch: _Stretch) -> Mapping[int, int]:
+    """Return the nonces of a stretch that were replaced, each with its last number: as few as a slot has conflicts."""
+    late = schema.late_arrivals.c
+    within = and_(late.slot_id == stretch.slot_id, late.number > stretch.after, late.number <= stretch.last)
+    query = select(late.nonce, func.max(late.number)).where(within, late.replaced).group_by(late.nonce)
+    return dict(connection.execute(query).all())
 
 
 def _without(columns: Columns, nonces: set[int] | None) -> Columns:
@@ -169,7 +195,7 @@ def _without(columns: Columns, nonces: set[int] | None) -> Columns:
 
 async def chunks(
     database: Database, known: KnownRound, query: ArtifactsQuery, begin: Positions, end: Positions
-) -> AsyncGenerator[pa.Table]:
+) -> AsyncGenerator[Table]:
     """Yield the artifacts that ``query`` asks for, as tables of nonce, slot, node_id, received_at and value.
 
     Those are left out that were read up to ``begin``, or have arrived since ``end``.
@@ -177,7 +203,7 @@ async def chunks(
     """
     scan, left = Scan(known, query, begin, end), query.limit
 
-    def read(connection: Connection) -> pa.Table:
+    def read(connection: Connection) -> Table:
         return _filtered(tabulate(known.terms, scan.read(connection)), query)
 
     while not scan.done and left != 0:
@@ -198,8 +224,9 @@ def rows_within(size: int, k_dim: int) -> int:
     return max(1, size // (_BYTES_PER_NUMBER * k_dim))
 
 
-def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Columns]]) -> pa.Table:
+def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Columns]]) -> Table:
     """Return the rows of ``parts``, each the first nonce of a slot and its columns, as a table without gaps."""
+    pa = arrow()
     value = pa.float64() if terms.k_dim is None else pa.binary(_BYTES_PER_NUMBER * terms.k_dim)
     names = {"nonce": pa.int32(), "slot": pa.int32(), "node_id": pa.int32(), "received_at": pa.int64(), "value": value}
     schema_ = pa.schema(list(names.items()))
@@ -207,7 +234,8 @@ def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Columns]]) -> pa.Tabl
     return pa.Table.from_batches(batches, schema_).combine_chunks()
 
 
-def _batch(terms: RoundTerms, offset: int, columns: Columns, schema_: pa.Schema) -> pa.RecordBatch:
+def _batch(terms: RoundTerms, offset: int, columns: Columns, schema_: Arrow) -> Arrow:
+    pa = arrow()
     nonces, values, moments = columns
     count, small = len(nonces), pa.int32()
     slot = pa.repeat(pa.scalar(offset, small), count)
@@ -216,7 +244,8 @@ def _batch(terms: RoundTerms, offset: int, columns: Columns, schema_: pa.Schema)
     return pa.record_batch(arrays, schema=schema_)
 
 
-def _filtered(table: pa.Table, query: ArtifactsQuery) -> pa.Table:
+def _filtered(table: Table, query: ArtifactsQuery) -> Table:
+    pc = arrow().compute
     conditions = []
     if query.received_from is not None:
         conditions.append(pc.field("received_at") >= query.received_from)
@@ -236,6 +265,11 @@ def accepted(accept: str) -> Format:
             return by_type[media]
     detail = f"Accept names none of {', '.join(MEDIA_TYPES.values())}: send one of them, or set the parameter format"
     raise Refusal(HTTPStatus.NOT_ACCEPTABLE, "NotAcceptable", detail)
+
+
+def public_terms(terms: RoundTerms) -> dict[str, object]:
+    """Return the terms of a round that those may know who read its results."""
+    return {name: value for name, value in asdict(terms).items() if not name.startswith("receiver")}
 
 
 def writer(format_: Format, terms: RoundTerms) -> "Writer":
@@ -259,16 +293,17 @@ class Writer(ABC):
         return b""
 
     @abstractmethod
-    def chunk(self, table: pa.Table) -> bytes:
+    def chunk(self, table: Table) -> bytes:
         """Return what ``table`` adds."""
 
     def end(self) -> bytes:
         """Return what comes after all chunks."""
         return b""
 
-    def _rows(self, table: pa.Table) -> Iterator[tuple[int, int, int, str, str | float]]:
+    def _rows(self, table: Table) -> Iterator[tuple[int, int, int, str, str | float]]:
+        pa = arrow()
         # A zone would make Arrow look for the machine's time zone database.
-        moments = pc.strftime(table["received_at"].cast(pa.timestamp("ms")), format="%Y-%m-%dT%H:%M:%SZ")
+        moments = pa.compute.strftime(table["received_at"].cast(pa.timestamp("ms")), format="%Y-%m-%dT%H:%M:%SZ")
         values = table["value"].to_pylist()
         if self._terms.k_dim is not None:
             values = [b2a_base64(vector, newline=False).decode() for vector in values]
@@ -277,7 +312,7 @@ class Writer(ABC):
 
 
 class _JsonLines(Writer):
-    def chunk(self, table: pa.Table) -> bytes:
+    def chunk(self, table: Table) -> bytes:
         # Neither base64 nor a moment has a character that JSON escapes, and repr writes a float as JSON does.
         name = "distance" if self._terms.k_dim is None else "vector_b64"
         mark = "" if self._terms.k_dim is None else '"'
@@ -293,7 +328,7 @@ class _Csv(Writer):
         name = "distance" if self._terms.k_dim is None else "vector_b64"
         return f"nonce,slot,node_id,received_at,{name}\r\n".encode()
 
-    def chunk(self, table: pa.Table) -> bytes:
+    def chunk(self, table: Table) -> bytes:
         lines = [
             f"{nonce},{slot},{node},{moment},{value}\r\n" for nonce, slot, node, moment, value in self._rows(table)
         ]
@@ -304,12 +339,12 @@ class _Parquet(Writer):
     def __init__(self, terms: RoundTerms) -> None:
         super().__init__(terms)
         self._sink = _Sink()
+        pa = arrow()
         small, moment = pa.int32(), pa.timestamp("ms", "UTC")
         fields = [("nonce", small), ("slot", small), ("node_id", small), ("received_at", moment)]
         fields.append(("distance", pa.float64()) if terms.k_dim is None else ("vector", _vectors(terms.k_dim)))
-        public = {name: value for name, value in asdict(terms).items() if not name.startswith("receiver")}
-        self._schema = pa.schema(fields, {TERMS_KEY: json.dumps(public)})
-        self._writer = pq.ParquetWriter(
+        self._schema = pa.schema(fields, {TERMS_KEY: json.dumps(public_terms(terms))})
+        self._writer = pa.parquet.ParquetWriter(
             self._sink,
             self._schema,
             compression="zstd",
@@ -319,13 +354,13 @@ class _Parquet(Writer):
             write_statistics=["nonce", "slot", "node_id", "received_at", "distance"],
         )
 
-    def chunk(self, table: pa.Table) -> bytes:
+    def chunk(self, table: Table) -> bytes:
         value = table["value"].combine_chunks()
         if self._terms.k_dim is not None:
             value = _as_vectors(value, self._terms.k_dim)
         columns = [table["nonce"], table["slot"], table["node_id"], table["received_at"], value]
         moments = columns[3].cast(self._schema.field("received_at").type)
-        table = pa.Table.from_arrays([*columns[:3], moments, value], schema=self._schema)
+        table = arrow().Table.from_arrays([*columns[:3], moments, value], schema=self._schema)
         self._writer.write_table(table, row_group_size=table.num_rows)
         return self._sink.take()
 
@@ -334,12 +369,14 @@ class _Parquet(Writer):
         return self._sink.take()
 
 
-def _vectors(k_dim: int) -> pa.DataType:
+def _vectors(k_dim: int) -> Arrow:
+    pa = arrow()
     return pa.list_(pa.field("element", pa.float16(), nullable=False), k_dim)
 
 
-def _as_vectors(values: pa.FixedSizeBinaryArray, k_dim: int) -> pa.FixedSizeListArray:
+def _as_vectors(values: Arrow, k_dim: int) -> Arrow:
     # The bytes are the numbers already: nothing is copied.
+    pa = arrow()
     first, count = values.offset * k_dim, len(values) * k_dim
     numbers = pa.Array.from_buffers(pa.float16(), count, [None, values.buffers()[1]], offset=first)
     return pa.FixedSizeListArray.from_arrays(numbers, type=_vectors(k_dim))

@@ -110,7 +110,12 @@ class ArtifactsQuery(RoundQuery):
 
 
 class RoundEntry(BaseModel):
-    """A round and its sums. ``dead`` counts artifacts that the receiver refused; ``slots`` those of this cluster."""
+    """A round and its sums. ``dead`` counts artifacts that the receiver refused; ``slots`` those of this cluster.
+
+    ``limit_reached`` says for which limit its last new results were refused; null if they were stored. ``archived_at``
+    is when its last archive was complete, ``archiving_since`` since when another is written, ``archive_error`` why the
+    last try failed.
+    """
 
     uid: str
     namespace: str
@@ -132,6 +137,10 @@ class RoundEntry(BaseModel):
     conflicts: int
     forwarded: int
     dead: int
+    limit_reached: str | None
+    archived_at: datetime | None
+    archiving_since: datetime | None
+    archive_error: str | None
 
 
 class RoundPage(BaseModel):

@@ -26,6 +26,7 @@ from vllm_poc.wire.messages import Protocol
 
 #: So many slots with rivals, pairs of rivals of a slot, and refused pods are told to the operator.
 MOST_NAMED = 20
+_ARCHIVE_MOMENTS = ("archived_at", "archiving_since")
 _COUNTERS = (slots.c.stored, slots.c.duplicates, slots.c.conflicts, slots.c.forwarded)
 
 
@@ -66,7 +67,7 @@ def progress(connection: Connection, namespace: str, name: str, uid: str | None)
     rows = connection.execute(query).mappings().all()
     rivals = _rivals(connection, [slot["id"] for slot in rows if slot["conflicts"]])
     collected = [_collected_slot(terms, slot, rivals.get(slot["id"], [])) for slot in rows]
-    found = _collected(terms.uid, collected, _refused_pods(connection, row["id"]))
+    found = _collected(terms.uid, collected, _refused_pods(connection, row["id"]), row["limit_reached"])
     if not found.conflicts:
         return found
     undecided, lied = count_undecided(connection, row["id"]), forgers(connection, row["id"], MOST_NAMED)
@@ -195,7 +196,9 @@ def _refused_pods(connection: Connection, round_id: int) -> list[RefusedPod]:
     return [RefusedPod.model_validate(dict(row)) for row in connection.execute(query).mappings()]
 
 
-def _collected(uid: str, collected: Sequence[CollectedSlot], refused: list[RefusedPod]) -> CollectedRound:
+def _collected(
+    uid: str, collected: Sequence[CollectedSlot], refused: list[RefusedPod], limit_reached: str | None
+) -> CollectedRound:
     return CollectedRound(
         uid=uid,
         stored=sum(slot.stored for slot in collected),
@@ -204,6 +207,7 @@ def _collected(uid: str, collected: Sequence[CollectedSlot], refused: list[Refus
         forwarded=sum(slot.forwarded for slot in collected),
         slots=list(collected),
         refused=refused,
+        limit_reached=limit_reached,
     )
 
 
@@ -229,6 +233,7 @@ def _entries(connection: Connection, found: Sequence[RowMapping]) -> list[RoundE
                 **row,
                 **totals[row["id"]],
                 "created_at": moment(row["created_at"]),
+                **{name: moment(row[name]) for name in _ARCHIVE_MOMENTS if row[name] is not None},
                 "dead": deaths.get(row["id"], 0),
             }
         )

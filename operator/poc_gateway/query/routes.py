@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
@@ -20,6 +20,7 @@ from poc_gateway.query.messages import (
     ConflictPage,
     ConflictsQuery,
     RoundDetail,
+    RoundEntry,
     RoundPage,
     RoundQuery,
     RoundsQuery,
@@ -41,15 +42,20 @@ _EXPORT = {
 }
 
 
-class Results:
-    """What is stored, read for one answer after the other."""
+Told = TypeVar("Told", RoundEntry, CollectedRound)
 
-    def __init__(self, database: Database) -> None:
+
+class Results:
+    """What is stored, read for one answer after the other. Without ``limits`` no round has reached one."""
+
+    def __init__(self, database: Database, *, limits: bool) -> None:
         self._database = database
+        self._limits = limits
 
     async def rounds(self, query: Annotated[RoundsQuery, Query()]) -> RoundPage:
         """List the rounds that something was delivered for, newest first."""
-        return await self._database.read(lambda connection: queries.round_page(connection, query))
+        page = await self._database.read(lambda connection: queries.round_page(connection, query))
+        return page.model_copy(update={"rounds": [self._told(one) for one in page.rounds]})
 
     async def round(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> RoundDetail:
         """Tell a round's terms, sums and slots."""
@@ -57,7 +63,7 @@ class Results:
         def read(connection: Connection) -> RoundDetail:
             known = _find(connection, namespace, name, query)
             slots = queries.slot_entries(connection, known)
-            return RoundDetail(round=queries.round_entry(connection, known), slots=slots)
+            return RoundDetail(round=self._told(queries.round_entry(connection, known)), slots=slots)
 
         return await self._database.read(read)
 
@@ -66,11 +72,12 @@ class Results:
         found = await self._database.read(lambda one: queries.progress(one, namespace, name, query.uid))
         if found is None:
             raise _unknown(namespace, name, query)
-        return found
+        return self._told(found)
 
     async def summary(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> Summary:
         """Tell a round's counts and arrivals, and how its distances or its vectors' norms are spread."""
-        return await summarise(self._database, await self._known(namespace, name, query))
+        found = await summarise(self._database, await self._known(namespace, name, query))
+        return found.model_copy(update={"round": self._told(found.round)})
 
     async def conflicts(self, namespace: str, name: str, query: Annotated[ConflictsQuery, Query()]) -> ConflictPage:
         """List results that arrived for nonces with another result."""
@@ -114,8 +121,13 @@ class Results:
         headers = {"Content-Disposition": f'attachment; filename="{file}"', "Vary": "Accept"}
         if span.cursor is not None:
             headers[NEXT_SINCE] = span.cursor
-        body = self._body(span, query, writer(format_, span.known.terms))
+        out = await asyncio.to_thread(writer, format_, span.known.terms)
+        body = self._body(span, query, out)
         return StreamingResponse(body, media_type=MEDIA_TYPES[format_], headers=headers)
+
+    def _told(self, found: Told) -> Told:
+        # Without limits nobody counts, and what an earlier process has told of one would stay for ever.
+        return found if self._limits else found.model_copy(update={"limit_reached": None})
 
     async def _known(self, namespace: str, name: str, query: RoundQuery) -> KnownRound:
         return await self._database.read(lambda connection: _find(connection, namespace, name, query))
@@ -128,10 +140,10 @@ class Results:
         yield await asyncio.to_thread(out.end)
 
 
-def router(database: Database) -> APIRouter:
-    """Return the routes."""
+def router(database: Database, *, limits: bool) -> APIRouter:
+    """Return the routes; ``limits`` if there is any that a round may reach."""
     routes = APIRouter(prefix="/rounds", responses=documented(401, 422, 503))
-    results, one = Results(database), "/{namespace}/{name}"
+    results, one = Results(database, limits=limits), "/{namespace}/{name}"
     routes.get("")(results.rounds)
     of_round = documented(404)
     exports = documented(404, 406, 410) | {200: _EXPORT}

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from random import Random
 
-import pyarrow.compute as pc
 from sqlalchemy import Connection, Row, func, select
 
 from poc_gateway.query import queries
 from poc_gateway.query.cursor import positions
-from poc_gateway.query.export import chunks, rows_within
+from poc_gateway.query.export import arrow, chunks, rows_within
 from poc_gateway.query.messages import ArtifactsQuery, Histogram, RoundEntry, SlotArrivals, Summary
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
@@ -94,6 +93,7 @@ async def _places_of_distances(database: Database, known: KnownRound, end: float
     reached = await database.read(lambda connection: positions(connection, known))
     async with aclosing(chunks(database, known, ArtifactsQuery(), {}, reached)) as tables:
         async for table in tables:
+            pc = arrow().compute
             scaled = pc.floor(pc.multiply(pc.divide(table["value"], end), float(_BINS)))
             counted = pc.value_counts(pc.min_element_wise(scaled, float(_BINS)))
             places.update({int(entry["values"]): entry["counts"] for entry in counted.to_pylist()})

@@ -4,7 +4,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -15,7 +15,7 @@ from poc_gateway.metrics import JobKind
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.disk_space import size_bytes
+from poc_gateway.store.reserve import size_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -41,10 +41,11 @@ class JobGauges(Collector):
 
 
 class DatabaseGauges(Collector):
-    """Gauges of what the database holds."""
+    """Gauges of what the database holds, which the process tells that ``owns`` it, and of the process's own writes."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, owns: Callable[[], bool] = lambda: True) -> None:
         self._database = database
+        self._owns = owns
 
     def describe(self) -> list[Metric]:
         """Name no series in advance: a look into the database just to register would be one too many."""
@@ -52,12 +53,16 @@ class DatabaseGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges; none while the database cannot be read."""
-        try:
-            with self._database.engine.connect() as connection:
-                values = _values(connection)
-        except Exception as error:
-            _log.warning("the gauges cannot be read from the database: %s", error)
-            return
+        owns = self._owns()
+        values = dict[str, tuple[str, float]]()
+        if owns:
+            try:
+                with self._database.engine.connect() as connection:
+                    values = _values(connection)
+            except Exception as error:
+                _log.warning("the gauges cannot be read from the database: %s", error)
+                return
+        values["owner"] = ("Whether this gateway owns the database, and forwards", float(owns))
         waiting = float(self._database.waiting)
         values["waiting_writes"] = ("Writes that wait for the database's one writer", waiting)
         values["disk_full"] = (

@@ -25,7 +25,7 @@ from poc_gateway.ingest.deliveries import GRANT
 from poc_gateway.metrics import record_of
 from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.chat import BODY_SENT
-from poc_gateway.server.bodies import Bodies
+from poc_gateway.server.connections import Bodies
 from poc_gateway.settings import Settings
 from poc_operator.credentials import POD_USER, CredentialError, Verifier
 from vllm_poc.wire.callbacks import GATEWAY_REALM

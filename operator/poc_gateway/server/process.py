@@ -8,7 +8,7 @@ import asyncio
 import gc
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +17,21 @@ from ssl import SSLContext
 import prometheus_client
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
 from poc_gateway.errors import install_handlers
 from poc_gateway.ingest import routes as ingest_routes
+from poc_gateway.ingest.quotas import Quota
 from poc_gateway.node_api import routes as node_routes
 from poc_gateway.node_api.base_url import CHAT_PREFIX, BaseUrls, Chat, is_chat
 from poc_gateway.node_api.chat import ChatPlaces
 from poc_gateway.node_api.service import ClusterOf, NodeApi, running_ml_nodes
 from poc_gateway.outbox import routes as outbox_routes
+from poc_gateway.outbox.commands import Commands, Sending
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query import routes as query_routes
 from poc_gateway.server import health
-from poc_gateway.server.access_log import AccessLog
 from poc_gateway.server.connections import BoundedProtocol, Connections, bounded_by, raise_descriptor_limit
 from poc_gateway.server.gauges import DatabaseGauges, JobGauges
 from poc_gateway.server.middleware import (
@@ -40,14 +42,15 @@ from poc_gateway.server.middleware import (
     inside_access,
     network_access,
 )
-from poc_gateway.server.standby import Gate, first_of, opened, taken, while_owner
-from poc_gateway.server.telemetry import RouteNames, Telemetry, templates_of
+from poc_gateway.server.owner import Owner, archiving
+from poc_gateway.server.standby import Gate, first_of, opened, reached, taken, while_owner
+from poc_gateway.server.telemetry import AccessLog, RouteNames, Telemetry, templates_of
 from poc_gateway.server.tls import Certificate, TlsListener
 from poc_gateway.settings import Settings
-from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
+from poc_gateway.store.engine import is_shared
 from poc_gateway.store.fence import fence_of
-from poc_gateway.store.retention import Retention
+from poc_gateway.store.retention import Clock, Retention
 from poc_gateway.store.rounds import ReadRound, Rounds
 from poc_operator.clients.kube.callback_secret import ReadSecret
 
@@ -66,19 +69,20 @@ class Components:
     settings: Settings
     database: Database
     rounds: Rounds
-    outbox: Outbox
+    outbox: Sending
     ml_nodes: Sequence[NodeApi] = ()
 
 
 def inside_app(components: Components) -> FastAPI:
     """Return the app for pods, the operator and people."""
     database, settings = components.database, components.settings
+    quota = Quota(database.room, results=settings.round_results, percent=settings.round_volume_percent)
     app = _app(
         "Proof-of-Compute gateway",
         health.router(database),
-        ingest_routes.router(database, components.rounds, stored=components.outbox.wake),
+        ingest_routes.router(database, components.rounds, quota, stored=components.outbox.wake),
         outbox_routes.router(database, components.outbox),
-        query_routes.router(database),
+        query_routes.router(database, limits=quota.limits),
     )
     # What is added last is asked first.
     app.add_middleware(JsonBodies)
@@ -148,13 +152,14 @@ async def run(
 
     ``read_secret`` reads the Secrets of receivers, without which results for those that ask for a user wait.
 
-    While another gateway owns the database, stand by. DatabaseError, ValueError or OSError if the database, the file of
-    the ML nodes, the certificate or a port cannot be used.
+    While another gateway owns the SQLite database, stand by; one on PostgreSQL serves beside it. DatabaseError,
+    ValueError or OSError if the database, the file of the ML nodes, the certificate or a port cannot be used.
     """
     connections = Connections(settings, raise_descriptor_limit())
     gates = Gates(inside=Gate(), network=Gate(), chats=connections.chats)
     servers = Servers(settings, gates, connections)
-    await first_of(servers.serve(), _live(settings, read_round, cluster_of, read_secret, gates), stop=servers.stop)
+    live = _live_beside_others if is_shared(settings.database.get_secret_value()) else _live_alone
+    await first_of(servers.serve(), live(settings, read_round, cluster_of, read_secret, gates), stop=servers.stop)
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class Gates:
         self.network.open(network_app(components, self.chats))
 
 
-async def _live(
+async def _live_alone(
     settings: Settings,
     read_round: ReadRound,
     cluster_of: ClusterOf | None,
@@ -195,17 +200,49 @@ async def _live(
         clock = Clock(database)
         rounds, outbox = Rounds(database, read_round), Outbox(database, settings, clock, read_secret)
         ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, cluster_of))
-        registry = prometheus_client.REGISTRY
-        registry.register(DatabaseGauges(database))
-        registry.register(JobGauges(ml_nodes))
-        metrics_server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=registry)
-        stack.callback(metrics_server.shutdown)
+        stack.callback(_serve_metrics(settings, DatabaseGauges(database), JobGauges(ml_nodes)))
         gates.open(Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes))
         retention = Retention(database, settings, rounds.forget, clock)
-        # What is there for good need not be looked through again and again: that takes 0.1 s, and chat stands still.
-        gc.collect()
-        gc.freeze()
-        await while_owner(fence, database, outbox.run, retention.run)
+        _freeze()
+        await while_owner(fence, database, outbox.run, retention.run, *archiving(database, settings))
+
+
+async def _live_beside_others(
+    settings: Settings,
+    read_round: ReadRound,
+    cluster_of: ClusterOf | None,
+    read_secret: ReadSecret | None,
+    gates: Gates,
+) -> None:
+    """Serve beside the other gateways on the database, and stand for its owner."""
+    url = settings.database.get_secret_value()
+    async with AsyncExitStack() as stack:
+        gates.tell("the database is being opened, and its schema brought up to date")
+        database = await reached(partial(Database.open, url), gates.tell)
+        stack.push_async_callback(asyncio.to_thread, database.close)
+        rounds, commands = Rounds(database, read_round), Commands(database)
+        running = running_ml_nodes(settings, database, cluster_of, shared=True)
+        ml_nodes = await stack.enter_async_context(running)
+        owner = Owner(settings, commands=commands, rounds=rounds, ml_nodes=ml_nodes, read_secret=read_secret)
+        gauges = DatabaseGauges(database, lambda: owner.owns)
+        stack.callback(_serve_metrics(settings, gauges, JobGauges(ml_nodes)))
+        gates.open(Components(settings=settings, database=database, rounds=rounds, outbox=commands, ml_nodes=ml_nodes))
+        _freeze()
+        await owner.run()
+
+
+def _serve_metrics(settings: Settings, *gauges: Collector) -> Callable[[], object]:
+    """Serve the metrics with these gauges; return what ends that."""
+    for one in gauges:
+        prometheus_client.REGISTRY.register(one)
+    server, _ = prometheus_client.start_http_server(settings.metrics_port, registry=prometheus_client.REGISTRY)
+    return server.shutdown
+
+
+def _freeze() -> None:
+    # What is there for good need not be looked through again and again: that takes 0.1 s, and chat stands still.
+    gc.collect()
+    gc.freeze()
 
 
 class Servers:

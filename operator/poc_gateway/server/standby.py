@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owning the database, or standing by until its owner is gone.
 
+With SQLite a gateway that stands by serves nothing. With PostgreSQL it serves requests like all others, and stands by
+only for what `poc_gateway.server.owner` does.
+
 ::
 
     standing by ── the fence is free ──> owner ── the fence is lost ──> sends nothing
@@ -29,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 #: What owns the database is ended within this time when the fence is lost: posts in flight have ten seconds of it.
 _END_SECONDS = 15.0
+#: Why a gateway that needs a database for itself does nothing.
+STANDS_BY = "another gateway owns the database: this one stands by until that has ended"
 
 
 class Gate:
@@ -57,38 +62,46 @@ class Gate:
             await refusal.response()(scope, receive, send)
 
 
-async def taken(fence: Fence, tell: Callable[[str], None]) -> None:
-    """Wait until the fence is ours; ``tell`` is called with why it is not. DatabaseError if it can never be."""
+async def taken(fence: Fence, tell: Callable[[str], None], *, reason: str = STANDS_BY) -> None:
+    """Wait until the fence is ours; ``tell`` is called with why it is not: ``reason`` if another has it.
+
+    DatabaseError if it can never be ours.
+    """
     told = ""
     while True:
         try:
             if await asyncio.to_thread(fence.take):
                 return
-            reason = "another gateway owns the database: this one stands by until that has ended"
+            why = reason
         except DatabaseAway as error:
-            reason = str(error)
-        if reason != told:
-            _log.warning("%s", reason)
-        told = reason
-        tell(reason)
+            why = str(error)
+        if why != told:
+            _log.warning("%s", why)
+        told = why
+        tell(why)
         await asyncio.sleep(LOOK_SECONDS)
 
 
 async def while_owner(fence: Fence, database: Database, *works: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Do the works for as long as the fence is ours, and again when it is taken back; FenceLost if another had it."""
     while True:
-        tasks = [asyncio.create_task(work()) for work in works]
-        lost = asyncio.create_task(_lost(fence, database))
-        try:
-            await asyncio.wait([*tasks, lost], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _ended(*tasks, lost)
-        for task in tasks:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise error
-        _log.error("the database's fence is lost: nothing is forwarded until it is taken again")
+        await until_lost(fence, database, *works)
         await taken(fence, lambda _: None)
         await _taken_over(database)
+
+
+async def until_lost(fence: Fence, database: Database, *works: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Do the works until the fence is lost; raises what one of them raises."""
+    tasks = [asyncio.create_task(work()) for work in works]
+    lost = asyncio.create_task(_lost(fence, database))
+    try:
+        await asyncio.wait([*tasks, lost], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _ended(*tasks, lost)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    _log.error("the database's fence is lost: nothing is forwarded until it is taken again")
 
 
 async def _lost(fence: Fence, database: Database) -> None:
@@ -106,6 +119,17 @@ async def opened(open_database: Callable[[], Database]) -> Database:
         with suppress(Exception):
             await asyncio.to_thread((await opening).close)
         raise
+
+
+async def reached(open_database: Callable[[], Database], tell: Callable[[str], None]) -> Database:
+    """Open a database as `opened` does, when it answers; ``tell`` is called with why it does not."""
+    while True:
+        try:
+            return await opened(open_database)
+        except DatabaseAway as error:
+            _log.warning("%s", error)
+            tell(str(error))
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 async def _taken_over(database: Database) -> None:

@@ -2,7 +2,9 @@
 """Reads and writes. All writes go through one thread, which commits those that wait together in one go.
 
 A write is durable when `Database.write` returns: SQLite syncs its log at every commit, and so does PostgreSQL.
-One process owns the database (`poc_gateway.store.fence`), so a write may read first and rely on what it read.
+A write may read first. With SQLite it may rely on what it read, since one process owns the file
+(`poc_gateway.store.fence`). Several processes write to one PostgreSQL: there a write locks the rows that it relies on,
+first those of the slots (`poc_gateway.outbox.ledger`), and one that another came before is tried again.
 
 A database that does not answer fails everything that waits for it at once. From then on one at a time tries whether it
 is back, and all others fail without waiting.
@@ -21,17 +23,18 @@ from typing import Any, Generic, Self, TypeVar
 from sqlalchemy import Connection, Engine
 
 from poc_gateway.metrics import COMMIT_SECONDS
-from poc_gateway.store.disk_space import cannot_shrink
 from poc_gateway.store.engine import (
     DatabaseAway,
     DatabaseFull,
     DatabaseUnavailable,
     create_engine,
+    is_conflict,
+    is_missing,
     translated,
 )
-from poc_gateway.store.fence import epoch, next_epoch
-from poc_gateway.store.migrations import migrate
-from poc_gateway.store.reserve import Room
+from poc_gateway.store.fence import end_hung_sessions, epoch, is_given_up, next_epoch
+from poc_gateway.store.migrations import is_newest, migrate
+from poc_gateway.store.reserve import Room, cannot_shrink
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +49,8 @@ TURN_SECONDS = 30.0
 AWAY_SECONDS = 1.0
 #: Seconds that all migrations together may take, while nothing else uses the database.
 MIGRATION_SECONDS = 3_600.0
+#: Most times that a write is tried which others come before.
+CONFLICTS = 5
 #: Most writes that wait for theirs.
 MOST_WAITING = 1_024
 _READERS = 4
@@ -62,6 +67,8 @@ class _Write(Generic[Result]):
     done: "Future[Result]"
     #: Whether it stores something new, which a full disk has no room for.
     grows: bool
+    #: The slot that it locks first, if it locks one alone.
+    slot_id: int
 
     def begin(self) -> bool:
         """Whether the caller still waits; from now on it cannot give up."""
@@ -116,6 +123,8 @@ class Database:
         self._epoch: int | None = None
         #: Whether a write found that another process has owned the database since. This one can only end.
         self.fence_is_lost = False
+        #: Whether who owned the database before has ended in order.
+        self.was_given_up = True
         self._waiting: queue.SimpleQueue[_Write[Any] | None] = queue.SimpleQueue()
         self._closed = False
         self._writer = threading.Thread(target=self._run, name="database-writer", daemon=True)
@@ -138,6 +147,8 @@ class Database:
             database = cls(engine, room)
             if fenced:
                 with engine.begin() as connection:
+                    end_hung_sessions(connection)
+                    database.was_given_up = is_given_up(connection)
                     database._epoch = next_epoch(connection)
         except Exception as error:
             engine.dispose()
@@ -146,18 +157,39 @@ class Database:
         database._writer.start()
         return database
 
+    @classmethod
+    def beside(cls, url: str) -> Self:
+        """Open the database at ``url`` for reads alone, also while another process owns it.
+
+        DatabaseError if it is not there, or its schema is that of another release.
+        """
+        engine = create_engine(url)
+        if is_missing(url):
+            raise DatabaseUnavailable("there is no database: set POC_GATEWAY_DATABASE as the gateway has it")
+        try:
+            with engine.connect() as connection:
+                if not is_newest(connection):
+                    raise DatabaseUnavailable("the database has another schema: use the release of its gateway")
+        except Exception as error:
+            engine.dispose()
+            raise translated(error) from error
+        database = cls(engine)
+        database._closed = True
+        return database
+
     async def take_over(self) -> None:
         """Own the database again after the fence was lost and taken anew; FenceLost if another has owned it since."""
         await self.write(lambda _: None)  # for which the epoch must be ours
 
-    async def write(self, work: Work[Result], *, grows: bool = False) -> Result:
+    async def write(self, work: Work[Result], *, grows: bool = False, slot_id: int = 0) -> Result:
         """Run ``work`` in a transaction and return its result once it is durable.
 
         ``grows`` is for what stores something new: on a full disk it fails with DatabaseFull, so that the rest goes on.
+        ``slot_id`` is for what changes one slot: in one commit such writes run in the order in which slots are locked.
 
-        ``work`` may run twice, the first time in a transaction that is rolled back: it must do nothing but use its
-        connection. Its own exceptions are raised; DatabaseError if the database fails, or is so slow that the write has
-        not begun after `TURN_SECONDS`. Once it has begun its outcome is waited for, since it may well succeed.
+        ``work`` may run several times, all but the last in transactions that are rolled back: it must do nothing but
+        use its connection. Its own exceptions are raised; DatabaseError if the database fails, or is so slow that the
+        write has not begun after `TURN_SECONDS`. Once it has begun its outcome is waited for: it may well succeed.
         """
         if self._closed:
             raise DatabaseUnavailable("the gateway is ending")
@@ -166,7 +198,7 @@ class Database:
         if grows and self.room.full and not await asyncio.to_thread(self.room.admits):
             raise DatabaseFull(_FULL)
         done: Future[Result] = Future()
-        self._waiting.put(_Write(work, done, grows))
+        self._waiting.put(_Write(work, done, grows, slot_id))
         answer = asyncio.wrap_future(done)
         try:
             await asyncio.wait({answer}, timeout=TURN_SECONDS)
@@ -199,7 +231,8 @@ class Database:
         """Finish the writes that wait, then close."""
         self._closed = True
         self._waiting.put(None)
-        self._writer.join()
+        if self._writer.is_alive():
+            self._writer.join()
         self._readers.shutdown()
         self.engine.dispose()
 
@@ -234,7 +267,7 @@ class Database:
             writes.append(write)
         return writes, False
 
-    def _commit(self, writes: list[_Write[Any]]) -> None:
+    def _commit(self, writes: list[_Write[Any]], tries: int = 1) -> None:
         if not writes:
             return
         try:
@@ -248,7 +281,12 @@ class Database:
         except Exception as error:
             problem = translated(error)
             self._availability.learn(problem)
-            self._failed(writes, problem)
+            if is_conflict(error) and tries < CONFLICTS:
+                # Each by itself: what one write locks, it locks in an order that all keep.
+                for write in writes:
+                    self._commit([write], tries + 1)
+            else:
+                self._failed(writes, problem)
             return
         COMMIT_SECONDS.observe(time.perf_counter() - begun)
         self._availability.learn(None)
@@ -262,7 +300,7 @@ class Database:
             if self._epoch is not None and epoch(connection) != self._epoch:
                 self.fence_is_lost = True
                 raise FenceLost("another gateway owns the database now: this one stands by")
-            return [write.attempt(connection) for write in writes]
+            return [write.attempt(connection) for write in sorted(writes, key=lambda one: one.slot_id)]
 
     def _failed(self, writes: list[_Write[Any]], error: Exception) -> None:
         is_full = isinstance(error, DatabaseFull) or self.room.nothing_left()

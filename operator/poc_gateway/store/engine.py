@@ -10,6 +10,7 @@ DatabaseError
 import sqlite3
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psycopg
@@ -28,6 +29,8 @@ WAIT_SECONDS = 5.0
 STATEMENT_SECONDS = 8.0
 #: Pages of 4 KiB that each connection keeps: 16 MiB.
 _CACHE_KIB = 16 * 1024
+#: What sessions of PostgreSQL are called, so that those of a process that hangs can be found.
+APPLICATION = "poc-gateway"
 #: So that a PostgreSQL whose machine is gone is noticed, also by connections that are not in use.
 _POSTGRESQL: dict[str, Any] = {
     "connect_timeout": int(WAIT_SECONDS),
@@ -36,6 +39,8 @@ _POSTGRESQL: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 8_000,
 }
+#: Deadlocks, transactions that cannot be put in an order, and rows that another transaction made or deleted meanwhile.
+_CONFLICTS = frozenset({"40P01", "40001", "23505", "23503"})
 _PRAGMAS = (
     "journal_mode=WAL",
     "synchronous=FULL",
@@ -64,7 +69,7 @@ class DatabaseAway(DatabaseUnavailable):
 def create_engine(url: str, *, statement_seconds: float = STATEMENT_SECONDS) -> Engine:
     """Return an engine for ``sqlite:///PATH`` or ``postgresql://USER:PASSWORD@HOST/NAME``; ValueError for others.
 
-    A statement of PostgreSQL that takes longer than ``statement_seconds`` fails.
+    A statement of PostgreSQL that takes longer than ``statement_seconds`` fails, also if it waits for another's lock.
     """
     try:
         parsed = make_url(url)
@@ -77,8 +82,24 @@ def create_engine(url: str, *, statement_seconds: float = STATEMENT_SECONDS) -> 
     raise ValueError(f"database is of {parsed.get_backend_name()}: only sqlite and postgresql are supported")
 
 
+def is_missing(url: str) -> bool:
+    """Whether the URL names a file of SQLite that is not there: to connect would make it."""
+    parsed = make_url(url)
+    return parsed.get_backend_name() == "sqlite" and not Path(str(parsed.database)).is_file()
+
+
+def is_shared(url: str) -> bool:
+    """Return whether several processes may use the database at ``url`` at once; ValueError if it is none we know."""
+    engine = create_engine(url)
+    engine.dispose()
+    return engine.dialect.name == "postgresql"
+
+
 def _postgresql(url: sqlalchemy.URL, seconds: float) -> Engine:
-    arguments = _POSTGRESQL | {"options": f"-c statement_timeout={int(seconds * 1000)}"}
+    arguments = _POSTGRESQL | {
+        "options": f"-c statement_timeout={int(seconds * 1000)}",
+        "application_name": APPLICATION,
+    }
     engine = sqlalchemy.create_engine(url, pool_pre_ping=True, pool_size=8, connect_args=arguments)
 
     @event.listens_for(engine, "do_connect")
@@ -154,6 +175,12 @@ def translated(error: Exception) -> Exception:
     if isinstance(cause, sqlite3.OperationalError | psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction):
         return DatabaseUnavailable(f"the database cannot be used ({text})")
     return error
+
+
+def is_conflict(error: Exception) -> bool:
+    """Return whether a write of another process to the same PostgreSQL came in between: tried again, it fits."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return isinstance(cause, psycopg.Error) and cause.sqlstate in _CONFLICTS
 
 
 def _is_full_sqlite(cause: object) -> bool:

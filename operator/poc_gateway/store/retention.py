@@ -2,10 +2,15 @@
 """Deleting what nobody needs any more: rounds that are wholly forwarded, or kept here, and old enough.
 
 A round is never deleted while something of it waits to be forwarded, or while the receiver's refusals of it are
-younger than the retention: somebody may want to replay them.
+younger than the retention: somebody may want to replay them. With an archive, a round is deleted only after all that is
+stored of it is in there.
 
 A deletion takes many transactions. The first marks the round, and from then on nothing is stored for it: what is
 acknowledged while its rows go would go with them.
+
+What is deleted or expires for its age is found by moments of the wall clock. A clock that was set, by hand or by a
+machine whose battery failed, makes young rows old. So `Clock` compares it with a clock that nobody sets, and with the
+moment that an earlier process has written down. After a step nothing happens until it has run evenly for long enough.
 """
 
 import asyncio
@@ -14,13 +19,26 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exists, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    ScalarSelect,
+    Select,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
-from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
-from poc_gateway.store.disk_space import release_free_pages, used_bytes
+from poc_gateway.store.reserve import release_free_pages, used_bytes
 from vllm_poc.logs import bound
 
 _log = logging.getLogger(__name__)
@@ -32,8 +50,74 @@ CHUNK_ROWS = 2_000
 RUNNING_SECONDS = 3_600
 #: What is old by a clock that was set may be young: it must have run evenly for so long before age alone counts.
 STEADY_SECONDS = 86_400
+#: The two clocks may differ by this between two looks: what is smoothed, or a machine that was suspended for a moment.
+TOLERANCE_SECONDS = 60.0
+#: A gateway that was off for longer cannot tell that from a clock that was set forward.
+MOST_AWAY_SECONDS = 86_400.0
+#: The clock is written down this often.
+WRITE_SECONDS = 60.0
+#: A database that is new has nothing that could be deleted by mistake. One that was migrated is not new.
+_FOR_EVER = 100 * 365 * 86_400.0
 _MS = 1_000
 _BEGUN = select(schema.rounds.c.id, schema.rounds.c.uid).where(~schema.ROUND_IS_KEPT)
+
+
+class Clock:
+    """The wall clock of this process, and for how long it has run evenly."""
+
+    def __init__(
+        self,
+        database: Database,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database = database
+        self._wall, self._monotonic = wall, monotonic
+        self._last: tuple[float, float] | None = None
+        self._steady = 0.0
+        self._written = float("-inf")
+
+    async def is_steady(self, seconds: float) -> bool:
+        """Compare the clocks; return whether no step was seen for so long. DatabaseError if the database fails."""
+        wall, monotonic = self._wall(), self._monotonic()
+        if self._last is None:
+            stepped = await self._begin(wall)
+        else:
+            before, passed = self._last[0], monotonic - self._last[1]
+            stepped = self._step(wall - before - passed, TOLERANCE_SECONDS, -TOLERANCE_SECONDS)
+            self._steady = 0.0 if stepped else self._steady + passed
+        self._last = wall, monotonic
+        if stepped or monotonic - self._written >= WRITE_SECONDS:
+            row = {"id": 1, "seen_at": int(wall * 1000), "steady": int(self._steady * 1000)}
+            await self._database.write(lambda connection: _write_clock(connection, row))
+            self._written = monotonic
+        return self._steady >= seconds
+
+    async def _begin(self, wall: float) -> bool:
+        """Go on from what was written down; return whether the clock has stepped since."""
+        row = await self._database.read(lambda connection: connection.execute(select(schema.clock)).first())
+        if row is None:
+            self._steady = _FOR_EVER
+            return False
+        away = wall - row.seen_at / 1000
+        stepped = self._step(away, MOST_AWAY_SECONDS, -TOLERANCE_SECONDS)
+        self._steady = 0.0 if stepped else row.steady / 1000 + max(away, 0.0)
+        return stepped
+
+    def _step(self, seconds: float, most: float, least: float) -> bool:
+        if least <= seconds <= most:
+            return False
+        _log.error(
+            "the clock moved by %.0f s: nothing is deleted or expires until it has run evenly for a while; "
+            "correct the clock if it is wrong",
+            seconds,
+        )
+        return True
+
+
+def _write_clock(connection: Connection, row: dict[str, int]) -> None:
+    connection.execute(delete(schema.clock))
+    connection.execute(insert(schema.clock).values(row))
 
 
 class Retention:
@@ -44,6 +128,7 @@ class Retention:
     ) -> None:
         self._database = database
         self._settings = settings
+        self._archives = settings.archive_bucket is not None
         self._forget = forget
         self._clock = clock or Clock(database)
 
@@ -73,6 +158,8 @@ class Retention:
 
     async def _delete_while(self, due: Callable[[Connection], bool], *, quiet_since: int, refused_since: int) -> None:
         query = deletable(quiet_since, refused_since)
+        if self._archives:
+            query = query.where(is_archived())
         while oldest := await self._database.read(lambda one: one.execute(query).first() if due(one) else None):
             # Something may have arrived since: the next sweep finds another round, or none.
             if await self._database.write(partial(begin, may_be=query, round_id=oldest.id)):
@@ -93,20 +180,41 @@ def deletable(quiet_since: int, refused_since: int) -> Select[int, str]:
     Nothing has arrived for them since ``quiet_since``, and nothing was refused since ``refused_since``.
     """
     rounds = schema.rounds.c
-    may_be = and_(
+    callbacks = schema.callbacks.c
+    young = and_(callbacks.state == "refused", callbacks.created_at >= refused_since)
+    may_be = and_(has_ended(quiet_since), ~_of_slots(_refused(refused_since)), ~_callback(young))
+    return select(rounds.id, rounds.uid).where(may_be).order_by(rounds.created_at).limit(1)
+
+
+def has_ended(quiet_since: int) -> ColumnElement[bool]:
+    """Return the condition that nothing of a round waits any more, and that nothing has arrived since that moment."""
+    rounds = schema.rounds.c
+    return and_(
         schema.ROUND_IS_KEPT,
         rounds.created_at < quiet_since,
         ~_of_slots(_heard_of(quiet_since)),
         or_(rounds.receiver.is_(None), ~_of_slots(_waits())),
-        ~_of_slots(_refused(refused_since)),
-        ~_callback(refused_since),
+        ~_callback(schema.callbacks.c.state == "waiting"),
     )
-    return select(rounds.id, rounds.uid).where(may_be).order_by(rounds.created_at).limit(1)
+
+
+def content_version() -> ScalarSelect[int]:
+    """Return the query of a number that grows with each result of a round that is stored or replaced."""
+    slots, rounds = schema.slots.c, schema.rounds.c
+    total = func.coalesce(func.sum(slots.stored + slots.late), 0)
+    return select(total).where(slots.round_id == rounds.id).correlate(schema.rounds).scalar_subquery()
+
+
+def is_archived() -> ColumnElement[bool]:
+    """Return the condition that all that is stored of a round is in its archive."""
+    return func.coalesce(schema.rounds.c.archived_version, 0) == content_version()
 
 
 def begin(connection: Connection, may_be: Select[int, str], round_id: int) -> bool:
     """Mark a round as being deleted, if ``may_be`` still finds it; return whether it does."""
     of_round = schema.rounds.c.id == round_id
+    # Of those who store something for it: they are done, and what they stored is seen, or they find it deleted.
+    connection.execute(select(schema.rounds.c.id).where(of_round).with_for_update())
     if connection.execute(may_be.where(of_round)).first() is None:
         return False
     now = time.time_ns() // 1_000_000
@@ -171,8 +279,6 @@ def _refused(since: int) -> ColumnElement[bool]:
     return exists().where(young).correlate(schema.slots)
 
 
-def _callback(since: int) -> ColumnElement[bool]:
+def _callback(condition: ColumnElement[bool]) -> ColumnElement[bool]:
     callbacks, rounds = schema.callbacks.c, schema.rounds.c
-    young = and_(callbacks.state == "refused", callbacks.created_at >= since)
-    matters = or_(callbacks.state == "waiting", young)
-    return exists().where(callbacks.round_id == rounds.id, matters).correlate(schema.rounds)
+    return exists().where(callbacks.round_id == rounds.id, condition).correlate(schema.rounds)

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,10 @@ from vllm_poc.wire.partition import NonceSlot
 #: Reads a PoCRound by namespace and name; None if there is none. Raises StoreUnavailable and
 #: UnreadableObject.
 ReadRound = Callable[[str, str], Awaitable[PoCRound | None]]
+
+
+#: Rounds that are remembered, so that a delivery for one of them need not look for it.
+MOST_KNOWN = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +142,10 @@ class Rounds:
             if round_ is None or round_.metadata.uid != uid or not round_.status.groups:
                 return
             fits(_unwritten(round_))
-            known = await self._database.write(lambda connection: write_down(connection, round_), grows=True)
+            known = await self._database.write(partial(_found_or_written, uid=uid, round_=round_), grows=True)
         self._known[uid] = known
+        if len(self._known) > MOST_KNOWN:  # another process may have deleted those that came first
+            del self._known[next(iter(self._known))]
 
 
 def load(connection: Connection, uid: str) -> KnownRound | None:
@@ -150,6 +157,12 @@ def load(connection: Connection, uid: str) -> KnownRound | None:
     where = schema.slots.c.round_id == row["id"]
     slots = connection.execute(select(schema.slots.c.slot, schema.slots.c.id).where(where))
     return KnownRound(row["id"], terms_of(row), {row.slot: row.id for row in slots})
+
+
+def by_id(connection: Connection, round_id: int) -> KnownRound | None:
+    """Return the round with this id, if it is not being deleted."""
+    uid = connection.scalar(select(schema.rounds.c.uid).where(schema.rounds.c.id == round_id))
+    return load(connection, uid) if uid is not None else None
 
 
 def newest(connection: Connection, namespace: str, name: str) -> KnownRound | None:
@@ -179,6 +192,11 @@ def write_down(connection: Connection, round_: PoCRound) -> KnownRound:
     known = load(connection, terms.uid)
     assert known is not None  # noqa: S101 - written above
     return known
+
+
+def _found_or_written(connection: Connection, uid: str, round_: PoCRound) -> KnownRound:
+    # Another process may have written it down meanwhile.
+    return _load_or_raise(connection, uid) or write_down(connection, round_)
 
 
 def _load_or_raise(connection: Connection, uid: str) -> KnownRound | None:

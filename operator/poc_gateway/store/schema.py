@@ -4,7 +4,20 @@
 Moments are integers, milliseconds since 1970. A vector is kept as its fp16 little-endian bytes.
 """
 
-from sqlalchemy import BigInteger, Column, Double, ForeignKey, Index, Integer, LargeBinary, MetaData, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    false,
+)
 from sqlalchemy import UniqueConstraint as Unique
 
 metadata = MetaData()
@@ -43,6 +56,13 @@ rounds = Table(
     Column("receiver_secret", Text),  # name of the Secret with its user and password; null if it asks for none
     Column("created_at", BigInteger, nullable=False),
     Column("deleted_at", BigInteger),  # when its deletion began; the row goes last
+    # What its last complete archive has, as `poc_gateway.store.retention.content_version`, and when it was complete;
+    # since when another is being written; why the last try failed.
+    Column("archived_version", BigInteger),
+    Column("archived_at", BigInteger),
+    Column("archiving_since", BigInteger),
+    Column("archive_error", Text),
+    Column("limit_reached", Text),  # the limit for which its last new results were refused; null if they were stored
     sqlite_autoincrement=True,  # an id is never given again, not even to what is on its way
 )
 #: Which rounds there are: one whose deletion has begun is gone for everybody but the retention.
@@ -53,7 +73,7 @@ ROUND_IS_KEPT = rounds.c.deleted_at.is_(None)
 #: ``stored`` counts artifacts, ``last_nonce`` is the largest stored, ``missing_nonce`` the first that is not.
 #: ``forwarded`` counts what the receiver has accepted; every artifact up to ``forwarded_nonce`` has been accepted by
 #: it, or is in ``late_items`` or in a row of ``ended_ranges``. ``heard_at`` is the moment of the last delivery for the
-#: slot, whatever it held. ``late`` counts the slot's rows in ``late_arrivals``.
+#: slot, whatever it held. ``late`` counts the slot's rows in ``late_arrivals``: they are numbered by it.
 slots = Table(
     "slots",
     metadata,
@@ -136,13 +156,15 @@ late_items = Table(
 )
 
 #: Artifacts that arrived when a larger nonce of their slot was stored already, numbered from 1 in the order of their
-#: arrival: who has read the slot up to a nonce finds here what came below it later.
+#: arrival: who has read the slot up to a nonce finds here what came below it later. So do artifacts whose results were
+#: ``replaced`` by a decision, whenever they had arrived.
 late_arrivals = Table(
     "late_arrivals",
     metadata,
     _slot_key(),
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("nonce", Integer, nullable=False),
+    Column("replaced", Boolean, nullable=False, server_default=false()),
     sqlite_with_rowid=False,
 )
 
@@ -172,6 +194,7 @@ jobs = Table(
     Column("error", Text),
     Column("created_at", BigInteger, nullable=False),
     Column("finished_at", BigInteger),
+    Column("nonces", Integer, nullable=False, server_default="0"),  # how many it asks for
 )
 
 #: Callbacks that are not artifacts of a round: verdicts, and results of jobs. ``url`` is the whole address. The states
@@ -214,12 +237,31 @@ clock = Table(
     Column("steady", BigInteger, nullable=False),
 )
 
+#: What is to be done with a round by the process that owns the database (`poc_gateway.outbox.commands`): ``kind`` says
+#: what, ``body`` is JSON, ``done`` counts the items that were changed so far.
+commands = Table(
+    "commands",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    _round_key(),
+    Column("kind", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("done", BigInteger, nullable=False, server_default="0"),
+    Column("ended_at", BigInteger),
+    Index("ix_commands_ended_at", "ended_at"),
+    Index("ix_commands_round_id", "round_id"),
+    sqlite_autoincrement=True,  # who asked waits for the id
+)
+
 #: One row: ``epoch`` counts the processes that have owned the database. One that finds a larger number owns it no more.
+#: ``given_up`` is 1 if the last one has ended in order, so that nothing of it is on its way.
 fence = Table(
     "fence",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("epoch", BigInteger, nullable=False),
+    Column("given_up", Integer, nullable=False, server_default="1"),
 )
 
 

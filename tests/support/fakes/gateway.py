@@ -36,6 +36,7 @@ class Gateway:
         self.answer = 200
         self.body: str | None = None
         self.delay = 0.0
+        self.loses = False  # it takes results, and has not got them when it is asked
         self.questions: list[dict[str, str]] = []
 
     async def generated(self, request: web.Request) -> web.Response:
@@ -52,7 +53,8 @@ class Gateway:
         assert grant.round == self.uid
         self.pods.add((grant.pod, grant.pod_uid))
         self.duplicates += len(self.stored.intersection(nonces))
-        self.stored.update(nonces)
+        if not self.loses:
+            self.stored.update(nonces)
         return web.json_response({})
 
     async def ask(self, request: web.Request) -> web.Response:

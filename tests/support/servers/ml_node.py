@@ -144,7 +144,8 @@ class WholeMlNode:
             await self._add_pod(f"127.0.0.{number}")
         parts = await self._components(client)
         await stack.enter_async_context(serve(inside_app(parts), "127.0.0.1", inside))
-        transport = httpx.ASGITransport(network_app(parts))
+        self.app = network_app(parts)
+        transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://node", timeout=60)
         stack.push_async_callback(self.http.aclose)
 

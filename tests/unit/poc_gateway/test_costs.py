@@ -11,17 +11,19 @@ from typing import Any
 from sqlalchemy import Connection, insert, text, update
 
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery
+from poc_gateway.ingest.quotas import Allowances, Quota
 from poc_gateway.ingest.storing import store
 from poc_gateway.outbox import endings, ledger, listing
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.query import queries, summary
+from poc_gateway.query.archive import unarchived
 from poc_gateway.query.cursor import cursor_of, positions, read_cursor
 from poc_gateway.query.export import Scan
 from poc_gateway.query.messages import ArtifactsQuery, ConflictsQuery, RoundsQuery
 from poc_gateway.server import gauges
 from poc_gateway.store import retention, schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.disk_space import used_bytes
+from poc_gateway.store.reserve import Room, used_bytes
 from poc_gateway.store.rounds import KnownRound, write_down
 from tests.support.builders.deliveries import a_round, vector
 
@@ -65,6 +67,14 @@ def _continue(connection: Connection, known: KnownRound) -> object:
     return read_cursor(connection, known, cursor_of(connection, known, positions(connection, known)))
 
 
+def _count(connection: Connection, known: KnownRound) -> object:
+    database = Database(connection.engine)
+    quota = Quota(Room(None), results=10, percent=0)
+    found = Allowances(database, quota)._count(connection, {known.id: known.terms}, 0.0)
+    assert found[known.id].left == 0
+    return found
+
+
 CASES: dict[str, Case] = {
     "deliver the next ones": lambda one, known: _deliver(one, known, list(range(10**6, 10**6 + 100))),
     "deliver what is there": lambda one, known: _deliver(one, known, list(range(100, 200))),
@@ -85,6 +95,8 @@ CASES: dict[str, Case] = {
         for state in State
     },
     "due for deletion": lambda one, _: one.execute(retention.deletable(ledger.now() + 10**6, 0)).all(),
+    "due for the archive": lambda one, _: one.execute(unarchived(ledger.now() + 10**6)).all(),
+    "count for a limit": _count,
     "delete some": lambda one, known: retention.delete_some(one, known.id),
     "used bytes": lambda one, _: used_bytes(one),
     "list rounds": lambda one, _: queries.round_page(one, RoundsQuery()),

@@ -24,7 +24,7 @@ async def test_artifacts_are_stored_as_delivered(start: Start) -> None:
     zero = {"duplicates": 0, "conflicts": 0, "forwarded": 0}
     first = {"slot": 0, "stored": 3, "last_nonce": 4, "delivered_index": 3, **zero, "rivals": []}
     second = {"slot": 1, "stored": 1, "last_nonce": 1, "delivered_index": 1, **zero, "rivals": []}
-    told = {"slots": [first, second], "refused": [], "undecided": 0, "forgers": []}
+    told = {"slots": [first, second], "refused": [], "undecided": 0, "forgers": [], "limit_reached": None}
     assert progress == (200, {"uid": "uid-1", "stored": 4, **zero, **told})
 
 

@@ -190,10 +190,10 @@ async def test_the_operator_asks_and_tells(start: Start) -> None:
     async with start(a_round(), **SECRETS) as gateway, GatewayClient(str(gateway.url), token=OPERATOR_TOKEN) as client:
         ref = ObjectRef(namespace="ns", name="round-uid-1", uid="uid-1")
         await deliver(gateway, lying(1), "a")
-        assert (await GatewayObserver(client, ref, LOG, time.monotonic).observe()).rivals == ()
+        assert (await GatewayObserver(client, ref, LOG, time.monotonic).observe({})).rivals == ()
         await deliver(gateway, artifacts([1]), "b")
         observer = GatewayObserver(client, ref, LOG, time.monotonic)
-        (rival,) = (await observer.observe()).rivals
+        (rival,) = (await observer.observe({})).rivals
         (other,) = rival.others
         assert other.conflict is not None
         assert (rival.nonce, rival.stored.vector_b64, other.vector_b64) == (1, encoded(LIE), encoded(1))
@@ -205,7 +205,7 @@ async def test_the_operator_asks_and_tells(start: Start) -> None:
             return (await gateway.rows(conflicts))[0].truth is not None
 
         await until(decided)
-        seen = await GatewayObserver(client, ref, LOG, time.monotonic).observe()
+        seen = await GatewayObserver(client, ref, LOG, time.monotonic).observe({})
         assert seen.collected is not None
         assert (seen.rivals, seen.collected.undecided) == ((), 0)
         assert [one.pod for one in seen.collected.forgers] == ["a"]

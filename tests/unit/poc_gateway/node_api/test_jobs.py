@@ -2,6 +2,8 @@
 """Named nonces: split over pods, given to others when pods fail, taken up after a restart."""
 
 import asyncio
+import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,11 +17,14 @@ from sqlalchemy import select
 
 from poc_gateway.node_api import jobs
 from poc_gateway.node_api.messages import FIRST_PORT
+from poc_gateway.node_api.service import NodeApi
 from poc_gateway.outbox import ledger
 from poc_gateway.server.gauges import JobGauges
 from poc_gateway.store import migrations, schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import create_engine
+from poc_operator.clients.pods.client import PodClient
+from tests.support.builders.forwarding import until
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import ARTIFACT, SLOT
@@ -275,3 +280,78 @@ async def test_a_job_that_fails_is_counted(world: World, monkeypatch: pytest.Mon
     queued = (await world.post(PATH, validation())).json()
     await finished(world, queued["request_id"])
     assert ended("validate", "failed") == before + 2
+
+
+async def test_what_one_process_queues_the_owner_computes_and_all_tell_of_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_LOOK_SECONDS", 0.1)
+    for pod in world.pods.values():
+        pod.engine.seconds_per_batch = 2.0
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(PodClient())
+        one, other = (
+            NodeApi(
+                cluster=world.cluster,
+                ml_node=world.ml_node,
+                client=client,
+                database=world.database,
+                settings=world.settings,
+                shared=True,
+            ).jobs
+            for _ in range(2)
+        )
+        for each in (one, other):
+            await each.start()
+            stack.push_async_callback(each.close)
+        request = GenerateRequest.model_validate(ARTIFACTS | {"nonces": [1, 2], "url": URL})
+        queued = await one.submit(request)
+        assert (queued.status, queued.queued_count) == ("queued", 2)
+        assert (await other.submit(request)).queued_count == 4
+        assert sum(one.counts().values()) == sum(other.counts().values()) == 0, "nobody computes them yet"
+        first = asyncio.create_task(other.run_queued())
+        await until(lambda: state(one, queued.request_id, "running"))
+        first.cancel()
+        await asyncio.wait([first])
+        assert sum(other.counts().values()) == 0
+        for pod in world.pods.values():
+            pod.engine.seconds_per_batch = 0.001
+        second = asyncio.create_task(one.run_queued())
+        await until(lambda: state(other, queued.request_id, "completed"), seconds=30)
+        second.cancel()
+        await asyncio.wait([second])
+    assert len(world.rows(select(schema.callbacks).where(schema.callbacks.c.job_id == queued.request_id))) == 1
+
+
+async def state(of: jobs.Jobs, job_id: str, word: str) -> bool:
+    return bool(json.loads(await of.find(job_id))["status"] == word)
+
+
+async def test_of_two_ends_of_a_job_the_first_counts(database: Database) -> None:
+    await database.write(lambda one: jobs.insert_job(one, "job", "{}"))
+    for result in ("first", "second"):
+        end = jobs.JobEnd("job", result=result, callbacks=[(URL, "{}")])
+        await database.write(lambda one, end=end: jobs.finish_job(one, end))  # type: ignore[misc]
+    assert await database.read(lambda one: jobs.find_job(one, "job")) == jobs.JobRow("completed", "first", None)
+    found = select(schema.callbacks.c.id)
+    assert len(await database.read(lambda one: one.scalars(found).all())) == 1
+
+
+async def test_what_all_processes_have_queued_has_one_limit(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "MAX_QUEUED_NONCES", 5)
+
+    async def queue(job_id: str, nonces: int, prefix: str) -> int:
+        return await database.write(
+            lambda one: jobs.queue_job(one, f"{prefix}{job_id}", "{}", nonces=nonces, prefix=prefix)
+        )
+
+    a, b = jobs.prefix_of("a_b"), jobs.prefix_of("axb")
+    assert [await queue("1", 3, a), await queue("2", 3, a), await queue("3", 2, a), await queue("4", 5, b)] == [
+        3,
+        6,
+        5,
+        5,
+    ]
+    assert len(await database.read(jobs.unfinished_ids)) == 3

@@ -2,17 +2,21 @@
 """Rounds that begin, run and end otherwise than in an epoch where all goes well."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from poc_gateway.errors import Refusal
 from poc_gateway.node_api.create_pocround import NetworkRounds
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable, UnreadableObject
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of
+from vllm_poc.wire.messages import InitGenerateRequest
 
 PREFIXES = ("inference/pow", "pow")
 
@@ -204,3 +208,41 @@ async def test_receivers_with_a_password_are_refused(podless: World, field: str,
         assert error.errors[0].field == field
         assert "take them out" in error.detail
     assert podless.cluster.rounds == {}
+
+
+Listing = Callable[[], Coroutine[Any, Any, list[PoCRound]]]
+
+
+def an_init(**changes: Any) -> InitGenerateRequest:  # noqa: ANN401
+    return InitGenerateRequest.model_validate(INIT | changes)
+
+
+async def test_two_processes_begin_one_round(world: World) -> None:
+    one, other = (NetworkRounds(world.cluster, world.ml_node, shared=True) for _ in range(2))
+    found = await asyncio.gather(one.start(an_init(), "tiny"), other.start(an_init(), "tiny"))
+    assert found[0].id == found[1].id
+    assert len(world.cluster.rounds) == 1
+
+
+async def test_of_two_processes_that_begin_different_rounds_at_most_one_does(world: World) -> None:
+    world.cluster.list_rounds = slow_first(world.cluster.list_rounds)  # type: ignore[method-assign]
+    one, other = (NetworkRounds(world.cluster, world.ml_node, shared=True) for _ in range(2))
+    starting = [one.start(an_init(), "tiny"), other.start(an_init(block_height=8), "tiny")]
+    found = await asyncio.gather(*starting, return_exceptions=True)
+    refused = [answer for answer in found if isinstance(answer, Refusal)]
+    assert [answer.status_code for answer in refused] == [409] * len(refused)
+    assert refused
+    assert len(world.cluster.rounds) == 2
+    running = [name for name, round_ in world.cluster.rounds.items() if not round_.spec.finish]
+    assert len(running) == len(found) - len(refused) <= 1
+
+
+def slow_first(list_rounds: Listing) -> Listing:
+    """Both see what there was before either begins."""
+
+    async def listed() -> list[PoCRound]:
+        found = await list_rounds()
+        await asyncio.sleep(0.05)
+        return found
+
+    return listed

@@ -8,16 +8,18 @@ node into the path. Each call is sent below each kind of base URL.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from time import time_ns
 from typing import Any, NamedTuple
 
 import pytest
 
+from poc_gateway.store.schema import callbacks
 from tests.support.servers.http_server import free_port, serve
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.conftest import VLLM_VERSION
-from tests.unit.poc_gateway.node_api.requests import INIT, NONCES, validation
+from tests.unit.poc_gateway.node_api.requests import INIT, NONCES, URL, validation
 
 ADDRESS = "127.0.0.1"
 TOKEN = "network-secret"  # noqa: S105
@@ -175,6 +177,26 @@ async def test_a_validation_of_a_thousand_nonces_is_waited_for(client: GoClient)
     async with asyncio.timeout(60):
         told = await client.post(f"{NODE}/generate", body | {"nonces": nonces, "validation": {"artifacts": artifacts}})
     assert (told["status"], told["n_total"]) == ("completed", 1000)
+
+
+async def test_a_callback_is_relayed(world: World, client: GoClient) -> None:
+    path = f"{NODE}/callback-relay/{sha256(URL.encode()).hexdigest()[:32]}"
+    callback = {name: INIT[name] for name in ("public_key", "block_hash", "block_height", "node_id")}
+    for suffix in ("generated", "validated"):
+        # No round and no request names the address yet.
+        assert (await client.call("POST", f"{path}/{suffix}", callback)).status == 404
+    await client.post(f"{NODE}/init/generate", INIT)
+    for suffix in ("generated", "validated"):
+        # It is known now, and no pod has delivered this.
+        refused = await client.call("POST", f"{path}/{suffix}", callback)
+        assert (refused.status, refused.json["reason"]) == (403, "NotDelivered")
+    assert (await client.call("POST", f"{path}/other", callback)).status == 404
+    queued = await client.post(f"{NODE}/generate", validation())
+    await client.finished(queued["request_id"])
+    (row,) = world.rows(callbacks.select())
+    # The pods' verdict may go; the chain is not reached from here.
+    unreached = await client.call("POST", f"{path}/validated", json.loads(row["body"]))
+    assert (unreached.status, unreached.json["reason"]) == (502, "ReceiverUnreachable")
 
 
 async def test_the_model_is_brought_up(client: GoClient) -> None:

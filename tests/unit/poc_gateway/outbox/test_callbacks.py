@@ -4,12 +4,14 @@
 import asyncio
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.ledger import now
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import callbacks
 from tests.support.builders.forwarding import Receiver, add_callback, running, settings, until
+from tests.support.checks.cancellation import TURNS, ends_cancelled
 
 
 async def states(database: Database) -> list[tuple[str, str | None]]:
@@ -99,3 +101,15 @@ async def test_a_database_that_fails_is_one_line_of_the_log(
         receiver.answer = lambda _: 200
         await until(lambda: bool(receiver.accepted))
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("turns", TURNS)
+async def test_a_cancellation_is_not_lost_to_news_that_come_with_it(database: Database, turns: int) -> None:
+    """Neither of the outbox nor of what sends to an address, whose only callback is for another time."""
+    await add_callback(database, "http://host.example/callback", {"n": 1})
+    later = {"attempts": 1, "next_try_at": now() + 30_000}
+    await database.write(lambda connection: connection.execute(update(callbacks).values(later)))
+    outbox = Outbox(database, settings(retry_limit_seconds=60))
+    task = asyncio.create_task(outbox.run())
+    await asyncio.sleep(0.2)
+    await ends_cancelled(task, outbox.wake, turns)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery
-from poc_gateway.ingest.storing import store
+from poc_gateway.ingest.storing import StoreResult, store
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.store import schema
@@ -48,7 +48,7 @@ async def deliver(database: Database, known: KnownRound, nonces: list[int], pod:
     checked = [CheckedArtifact(known.slots[n % NODES], n, vector(height, n, pod)) for n in nonces]
     delivery = Delivery(known, checked=checked)
     (result,) = await database.write(lambda one: store(one, [delivery], ledger.now()))
-    assert result is not None
+    assert isinstance(result, StoreResult)
     assert result.stored + result.duplicates + len(result.conflicts) == len(nonces)
 
 

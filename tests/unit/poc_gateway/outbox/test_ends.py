@@ -18,8 +18,8 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.post import Poster, SecretPoster
 from poc_gateway.outbox.routes import router
 from poc_gateway.outbox.states import ENDS, Event, State, after
-from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
+from poc_gateway.store.retention import Clock
 from poc_gateway.store.schema import callbacks, late_items, rounds, slots
 from tests.support.builders.forwarding import Receiver, add_callback, add_round, running, settings, store, until
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way in which a post can fail is an answer."""
 
+import asyncio
 from math import inf
 
 import pytest
@@ -8,7 +9,8 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 
 from poc_gateway.outbox.post import Outcome, Poster
-from tests.support.builders.forwarding import Receiver, settings
+from poc_gateway.store.database import FenceLost
+from tests.support.builders.forwarding import Receiver, settings, until
 
 
 def failures(kind: str) -> float:
@@ -42,3 +44,33 @@ async def test_no_retry_after_is_too_odd(receiver: Receiver, value: str, seconds
     async with Poster(settings()) as poster:
         answer = await poster.post(receiver.url, "{}")
     assert (answer.outcome, answer.reason, answer.retry_after) == (Outcome.FAILED, "HTTP 503", seconds)
+
+
+async def test_nothing_is_posted_while_another_may(receiver: Receiver) -> None:
+    may = [False]
+    async with Poster(settings(), lambda: may[0]) as poster:
+        posting = asyncio.create_task(poster.post(receiver.url, "{}"))
+        await asyncio.sleep(0.5)
+        assert not receiver.posts
+        may[0] = True
+        assert (await posting).outcome is Outcome.ACCEPTED
+    assert len(receiver.posts) == 1
+
+
+async def test_a_right_that_is_lost_while_the_connection_is_made_is_looked_for_again(receiver: Receiver) -> None:
+    answers = iter([True, False, False])
+    async with Poster(settings(), lambda: next(answers, True)) as poster:
+        assert (await poster.post(receiver.url, "{}")).outcome is Outcome.ACCEPTED
+    await until(lambda: len(receiver.posts) == 1)
+    await asyncio.sleep(0.2)
+    assert len(receiver.posts) == 1, "of the first try nothing arrived that could be taken"
+
+
+async def test_a_right_that_is_lost_for_good_ends_the_post(receiver: Receiver) -> None:
+    def may_post() -> bool:
+        raise FenceLost("the database's lock is lost")
+
+    async with Poster(settings(), may_post) as poster:
+        with pytest.raises(FenceLost):
+            await poster.post(receiver.url, "{}")
+    assert not receiver.posts

@@ -15,7 +15,7 @@ from poc_gateway.store.database import Database
 @pytest.fixture
 def app(database: Database) -> FastAPI:
     app = FastAPI()
-    app.include_router(router(database))
+    app.include_router(router(database, limits=True))
     install_handlers(app)
     return app
 

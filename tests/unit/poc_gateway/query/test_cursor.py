@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that exports a round again with the cursor gets what came after, each artifact once, whatever arrives."""
+"""A client that exports a round again with the cursor gets what came after, each artifact once, whatever arrives.
+
+An artifact that a decision has replaced comes again.
+"""
 
 import asyncio
 import json
@@ -15,10 +18,11 @@ from fastapi import FastAPI
 from httpx import AsyncClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Connection, Select, delete, select, update
+from sqlalchemy import Connection, Select, delete, func, select, update
 
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery
 from poc_gateway.ingest.storing import store
+from poc_gateway.outbox import rivals
 from poc_gateway.query import cursor, export
 from poc_gateway.query.cursor import Positions, cursor_of, positions, read_cursor
 from poc_gateway.query.messages import MAX_CURSOR, ArtifactsQuery
@@ -27,6 +31,7 @@ from poc_gateway.store import retention, schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load, write_down
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS
+from poc_operator.observed import Decision, Truth
 from tests.support.builders.deliveries import a_round, vector
 
 EXPORT = "/rounds/ns/round-{uid}/artifacts"
@@ -50,6 +55,29 @@ async def deliver(database: Database, known: KnownRound, *batches: Sequence[int]
     await database.write(lambda connection: store(connection, deliveries, next(now)), grows=True)
 
 
+async def dispute(database: Database, known: KnownRound, nonce: int, value: bytes) -> int:
+    """Let another pod deliver another result; return the id of the conflict."""
+    slot_id = known.slots[known.terms.offset_of(nonce)]
+    delivery = Delivery(known, checked=[CheckedArtifact(slot_id, nonce, value)])
+    await database.write(lambda connection: store(connection, [delivery], next(now)), grows=True)
+    last = select(func.max(schema.conflicts.c.id)).where(
+        schema.conflicts.c.slot_id == slot_id, schema.conflicts.c.nonce == nonce
+    )
+    return int(await database.read(lambda connection: connection.execute(last).scalar_one()))
+
+
+async def decide(database: Database, known: KnownRound, nonce: int, conflict: int, truth: Truth = Truth.OTHER) -> None:
+    """Say which result is honest, as the operator does when a third pod has computed the nonce."""
+    chosen = conflict if truth is Truth.OTHER else None
+    decision = Decision(nonce=nonce, truth=truth, conflict=chosen, up_to=conflict, pod="third")
+    assert await database.write(lambda connection: rivals.decide(connection, known, [decision])) == 1
+
+
+async def replace(database: Database, known: KnownRound, nonce: int, value: bytes) -> None:
+    """Replace the result of a nonce by a decision."""
+    await decide(database, known, nonce, await dispute(database, known, nonce, value))
+
+
 class Client:
     """Exports a round again and again; ``between`` is called after each chunk."""
 
@@ -58,12 +86,15 @@ class Client:
         self._known = known
         self.cursor: str | None = None
         self.nonces = Nonces()
+        self.values = dict[int, bytes]()
 
     async def export(self, between: Callable[[], Any] | None = None, *, breaks_off: bool = False) -> Nonces:
         start, end, after = await self._database.read(self._span)
         got = Nonces()
         async for table in export.chunks(self._database, self._known, ArtifactsQuery(), start, end):
             got += table["nonce"].to_pylist()
+            if not breaks_off:
+                self.values |= zip(table["nonce"].to_pylist(), table["value"].to_pylist(), strict=True)
             if between is not None:
                 await between()
             if breaks_off:
@@ -150,6 +181,108 @@ async def test_late_arrivals_are_read_in_bounded_chunks(database: Database) -> N
 
     assert await client.export(between) == list(range(50))
     assert len(sizes) == 10
+
+
+async def test_a_decided_result_comes_again_once(database: Database) -> None:
+    known = await begin(database, slots=1)
+    client = Client(database, known)
+    await deliver(database, known, range(9))
+    await client.export()
+    conflict = await dispute(database, known, 3, vector(100))
+    assert await client.export() == []
+    await decide(database, known, 3, conflict)
+    await deliver(database, known, [9])
+    assert await client.export() == [3, 9]
+    assert client.values[3] == vector(100)
+    assert await client.export() == []
+    # Who begins now gets it once, in its place.
+    assert await Client(database, known).export() == list(range(10))
+
+
+async def test_a_decision_for_what_is_stored_brings_nothing_again(database: Database) -> None:
+    known = await begin(database, slots=1)
+    client = Client(database, known)
+    await deliver(database, known, range(9))
+    await client.export()
+    for nonce, truth in ((3, Truth.STORED), (4, Truth.NEITHER)):
+        await decide(database, known, nonce, await dispute(database, known, nonce, vector(100)), truth)
+    assert await client.export() == []
+
+
+async def test_what_arrived_late_and_was_replaced_comes_once(database: Database) -> None:
+    known = await begin(database, slots=1)
+    client = Client(database, known)
+    await deliver(database, known, [20])
+    await client.export()
+    await deliver(database, known, range(9))
+    await replace(database, known, 3, vector(100))
+    await replace(database, known, 3, vector(101))
+    await replace(database, known, 20, vector(102))
+    assert sorted(await client.export()) == [*range(9), 20]
+    assert (client.values[3], client.values[20]) == (vector(101), vector(102))
+    await replace(database, known, 3, vector(103))
+    assert await client.export() == [3]
+    assert client.values[3] == vector(103)
+
+
+async def test_a_decision_during_an_export_takes_nothing_from_it(database: Database) -> None:
+    known = await begin(database, slots=1)
+    client, decided = Client(database, known), list[int]()
+    await deliver(database, known, range(20))
+
+    async def between() -> None:
+        if not decided:
+            decided.extend([2, 12])
+            for nonce in decided:
+                await replace(database, known, nonce, vector(100 + nonce))
+
+    assert await client.export(between) == list(range(20))
+    assert await client.export() == [2, 12]
+    assert (client.values[2], client.values[12]) == (vector(102), vector(112))
+
+
+async def a_life_with_decisions(database: Database, seed: int) -> None:
+    random, known = Random(seed), await begin(database)  # noqa: S311
+    client, stored, replaced = Client(database, known), set[int](), Counter[int]()
+
+    async def goes_on() -> None:
+        for _ in range(random.randrange(3)):
+            batch = [random.randrange(40) for _ in range(random.randrange(5))]
+            await deliver(database, known, batch)
+            stored.update(set(batch))
+        for nonce in random.sample(sorted(stored), min(len(stored), random.randrange(3))):
+            replaced[nonce] += 1
+            await replace(database, known, nonce, vector(1_000 * replaced[nonce] + nonce))
+
+    for _ in range(random.randrange(1, 6)):
+        await goes_on()
+        await client.export(goes_on if random.random() < 0.5 else None, breaks_off=random.random() < 0.2)
+    await client.export()
+    rows = select(schema.artifacts.c.nonce, schema.artifacts.c.vector).where(
+        schema.artifacts.c.slot_id.in_(known.slots.values())
+    )
+    found = await database.read(lambda connection: dict(connection.execute(rows).all()))
+    assert client.values == found
+    assert set(found) == stored
+    for nonce, times in Counter(client.nonces).items():
+        assert times <= 1 + replaced[nonce]
+    assert await client.export() == []
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_who_reads_on_ends_with_what_is_stored_whatever_is_decided(database: Database, seed: int) -> None:
+    asyncio.run(a_life_with_decisions(database, seed))
+
+
+async def test_a_restore_is_noticed_that_lost_a_decision_alone(database: Database, client: AsyncClient) -> None:
+    known = await begin(database, slots=1)
+    await deliver(database, known, range(9))
+    await replace(database, known, 3, vector(100))
+    _, since = await lines(client, known)
+    back = [delete(schema.late_arrivals), update(schema.slots).values(late=0)]
+    await database.write(lambda connection: [connection.execute(one) for one in back])
+    assert (await refused(client, known, str(since)))[:2] == (410, "CursorExpired")
 
 
 async def lines(client: AsyncClient, known: KnownRound, **parameters: Any) -> tuple[Nonces, str | None]:  # noqa: ANN401

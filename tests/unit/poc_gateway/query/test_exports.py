@@ -4,6 +4,9 @@
 import csv
 import io
 import json
+import os
+import subprocess
+import sys
 from base64 import b64decode
 from datetime import UTC, datetime, timedelta
 from struct import unpack
@@ -14,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from httpx import AsyncClient
 
+from hack.images.site import ROOT as REPOSITORY
 from poc_gateway.query import export
 from poc_gateway.query.export import TERMS_KEY
 from poc_gateway.store import schema
@@ -171,3 +175,12 @@ async def test_every_filter_holds_with_a_limit(database: Database, client: Async
     expected = [nonce for nonce in range(300) if distance(nonce) < 0.5 and nonce >= 20]
     assert await nonces(client, below=0.5, **{"from": BEGAN + 20}) == expected
     assert await nonces(client, below=0.5, limit=8, **{"from": BEGAN + 20}) == expected[:8]
+
+
+def test_a_gateway_starts_without_what_exports_need() -> None:
+    """It takes a while to load."""
+    program = "import sys, poc_gateway.__main__; print([name for name in sys.modules if name.startswith('pyarrow')])"
+    folders = os.pathsep.join(str(REPOSITORY / name) for name in ("operator", "image"))
+    environment = {**os.environ, "PYTHONPATH": folders}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two gateways on one database, each a process of its own: one owns it, the other stands by."""
+"""Two gateways on one SQLite database: one owns it, the other stands by. And the lock, and the epoch, of both kinds."""
 
 import asyncio
 import contextlib
 import json
-import signal
 import threading
 import time
 from collections import Counter
@@ -15,9 +14,10 @@ import pytest
 from sqlalchemy import text
 
 from poc_gateway.server.standby import opened, while_owner
+from poc_gateway.store import fence
 from poc_gateway.store.database import Database, FenceLost
 from poc_gateway.store.engine import DatabaseUnavailable
-from poc_gateway.store.fence import fence_of, next_epoch
+from poc_gateway.store.fence import fence_of, give_up, next_epoch
 from tests.simulation.gateway_process import GatewayProcess, gateway, wait_until_ready
 from tests.support.builders.deliveries import JSON, artifacts, path, round_body
 from tests.support.builders.forwarding import Receiver, until
@@ -39,6 +39,7 @@ def reason(running: GatewayProcess, url: str) -> tuple[int, str]:
     return answer.status_code, answer.json()["reason"]
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_the_second_stands_by_and_takes_over_when_the_first_is_killed(
     database_url: str, tmp_path: Path, rounds: Path
 ) -> None:
@@ -80,6 +81,7 @@ async def test_an_owner_that_loses_its_lock_sends_nothing_until_it_has_it_again(
     async with Receiver().served() as receiver:
         settings = describe(rounds, receiver)
         with gateway(database_url, rounds, tmp_path / "log", settings) as first:
+            await until(lambda: "this gateway owns the database" in (tmp_path / "log").read_text())
             await asyncio.to_thread(postgres_server.end_sessions)
             await until(lambda: "the database's fence is lost" in (tmp_path / "log").read_text(), seconds=15)
             async with httpx.AsyncClient() as client:
@@ -90,30 +92,6 @@ async def test_an_owner_that_loses_its_lock_sends_nothing_until_it_has_it_again(
                 assert answer.status_code == 200
             await until(lambda: len(nonces(receiver)) == 50, seconds=30)
             assert first.process.poll() is None
-
-
-@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-async def test_an_owner_whose_lock_another_took_ends(
-    database_url: str, tmp_path: Path, rounds: Path, postgres_server: PostgresServer
-) -> None:
-    async with Receiver().served() as receiver:
-        settings = describe(rounds, receiver)
-        with gateway(database_url, rounds, tmp_path / "first", settings) as first:
-            first.process.send_signal(signal.SIGSTOP)
-            await asyncio.to_thread(postgres_server.end_sessions)
-            with gateway(database_url, rounds, tmp_path / "second", settings) as second:
-                first.process.send_signal(signal.SIGCONT)
-                async with httpx.AsyncClient() as client:
-                    answer = await client.post(second.url + path(), content=artifacts(range(50)), headers=JSON)
-                    assert answer.status_code == 200
-                    await until(lambda: len(nonces(receiver)) == 50, seconds=30)
-                    # It stands by, or it has ended, and wrote nothing.
-                    answer = await client.post(first.url + path(), content=artifacts([50]), headers=JSON, timeout=30)
-                    assert answer.status_code == 503
-                second.process.terminate()
-                assert await asyncio.to_thread(first.process.wait, 60) == 1
-        assert set(nonces(receiver).values()) == {1}
-        assert "another gateway owns the database" in (tmp_path / "first").read_text()
 
 
 async def test_who_owned_the_database_before_writes_no_more(database_url: str) -> None:
@@ -142,8 +120,8 @@ def test_the_lock_is_one_processes_at_a_time(database_url: str) -> None:
 
 
 async def test_who_has_the_lock_but_not_the_database_any_more_ends(database_url: str) -> None:
-    fence = fence_of(database_url)
-    assert fence.take()
+    lock = fence_of(database_url)
+    assert lock.take()
     database = Database.open(database_url, fenced=True)
 
     async def write_always() -> None:
@@ -153,7 +131,7 @@ async def test_who_has_the_lock_but_not_the_database_any_more_ends(database_url:
             await asyncio.sleep(0.05)
 
     try:
-        owning = asyncio.create_task(while_owner(fence, database, write_always))
+        owning = asyncio.create_task(while_owner(lock, database, write_always))
         await asyncio.sleep(0.2)
         with database.engine.begin() as connection:
             next_epoch(connection)  # as in a database that was restored
@@ -161,7 +139,7 @@ async def test_who_has_the_lock_but_not_the_database_any_more_ends(database_url:
             await asyncio.wait_for(owning, 20)
     finally:
         database.close()
-        fence.close()
+        lock.close()
 
 
 async def test_a_database_that_is_being_opened_is_waited_for_at_the_end(tmp_path: Path) -> None:
@@ -184,3 +162,44 @@ async def test_a_database_that_is_being_opened_is_waited_for_at_the_end(tmp_path
         await opening
     with pytest.raises(DatabaseUnavailable):
         await databases[0].write(lambda _: None)
+
+
+async def test_the_last_owner_has_ended_in_order_or_not(database_url: str) -> None:
+    first = Database.open(database_url, fenced=True)
+    assert first.was_given_up, "there was none before"
+    first.close()
+    second = Database.open(database_url, fenced=True)
+    assert not second.was_given_up
+    await second.write(give_up)
+    second.close()
+    third = Database.open(database_url, fenced=True)
+    assert third.was_given_up
+    third.close()
+
+
+def test_a_lock_is_certain_for_a_while_after_it_was_seen(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Database.open(database_url).close()
+    lock = fence_of(database_url)
+    assert (lock.is_taken, lock.is_certain) == (False, False)
+    assert lock.take()
+    assert (lock.is_taken, lock.is_certain) == (True, True)
+    monkeypatch.setattr(fence, "CERTAIN_SECONDS", 0.0)
+    # A file's lock cannot be lost while the process lives.
+    assert (lock.is_taken, lock.is_certain) == (True, database_url.startswith("sqlite"))
+    monkeypatch.undo()
+    lock.close()
+    assert (lock.is_taken, lock.is_certain) == (False, False)
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_lock_whose_owner_hangs_is_lost(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fence, "_SESSION", (*fence._SESSION, "SET idle_session_timeout = 200"))
+    Database.open(database_url).close()
+    first, second = fence_of(database_url), fence_of(database_url)
+    assert first.take()
+    deadline = time.monotonic() + 10
+    while not second.take():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not first.holds()
+    second.close()

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from poc_gateway.metrics import RequestRecord
-from poc_gateway.server import access_log
-from poc_gateway.server.access_log import AccessLog, Request
+from poc_gateway.server import telemetry
+from poc_gateway.server.telemetry import AccessLog, Request
 from poc_gateway.settings import AccessLogMode
 from tests.simulation.gateway_process import GatewayProcess, gateway
 from tests.support.builders.deliveries import artifacts, path, round_body
@@ -66,7 +66,7 @@ def key_of(line: dict[str, Any]) -> tuple[str, ...]:
 def lines(log: Path) -> list[dict[str, Any]]:
     """The lines about requests, without those of probes."""
     read = (json.loads(line) for line in log.read_text().splitlines())
-    return [line for line in read if line["logger"] == access_log.LOGGER and not is_probe(key_of(line))]
+    return [line for line in read if line["logger"] == telemetry.LOGGER and not is_probe(key_of(line))]
 
 
 def run_with(mode: AccessLogMode, folder: Path) -> tuple[dict[str, float], Path, str]:
@@ -140,8 +140,8 @@ async def test_plain_lines_have_what_they_are_about_in_brackets() -> None:
 
 
 async def test_a_log_that_is_slow_holds_up_nobody_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_log, "MOST_LINES", 10)
-    monkeypatch.setattr(access_log, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(telemetry, "MOST_LINES", 10)
+    monkeypatch.setattr(telemetry, "FLUSH_SECONDS", 0.01)
     written, may_go_on = list[str](), asyncio.Event()
     loop = asyncio.get_running_loop()
 

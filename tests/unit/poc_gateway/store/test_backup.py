@@ -21,8 +21,8 @@ from hack.images.site import ROOT
 from poc_gateway.store import schema
 from poc_gateway.store.backup import MARGIN_BYTES, BackupError, back_up, restore
 from poc_gateway.store.database import Database, FenceLost
-from poc_gateway.store.disk_space import cannot_shrink
 from poc_gateway.store.fence import fence_of
+from poc_gateway.store.reserve import cannot_shrink
 from tests.simulation.gateway_process import GatewayProcess, gateway
 from tests.support.builders.deliveries import JSON, a_round, artifacts, path, round_body
 from tests.support.builders.forwarding import Post, Receiver, until

@@ -19,8 +19,8 @@ from sqlalchemy.exc import IntegrityError
 
 from poc_gateway.store import migrations, schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.disk_space import release_free_pages, size_bytes, used_bytes
 from poc_gateway.store.engine import DatabaseUnavailable, create_engine
+from poc_gateway.store.reserve import release_free_pages, size_bytes, used_bytes
 from poc_gateway.store.schema import artifacts, callbacks, conflicts, jobs, late_items, one_line, rounds, slots
 from tests.support.builders.deliveries import a_round
 from tests.support.builders.stored import store

@@ -13,10 +13,9 @@ from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import SlotArrivals
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
-from poc_gateway.store.clock import Clock
 from poc_gateway.store.database import Database
-from poc_gateway.store.disk_space import size_bytes, used_bytes
-from poc_gateway.store.retention import CHUNK_ROWS, Retention, begin, deletable
+from poc_gateway.store.reserve import size_bytes, used_bytes
+from poc_gateway.store.retention import CHUNK_ROWS, Clock, Retention, begin, deletable
 from poc_gateway.store.rounds import write_down
 from tests.support.builders.deliveries import a_round, vector
 

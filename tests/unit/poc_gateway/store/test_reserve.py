@@ -10,7 +10,7 @@ import pytest
 
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
-from poc_gateway.store.disk_space import size_bytes, used_bytes
+from poc_gateway.store.reserve import size_bytes, used_bytes
 from poc_gateway.store.retention import Retention
 
 

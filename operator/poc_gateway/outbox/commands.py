@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of the outbox at a process that may not own the database: written down, and carried out by the owner.
+
+A command is durable before anything of it is done. An owner that ends in the middle of one leaves it to the next, which
+does the rest. Its count is written with each change that it counts, so that it is of all of them together.
+
+The owner looks for commands, and for what other processes have stored, about once a second. PostgreSQL could notify it,
+but all transactions that notify commit one after the other, and nobody here waits for a second.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from functools import partial
+from http import HTTPStatus
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
+
+from pydantic import TypeAdapter
+from sqlalchemy import Connection, delete, insert, select, update
+
+from poc_gateway.errors import RETRY_AFTER, Refusal
+from poc_gateway.outbox import ledger
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.outbox.pace import Trouble, address_of, scope_of, trouble_of
+from poc_gateway.outbox.round_sender import url_of
+from poc_gateway.outbox.states import State
+from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.rounds import KnownRound, by_id
+from poc_gateway.store.schema import commands
+from poc_operator.observed import Decision
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two looks of the owner, and of who waits for a command's end.
+LOOK_SECONDS, ANSWER_SECONDS = 0.5, 0.1
+#: Who asked waits so long: proxies wait for a minute.
+WAIT_SECONDS = 50.0
+#: What was done is kept for so long, for those who still wait.
+KEEP_SECONDS = 3_600
+_DECISIONS = TypeAdapter(list[Decision])
+
+
+class Kind(StrEnum):
+    """What is to be done with a round, as the method of `Sending` with this name does it."""
+
+    ABANDON = "abandon"
+    REPLAY = "replay"
+    DECIDE = "decide"
+
+
+class Sending(Protocol):
+    """What the routes ask of the outbox: the `Outbox` itself, or `Commands` for the owner's."""
+
+    def wake(self) -> None:
+        """Look for work soon: something was stored."""
+
+    async def trouble(self, known: KnownRound) -> Trouble:
+        """Return what keeps the round from being forwarded."""
+
+    async def abandon(self, known: KnownRound, reason: str) -> int:
+        """Give up everything of a round that was not delivered; return how many items that is."""
+
+    async def replay(self, known: KnownRound, state: State) -> int:
+        """Send everything of a round again that has ended in ``state``; return how many artifacts that is."""
+
+    async def decide(self, known: KnownRound, decisions: Sequence[Decision]) -> int:
+        """Write down which results are honest; return how many decisions were new."""
+
+
+class _Command(NamedTuple):
+    id: int
+    round_id: int
+    kind: str
+    body: str
+
+
+class Commands:
+    """One per process. `obey` runs in the one that owns the database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._outbox: Outbox | None = None
+        self._news = asyncio.Event()
+
+    def wake(self) -> None:
+        """Tell the outbox of this process, if it forwards; another's looks for itself."""
+        if self._outbox is not None:
+            self._outbox.wake()
+
+    async def trouble(self, known: KnownRound) -> Trouble:
+        """Return what the owner has written down of a round that has something to send."""
+        scopes = [scope_of(known.id), address_of(url_of(known.terms.receiver or ""))]
+
+        def read(connection: Connection) -> Trouble:
+            sends = bool(ledger.slots_with_work(connection, known.id))
+            return trouble_of(connection, scopes) if sends else Trouble(None, 0.0)
+
+        return await self._database.read(read)
+
+    async def abandon(self, known: KnownRound, reason: str) -> int:
+        """Let the owner give up everything of a round that was not delivered; return how many items that is."""
+        return await self._ask(known, Kind.ABANDON, {"reason": reason})
+
+    async def replay(self, known: KnownRound, state: State) -> int:
+        """Let the owner send everything of a round again that has ended in ``state``; return how many artifacts."""
+        return await self._ask(known, Kind.REPLAY, {"state": state})
+
+    async def decide(self, known: KnownRound, decisions: Sequence[Decision]) -> int:
+        """Let the owner write down which results are honest; return how many decisions were new."""
+        told = _DECISIONS.dump_python(list(decisions), mode="json")
+        return await self._ask(known, Kind.DECIDE, {"decisions": told})
+
+    async def _ask(self, known: KnownRound, kind: Kind, body: Mapping[str, Any]) -> int:
+        values = {"round_id": known.id, "kind": kind, "body": json.dumps(body), "created_at": ledger.now()}
+        query = insert(commands).values(values).returning(commands.c.id)
+        id_ = await self._database.write(lambda connection: int(connection.execute(query).scalar_one()))
+        self._news.set()
+        deadline = monotonic() + WAIT_SECONDS
+        while monotonic() < deadline:
+            done, count = await self._database.read(partial(_progress, id_=id_))
+            if done:
+                return count
+            await asyncio.sleep(ANSWER_SECONDS)
+        detail = (
+            f"this is written down and not done yet: the gateway that forwards does it as soon as it can ({count} "
+            "items so far). Look at the round's forwarding, and at the gateways' logs if nothing changes"
+        )
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotDoneYet", detail, headers=RETRY_AFTER)
+
+    async def obey(self, database: Database, outbox: Outbox) -> None:
+        """Carry out all commands until cancelled. ``database`` is the owner's, so that nobody else does it as well."""
+        self._outbox = outbox
+        try:
+            while True:
+                self._news.clear()
+                try:
+                    await _obey(database, outbox)
+                except DatabaseError as error:
+                    _log.warning("what is asked of the outbox cannot be done yet: %s", error)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._news.wait()
+        finally:
+            self._outbox = None
+
+
+async def _obey(database: Database, outbox: Outbox) -> None:
+    for command in await database.read(_open):
+        try:
+            await _perform(database, outbox, command)
+        except DatabaseError:
+            raise
+        except Exception:  # which must not keep the others from being done
+            _log.exception("command %d, to %s, failed, and is tried again", command.id, command.kind)
+
+
+async def _perform(database: Database, outbox: Outbox, command: _Command) -> None:
+    known = await database.read(partial(by_id, round_id=command.round_id))
+    body, tally = json.loads(command.body), partial(_tally, command.id)
+    if known is not None:  # else it is being deleted, and there is nothing to do
+        match command.kind:
+            case Kind.ABANDON:
+                await outbox.abandon(known, body["reason"], tally)
+            case Kind.REPLAY:
+                await outbox.replay(known, State(body["state"]), tally)
+            case Kind.DECIDE:
+                await outbox.decide(known, _DECISIONS.validate_python(body["decisions"]), tally)
+            case _:
+                raise ValueError(
+                    f"this release knows no command {command.kind}: a newer gateway has to own the database"
+                )
+    await database.write(partial(_end, id_=command.id))
+
+
+def _open(connection: Connection) -> Sequence[_Command]:
+    columns = select(commands.c.id, commands.c.round_id, commands.c.kind, commands.c.body)
+    rows = connection.execute(columns.where(commands.c.ended_at.is_(None)).order_by(commands.c.id))
+    return [_Command(*row) for row in rows]
+
+
+def _progress(connection: Connection, id_: int) -> tuple[bool, int]:
+    row = connection.execute(select(commands.c.ended_at, commands.c.done).where(commands.c.id == id_)).first()
+    # With its round it was deleted, and there is nothing to do.
+    return (row.ended_at is not None, row.done) if row is not None else (True, 0)
+
+
+def _tally(id_: int, connection: Connection, count: int) -> None:
+    if count:
+        more = {"done": commands.c.done + count}
+        connection.execute(update(commands).where(commands.c.id == id_).values(more))
+
+
+def _end(connection: Connection, id_: int) -> None:
+    connection.execute(update(commands).where(commands.c.id == id_).values(ended_at=ledger.now()))
+    connection.execute(delete(commands).where(commands.c.ended_at < ledger.now() - KEEP_SECONDS * 1_000))

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owning a PostgreSQL that several gateways use: one of them forwards, decides and deletes, and all of them serve.
+
+::
+
+    stands for it ── the lock is free ──> owner ── it is lost, or another has it ──> stands for it
+
+What the owner does, it writes by a `Database` of its own, whose commits fail once another process owns the database.
+What all processes write, deliveries above all, goes by another one: row locks keep that in order.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Any
+
+from poc_gateway.node_api.jobs import fail_foreign_jobs
+from poc_gateway.node_api.service import NodeApi
+from poc_gateway.outbox.commands import Commands
+from poc_gateway.outbox.forward import Outbox
+from poc_gateway.server.standby import opened, taken, until_lost
+from poc_gateway.settings import Settings
+from poc_gateway.store.database import Database, FenceLost
+from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.fence import CERTAIN_SECONDS, Fence, end_hung_sessions, fence_of, give_up
+from poc_gateway.store.retention import Clock, Retention
+from poc_gateway.store.rounds import Rounds
+from poc_operator.clients.kube.callback_secret import ReadSecret
+
+_log = logging.getLogger(__name__)
+
+#: Pause after the database could not be owned, so that another process may try.
+RETRY_SECONDS = 3.0
+#: Seconds between two looks for sessions that hang.
+HUNG_LOOK_SECONDS = 5.0
+_SERVES = "another gateway owns the database, and forwards: this one serves, and takes over when that has ended"
+
+
+class Owner:
+    """Stands for the owner of a database, and does what an owner does. One per process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        commands: Commands,
+        rounds: Rounds,
+        ml_nodes: Sequence[NodeApi] = (),
+        read_secret: ReadSecret | None = None,
+    ) -> None:
+        self._settings = settings
+        self._url = settings.database.get_secret_value()
+        self._commands = commands
+        self._rounds = rounds
+        self._ml_nodes = ml_nodes
+        self._read_secret = read_secret
+        #: Whether this process owns the database at the moment. May be asked by another thread.
+        self.owns = False
+
+    async def run(self) -> None:
+        """Own the database whenever no other process does, until cancelled."""
+        fence = fence_of(self._url)
+        try:
+            while True:
+                await taken(fence, lambda _: None, reason=_SERVES)
+                try:
+                    await self._own(fence)
+                except FenceLost as error:
+                    _log.warning("%s", error)
+                except DatabaseError as error:
+                    _log.warning("the database cannot be owned, which is tried again: %s", error)
+                    # Another process may be able to, such as one of a newer release.
+                    await asyncio.to_thread(fence.close)
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            fence.close()
+
+    async def _own(self, fence: Fence) -> None:
+        async with AsyncExitStack() as stack:
+            database = await opened(partial(Database.open, self._url, fenced=True))
+            stack.push_async_callback(asyncio.to_thread, database.close)
+            _log.info("this gateway owns the database: it forwards")
+            tenure = _Tenure(self._settings, fence, database, self._rounds, self._read_secret)
+            self.owns = True
+            try:
+                await until_lost(
+                    fence,
+                    database,
+                    tenure.forward,
+                    tenure.retention.run,
+                    *archiving(database, self._settings),
+                    tenure.end_hung,
+                    partial(self._commands.obey, database, tenure.outbox),
+                    partial(_compute_jobs, database, self._ml_nodes),
+                )
+            finally:
+                self.owns = False
+                with suppress(DatabaseError):
+                    await database.write(give_up)
+
+
+def archiving(database: Database, settings: Settings) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    """Return what archives rounds in the process that owns the database; nothing without an archive."""
+    if settings.archive_bucket is None:
+        return []
+    # A gateway without an archive starts sooner without what that needs.
+    from poc_gateway.query.archive import Archive  # noqa: PLC0415
+
+    return [Archive(database, settings).run]
+
+
+class _Tenure:
+    """What an owner needs for as long as it owns the database."""
+
+    def __init__(
+        self, settings: Settings, fence: Fence, database: Database, rounds: Rounds, read_secret: ReadSecret | None
+    ) -> None:
+        self._fence = fence
+        self._database = database
+        clock = Clock(database)
+        self.outbox = Outbox(database, settings, clock, read_secret, self._may_post)
+        self.retention = Retention(database, settings, rounds.forget, clock)
+
+    async def forward(self) -> None:
+        """Forward, when it is certain that the owner before does not any more."""
+        if not self._database.was_given_up:
+            await asyncio.sleep(CERTAIN_SECONDS)
+        await self.outbox.run()
+
+    async def end_hung(self) -> None:
+        """End what hangs in other processes, since deliveries wait for it."""
+        while True:
+            await asyncio.sleep(HUNG_LOOK_SECONDS)
+            try:
+                await self._database.write(end_hung_sessions)
+            except DatabaseError as error:
+                _log.warning("sessions that hang cannot be looked for: %s", error)
+
+    def _may_post(self) -> bool:
+        if self._database.fence_is_lost or not self._fence.is_taken:
+            raise FenceLost("the database's lock is lost: this gateway sends nothing")
+        return self._fence.is_certain
+
+
+async def _compute_jobs(database: Database, ml_nodes: Sequence[NodeApi]) -> None:
+    """Compute what is queued for the ML nodes; what is for others fails, since nobody would."""
+    names = [node.ml_node.name for node in ml_nodes]
+    with suppress(DatabaseError):  # the next owner does it
+        lost = await database.write(partial(fail_foreign_jobs, ml_nodes=names)) if names else 0
+        if lost:
+            _log.warning("%d requests for named nonces have failed: their ML nodes are not listed any more", lost)
+    async with asyncio.TaskGroup() as tasks:
+        for node in ml_nodes:
+            tasks.create_task(node.jobs.run_queued())
+        await asyncio.Event().wait()
