@@ -70,7 +70,7 @@ def _insert(connection: Connection, known: KnownRound, slot: int, indexes: range
 def serve(url: str, port: int) -> None:
     """Serve the database at ``url``."""
     app = FastAPI()
-    app.include_router(router(Database.open(url)))
+    app.include_router(router(Database.open(url), limits=False))
     install_handlers(app)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 

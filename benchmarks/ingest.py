@@ -2,7 +2,8 @@
 """python3 -m benchmarks.ingest: how many artifacts the gateway stores in a second, and how long a batch takes.
 
 The gateway and its database run beside the load's one process. Each connection is a pod with a credential of its own. A
-batch is acknowledged when it is durable.
+batch is acknowledged when it is durable. With ``--replicas`` several gateways serve one PostgreSQL, each the same share
+of the pods.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,9 @@ def batch(index: int) -> bytes:
 class Load:
     """Posts batches, each connection its own slot's in order, as pods do."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, urls: Sequence[str]) -> None:
         self._session = session
-        self._url = url
+        self._urls = urls
         self._next = [0] * CONNECTIONS
         grants = [a_grant(_UID, slot, f"pod-{slot}", rate=RATE_LIMIT) for slot in range(CONNECTIONS)]
         self._headers = [pod_headers(grant) for grant in grants]
@@ -68,13 +69,14 @@ class Load:
 
     async def _send(self, connection: int, begin: float, end: float, pause: float | None) -> None:
         due = begin + (pause or 0) * connection / CONNECTIONS
+        url = self._urls[connection % len(self._urls)]
         while max(due, time.perf_counter()) < end:
             body = batch(connection + self._next[connection] * CONNECTIONS)
             if pause is not None:
                 await asyncio.sleep(due - time.perf_counter())
             # From when it was due: a gateway that falls behind must not look faster for it.
             asked = due if pause is not None else time.perf_counter()
-            async with self._session.post(self._url, data=body, headers=self._headers[connection]) as answer:
+            async with self._session.post(url, data=body, headers=self._headers[connection]) as answer:
                 text = await answer.read()
             if answer.status != HTTPStatus.OK or json.loads(text)["stored"] != BATCH:
                 raise RuntimeError(f"a batch was not stored: HTTP {answer.status}: {text.decode()}")
@@ -88,11 +90,11 @@ def times(name: str, seconds: list[float]) -> Figures:
     return {f"{name}_{word}_ms": round(1e3 * quantile(seconds, share), 1) for word, share in _SHARES.items()}
 
 
-async def measure(url: str, target: int, seconds: float) -> Figures:
-    """Load the gateway fully, then with half the target."""
+async def measure(urls: Sequence[str], target: int, seconds: float) -> Figures:
+    """Load the gateways fully, then with half the target."""
     connector = aiohttp.TCPConnector(limit=CONNECTIONS)
     async with aiohttp.ClientSession(connector=connector, headers=JSON) as session:
-        load = Load(session, url + path(_UID))
+        load = Load(session, [url + path(_UID) for url in urls])
         await load.run(1.0)  # the round is written down, the connections are open
         full = await load.run(seconds)
         figures = {"artifacts_per_second": round(full), **times("full", load.seconds)}
@@ -105,7 +107,7 @@ async def pile_up(url: str, artifacts: int, pid: int) -> Figures:
     """Store so many artifacts, none of which can be forwarded, and watch the gateway's memory."""
     connector, sizes = aiohttp.TCPConnector(limit=CONNECTIONS), list[float]()
     async with aiohttp.ClientSession(connector=connector, headers=JSON) as session:
-        load, stored = Load(session, url + path(_UID)), 0
+        load, stored = Load(session, [url + path(_UID)]), 0
         while stored < artifacts:
             await load.run(_LOOK_SECONDS)
             stored += len(load.seconds) * BATCH
@@ -132,24 +134,33 @@ def _database(kind: str, folder: Path) -> Iterator[str]:
 def main() -> None:
     """Measure with the database that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--database", choices=sorted(TARGETS), default="sqlite")
+    parser.add_argument("--database", choices=sorted(TARGETS), help="default: sqlite, postgresql for several gateways")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two loads (default: 20)")
     parser.add_argument("--backlog", type=int, help="store so many artifacts instead, for a receiver that is away")
+    parser.add_argument("--replicas", type=int, default=1, help="gateways on one PostgreSQL (default: 1)")
     options = parser.parse_args()
+    options.database = options.database or ("sqlite" if options.replicas == 1 else "postgresql")
+    if options.replicas < 1 or (options.replicas > 1 and options.database == "sqlite"):
+        parser.error("--replicas must be 1, or more with --database postgresql: SQLite has one gateway")
+    if options.replicas > 1 and options.backlog is not None:
+        parser.error("--backlog watches the memory of one gateway: leave --replicas out")
     # On the repository's disk, since the usual folder may be in memory, where syncing costs nothing.
     with tempfile.TemporaryDirectory(dir=ROOT) as name, _database(options.database, Path(name)) as url:
         rounds = Path(name) / "rounds.json"
         receiver: dict[str, Any] = {} if options.backlog is None else {"callbackURL": "http://127.0.0.1:9/away"}
         rounds.write_text(json.dumps([round_body(_UID, groups=CONNECTIONS, **receiver)]))
-        with gateway(url, rounds, Path(name) / "log", _SETTINGS) as running:
-            pid, target = running.process.pid, TARGETS[options.database]
+        with contextlib.ExitStack() as stack:
+            logs = [Path(name) / f"log-{number}" for number in range(options.replicas)]
+            running = [stack.enter_context(gateway(url, rounds, log, _SETTINGS)) for log in logs]
+            pids, target = [one.process.pid for one in running], TARGETS[options.database]
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 if options.backlog is not None:
-                    figures = runner.run(pile_up(running.url, options.backlog, pid))
+                    figures = runner.run(pile_up(running[0].url, options.backlog, pids[0]))
                 else:
-                    figures = runner.run(measure(running.url, target, options.seconds))
-                    figures = {**figures, "rss_mib": resident_mib(pid)}
-    report(f"Ingest on {options.database}", figures)
+                    figures = runner.run(measure([one.url for one in running], target, options.seconds))
+                    figures = {**figures, "rss_mib": max(map(resident_mib, pids))}
+    of = f", {options.replicas} gateways" if options.replicas > 1 else ""
+    report(f"Ingest on {options.database}{of}", figures)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ ALL_VALUES: dict[Path, Values] = {
             "image": {"repository": "registry.example.org/gateway", "digest": f"sha256:{'1' * 64}"},
             "auth": {"existingSecret": "gateway-tokens"},
             "database": {"existingSecret": "gateway-database"},
+            "ingest": {"replicas": 3},
             "storage": {"size": "1Ti", "className": "fast", "existingClaim": "results"},
             "mlNodes": [
                 {
@@ -65,7 +66,16 @@ ALL_VALUES: dict[Path, Values] = {
             "pValueThreshold": "apply",
             "accessLog": "all",
             "receivers": {"allow": ["*.example.org", "example.com"], "private": ["10.0.0.0/8", "fd00::/8"]},
+            "limits": {"resultsPerRound": 30_000_000, "volumePercentPerRound": 40},
             "retention": {"days": 7, "bytes": 5_000_000_000},
+            "archive": {
+                "bucket": "poc-results",
+                "prefix": "cluster-1",
+                "endpoint": "https://minio.example.org:9000",
+                "region": "eu-central-1",
+                "existingSecret": "archive-credentials",
+                "afterSeconds": 600,
+            },
             "networkService": {"type": "LoadBalancer", "port": 8443, "annotations": {"example.org/lb": "internal"}},
             "tls": {"existingSecret": "gateway-tls"},
             "httpRoute": {

@@ -9,6 +9,7 @@ import yaml
 from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART
 from hack.deploy.releases import GATEWAY, SYSTEM_NAMESPACE
+from hack.toolchain.common import UserError
 from poc_gateway.settings import Settings
 from tests.chart.helm import ALL_VALUES, Values, gateway, objects, render
 from tests.chart.test_security import create, may, pod_of
@@ -40,8 +41,15 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
         "POC_GATEWAY_ACCESS_LOG": "all",
         "POC_GATEWAY_RECEIVER_ALLOW": "*.example.org,example.com",
         "POC_GATEWAY_RECEIVER_PRIVATE": "10.0.0.0/8,fd00::/8",
+        "POC_GATEWAY_ROUND_RESULTS": "30000000",
+        "POC_GATEWAY_ROUND_VOLUME_PERCENT": "40",
         "POC_GATEWAY_RETENTION_SECONDS": str(7 * 86_400),
         "POC_GATEWAY_RETENTION_BYTES": "5000000000",
+        "POC_GATEWAY_ARCHIVE_BUCKET": "poc-results",
+        "POC_GATEWAY_ARCHIVE_PREFIX": "cluster-1",
+        "POC_GATEWAY_ARCHIVE_ENDPOINT": "https://minio.example.org:9000",
+        "POC_GATEWAY_ARCHIVE_REGION": "eu-central-1",
+        "POC_GATEWAY_ARCHIVE_AFTER_SECONDS": "600",
         "POC_GATEWAY_PAYLOAD_ARTIFACTS": "500",
     }
     secrets = {
@@ -54,6 +62,8 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
         "POC_GATEWAY_NETWORK_TOKEN": {"name": "gateway-tokens", "key": "network-token"},
         "POC_GATEWAY_POD_TOKEN": {"name": "pod-token", "key": "token"},
         "POC_GATEWAY_DATABASE": {"name": "gateway-database", "key": "url"},
+        "POC_GATEWAY_ARCHIVE_ACCESS_KEY": {"name": "archive-credentials", "key": "access-key"},
+        "POC_GATEWAY_ARCHIVE_SECRET_KEY": {"name": "archive-credentials", "key": "secret-key"},
     }
 
 
@@ -98,3 +108,48 @@ def test_a_token_is_made_once(kube: Kube) -> None:
 
 def test_the_gateways_pod_passes_the_restricted_level(kube: Kube) -> None:
     create(kube, pod_of(kube, GATEWAY))
+
+
+def test_several_gateways_have_postgresql_and_are_spread(kube: Kube) -> None:
+    values = {"gateway": {"ingest": {"replicas": 3}, "database": {"existingSecret": "database"}}}
+    spec = gateway(kube, values)["spec"]
+    assert (spec["replicas"], spec["strategy"]["type"]) == (3, "RollingUpdate")
+    labels = spec["selector"]["matchLabels"]
+    spread = spec["template"]["spec"]["topologySpreadConstraints"]
+    assert {one["whenUnsatisfiable"] for one in spread} == {"ScheduleAnyway"}
+    assert all(one["labelSelector"]["matchLabels"] == labels for one in spread)
+    (budget,) = [one for one in objects(kube, OPERATOR_CHART, values) if one["kind"] == "PodDisruptionBudget"]
+    assert budget["spec"] == {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": labels},
+    }
+
+
+@pytest.mark.parametrize(
+    ("database", "strategy"), [({}, "Recreate"), ({"existingSecret": "database"}, "RollingUpdate")], ids=str
+)
+def test_one_gateway_needs_no_budget(kube: Kube, database: Values, strategy: str) -> None:
+    values = {"gateway": {"database": database}}
+    spec = gateway(kube, values)["spec"]
+    assert (spec["replicas"], spec["strategy"]["type"]) == (1, strategy)
+    assert "topologySpreadConstraints" not in spec["template"]["spec"]
+    assert not [one for one in objects(kube, OPERATOR_CHART, values) if one["kind"] == "PodDisruptionBudget"]
+
+
+def test_values_of_an_installation_that_is_older_are_enough(kube: Kube) -> None:
+    # As `helm upgrade --reuse-values` has them.
+    present = gateway(kube, {})
+    older = gateway(kube, {"gateway": {"ingest": None, "limits": None, "archive": None}})
+    names = {"POC_GATEWAY_ROUND_RESULTS": "round_results", "POC_GATEWAY_ROUND_VOLUME_PERCENT": "round_volume_percent"}
+    container = present["spec"]["template"]["spec"]["containers"][0]
+    left_out = {one["name"]: one["value"] for one in container["env"] if one["name"] in names}
+    defaults = Settings.from_environment({})
+    assert left_out == {name: str(getattr(defaults, field)) for name, field in names.items()}
+    container["env"] = [one for one in container["env"] if one["name"] not in names]
+    assert older == present
+
+
+def test_sqlite_has_one_gateway(kube: Kube) -> None:
+    with pytest.raises(UserError, match="replicas is 2, and SQLite has one gateway"):
+        render(kube, OPERATOR_CHART, {"gateway": {"ingest": {"replicas": 2}}})
