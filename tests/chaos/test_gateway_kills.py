@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -84,14 +85,14 @@ class Pod:
                 await asyncio.sleep(0.05)
 
 
-def gateway(folder: Path, receiver: str, port: int) -> KeptProcess:
+def gateway(folder: Path, receiver: str, port: int, database: str = "", log_name: str = "gateway.log") -> KeptProcess:
     rounds = folder / "rounds.json"
     bodies = [
         round_body(uid, groups=GROUPS, blockHash=block_hash, callbackURL=receiver) for uid, block_hash in ROUNDS.items()
     ]
     rounds.write_text(json.dumps(bodies))
     settings = {
-        "DATABASE": f"sqlite:///{folder / 'gateway.db'}",
+        "DATABASE": database or f"sqlite:///{folder / 'gateway.db'}",
         "PORT": port,
         "METRICS_PORT": free_port(),
         "NETWORK_PORT": free_port(),
@@ -100,7 +101,7 @@ def gateway(folder: Path, receiver: str, port: int) -> KeptProcess:
     }
     variables = {f"POC_GATEWAY_{name}": str(value) for name, value in settings.items()}
     argv = (sys.executable, "-m", "tests.simulation.gateway_process", str(rounds))
-    return KeptProcess(argv, variables, folder / "gateway.log")
+    return KeptProcess(argv, variables, folder / log_name)
 
 
 async def ready(client: aiohttp.ClientSession) -> None:
@@ -144,9 +145,9 @@ def assert_in_order(payloads: list[tuple[int, ...]]) -> None:
         reached[group], last[group] = max(reached[group], payload[-1] + GROUPS), payload[0]
 
 
-def stored(folder: Path) -> dict[str, set[int]]:
+def stored(url: str) -> dict[str, set[int]]:
     """Return the nonces in the database by the round's uid."""
-    database = Database.open(f"sqlite:///{folder / 'gateway.db'}")
+    database = Database.open(url)
     query = "SELECT uid, nonce FROM artifacts JOIN slots ON slots.id = slot_id JOIN rounds ON rounds.id = round_id"
     try:
         with database.engine.connect() as connection:
@@ -172,7 +173,12 @@ async def test_what_is_acknowledged_is_kept_and_reaches_the_receiver(tmp_path: P
                 await strike(process, client)
                 stop.set()
             await wait_until_forwarded(receiver, pods)
-    found = stored(tmp_path)
+    assert_books(stored(f"sqlite:///{tmp_path / 'gateway.db'}"), receiver, pods)
+    assert len(process.gaps) == KILLS
+
+
+def assert_books(found: dict[str, set[int]], receiver: Receiver, pods: Sequence[Pod]) -> None:
+    """Check what is stored and what has arrived, after as many faults as `KILLS`."""
     for uid, block_hash in ROUNDS.items():
         acknowledged = set().union(*(pod.acknowledged for pod in pods if pod.uid == uid))
         arrivals = Counter(nonce for payload in receiver.payloads[block_hash] for nonce in payload)
@@ -183,4 +189,3 @@ async def test_what_is_acknowledged_is_kept_and_reaches_the_receiver(tmp_path: P
         twice = sum(count - 1 for count in arrivals.values())
         log.info("%s: %d acknowledged, %d forwarded twice in %d payloads", uid, len(acknowledged), twice, again)
         assert again <= KILLS
-    assert len(process.gaps) == KILLS

@@ -12,6 +12,8 @@ from hack.toolchain.common import wait_until
 
 REQUEST_SECONDS = 60.0
 FORWARD_SECONDS = 30.0
+#: Label of the rounds that the network asked for.
+NETWORK_LABEL = "poc.gonka.ai/origin=network"
 
 
 def results_of(kube: Kube) -> httpx.Client:
@@ -22,6 +24,17 @@ def results_of(kube: Kube) -> httpx.Client:
 def network_of(kube: Kube) -> httpx.Client:
     """Return a client of the network's routes."""
     return _client(kube, f"{GATEWAY}-network", 80, "network-token")
+
+
+def delete_network_rounds(kube: Kube) -> None:
+    """Delete the rounds that the network asked for, and wait until they are gone."""
+    kube.kubectl("--namespace", NAMESPACE, "delete", "pocrounds", "--selector", NETWORK_LABEL, limit=150)
+
+
+def network_rounds(kube: Kube) -> list[dict[str, Any]]:
+    """Return the rounds that the network asked for."""
+    found: list[dict[str, Any]] = kube.get("--namespace", NAMESPACE, "pocrounds", "--selector", NETWORK_LABEL)["items"]
+    return found
 
 
 def wait_until_forwarded(kube: Kube, name: str) -> None:

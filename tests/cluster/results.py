@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a callback receiver got, sorted by the slots of the round."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from tests.support.fakes.receiver import Receiver
+from vllm_poc.wire.artifacts import decode_vector, encode_vector
+from vllm_poc.wire.messages import DEFAULT_K_DIM
 from vllm_poc.wire.partition import NonceSlot
 
 Body = dict[str, Any]
@@ -50,6 +53,14 @@ def slot_count(round_: PoCRound) -> int:
     """Return the number of residue classes of the round, which is the stride of each."""
     assert round_.status.slots == round_.spec.nodes.count * round_.status.groups
     return round_.status.slots
+
+
+def elsewhere(vector: str, stat_test: Mapping[str, float]) -> str:
+    """Return a vector that lies further from the given one than the fraud test lets pass."""
+    values = decode_vector(vector, DEFAULT_K_DIM)
+    negated = [-value for value in values]
+    assert math.dist(values, negated) > stat_test["dist_threshold"]
+    return encode_vector(negated)
 
 
 def _check_header(round_: PoCRound, body: Body) -> None:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the network's node sends in an epoch, against the gateway, the operator and real vLLM pods."""
 
-import base64
-import math
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +9,10 @@ import pytest
 
 from hack.deploy.kube import Kube
 from hack.deploy.local import SERVED_NAME
-from hack.deploy.releases import NAMESPACE, PODS
+from hack.deploy.releases import PODS
 from hack.toolchain.common import wait_until
-from tests.cluster.gateway import network_of, wait_until_forwarded
-from tests.cluster.results import items
+from tests.cluster.gateway import delete_network_rounds, network_of, network_rounds, wait_until_forwarded
+from tests.cluster.results import elsewhere, items
 from tests.support.fakes.receiver import Receiver
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
@@ -34,16 +31,15 @@ BLOCK: dict[str, Any] = {
 #: As the chain sends them: the threshold under the name that the reference ignores.
 STAT_TEST = {"dist_threshold": 0.2, "p_mismatch": 0.1, "p_value_threshold": 0.05}
 PORTS = [5001 + number for number in range(PODS)]
-LABEL = "poc.gonka.ai/origin=network"
 
 
 @pytest.fixture
 def network(kube: Kube) -> Iterator[httpx.Client]:
     """A client of the network's routes; rounds that it asked for are removed."""
-    kube.kubectl("--namespace", NAMESPACE, "delete", "pocrounds", "--selector", LABEL)
+    delete_network_rounds(kube)
     with network_of(kube) as client:
         yield client
-    kube.kubectl("--namespace", NAMESPACE, "delete", "pocrounds", "--selector", LABEL, limit=150)
+    delete_network_rounds(kube)
 
 
 def backends(status: str) -> list[dict[str, Any]]:
@@ -88,13 +84,6 @@ def validate(client: httpx.Client, sample: dict[int, str], url: str) -> dict[str
     return told
 
 
-def elsewhere(vector: str) -> str:
-    """Return a vector far away from the given one."""
-    values = struct.unpack("<12e", base64.b64decode(vector))
-    assert math.dist(values, [-value for value in values]) > STAT_TEST["dist_threshold"]
-    return base64.b64encode(struct.pack("<12e", *[-value for value in values])).decode()
-
-
 def test_an_epoch_as_the_networks_node_drives_it(kube: Kube, network: httpx.Client, receiver: Receiver) -> None:
     assert get(network, "/readyz") == {"status": "healthy", "ready": True}
     assert get(network, "/health")["managers"]["inference"] == {"running": True, "healthy": True}
@@ -113,7 +102,7 @@ def test_an_epoch_as_the_networks_node_drives_it(kube: Kube, network: httpx.Clie
     assert stopped == {"status": "OK", "results": backends("OK"), "errors": []}
     assert get(network, f"{NODE}/status")["status"] == "IDLE"
 
-    (found,) = kube.get("--namespace", NAMESPACE, "pocrounds", "--selector", LABEL)["items"]
+    (found,) = network_rounds(kube)
     assert found["status"]["state"] == "Complete"
     wait_until_forwarded(kube, found["metadata"]["name"])
     values = {nonce: str(vector) for nonce, vector in items(receiver.bodies)}
@@ -125,7 +114,7 @@ def test_an_epoch_as_the_networks_node_drives_it(kube: Kube, network: httpx.Clie
     honest = validate(network, sample, receiver.url)
     assert (honest["status"], honest["n_total"], honest["n_mismatch"]) == ("completed", SAMPLE, 0)
     assert honest["fraud_detected"] is False
-    made_up = {nonce: elsewhere(vector) if nonce in list(sample)[:40] else vector for nonce, vector in sample.items()}
+    made_up = {**sample, **{nonce: elsewhere(sample[nonce], STAT_TEST) for nonce in list(sample)[:40]}}
     caught = validate(network, made_up, receiver.url)
     assert (caught["n_total"], caught["mismatch_nonces"]) == (SAMPLE, list(sample)[:40])
     assert caught["fraud_detected"] is True

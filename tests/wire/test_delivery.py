@@ -23,7 +23,7 @@ def expected_nonces(body: dict[str, Any], status: StatusResponse) -> list[int]:
 
 @pytest.mark.parametrize("pod_settings", [{"FLUSH_SECONDS": "10"}], ids=["patient"])
 @pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
-@pytest.mark.parametrize("faults", [[], [500, 503], [200, 429, 200, 408, 425, 500, 302]], ids=str)
+@pytest.mark.parametrize("faults", [[], [500, 503, 507], [200, 429, 200, 408, 425, 500, 302]], ids=str)
 async def test_every_nonce_arrives_once_and_in_order(
     pod: Pod, receiver: CallbackReceiver, body: dict[str, Any], faults: list[int]
 ) -> None:

@@ -94,6 +94,23 @@ async def test_a_gateway_that_is_away_is_told_and_the_round_goes_on(fleet: Round
     assert status.state is State.RUNNING
 
 
+@pytest.mark.parametrize("fleet", [RoundFleet], indirect=True)
+async def test_what_the_gateway_has_not_got_is_not_counted_and_the_pods_are_named(
+    fleet: RoundFleet, collecting: Gateway
+) -> None:
+    fleet.change(stop=None)
+    await fleet.reconcile_until(lambda status: status.totals.delivered > 0)
+    collecting.loses = True
+    status = await fleet.reconcile_until(lambda status: degraded(status)[0] == Reason.REPORT_CONTRADICTORY)
+    for host in HOSTS:
+        assert f"pod pod-{host} is not believed: it says that" in degraded(status)[1]
+    assert status.totals.delivered == len(collecting.stored)
+    fleet.change(finish=True)
+    status = await fleet.reconcile_until(complete)
+    assert status.totals.delivered == status.totals.valid == len(collecting.stored) < status.totals.checked
+    assert Reason.REPORT_CONTRADICTORY in status.degraded
+
+
 async def test_conflicts_are_told(fleet: RoundFleet, collecting: Gateway) -> None:
     fleet.change(stop=None)
     collecting.conflicts = 3
