@@ -15,15 +15,16 @@ import yaml
 from tests.docs.pages import CLUSTER_PAGES, ROOT, SHELL, TRANSCRIPT, Block, blocks, pages
 from tests.docs.schemas import CHARTS, GROUP, example_files, manifest_errors, values_errors
 
-LANGUAGES = {SHELL, TRANSCRIPT, "yaml", "json", "text", "mermaid", "promql"}
+LANGUAGES = {SHELL, TRANSCRIPT, "yaml", "json", "text", "mermaid", "promql", "python"}
 
 #: How many blocks of each page are not run at all. A new one needs a reason in the page and a line here.
 NOT_RUN = {
     "CONTRIBUTING.md": 1,
     "README.md": 1,
-    "docs/benchmarks.md": 12,
+    "docs/benchmarks.md": 13,
     "docs/develop/index.md": 1,
     "docs/develop/testing.md": 2,
+    "docs/operate/archive.md": 3,
     "docs/operate/backup.md": 5,
     "docs/operate/rounds.md": 3,
     "docs/start/quick-start.md": 1,
@@ -77,6 +78,12 @@ def test_json_blocks_are_json() -> None:
     for block in blocks():
         if block.language == "json":
             json.loads(block.text)
+
+
+def test_python_blocks_are_python() -> None:
+    for block in blocks():
+        if block.language == "python":
+            compile(block.text, block.where, "exec")
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if b.language == SHELL], ids=lambda block: block.where)

@@ -56,16 +56,16 @@ BESIDE = {
     "operator/poc_gateway/errors.py": "what a refusal looks like; nothing is refused",
     "operator/poc_gateway/settings.py": "values",
     "operator/poc_gateway/metrics.py": "counts",
+    "operator/poc_gateway/ingest/quotas.py": "how much a round may store; this one has room",
     "operator/poc_gateway/outbox/callback_ledger.py": "there is no verdict",
     "operator/poc_gateway/outbox/endings.py": "nothing expires",
     "operator/poc_gateway/outbox/rivals.py": "no two results differ",
     "operator/poc_gateway/server/telemetry.py": "the route's name for metrics and log",
     "operator/poc_gateway/outbox/states.py": "names of the states; the ledger moves between them",
-    "operator/poc_gateway/store/clock.py": "whether what is old by the clock may expire; nothing is",
-    "operator/poc_gateway/store/reserve.py": "whether the disk is full; it is not",
-    "operator/poc_gateway/server/bodies.py": "how long a body may take",
+    "operator/poc_gateway/store/retention.py": "whether what is old by the clock may expire; nothing is",
+    "operator/poc_gateway/store/reserve.py": "whether the disk has room; it has",
+    "operator/poc_gateway/server/connections.py": "how long a body may take",
     "operator/poc_gateway/store/engine.py": "how SQLite and PostgreSQL are opened",
-    "operator/poc_gateway/store/disk_space.py": "whether the disk has room",
 }
 #: Files of a walk whose functions are not called: they are data.
 DATA = {
