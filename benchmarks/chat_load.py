@@ -67,17 +67,18 @@ class Load:
     async def without_pause(self, clients: int, seconds: float, seed: str) -> float:
         """Return the tokens per second of so many clients that go on as soon as they are answered."""
         self._draw.seed(seed)
-        end = monotonic() + RAMP_SECONDS + seconds
+        ended = asyncio.Event()
 
         async def client() -> None:
-            while monotonic() < end:
+            while not ended.is_set():
                 await self._chat(monotonic())
 
         running = [asyncio.create_task(client()) for _ in range(clients)]
         await asyncio.sleep(RAMP_SECONDS)
         before, used, begin = self.tokens, process_time(), monotonic()
-        await _sleep_until(end)
+        await asyncio.sleep(seconds)  # whole seconds are measured, also when the ramp took longer
         elapsed = monotonic() - begin
+        ended.set()
         self.share_of_a_core = (process_time() - used) / elapsed
         rate = (self.tokens - before) / elapsed
         await asyncio.gather(*running)

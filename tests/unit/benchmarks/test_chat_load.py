@@ -80,6 +80,6 @@ async def test_a_chat_does_not_wait_for_those_before() -> None:
 
 async def test_all_tokens_of_clients_without_pause_count() -> None:
     async with loading(Lengths(prompt=32, least=5, most=5)) as load:
-        rate = await load.without_pause(4, 1.0, "seed")
+        rate = await load.without_pause(4, 3.0, "seed")
     assert 0 < rate < 1.5 * 4 * 5 / FIRST_TOKEN_SECONDS
     assert load.tokens % 5 == 0
