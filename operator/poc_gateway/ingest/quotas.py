@@ -14,8 +14,6 @@ from sqlalchemy import Connection, func, select
 from poc_gateway.errors import RETRY_AFTER, Refusal
 from poc_gateway.ingest.deliveries import Delivery
 from poc_gateway.store import schema
-from poc_gateway.store.database import Database
-from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.reserve import Room, result_bytes
 from poc_gateway.store.rounds import KnownRound, RoundTerms
 from vllm_poc.logs import bound
@@ -75,32 +73,24 @@ class Allowance:
 class Allowances:
     """How many more results each round may store. One per process.
 
-    A round is counted once a second, beside the commits, and what this process stores meanwhile is subtracted. So
-    several processes together may exceed a limit by what they store in a second.
+    A round is counted once a second, by the write that stores something for it: no delivery waits for a reader. What
+    this process stores until the next count is subtracted. So several processes together may exceed a limit by what
+    they store in a second.
     """
 
-    def __init__(self, database: Database, quota: Quota) -> None:
-        self._database = database
+    def __init__(self, quota: Quota) -> None:
         self._quota = quota
         self._known: dict[int, Allowance] = {}  # by the round's id
 
-    async def of(self, deliveries: Sequence[Delivery]) -> Mapping[int, Allowance]:
-        """Return the allowances of the deliveries' rounds by their ids.
-
-        If the database fails, the last ones hold; DatabaseError if a round has none.
-        """
+    def of(self, connection: Connection, deliveries: Sequence[Delivery]) -> Mapping[int, Allowance]:
+        """Return the allowances of the deliveries' rounds by their ids; a round that is deleted has none."""
         if not self._quota.limits:
             return {}
         now = time.monotonic()
         found = {id_: one for id_, one in self._known.items() if now - one.counted < COUNT_SECONDS}
         rounds = {one.known.id: one.known.terms for one in deliveries if one.known.id not in found}
         if rounds:
-            try:
-                found |= await self._database.read(lambda connection: self._count(connection, rounds, now))
-            except DatabaseError:
-                if not rounds.keys() <= self._known.keys():
-                    raise
-                found |= {id_: self._known[id_] for id_ in rounds}
+            found |= self._count(connection, rounds, now)
         self._known = found
         return found
 

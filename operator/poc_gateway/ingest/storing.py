@@ -71,7 +71,7 @@ class Intake:
 
     def __init__(self, database: Database, quota: Quota) -> None:
         self._database = database
-        self._allowances = Allowances(database, quota)
+        self._allowances = Allowances(quota)
         self._waiting = deque[_Waiting]()
         self._artifacts = 0
         self._task: asyncio.Task[None] | None = None
@@ -116,9 +116,9 @@ class Intake:
         deliveries = [delivery for delivery, _ in batch]
         now = time.time_ns() // 1_000_000
         try:
-            allowances = await self._allowances.of(deliveries)
             outcomes = await self._database.write(
-                lambda connection: store(connection, deliveries, now, allowances), grows=True
+                lambda connection: store(connection, deliveries, now, self._allowances.of(connection, deliveries)),
+                grows=True,
             )
         except Exception as error:
             if len(batch) == 1 or isinstance(error, DatabaseError):

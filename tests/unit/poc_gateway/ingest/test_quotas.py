@@ -22,10 +22,10 @@ from poc_gateway.ingest.storing import Intake, StoreResult
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
-from poc_gateway.store.engine import DatabaseUnavailable
 from poc_gateway.store.reserve import Room, used_bytes
 from poc_gateway.store.rounds import KnownRound, write_down
 from tests.support.builders.deliveries import R_TARGET, a_round, artifacts, distances, encoded, vector
+from tests.support.fakes.held_write import HeldWrite
 from tests.unit.poc_gateway.ingest.conftest import Gateway, Start, receipt
 
 #: What the chart asks for, and the largest round of a day.
@@ -168,7 +168,8 @@ async def test_a_crowd_of_pods_does_not_exceed_the_limit_together(database: Data
     assert sum(stored) == 48
 
 
-async def test_a_count_that_fails_does_not_fail_deliveries(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deliveries_wait_for_no_reader(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "COUNT_SECONDS", 0.0)
     known = await database.write(lambda connection: write_down(connection, a_round()))
     intake = Intake(database, Quota(database.room, results=5, percent=0))
 
@@ -178,19 +179,17 @@ async def test_a_count_that_fails_does_not_fail_deliveries(database: Database, m
             Delivery(known, checked=[CheckedArtifact(known.slots[0], n, vector(n)) for n in nonces])
         )
 
-    async def failing(_: object) -> None:
-        raise DatabaseUnavailable("every connection to the database is in use")
-
-    monkeypatch.setattr(quotas, "COUNT_SECONDS", 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(database, "read", failing)
-        with pytest.raises(DatabaseUnavailable):
-            await deliver(0)
-    assert await deliver(0) == StoreResult(stored=2)
-    monkeypatch.setattr(database, "read", failing)
-    assert await deliver(2) == StoreResult(stored=2)
-    # What it has stored since the last count is subtracted all the same.
-    assert isinstance(await deliver(4), Refusal)
+    held = HeldWrite()
+    readers = [asyncio.create_task(database.read(held)) for _ in range(8)]
+    try:
+        await held.begun()
+        async with asyncio.timeout(2):
+            assert await deliver(0) == StoreResult(stored=2)
+            assert await deliver(2) == StoreResult(stored=2)
+            assert isinstance(await deliver(4), Refusal)
+    finally:
+        held.release.set()
+        await asyncio.gather(*readers)
 
 
 class _Volume(Room):
