@@ -28,8 +28,8 @@ from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.pace import Trouble, address_of, scope_of, trouble_of
 from poc_gateway.outbox.round_sender import url_of
 from poc_gateway.outbox.states import State
-from poc_gateway.store.database import Database
-from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.database import Database, FenceLost
+from poc_gateway.store.engine import DatabaseAway, DatabaseError
 from poc_gateway.store.rounds import KnownRound, by_id
 from poc_gateway.store.schema import commands
 from poc_operator.observed import Decision
@@ -116,9 +116,8 @@ class Commands:
         return await self._ask(known, Kind.DECIDE, {"decisions": told})
 
     async def _ask(self, known: KnownRound, kind: Kind, body: Mapping[str, Any]) -> int:
-        values = {"round_id": known.id, "kind": kind, "body": json.dumps(body), "created_at": ledger.now()}
-        query = insert(commands).values(values).returning(commands.c.id)
-        id_ = await self._database.write(lambda connection: int(connection.execute(query).scalar_one()))
+        told = {"round_id": known.id, "kind": kind, "body": json.dumps(body)}
+        id_ = await self._database.write(partial(_write_down, told=told))
         self._news.set()
         deadline = monotonic() + WAIT_SECONDS
         while monotonic() < deadline:
@@ -153,7 +152,7 @@ async def _obey(database: Database, outbox: Outbox) -> None:
     for command in await database.read(_open):
         try:
             await _perform(database, outbox, command)
-        except DatabaseError:
+        except (DatabaseAway, FenceLost):
             raise
         except Exception:  # which must not keep the others from being done
             _log.exception("command %d, to %s, failed, and is tried again", command.id, command.kind)
@@ -175,6 +174,17 @@ async def _perform(database: Database, outbox: Outbox, command: _Command) -> Non
                     f"this release knows no command {command.kind}: a newer gateway has to own the database"
                 )
     await database.write(partial(_end, id_=command.id))
+
+
+def _write_down(connection: Connection, told: Mapping[str, Any]) -> int:
+    """Write a command down and return its id; one that waits and says the same is this one, told again."""
+    columns = commands.c
+    same = [columns[name] == value for name, value in told.items()]
+    waiting = select(columns.id).where(columns.ended_at.is_(None), *same).order_by(columns.id).limit(1)
+    if (known := connection.scalar(waiting)) is not None:
+        return int(known)
+    query = insert(commands).values(told | {"created_at": ledger.now()}).returning(columns.id)
+    return int(connection.execute(query).scalar_one())
 
 
 def _open(connection: Connection) -> Sequence[_Command]:

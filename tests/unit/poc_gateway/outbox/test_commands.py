@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-from sqlalchemy import insert, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from poc_gateway.errors import Refusal
 from poc_gateway.outbox import commands as module
@@ -16,6 +16,7 @@ from poc_gateway.outbox.commands import Commands
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.states import State
 from poc_gateway.store.database import Database, FenceLost
+from poc_gateway.store.engine import DatabaseUnavailable
 from poc_gateway.store.rounds import KnownRound, by_id
 from poc_gateway.store.schema import commands
 from tests.support.builders.forwarding import Receiver, add_callback, add_round, running, settings, store, until
@@ -77,6 +78,42 @@ async def test_without_an_owner_it_is_kept_until_there_is_one(
 
     async with obeying(asked, database, Outbox(database, settings())):
         await until(all_abandoned)
+
+
+async def test_what_is_asked_again_while_it_waits_is_one_command(
+    database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.1)
+    known = await a_round(database, receiver.url, 10)
+    asked = Commands(database)
+    for reason in ("too late", "too late", "no more use", "too late"):
+        with pytest.raises(Refusal):
+            await asked.abandon(known, reason)
+    assert len(await database.read(lambda one: one.execute(select(commands)).all())) == 2
+    monkeypatch.setattr(module, "WAIT_SECONDS", 10)
+    async with obeying(asked, database, Outbox(database, settings())):
+        assert await asked.abandon(known, "too late") == 10
+        assert await asked.abandon(known, "too late") == 0, "what is done is no command that waits"
+
+
+async def test_a_command_whose_writes_fail_keeps_no_other_up(
+    database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = await a_round(database, receiver.url, 10), await a_round(database, receiver.url, 7)
+    end_some = endings.end_some
+
+    def failing(connection: Connection, round_id: int, *arguments: object, **named: object) -> int:
+        if round_id == first.id:
+            raise DatabaseUnavailable("the database is behind")
+        return end_some(connection, round_id, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(endings, "end_some", failing)
+    asking = asyncio.create_task(Commands(database).abandon(first, "too late"))
+    async with obeying(Commands(database), database, Outbox(database, settings())):
+        await until(lambda: not asking.done())
+        assert await asyncio.wait_for(Commands(database).abandon(other, "too late"), 10) == 7
+        monkeypatch.setattr(endings, "end_some", end_some)
+        assert await asyncio.wait_for(asking, 10) == 10
 
 
 async def test_a_command_that_an_owner_began_is_finished_by_the_next(
