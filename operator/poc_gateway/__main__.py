@@ -14,7 +14,7 @@ from kubernetes.aio.config import ConfigException
 from pydantic import ValidationError
 
 from poc_gateway.node_api.ml_nodes import MlNode
-from poc_gateway.server.process import run
+from poc_gateway.server.process import leave, run
 from poc_gateway.settings import Settings
 from poc_gateway.store import backup
 from poc_gateway.store.engine import DatabaseError
@@ -88,6 +88,7 @@ def main() -> None:
             return
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
+        leave(settings)
     except (ValueError, DatabaseError, ConfigException, OSError) as error:
         what = "cannot run" if arguments.command in (None, "run") else f"cannot {arguments.command}"
         _log.error("the gateway %s: %s", what, error)

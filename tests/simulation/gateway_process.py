@@ -22,7 +22,7 @@ from typing import Any
 import uvloop
 
 from hack.images.site import ROOT
-from poc_gateway.server.process import run
+from poc_gateway.server.process import leave, run
 from poc_gateway.settings import Settings
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -119,8 +119,9 @@ def main() -> None:
 
     logs.configure()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        pods = FixedPods(sys.argv[2:])
-        runner.run(run(Settings.from_environment(os.environ), read_round, lambda _: pods))
+        pods, settings = FixedPods(sys.argv[2:]), Settings.from_environment(os.environ)
+        runner.run(run(settings, read_round, lambda _: pods))
+    leave(settings)
 
 
 if __name__ == "__main__":

@@ -320,10 +320,10 @@ def queue_job(connection: Connection, job_id: str, request: str, nonces: int, pr
     return queued
 
 
-def unfinished_ids(connection: Connection) -> Sequence[str]:
-    """Return the ids of the jobs that have not ended, oldest first."""
+def unfinished_ids(connection: Connection, before: int | None = None) -> Sequence[str]:
+    """Return the ids of the jobs that have not ended, oldest first; those created by ``before``, if that is given."""
     found = select(_jobs.id).where(_jobs.finished_at.is_(None)).order_by(_jobs.created_at, _jobs.id)
-    return connection.scalars(found).all()
+    return connection.scalars(found if before is None else found.where(_jobs.created_at <= before)).all()
 
 
 def request_of(connection: Connection, job_id: str) -> str | None:
@@ -369,10 +369,16 @@ def finish_job(connection: Connection, end: JobEnd) -> None:
     callback_ledger.add_job_callbacks(connection, end.job_id, end.callbacks)
 
 
-def fail_foreign_jobs(connection: Connection, ml_nodes: Sequence[str]) -> int:
-    """End the jobs whose ML node is gone, and return how many: nobody would ever compute them."""
+def fail_foreign_jobs(connection: Connection, ml_nodes: Sequence[str], *, after_seconds: float = 0.0) -> int:
+    """End the jobs whose ML node is gone, and return how many: nobody would ever compute them.
+
+    With ``after_seconds`` only those that wait since then: another gateway may know an ML node that this one does not
+    know yet.
+    """
     prefixes = tuple(prefix_of(name) for name in ml_nodes)
-    ids = [job_id for job_id in unfinished_ids(connection) if not (ml_nodes and names_no_ml_node(job_id))]
+    oldest = ledger.now() - int(after_seconds * 1_000)
+    waiting = unfinished_ids(connection, before=oldest)
+    ids = [job_id for job_id in waiting if not (ml_nodes and names_no_ml_node(job_id))]
     foreign = [job_id for job_id in ids if not job_id.startswith(prefixes)]
     for job_id in foreign:
         finish_job(connection, JobEnd(job_id, error="its ML node was removed from the gateway's configuration"))

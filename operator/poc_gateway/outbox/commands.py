@@ -176,7 +176,7 @@ async def _perform(database: Database, outbox: Outbox, command: _Command) -> Non
     await database.write(partial(_end, id_=command.id))
 
 
-def _write_down(connection: Connection, told: Mapping[str, Any]) -> int:
+def _write_down(connection: Connection, told: dict[str, Any]) -> int:
     """Write a command down and return its id; one that waits and says the same is this one, told again."""
     columns = commands.c
     same = [columns[name] == value for name, value in told.items()]

@@ -16,10 +16,12 @@ import asyncio
 import hashlib
 import json
 import logging
+import queue
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -64,6 +66,12 @@ _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20.0
 _FAILURES = (OSError, pa.ArrowException)
 
 
+#: The name of the threads that wait for S3.
+BUCKET_THREAD = "archive"
+#: A bucket that was closed may take so long to end what is under way.
+_LEAVE_SECONDS = 1.0
+
+
 class ArchiveError(ValueError):
     """A round cannot be archived by hand."""
 
@@ -79,11 +87,16 @@ class ArchivedFile:
 
 
 class Bucket:
-    """The bucket of the archive. What it does waits for the network, in a thread of its own, one after the other."""
+    """The bucket of the archive. What it does waits for the network, in a thread of its own, one after the other.
+
+    A server that hangs is given up after minutes only: a process that ends need not wait for the thread
+    (`poc_gateway.server.process.leave`).
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="archive")
+        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=BUCKET_THREAD, daemon=True).start()
         self._root = "/".join(part for part in (settings.archive_bucket, settings.archive_prefix.strip("/")) if part)
         self._files: Any = None  # pyarrow has no types
         #: No two processes write to the same temporary name: one may still end what the other has taken over.
@@ -91,15 +104,27 @@ class Bucket:
 
     async def do(self, work: Callable[[], Result]) -> Result:
         """Call ``work`` in the bucket's thread. OSError or pa.ArrowException if S3 fails or refuses."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.wrap_future(self.later(work))
 
-    def later(self, work: Callable[[], object]) -> None:
+    def later(self, work: Callable[[], Result]) -> Future[Result]:
         """Let ``work`` be done after what is under way, and do not wait for it."""
-        self._thread.submit(work)
+        done: Future[Result] = Future()
+        self._waiting.put((done, work))
+        return done
 
     def close(self) -> None:
-        """Let the thread end with what is under way."""
-        self._thread.shutdown(wait=False)
+        """Let the thread end after what is under way."""
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (next_ := self._waiting.get()) is not None:
+            done, work = next_
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                done.set_result(work())
+            except BaseException as error:  # who waits for it gets it
+                done.set_exception(error)
 
     def path(self, name: str) -> str:
         """Return where an object is, as pyarrow has it: the bucket, and the key."""
@@ -162,6 +187,14 @@ class Bucket:
     def _size(self, path: str) -> int | None:
         found = self.files.get_file_info(path)
         return int(found.size) if found.is_file else None
+
+
+def hangs() -> bool:
+    """Whether a call to S3 goes on, a moment after its bucket was closed."""
+    threads = [thread for thread in threading.enumerate() if thread.name == BUCKET_THREAD]
+    for thread in threads:
+        thread.join(_LEAVE_SECONDS)
+    return any(thread.is_alive() for thread in threads)
 
 
 class _Upload:
@@ -308,6 +341,7 @@ class Archive:
                     _log.exception("rounds could not be archived, which is tried again in %.0f s", PERIOD_SECONDS)
                 await asyncio.sleep(PERIOD_SECONDS)
         finally:
+            self._bucket.close()
             metrics.ARCHIVE_WAITING.set(0)  # they wait for the process that owns the database next
 
     async def sweep(self) -> None:

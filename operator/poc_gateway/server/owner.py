@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 #: Pause after the database could not be owned, so that another process may try.
 RETRY_SECONDS = 3.0
+#: A request for an ML node that the owner does not know waits for so long, since another owner may know it; and the
+#: seconds between two looks for them.
+FOREIGN_SECONDS, FOREIGN_LOOK_SECONDS = 600.0, 60.0
 #: Seconds between two looks for sessions that hang.
 HUNG_LOOK_SECONDS = 5.0
 _SERVES = "another gateway owns the database, and forwards: this one serves, and takes over when that has ended"
@@ -145,13 +148,29 @@ class _Tenure:
 
 
 async def _compute_jobs(database: Database, ml_nodes: Sequence[NodeApi]) -> None:
-    """Compute what is queued for the ML nodes; what is for others fails, since nobody would."""
-    names = [node.ml_node.name for node in ml_nodes]
-    with suppress(DatabaseError):  # the next owner does it
-        lost = await database.write(partial(fail_foreign_jobs, ml_nodes=names)) if names else 0
-        if lost:
-            _log.warning("%d requests for named nonces have failed: their ML nodes are not listed any more", lost)
+    """Compute what is queued for the ML nodes; what has been queued for others for long fails, since nobody would."""
     async with asyncio.TaskGroup() as tasks:
         for node in ml_nodes:
             tasks.create_task(node.jobs.run_queued())
-        await asyncio.Event().wait()
+        await _fail_foreign_jobs(database, [node.ml_node.name for node in ml_nodes])
+
+
+async def _fail_foreign_jobs(database: Database, names: Sequence[str]) -> None:
+    """Look for jobs of ML nodes that are not listed, once a minute.
+
+    While the gateways are replaced one by one, those that are new may list an ML node that the owner does not know. The
+    next owner does, so what is queued for it waits.
+    """
+    fail = partial(fail_foreign_jobs, ml_nodes=names, after_seconds=FOREIGN_SECONDS)
+    while names:
+        try:
+            lost = await database.write(fail)
+        except FenceLost:
+            raise
+        except DatabaseError as error:
+            _log.warning("requests for ML nodes that are not listed cannot be looked for: %s", error)
+        else:
+            if lost:
+                _log.warning("%d requests for named nonces have failed: their ML nodes are not listed any more", lost)
+        await asyncio.sleep(FOREIGN_LOOK_SECONDS)
+    await asyncio.Event().wait()

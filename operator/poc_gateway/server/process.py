@@ -6,6 +6,8 @@ One app is for the inside of the cluster and one for the network, each on a port
 
 import asyncio
 import gc
+import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +55,8 @@ from poc_gateway.store.fence import fence_of
 from poc_gateway.store.retention import Clock, Retention
 from poc_gateway.store.rounds import ReadRound, Rounds
 from poc_operator.clients.kube.callback_secret import ReadSecret
+
+_log = logging.getLogger(__name__)
 
 #: Requests that are under way may take this long to finish at the end.
 GRACE_SECONDS = 20
@@ -160,6 +164,21 @@ async def run(
     servers = Servers(settings, gates, connections)
     live = _live_beside_others if is_shared(settings.database.get_secret_value()) else _live_alone
     await first_of(servers.serve(), live(settings, read_round, cluster_of, read_secret, gates), stop=servers.stop)
+
+
+def leave(settings: Settings) -> None:
+    """End the process at once if S3 hangs: Python, and Arrow after it, would wait for minutes until it is given up.
+
+    To be called when all else has ended in order.
+    """
+    if settings.archive_bucket is None:
+        return
+    from poc_gateway.query.archive import hangs  # noqa: PLC0415 - a gateway without an archive starts sooner
+
+    if hangs():
+        _log.warning("S3 does not answer: the gateway ends without it, and the round is archived later")
+        logging.shutdown()
+        os._exit(0)
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,7 @@ callbacks = Table(
     Column("ended_at", BigInteger),
     Index("ix_callbacks_due", "state", "url", "attempts", "next_try_at"),
     Index("ix_callbacks_round_id", "round_id"),
+    Index("ix_callbacks_job_id", "job_id"),
 )
 
 #: Pauses after failures, so that a restart does not forget them. ``scope`` is what pauses: a receiver's address without

@@ -68,9 +68,8 @@ def _continue(connection: Connection, known: KnownRound) -> object:
 
 
 def _count(connection: Connection, known: KnownRound) -> object:
-    database = Database(connection.engine)
     quota = Quota(Room(None), results=10, percent=0)
-    found = Allowances(database, quota)._count(connection, {known.id: known.terms}, 0.0)
+    found = Allowances(quota).of(connection, [Delivery(known, checked=[])])
     assert found[known.id].left == 0
     return found
 

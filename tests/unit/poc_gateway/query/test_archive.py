@@ -575,6 +575,29 @@ async def test_a_gateway_archives_and_the_page_reads_what_it_wrote(
     assert done.stdout.startswith("round-uid-1 100 results, ['nonce', 'slot', 'node_id', 'received_at', 'vector']")
 
 
+async def test_a_gateway_ends_while_the_server_hangs(
+    database: Database, database_url: str, s3: S3Server, tmp_path: Path
+) -> None:
+    await store(database, a_round(), range(100))
+    (tmp_path / "rounds.json").write_text("[]")
+    go_on, hangs = threading.Event(), threading.Event()
+
+    def hang(_: str, __: str) -> int:
+        hangs.set()
+        go_on.wait(60)
+        return 503
+
+    s3.fault = hang
+    try:
+        with gateway(database_url, tmp_path / "rounds.json", tmp_path / "log", s3.settings) as running:
+            await until(hangs.is_set, seconds=60)
+            running.process.terminate()
+            # S3 is given up after much more: a Kubernetes node would kill it first.
+            assert await asyncio.to_thread(running.process.wait, 10) == 0
+    finally:
+        go_on.set()
+
+
 async def test_a_round_is_archived_by_hand_and_the_gateway_finds_it(
     database: Database, database_url: str, s3: S3Server, tmp_path: Path
 ) -> None:

@@ -18,11 +18,14 @@ import pytest
 from aiohttp import web
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import create_engine, make_url, select
+from sqlalchemy import create_engine, insert, make_url, select, update
 
+from poc_gateway.outbox import ledger
+from poc_gateway.server import owner
+from poc_gateway.server.owner import FOREIGN_SECONDS
 from poc_gateway.store import migrations
 from poc_gateway.store.database import Database, FenceLost
-from poc_gateway.store.schema import slots
+from poc_gateway.store.schema import jobs, slots
 from poc_operator.observed import Truth
 from tests.simulation.gateway_process import GatewayProcess, gateway
 from tests.support.builders.deliveries import JSON, artifacts, path, round_body
@@ -353,3 +356,33 @@ async def test_a_receiver_that_hangs_holds_no_takeover_up(fleet: Fleet, stack: E
     owner.process.kill()
     fleet.receiver.answer = lambda _: 200
     await fleet.forwarded(100, TAKEN_OVER)
+
+
+async def test_a_request_for_an_ml_node_that_is_not_listed_fails_when_it_has_waited_for_long(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "FOREIGN_LOOK_SECONDS", 0.05)
+    now = ledger.now()
+    ages = {"5001:a.old": FOREIGN_SECONDS + 1, "5001:b.old": FOREIGN_SECONDS + 1, "5001:b.new": 0}
+    rows = [
+        {"id": id_, "request": "{}", "state": "queued", "created_at": now - int(age * 1_000)}
+        for id_, age in ages.items()
+    ]
+    await database.write(lambda one: one.execute(insert(jobs), rows) and None)
+
+    async def failed() -> list[str]:
+        return await database.read(lambda one: list(one.scalars(select(jobs.c.id).where(jobs.c.state == "failed"))))
+
+    async def has_failed(ids: list[str]) -> bool:
+        return sorted(await failed()) == ids
+
+    task = asyncio.create_task(owner._fail_foreign_jobs(database, ["a"]))
+    try:
+        await until(lambda: has_failed(["5001:b.old"]))
+        await asyncio.sleep(0.2)
+        assert await failed() == ["5001:b.old"], "gateways of another release may know its ML node"
+        await database.write(lambda one: one.execute(update(jobs).values(created_at=1)) and None)
+        await until(lambda: has_failed(["5001:b.new", "5001:b.old"]))
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

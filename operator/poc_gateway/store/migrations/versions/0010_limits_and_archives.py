@@ -17,11 +17,13 @@ def upgrade() -> None:
         op.add_column("rounds", sa.Column(name, sa.BigInteger(), nullable=True))
     for name in _TEXTS:
         op.add_column("rounds", sa.Column(name, sa.Text(), nullable=True))
+    op.create_index("ix_callbacks_job_id", "callbacks", ["job_id"])
     op.add_column("late_arrivals", sa.Column("replaced", sa.Boolean(), server_default=sa.false(), nullable=False))
 
 
 def downgrade() -> None:
     """Remove them. What was replaced has its number still, and an older gateway may export it twice."""
     op.drop_column("late_arrivals", "replaced")
+    op.drop_index("ix_callbacks_job_id", "callbacks")
     for name in (*_TEXTS, *_NUMBERS):
         op.drop_column("rounds", name)
