@@ -225,32 +225,30 @@ def begin(connection: Connection, may_be: Select[int, str], round_id: int) -> bo
 def delete_some(connection: Connection, round_id: int) -> bool:
     """Delete some rows of a round, or the round if it has none left; return whether it is still there.
 
-    Each query goes by a key, so that a chunk takes as long in a large table as in a small one.
+    It goes slot by slot, and deletes each when it is empty: what was deleted before is not passed again. So a chunk
+    takes as long in a large table as in a small one.
     """
-    slots, artifacts = schema.slots.c, schema.artifacts.c
-    holds_any = exists().where(artifacts.slot_id == slots.id).correlate(schema.slots)
-    slot = connection.scalar(select(slots.id).where(slots.round_id == round_id, holds_any).limit(1))
-    if slot is None and _delete_late_arrivals(connection, round_id):
-        return True
-    if slot is None:
-        connection.execute(delete(schema.rounds).where(schema.rounds.c.id == round_id))
-        return False
-    nonces = select(artifacts.nonce).where(artifacts.slot_id == slot).order_by(artifacts.nonce)
-    end = connection.scalar(nonces.limit(1).offset(CHUNK_ROWS))
-    some = artifacts.slot_id == slot
-    connection.execute(delete(schema.artifacts).where(some if end is None else and_(some, artifacts.nonce < end)))
+    slots, left = schema.slots.c, CHUNK_ROWS
+    while left > 0:
+        slot = connection.scalar(select(slots.id).where(slots.round_id == round_id).order_by(slots.id).limit(1))
+        if slot is None:
+            connection.execute(delete(schema.rounds).where(schema.rounds.c.id == round_id))
+            return False
+        deleted = _delete_rows(connection, schema.artifacts.c.nonce, schema.artifacts.c.slot_id == slot, left)
+        if deleted < left:
+            late = schema.late_arrivals.c
+            deleted += _delete_rows(connection, late.number, late.slot_id == slot, left - deleted)
+        left -= deleted
+        if left > 0:
+            connection.execute(delete(schema.slots).where(slots.id == slot))
     return True
 
 
-def _delete_late_arrivals(connection: Connection, round_id: int) -> bool:
-    late, slots = schema.late_arrivals.c, schema.slots.c
-    first = select(late.slot_id, late.number).join(schema.slots).where(slots.round_id == round_id)
-    found = connection.execute(first.order_by(late.slot_id, late.number).limit(1)).first()
-    if found is None:
-        return False
-    some = and_(late.slot_id == found.slot_id, late.number < found.number + CHUNK_ROWS)
-    connection.execute(delete(schema.late_arrivals).where(some))
-    return True
+def _delete_rows(connection: Connection, key: ColumnElement[int], of_slot: ColumnElement[bool], most: int) -> int:
+    """Delete the first rows of a slot by their key, ``most`` of them at most; return how many."""
+    end = connection.scalar(select(key).where(of_slot).order_by(key).limit(1).offset(most))
+    some = of_slot if end is None else and_(of_slot, key < end)
+    return int(connection.execute(delete(key.table).where(some)).rowcount)
 
 
 def _of_slots(condition: ColumnElement[bool]) -> ColumnElement[bool]:
