@@ -4,12 +4,15 @@
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Self
 from uuid import uuid4
 
+from poc_operator.apis.v1alpha1.status import is_finished
 from poc_operator.clients.errors import StaleObject, StoreError, StoreUnavailable
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.connection import connect
@@ -23,13 +26,34 @@ from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
+from poc_operator.controller.supervision import supervised
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.observed import PodView
+from vllm_poc.logs import bound
 
 log = logging.getLogger(__name__)
 
 #: Seconds after which one reconciliation is given up. All that it waits for has shorter limits of its own.
 RECONCILE_SECONDS = 180.0
+
+
+def needs_reconciling(body: Mapping[str, Any]) -> bool:
+    """Whether the object, as the API server has it, needs a loop."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    if not is_finished(status):
+        return True
+    if "deletionTimestamp" in metadata:
+        return False
+    unseen = status.get("observedGeneration") != metadata["generation"]
+    return unseen or (body.get("spec") or {}).get("ttlSecondsAfterFinished") is not None
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event for so long at most; always True."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return True
 
 
 class Manager:
@@ -42,7 +66,11 @@ class Manager:
         client: PodClient,
         gateway: GatewayClient | None = None,
         rate_limit: int = RATE_LIMIT,
+        *,
+        holds_deleted: bool = True,
     ) -> None:
+        #: Whether deleted objects are held, by the finalizer, until their pods have stopped.
+        self.holds_deleted = holds_deleted
         self._store = store
         self.lease = lease
         self._client = client
@@ -51,7 +79,9 @@ class Manager:
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
-        self._reconcilers: dict[str, Reconciler[Any]] = {}  # by the objects' uid
+        # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
+        self._reconcilers: dict[str, Reconciler[Any]] = {}
+        self._loops: dict[str, asyncio.Task[None]] = {}
         kinds = [kind.resource for kind in PLANNERS]
         self._watches = StaleWatchCheck(store, kinds, self._pods, self._reconcilers.keys)
 
@@ -64,6 +94,7 @@ class Manager:
         identity: str | None,
         *,
         rate_limit: int = RATE_LIMIT,
+        holds_deleted: bool = True,
     ) -> Self:
         """Connect to the API server. Without ``gateway`` pods deliver to the rounds' own callback addresses.
 
@@ -72,10 +103,14 @@ class Manager:
         api, namespace = await connect()
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         lease = LeaderElection(api, lease_namespace or namespace, identity or unique, time.monotonic)
-        return cls(ObjectStore(api), lease, client, gateway, rate_limit)
+        return cls(ObjectStore(api), lease, client, gateway, rate_limit, holds_deleted=holds_deleted)
 
     async def close(self) -> None:
-        """Close all connections; running rounds go on in their pods."""
+        """End all loops and close all connections; running rounds go on in their pods."""
+        loops = list(self._loops.values())
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
         await self._poller.close()
         await self._client.close()
         if self._gateway is not None:
@@ -92,12 +127,45 @@ class Manager:
         if self._pods.remove(pod):
             self._wake_work_on(pod)
 
-    def work_changed(self, uid: str, generation: int) -> None:
-        """Let the object's loop react to its changed spec at once. A changed status is its own work and no news."""
+    def work_changed(self, kind: type[Planner[Any]], body: Mapping[str, Any], emit: Emit) -> None:
+        """Begin to drive an object that needs it, or let its loop react to its changed spec or its deletion at once.
+
+        A changed status is the loop's own work and no news.
+        """
+        metadata = body["metadata"]
+        uid = str(metadata["uid"])
         reconciler = self._reconcilers.get(uid)
-        if reconciler is not None and reconciler.generation != generation:
+        if reconciler is not None:
+            if reconciler.generation != metadata["generation"]:
+                reconciler.failures.spec_changed.set()
+                reconciler.wake.set()
+        elif needs_reconciling(body):
+            ref = ObjectRef(str(metadata.get("namespace", "")), str(metadata["name"]), uid)
+            with bound(round=uid):
+                self._begin(uid, self.reconciler(kind, ref, emit))
+
+    def work_deleted(self, uid: str) -> None:
+        """Let the loop of an object that is gone see it at once."""
+        reconciler = self._reconcilers.get(uid)
+        if reconciler is not None:
             reconciler.failures.spec_changed.set()
             reconciler.wake.set()
+
+    async def released(self, uid: str, seconds: float) -> bool:
+        """Whether nothing holds a deleted object any more; waits for it for so many seconds at most."""
+        loop = self._loops.get(uid)
+        if loop is not None:
+            await asyncio.wait({loop}, timeout=seconds)
+        return loop is None or loop.done()
+
+    def _begin(self, uid: str, reconciler: Reconciler[Any]) -> None:
+        self._reconcilers[uid] = reconciler
+        self._loops[uid] = loop = supervised(f"the loop of {uid}", self.run(uid, reconciler), forever=False)
+        loop.add_done_callback(partial(self._ended, uid))
+
+    def _ended(self, uid: str, loop: "asyncio.Task[None]") -> None:
+        if self._loops.get(uid) is loop:  # another one may have begun meanwhile
+            del self._loops[uid]
 
     def _wake_work_on(self, pod: PodView) -> None:
         for reconciler in self._reconcilers.values():
@@ -138,27 +206,34 @@ class Manager:
         )
 
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:
-        """Reconcile the object as long as it exists. A cancellation is safe at any moment."""
+        """Reconcile the object until it is gone, or finished for good. A cancellation is safe at any moment."""
         self._reconcilers[uid] = reconciler
+        try:
+            while await self._turn(reconciler):
+                if reconciler.seconds_to_release() <= 0:
+                    reconciler.tell_of_pods_left()
+                    return
+                reconciler.wake.clear()
+                reconciler.failures.spec_changed.clear()
+        finally:
+            del self._reconcilers[uid]
+            await reconciler.close()
+
+    async def _turn(self, reconciler: Reconciler[Any]) -> bool:
+        """Take one step and wait until it is time for the next; False if there is none."""
         failures = reconciler.failures
         try:
-            while True:
-                try:
-                    if not await self._reconcile(reconciler):
-                        return
-                    if reconciler.resting:
-                        await failures.spec_changed.wait()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(POLL_SECONDS):
-                            await reconciler.wake.wait()
-                except Exception as error:
-                    await failures.failed(error, reconciler.generation or 0)
-                    await failures.pause()
-                reconciler.wake.clear()
-                failures.spec_changed.clear()
-        finally:
-            await reconciler.close()
-            self._reconcilers.pop(uid, None)
+            if not await self._reconcile(reconciler):
+                return False
+        except Exception as error:
+            await failures.failed(error, reconciler.generation or 0)
+            await failures.pause(reconciler.seconds_to_release())
+            return True
+        if reconciler.rest_seconds > POLL_SECONDS:
+            if reconciler.rest_seconds == math.inf and not failures.spec_changed.is_set():
+                return False
+            return await _set_within(failures.spec_changed, reconciler.rest_seconds)
+        return await _set_within(reconciler.wake, POLL_SECONDS)
 
     async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next turn."""

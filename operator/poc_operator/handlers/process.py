@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start, settings, health and end of the operator's process."""
 
-import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
@@ -14,6 +13,7 @@ from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.metrics import serve_metrics
+from poc_operator.controller.supervision import supervised
 from poc_operator.credentials import secrets_of
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,18 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         memo.options.lease_namespace,
         memo.options.identity,
         rate_limit=memo.options.max_nonces_per_second,
+        # With the rights of Roles alone a finalizer may outlive them: whoever deletes the namespace deletes both.
+        holds_deleted=not memo.options.namespace,
     )
     stack.push_async_callback(manager.close)
     await manager.lease.acquire()
     stack.push_async_callback(manager.lease.release)
-    for task in (_end_without(manager.lease), manager.check_watches(memo.options.namespace)):
-        stack.callback(asyncio.create_task(task).cancel)
+    tasks = {
+        "leader election": _end_without(manager.lease),
+        "watch check": manager.check_watches(memo.options.namespace),
+    }
+    for name, task in tasks.items():
+        stack.callback(supervised(name, task).cancel)
     try:
         await stack.enter_async_context(serve_metrics(manager.metrics, memo.options.metrics_port))
     except OSError as error:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, Generic, TypeVar, cast
 
@@ -132,6 +133,21 @@ class Fleet(Generic[WorkT]):
     def suspend(self, suspend: bool) -> None:
         """Set ``spec.suspend``."""
         self.change(suspend=suspend)
+
+    def delete(self) -> None:
+        """Mark the object as deleted; its finalizer holds it."""
+        assert self.store.work is not None
+        metadata = self.store.work.metadata
+        deleted = {"deletion_timestamp": datetime.now(UTC), "generation": metadata.generation + 1}
+        changed: Any = self.store.work.model_copy(update={"metadata": metadata.model_copy(update=deleted)})
+        self.store.work = changed
+
+    async def reconcile_to_release(self, seconds: float = 60) -> None:
+        """Reconcile the deleted object until nothing holds it."""
+        deadline = monotonic() + seconds
+        while await self.operator.reconcile():
+            assert monotonic() < deadline, self.store.work
+            await asyncio.sleep(0.01)
 
     async def reconcile_until(self, reached: Callable[[Any], bool], seconds: float = 60) -> Any:  # noqa: ANN401
         """Reconcile until the stored status is as wanted, and return it: it is of the object's kind."""

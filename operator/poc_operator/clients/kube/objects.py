@@ -17,7 +17,7 @@ from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, LabelSelector, Resou
 from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.basic_auth import BasicAuth
-from poc_operator.clients.errors import UnreadableObject
+from poc_operator.clients.errors import ObjectGone, UnreadableObject
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
 from poc_operator.observed import PodView
 
@@ -69,7 +69,7 @@ class ObjectStore:
         return []
 
     async def write_status(self, work: Resource, status: WorkStatus) -> None:
-        """Replace the object's status; StaleObject if the object changed since it was read."""
+        """Replace the object's status; StaleObject if it changed since it was read, ObjectGone if it does not exist."""
         metadata = work.metadata
         async with api_errors():
             await self._objects.patch_namespaced_custom_object_status(
@@ -77,6 +77,8 @@ class ObjectStore:
                 body={"metadata": {"resourceVersion": metadata.resource_version}, "status": merge_patch(status)},
                 _content_type="application/merge-patch+json",
             )
+            return
+        raise ObjectGone(f"there is no {work.KIND.kind} {metadata.namespace}/{metadata.name}")
 
     async def write_conditions(
         self,

@@ -22,7 +22,7 @@ from poc_operator.observed import PodView
 from tests.support.builders.forwarding import until
 from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import lease_api
-from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, newborn
+from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, newborn
 
 
 class GoneRound:
@@ -54,8 +54,11 @@ class StandingRound(GoneRound):
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return the round."""
         self.reads += 1
-        over = RoundStatus(state=State.COMPLETE, observed_generation=1)
-        return a_round(over, ttlSecondsAfterFinished=31_536_000)
+        stands = RoundStatus(state=State.SUSPENDED, observed_generation=1, stop_time=NOW)
+        return newborn(a_round(stands, suspend=True))
+
+    async def write_status(self, work: PoCRound, status: RoundStatus) -> None:
+        """Keep the round as it is."""
 
 
 @asynccontextmanager
@@ -78,17 +81,22 @@ async def driving(store: GoneRound) -> AsyncIterator[tuple[Manager, "asyncio.Tas
 News = Callable[[Manager], None]
 
 
+def told(operator: Manager, uid: str, generation: int, **fields: object) -> None:
+    """Let the watch tell of a round."""
+    metadata = {"namespace": "ns", "name": "r", "uid": uid, "generation": generation}
+    operator.work_changed(RoundPlanner, {"metadata": metadata, **fields}, lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("news", "looks"),
     [
-        (lambda operator: operator.work_changed(UID, 2), 1),
-        (lambda operator: operator.work_changed(UID, 1), 0),
-        (lambda operator: operator.work_changed("another round", 2), 0),
+        (lambda operator: told(operator, UID, 2), 1),
+        (lambda operator: told(operator, UID, 1), 0),
         (lambda operator: operator.pod_changed(a_pod("a")), 1),
         (lambda operator: operator.pod_changed(a_pod("a", labels={})), 0),
         (lambda operator: operator.pod_changed(a_pod("a", namespace="other")), 0),
     ],
-    ids=["spec", "own status", "another round", "own pod", "another pod", "pod of another namespace"],
+    ids=["spec", "own status", "own pod", "another pod", "pod of another namespace"],
 )
 async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks: int) -> None:
     store = StandingRound()
@@ -101,7 +109,7 @@ async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks:
 @pytest.mark.parametrize("turns", TURNS)
 async def test_a_cancellation_is_not_lost_to_news_that_come_with_it(turns: int) -> None:
     async with driving(StandingRound()) as (operator, loop):
-        await ends_cancelled(loop, lambda: operator.work_changed(UID, 2), turns)
+        await ends_cancelled(loop, lambda: told(operator, UID, 2), turns)
 
 
 async def test_a_deleted_pod_is_news_for_its_round() -> None:
@@ -163,6 +171,6 @@ async def test_a_pod_that_the_watch_tells_of_later_goes_on(monkeypatch: pytest.M
             await store.written.wait()
         assert store.attempts == 1
         lists = store.lists
-        operator.work_changed(UID, 2)
+        told(operator, UID, 2)
         await until(lambda: store.reads > 1)
         assert store.lists == lists, "it was waited for once"
