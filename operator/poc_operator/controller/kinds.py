@@ -37,12 +37,13 @@ WorkT = TypeVar("WorkT", bound=Work)
 class Sources:
     """Where kinds get what their plans need. Without ``gateway`` pods deliver to the rounds' own addresses.
 
-    ``rate_limit`` is how many nonces per second no pod exceeds.
+    ``rate_limit`` is how many nonces per second no pod exceeds, ``owner`` the name under which pods get their orders.
     """
 
     store: ObjectStore
     gateway: GatewayClient | None = None
     rate_limit: int = RATE_LIMIT
+    owner: str | None = None
 
 
 class Planner(ABC, Generic[WorkT]):

@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import socket
@@ -13,9 +14,10 @@ from typing import Any, Self
 from uuid import uuid4
 
 from poc_operator.apis.v1alpha1.status import is_finished
-from poc_operator.clients.errors import StaleObject, StoreError, StoreUnavailable
+from poc_operator.clients.errors import StaleObject, StoreError, StoreForbidden, StoreUnavailable
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.connection import connect
+from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit
@@ -24,6 +26,7 @@ from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller
+from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.controller.supervision import supervised
@@ -67,8 +70,11 @@ class Manager:
         gateway: GatewayClient | None = None,
         rate_limit: int = RATE_LIMIT,
         *,
+        reaper_client: PodClient | None = None,
+        events: EventPoster | None = None,
         holds_deleted: bool = True,
     ) -> None:
+        """``reaper_client`` has connections of its own, so that the reaper takes none from the rounds."""
         #: Whether deleted objects are held, by the finalizer, until their pods have stopped.
         self.holds_deleted = holds_deleted
         self._store = store
@@ -82,6 +88,17 @@ class Manager:
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
+        self._reaper_client = reaper_client or client
+        self.reaper = Reaper(
+            store=store,
+            client=self._reaper_client,
+            events=events,
+            pods=self._pods,
+            metrics=self.metrics,
+            driven=self._reconcilers.keys,
+            may_act=lambda: self.lease.held,
+            clock=time.monotonic,
+        )
         kinds = [kind.resource for kind in PLANNERS]
         self._watches = StaleWatchCheck(store, kinds, self._pods, self._reconcilers.keys)
 
@@ -93,6 +110,7 @@ class Manager:
         lease_namespace: str | None,
         identity: str | None,
         *,
+        reaper_client: PodClient | None = None,
         rate_limit: int = RATE_LIMIT,
         holds_deleted: bool = True,
     ) -> Self:
@@ -103,7 +121,16 @@ class Manager:
         api, namespace = await connect()
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         lease = LeaderElection(api, lease_namespace or namespace, identity or unique, time.monotonic)
-        return cls(ObjectStore(api), lease, client, gateway, rate_limit, holds_deleted=holds_deleted)
+        return cls(
+            ObjectStore(api),
+            lease,
+            client,
+            gateway,
+            rate_limit,
+            reaper_client=reaper_client,
+            events=EventPoster(api),
+            holds_deleted=holds_deleted,
+        )
 
     async def close(self) -> None:
         """End all loops and close all connections; running rounds go on in their pods."""
@@ -111,11 +138,33 @@ class Manager:
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
+        await self.reaper.close()
         await self._poller.close()
         await self._client.close()
+        await self._reaper_client.close()
         if self._gateway is not None:
             await self._gateway.close()
         await self._store.close()
+
+    async def identify(self) -> None:
+        """Find out under which name to give orders, and which names count as ours. The Lease must be ours by now.
+
+        The cluster's own name, the UID of kube-system, lasts longest. Who may not read it takes that of the Lease; work
+        that was ordered under either is ours.
+        """
+        names = [name for name in (await self._cluster_uid(), self.lease.uid) if name is not None]
+        self._sources = dataclasses.replace(self._sources, owner=names[0] if names else None)
+        self.reaper.owners = names
+
+    async def _cluster_uid(self) -> str | None:
+        while True:
+            try:
+                return await self._store.namespace_uid("kube-system")
+            except StoreForbidden:
+                return None
+            except StoreError as error:
+                log.warning("API server: %s; trying again", error)
+                await asyncio.sleep(POLL_SECONDS)
 
     def pod_changed(self, pod: PodView) -> None:
         """Remember a pod, and let its objects react at once."""
@@ -134,6 +183,7 @@ class Manager:
         """
         metadata = body["metadata"]
         uid = str(metadata["uid"])
+        self.reaper.object_changed(body)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:
             if reconciler.generation != metadata["generation"]:
@@ -145,7 +195,8 @@ class Manager:
                 self._begin(uid, self.reconciler(kind, ref, emit))
 
     def work_deleted(self, uid: str) -> None:
-        """Let the loop of an object that is gone see it at once."""
+        """Let the loop of an object that is gone see it at once, and the reaper look after its pods."""
+        self.reaper.object_gone(uid)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:
             reconciler.failures.spec_changed.set()

@@ -23,6 +23,7 @@ from poc_operator.apis.v1alpha1.calibration import CalibrationStatus
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus
+from poc_operator.planning.reaping import Cause
 from poc_operator.planning.snapshot import Snapshot, Work, WorkEvent
 
 _POLL_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 5, 10)
@@ -74,6 +75,9 @@ class Metrics(Collector):
         self._store_errors = CounterMetric(
             "poc_api_server_errors", "Failed requests to the API server.", ["kind"], registry=registry
         )
+        self._orphans = CounterMetric(
+            "poc_orphans_stopped", "Pods stopped that computed what nobody needs.", ["cause"], registry=registry
+        )
         registry.register(self)
 
     def text(self) -> bytes:
@@ -87,6 +91,10 @@ class Metrics(Collector):
     def work_failed(self, error: Exception) -> None:
         """Count a failure of the operator on an object."""
         self._work_errors.labels(type(error).__name__).inc()
+
+    def orphan_stopped(self, cause: Cause) -> None:
+        """Count a pod whose work was stopped since nobody needs it."""
+        self._orphans.labels(cause).inc()
 
     def api_server_failed(self, error: Exception) -> None:
         """Count a failed request to the API server."""

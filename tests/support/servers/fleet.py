@@ -4,7 +4,7 @@ can be made to fail at an exact moment."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from time import monotonic
@@ -59,6 +59,17 @@ class MemoryStore(Generic[WorkT]):
         if fault is not None:
             raise fault
 
+    async def list_bodies(self, resource: type, namespaces: object) -> list[Mapping[str, Any]]:
+        """Return the object as the API server has it, if there is one."""
+        if self.work is None:
+            return []
+        told: dict[str, Any] = self.work.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return [{**told, "status": self.work.status.stored()}]
+
+    async def namespace_uid(self, name: str) -> str:
+        """Return the UID of a namespace."""
+        return f"uid-of-{name}"
+
     async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
         """Return the entry."""
         return self.entry
@@ -72,6 +83,9 @@ class MemoryStore(Generic[WorkT]):
     async def delete(self, work: WorkT) -> None:
         """Forget the object."""
         self.work = None
+
+    async def close(self) -> None:
+        """Have nothing open."""
 
 
 class Fleet(Generic[WorkT]):

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     NO_POD_READY = "NoPodReady"
     NOTHING_COMPUTED = "NothingComputed"
     NOT_SUSPENDED = "NotSuspended"
+    ORPHAN_STOPPED = "OrphanStopped"
     PENDING = "Pending"
     PODS_BUSY = "PodsBusy"
     PODS_DISAGREE = "PodsDisagree"
@@ -307,6 +308,12 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Event",
         "The object was deleted, and some of its pods did not confirm within 120 s that they stopped.",
         "Look whether these pods answer. The operator asks them on, and stops those that come back.",
+    ),
+    Reason.ORPHAN_STOPPED: Explanation(
+        "Event, also on the pod",
+        "A pod computed for this round, which is over or gives it no slot any more. The operator stopped it.",
+        "Nothing, unless it happens often: then look why the pod does not answer when it is told to stop.",
+        _ROUND,
     ),
     Reason.STARTED: Explanation("Event", "The first pod confirmed its start."),
     Reason.ACCEPTED: Explanation("Accepted=True", "Nothing is wrong with the spec."),

@@ -126,6 +126,13 @@ class ObjectStore:
                 _content_type="application/merge-patch+json",
             )
 
+    async def namespace_uid(self, name: str) -> str | None:
+        """Return the UID of a namespace; None if it does not exist."""
+        async with api_errors():
+            found = await self._core.read_namespace(name, _request_timeout=REQUEST_SECONDS)
+            return found.metadata.uid if found.metadata is not None else None
+        return None
+
     async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
         """Return an entry of a ConfigMap; None if the entry does not exist. LookupError if the ConfigMap does not."""
         async with api_errors():
