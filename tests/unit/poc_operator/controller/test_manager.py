@@ -11,9 +11,10 @@ import pytest
 
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import State
+from poc_operator.clients.errors import StoreForbidden, StoreUnavailable
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import reconciler
+from poc_operator.controller import manager, reconciler
 from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
@@ -21,6 +22,7 @@ from poc_operator.controller.manager import Manager
 from poc_operator.observed import PodView
 from tests.support.builders.forwarding import until
 from tests.support.checks.cancellation import TURNS, ends_cancelled
+from tests.support.fakes.lease_api import UID as LEASE_UID
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, newborn
 
@@ -174,3 +176,51 @@ async def test_a_pod_that_the_watch_tells_of_later_goes_on(monkeypatch: pytest.M
         told(operator, UID, 2)
         await until(lambda: store.reads > 1)
         assert store.lists == lists, "it was waited for once"
+
+
+class Naming:
+    """A store that tells the UID of kube-system, after these failures."""
+
+    def __init__(self, *answers: str | Exception | None) -> None:
+        self.answers = list(answers)
+
+    async def namespace_uid(self, name: str) -> str | None:
+        """Tell it, or fail."""
+        assert name == "kube-system"
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "owners"),
+    [
+        (["cluster-uid"], ["cluster-uid", "lease-uid"]),
+        ([StoreForbidden("HTTP 403: Forbidden")], ["lease-uid"]),
+        ([None], ["lease-uid"]),
+        ([StoreUnavailable("away"), StoreUnavailable("away"), "cluster-uid"], ["cluster-uid", "lease-uid"]),
+    ],
+    ids=["cluster", "roles alone", "no kube-system", "away at first"],
+)
+async def test_orders_are_given_in_the_name_of_the_cluster(
+    answers: list[str | Exception | None], owners: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator with other rights than the one before must still know its work as ours."""
+    monkeypatch.setattr(manager, "POLL_SECONDS", 0.01)
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = LeaderElection(connection, "ns", "me", time.monotonic)
+        operator = Manager(cast(ObjectStore, Naming(*answers)), lease, client)
+        await lease.acquire()
+        await operator.identify()
+        assert (operator._sources.owner, operator.reaper.owners) == (owners[0], owners)
+
+
+async def test_the_next_process_knows_the_lease_by_the_same_name() -> None:
+    async with lease_api() as (_, connection):
+        first = LeaderElection(connection, "ns", "me", time.monotonic)
+        await first.acquire()
+        await first.release()
+        second = LeaderElection(connection, "ns", "you", time.monotonic)
+        await second.acquire()
+        assert first.uid == second.uid == LEASE_UID
