@@ -39,6 +39,10 @@ log = logging.getLogger(__name__)
 #: Seconds after which one reconciliation is given up. All that it waits for has shorter limits of its own.
 RECONCILE_SECONDS = 180.0
 
+#: Seconds between two looks how late the event loop is, and the lateness with which the process is of no use.
+LAG_SECONDS = 0.5
+MOST_LAG_SECONDS = 10.0
+
 
 def needs_reconciling(body: Mapping[str, Any]) -> bool:
     """Whether the object, as the API server has it, needs a loop."""
@@ -85,6 +89,7 @@ class Manager:
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
+        self._lag = 0.0  # of the event loop, in seconds
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
@@ -132,13 +137,17 @@ class Manager:
             holds_deleted=holds_deleted,
         )
 
-    async def close(self) -> None:
-        """End all loops and close all connections; running rounds go on in their pods."""
+    async def stop(self) -> None:
+        """End all loops, so that another process may act; running rounds go on in their pods."""
         loops = list(self._loops.values())
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         await self.reaper.close()
+
+    async def close(self) -> None:
+        """End all loops and close all connections."""
+        await self.stop()
         await self._poller.close()
         await self._client.close()
         await self._reaper_client.close()
@@ -236,12 +245,22 @@ class Manager:
                 log.exception("the watches could not be compared with lists; they are later")
 
     def health_findings(self) -> list[str]:
-        """Return what only a new process can heal: changes that a watch missed.
+        """Return what only a new process can heal: missed changes of a watch, a Lease not renewed, a slow event loop.
 
         An object on which the operator fails is none: it would fail again, and all others with it. A loop that
         is blocked does not answer the probe.
         """
-        return self._watches.missed
+        lease = [] if self.lease.held else ["the Lease is not renewed"]
+        slow = [f"the event loop is {self._lag:.1f} s late"] if self._lag > MOST_LAG_SECONDS else []
+        return [*lease, *slow, *self._watches.missed]
+
+    async def measure_lag(self) -> None:
+        """Measure how late the event loop comes to what is due, for ever."""
+        while True:
+            due = time.monotonic() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            self._lag = max(0.0, time.monotonic() - due)
+            self.metrics.loop_lag.observe(self._lag)
 
     def reconciler(self, kind: type[Planner[Any]], ref: ObjectRef, emit: Emit) -> Reconciler[Any]:
         """Return a reconciler for the object."""

@@ -27,6 +27,7 @@ from poc_operator.planning.reaping import Cause
 from poc_operator.planning.snapshot import Snapshot, Work, WorkEvent
 
 _POLL_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 5, 10)
+_LAG_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _PLAN_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 _NONCES = ("checked", "valid", "delivered")
 
@@ -66,6 +67,12 @@ class Metrics(Collector):
             "poc_poll_seconds", "One poll of all pods of an object.", buckets=_POLL_BUCKETS, registry=registry
         )
         self.plan_seconds = Histogram("poc_plan_seconds", "One plan.", buckets=_PLAN_BUCKETS, registry=registry)
+        self.loop_lag = Histogram(
+            "poc_loop_lag_seconds",
+            "How late the event loop comes to what is due.",
+            buckets=_LAG_BUCKETS,
+            registry=registry,
+        )
         self._poll_errors = CounterMetric(
             "poc_poll_errors", "Pods that did not answer a poll as they should.", ["kind"], registry=registry
         )

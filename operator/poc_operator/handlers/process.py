@@ -62,11 +62,13 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     stack.push_async_callback(manager.close)
     await manager.lease.acquire()
     stack.push_async_callback(manager.lease.release)
+    stack.callback(supervised("leader election", _end_without(manager.lease)).cancel)
     await manager.identify()
+    stack.push_async_callback(manager.stop)
     tasks = {
         "reaper": manager.reaper.run(),
-        "leader election": _end_without(manager.lease),
         "watch check": manager.check_watches(memo.options.namespace),
+        "lag of the event loop": manager.measure_lag(),
     }
     for name, task in tasks.items():
         stack.callback(supervised(name, task).cancel)
@@ -110,7 +112,7 @@ async def end(memo: kopf.Memo, **_: object) -> None:
 
 @kopf.on.probe(id="rounds")
 async def operator_works(memo: kopf.Memo, **_: object) -> str:
-    """Liveness: fails when a watch is stale, so that Kubernetes restarts the process. No round decides about it."""
+    """Liveness: fails when a watch is stale, the Lease is not renewed, or the event loop is late. No round decides."""
     manager: Manager = memo.manager
     findings = manager.health_findings()
     if findings:

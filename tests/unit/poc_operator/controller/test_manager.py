@@ -224,3 +224,27 @@ async def test_the_next_process_knows_the_lease_by_the_same_name() -> None:
         second = LeaderElection(connection, "ns", "you", time.monotonic)
         await second.acquire()
         assert first.uid == second.uid == LEASE_UID
+
+
+async def test_a_lease_that_nobody_renews_and_a_late_loop_are_for_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = LeaderElection(connection, "ns", "me", lambda: now[0])
+        operator = Manager(cast(ObjectStore, GoneRound()), lease, client)
+        await lease.acquire()
+        assert operator.health_findings() == []
+        now[0] += 11
+        assert operator.health_findings() == ["the Lease is not renewed"]
+        await lease.acquire()
+        monkeypatch.setattr(manager, "MOST_LAG_SECONDS", 0.1)
+        measuring = asyncio.create_task(operator.measure_lag())
+        await asyncio.sleep(0)
+        time.sleep(0.8)  # noqa: ASYNC251 - what is measured
+        await until(lambda: bool(operator.health_findings()))
+        assert operator.health_findings()[0].startswith("the event loop is 0.")
+        assert b'poc_loop_lag_seconds_bucket{le="0.1"} 0.0' in operator.metrics.text()
+        await until(lambda: not operator.health_findings())
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)
