@@ -93,6 +93,7 @@ class Manager:
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
+        self._released = set[str]()  # deleted objects whose loop has ended, until they are gone
         self._reaper_client = reaper_client or client
         self.reaper = Reaper(
             store=store,
@@ -198,7 +199,7 @@ class Manager:
             if reconciler.generation != metadata["generation"]:
                 reconciler.failures.spec_changed.set()
                 reconciler.wake.set()
-        elif needs_reconciling(body):
+        elif uid not in self._released and needs_reconciling(body):
             ref = ObjectRef(str(metadata.get("namespace", "")), str(metadata["name"]), uid)
             with bound(round=uid):
                 self._begin(uid, self.reconciler(kind, ref, emit))
@@ -206,6 +207,7 @@ class Manager:
     def work_deleted(self, uid: str) -> None:
         """Let the loop of an object that is gone see it at once, and the reaper look after its pods."""
         self.reaper.object_gone(uid)
+        self._released.discard(uid)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:
             reconciler.failures.spec_changed.set()
@@ -286,6 +288,8 @@ class Manager:
                 reconciler.wake.clear()
                 reconciler.failures.spec_changed.clear()
         finally:
+            if reconciler.seconds_to_release() < math.inf:
+                self._released.add(uid)
             del self._reconcilers[uid]
             await reconciler.close()
 
