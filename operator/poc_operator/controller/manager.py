@@ -291,7 +291,11 @@ class Manager:
             if reconciler.seconds_to_release() < math.inf:
                 self._released.add(uid)
             del self._reconcilers[uid]
-            await reconciler.close()
+            try:
+                await reconciler.close()
+            except Exception as error:  # no object ends the process
+                self.metrics.work_failed(error)
+                reconciler.log.exception("what was under way could not be given up")
 
     async def _turn(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step and wait until it is time for the next; False if there is none."""

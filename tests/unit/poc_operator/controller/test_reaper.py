@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.errors import PodBusy, PodTimeout, StoreUnavailable
@@ -215,6 +216,28 @@ async def test_every_pod_that_may_have_worked_for_us_is_asked(gone: bool, relabe
         world.asked.clear()
         await swept(made)
         assert world.asked == []
+
+
+SELECTORS: list[dict[str, Any]] = [
+    {"matchLabels": {"a": "1"}},
+    {"matchLabels": {"a": "1", "b": "2"}},
+    {"matchLabels": {"a": "1"}, "matchExpressions": [{"key": "b", "operator": "DoesNotExist"}]},
+    {"matchExpressions": [{"key": "b", "operator": "In", "values": ["2", "3"]}]},
+    {"matchExpressions": [{"key": "a", "operator": "NotIn", "values": ["1"]}]},
+    {"matchLabels": {"nobody": "has"}},
+]
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+async def test_all_that_a_selector_matches_are_asked(selector: dict[str, Any]) -> None:
+    labels: list[dict[str, str]] = [{}, {"a": "1"}, {"a": "1", "b": "2"}, {"b": "2"}, {"b": "3"}, {"a": "2", "b": "3"}]
+    pods = [a_pod(f"p{number}", ip=f"h{number}", labels=found) for number, found in enumerate(labels)]
+    world = World()
+    made, _ = world.reaper(*pods, *(a_pod(f"x{pod.name}", namespace="x", labels=pod.labels) for pod in pods))
+    made.object_changed(a_body(UID, selector=selector))
+    await swept(made)
+    wanted = LabelSelector.model_validate(selector)
+    assert sorted(world.asked) == [f"{pod.ip}:8000" for pod in pods if wanted.matches(pod.labels)]
 
 
 async def test_the_pod_that_had_a_slot_before_another_is_remembered() -> None:
