@@ -108,6 +108,7 @@ async def test_words_of_another_version_in_a_status_are_read(api: tuple[Api, Obj
     round_ = await store.get(PoCRound, "ns", "r")
     assert round_ is not None
     assert plan(look(round_, (a_pod("a"), says()))).status.state == "Pending"
+    assert await store.list_objects(PoCRound, []) == [round_], "the check of the watches reads it too"
 
 
 async def test_pods_are_selected_by_the_api_server(api: tuple[Api, ObjectStore]) -> None:
