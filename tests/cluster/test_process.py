@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import httpx
 import pytest
 
 from poc_operator.clients.pods.client import PodClient, base_url
@@ -229,6 +230,40 @@ async def uninstall(environment: Mapping[str, str], seconds: int) -> float:
     process = await asyncio.create_subprocess_exec(*program, env=environment)
     assert await process.wait() == 0
     return monotonic() - began
+
+
+async def test_what_an_earlier_operator_has_left_is_stopped_and_work_of_others_is_not(
+    api: ApiServer, port: int, environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    """Both pods compute for rounds that do not exist; ours is told by the cluster's own name."""
+    ours = api.request("GET", "/api/v1/namespaces/kube-system")[1]["metadata"]["uid"]
+    order = {
+        "block_hash": "ab" * 32,
+        "block_height": 7,
+        "public_key": "key",
+        "params": {"model": "tiny", "seq_len": 64, "k_dim": 4},
+        "node_id": 0,
+        "node_count": 1,
+        "round_id": "gone",
+    }
+    async with httpx.AsyncClient() as http:
+        for host, owner in zip(HOSTS, (ours, "another cluster"), strict=True):
+            answer = await http.post(f"{base_url(host, port)}/init/generate", json=order | {"owner": owner})
+            assert answer.status_code == HTTPStatus.OK
+    # It says which pods may have worked for the operator, and at which port.
+    assert api.create("PoCRound", "rests", {**ENDLESS, "port": port, "suspend": True})[0] == 201
+    async with running(environment, tmp_path):
+        began = monotonic()
+        while await states(port) != [PowState.STOPPED, PowState.GENERATING]:
+            assert monotonic() < began + 60, await states(port)
+            await asyncio.sleep(1)
+        await asyncio.sleep(5)
+        assert await states(port) == [PowState.STOPPED, PowState.GENERATING]
+    _, events = api.request("GET", "/api/v1/namespaces/default/events")
+    told = [event for event in events["items"] if event["reason"] == "OrphanStopped"]
+    assert [event["involvedObject"]["name"] for event in told] == ["pod-0"]
+    assert "for round gone, which does not exist any more: it is stopped" in told[0]["message"]
+    assert api.request("DELETE", path_of("PoCRound", "rests"))[0] == HTTPStatus.OK
 
 
 def observes(generation: int) -> Callable[[int, dict[str, Any]], bool]:
