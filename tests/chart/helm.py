@@ -90,6 +90,7 @@ ALL_VALUES: dict[Path, Values] = {
             "extraEnv": [{"name": "POC_GATEWAY_PAYLOAD_ARTIFACTS", "value": "500"}],
         },
         "logFormat": "plain",
+        "uninstall": {"suspendWork": True, "waitSeconds": 30},
         "maxNoncesPerSecond": 12_345,
         "metrics": {
             "service": True,

@@ -6,20 +6,23 @@ import json
 import os
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import httpx
 import pytest
 
+from poc_operator.clients.pods.client import PodClient, base_url
 from tests.support.fakes.callback_receiver import CallbackReceiver, callback_receiver
 from tests.support.fakes.engine import vector
 from tests.support.servers.api_server import ApiServer
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import running_pod
+from vllm_poc.wire.answers import PowState, StatusResponse
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180, func_only=True)]
 
@@ -69,21 +72,35 @@ async def port(api: ApiServer) -> AsyncIterator[int]:
 
 
 @pytest.fixture
-async def operator(api: ApiServer, tmp_path: Path) -> AsyncIterator[Process]:
-    """The operator's process, with its output in a file."""
+def environment(api: ApiServer, tmp_path: Path) -> Mapping[str, str]:
+    """What a program of the operator needs to find the API server."""
     config = tmp_path / "kubeconfig"
     config.write_text(json.dumps(api.kubeconfig()))
-    environment = {**os.environ, "KUBECONFIG": str(config), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**os.environ, "KUBECONFIG": str(config), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@asynccontextmanager
+async def running(environment: Mapping[str, str], folder: Path, *flags: str) -> AsyncIterator[Process]:
+    """The operator's process, with its output in a file."""
     ports = [f"--health-port={free_port()}", f"--metrics-port={free_port()}"]
-    with (tmp_path / "operator.log").open("wb") as log:
-        flags = ["--namespace=default", "--log-format=plain", *ports]
+    with (folder / "operator.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "poc_operator", *flags, env=environment, stdout=log, stderr=log
+            *(sys.executable, "-m", "poc_operator", "--log-format=plain", *ports, *flags),
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
         yield process
         process.terminate()
         assert await process.wait() == 0
-    print((tmp_path / "operator.log").read_text())  # noqa: T201 - shown by pytest when the test fails
+    print((folder / "operator.log").read_text())  # noqa: T201 - shown by pytest when the test fails
+
+
+@pytest.fixture
+async def operator(environment: Mapping[str, str], tmp_path: Path) -> AsyncIterator[Process]:
+    """The operator for all namespaces."""
+    async with running(environment, tmp_path) as process:
+        yield process
 
 
 def path_of(kind: str, name: str) -> str:
@@ -130,14 +147,123 @@ async def test_one_object_of_each_kind(api: ApiServer, port: int, receiver: Call
     assert (status["state"], status["target"]["nonces"]) == ("Complete", 200), status
 
 
+ENDLESS: dict[str, Any] = {**WORK, "artifact": {"kDim": 4}, "nodes": NODES}
+
+
+def is_running(_: int, status: Mapping[str, Any]) -> bool:
+    """Whether every pod computes."""
+    slots = status.get("assignments") or [{}]
+    return status.get("state") == "Running" and all(slot.get("state") == "Running" for slot in slots)
+
+
+def is_gone(code: int, _: Mapping[str, Any]) -> bool:
+    """Whether the object does not exist any more."""
+    return code == HTTPStatus.NOT_FOUND
+
+
+async def states(port: int) -> list[PowState]:
+    """What the pods say they do."""
+    async with PodClient() as client:
+        answers = [await client.status(base_url(host, port)) for host in HOSTS]
+    return [answer.state for answer in answers if isinstance(answer, StatusResponse)]
+
+
 @pytest.mark.usefixtures("operator")
-async def test_a_deleted_round_stops_its_pods(api: ApiServer, port: int) -> None:
-    endless = {**WORK, "artifact": {"kDim": 4}, "port": port, "nodes": NODES}
-    assert api.create("PoCRound", "endless", endless)[0] == 201
+async def test_a_deleted_round_stops_its_pods_before_it_goes(api: ApiServer, port: int) -> None:
+    assert api.create("PoCRound", "endless", {**ENDLESS, "port": port})[0] == 201
     path = path_of("PoCRound", "endless")
-    await read_until(api, path, lambda _, status: status.get("state") == "Running")
+    await read_until(api, path, is_running)
     assert api.request("DELETE", path)[0] == HTTPStatus.OK
-    await read_until(api, path, lambda code, _: code == HTTPStatus.NOT_FOUND)
+    await read_until(api, path, is_gone)
+    assert await states(port) == [PowState.STOPPED] * 2
+
+
+async def test_a_round_that_is_deleted_without_an_operator_is_held_for_the_next(
+    api: ApiServer, port: int, environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    path = path_of("PoCRound", "held")
+    async with running(environment, tmp_path):
+        assert api.create("PoCRound", "held", {**ENDLESS, "port": port})[0] == 201
+        await read_until(api, path, is_running)
+    assert api.request("DELETE", path)[0] == HTTPStatus.OK
+    assert api.request("GET", path)[0] == HTTPStatus.OK
+    assert await states(port) == [PowState.GENERATING] * 2
+    async with running(environment, tmp_path):
+        await read_until(api, path, is_gone)
+        assert await states(port) == [PowState.STOPPED] * 2
+
+
+@pytest.mark.usefixtures("operator")
+async def test_uninstalling_suspends_what_runs_and_leaves_no_finalizer(
+    api: ApiServer, port: int, environment: Mapping[str, str]
+) -> None:
+    assert api.create("PoCRound", "suspended", {**ENDLESS, "port": port})[0] == 201
+    path = path_of("PoCRound", "suspended")
+    await read_until(api, path, is_running)
+    assert api.request("GET", path)[1]["metadata"]["finalizers"] == ["poc.gonka.ai/operator"]
+    assert await uninstall(environment, 30) < 30
+    body = api.request("GET", path)[1]
+    assert (body["spec"]["suspend"], body["status"]["state"]) == (True, "Suspended")
+    assert not body["metadata"].get("finalizers")
+    assert await states(port) == [PowState.STOPPED] * 2
+    assert api.request("DELETE", path)[0] == HTTPStatus.OK
+    assert api.request("GET", path)[0] == HTTPStatus.NOT_FOUND
+
+
+async def test_uninstalling_does_not_wait_for_ever_for_an_operator_that_does_not_run(
+    api: ApiServer, port: int, environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    path = path_of("PoCRound", "left")
+    async with running(environment, tmp_path):
+        assert api.create("PoCRound", "left", {**ENDLESS, "port": port})[0] == 201
+        await read_until(api, path, is_running)
+    assert 2 <= await uninstall(environment, 2) < 20
+    assert not api.request("GET", path)[1]["metadata"].get("finalizers")
+    assert api.request("DELETE", path)[0] == HTTPStatus.OK
+    assert api.request("GET", path)[0] == HTTPStatus.NOT_FOUND
+
+
+async def uninstall(environment: Mapping[str, str], seconds: int) -> float:
+    """Run what `helm uninstall` runs; return how long it took."""
+    began = monotonic()
+    program = [sys.executable, "-m", "poc_operator.controller.uninstall", f"--wait-seconds={seconds}"]
+    process = await asyncio.create_subprocess_exec(*program, env=environment)
+    assert await process.wait() == 0
+    return monotonic() - began
+
+
+async def test_what_an_earlier_operator_has_left_is_stopped_and_work_of_others_is_not(
+    api: ApiServer, port: int, environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    """Both pods compute for rounds that do not exist; ours is told by the cluster's own name."""
+    ours = api.request("GET", "/api/v1/namespaces/kube-system")[1]["metadata"]["uid"]
+    order = {
+        "block_hash": "ab" * 32,
+        "block_height": 7,
+        "public_key": "key",
+        "params": {"model": "tiny", "seq_len": 64, "k_dim": 4},
+        "node_id": 0,
+        "node_count": 1,
+        "round_id": "gone",
+    }
+    async with httpx.AsyncClient() as http:
+        for host, owner in zip(HOSTS, (ours, "another cluster"), strict=True):
+            answer = await http.post(f"{base_url(host, port)}/init/generate", json=order | {"owner": owner})
+            assert answer.status_code == HTTPStatus.OK
+    # It says which pods may have worked for the operator, and at which port.
+    assert api.create("PoCRound", "rests", {**ENDLESS, "port": port, "suspend": True})[0] == 201
+    async with running(environment, tmp_path):
+        began = monotonic()
+        while await states(port) != [PowState.STOPPED, PowState.GENERATING]:
+            assert monotonic() < began + 60, await states(port)
+            await asyncio.sleep(1)
+        await asyncio.sleep(5)
+        assert await states(port) == [PowState.STOPPED, PowState.GENERATING]
+    _, events = api.request("GET", "/api/v1/namespaces/default/events")
+    told = [event for event in events["items"] if event["reason"] == "OrphanStopped"]
+    assert [event["involvedObject"]["name"] for event in told] == ["pod-0"]
+    assert "for round gone, which does not exist any more: it is stopped" in told[0]["message"]
+    assert api.request("DELETE", path_of("PoCRound", "rests"))[0] == HTTPStatus.OK
 
 
 def observes(generation: int) -> Callable[[int, dict[str, Any]], bool]:

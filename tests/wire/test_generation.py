@@ -116,6 +116,16 @@ async def test_stop_without_a_round_and_twice_is_harmless(pod: Pod) -> None:
     assert [(await pod.post("stop")).status_code for _ in range(2)] == [200, 200]
 
 
+async def test_whoever_gave_the_order_is_told_and_changes_nothing(pod: Pod) -> None:
+    order = DISTANCE | SLOT | {"round_id": "r1"}
+    assert (await pod.start(order | {"owner": "one"})).status_code == 200
+    assert (await pod.start(order | {"owner": "two"})).status_code == 200, "it is the same work"
+    assert (await pod.status()).owner == "one"
+    await pod.post("stop")
+    assert (await pod.start(order)).status_code == 200
+    assert (await pod.status()).owner is None
+
+
 async def test_a_repeat_with_the_same_id_is_answered_with_what_runs(pod: Pod) -> None:
     body = DISTANCE | SLOT | {"round_id": "r1"}
     await pod.start(body)

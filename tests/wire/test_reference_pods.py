@@ -199,7 +199,8 @@ async def test_a_refusal_is_forgotten_with_the_start_that_it_answered(fleet: Ref
 
 async def test_a_deleted_round_stops_its_pods(fleet: ReferenceFleet) -> None:
     await fleet.reconcile_until(computes)
-    assert await fleet.operator.stop_all() == 0
+    fleet.delete()
+    await fleet.reconcile_to_release()
     assert [pod.request for pod in fleet.servers.values()] == [None, None]
 
 

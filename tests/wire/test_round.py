@@ -84,7 +84,8 @@ async def test_a_restarted_pod_goes_on_after_what_was_delivered(fleet: RoundFlee
 
 async def test_a_deleted_round_stops_its_pods(fleet: RoundFleet) -> None:
     await fleet.reconcile_until(computes)
-    assert await fleet.operator.stop_all() == 0
+    fleet.delete()
+    await fleet.reconcile_to_release()
 
 
 async def test_a_round_that_is_gone_is_not_driven(fleet: RoundFleet) -> None:

@@ -26,6 +26,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* Labels of what `helm uninstall` runs: never those that the operator's own pod is found by. */}}
+{{- define "uninstall.labels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-uninstall
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* Annotations of what `helm uninstall` runs, in the order of this weight. */}}
+{{- define "uninstall.hook" -}}
+helm.sh/hook: pre-delete
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
 {{/* The name of an image: (dict "image" … "version" …). */}}
 {{- define "operator.imageName" -}}
 {{- if .image.digest -}}

@@ -29,7 +29,8 @@ def status_response(
     }
     config = phases.config
     if config is not None:
-        fields |= {"config": round_config(config), "r_target": config.r_target, "round_id": config.round_id}
+        fields |= {"config": round_config(config), "r_target": config.r_target}
+        fields |= {"round_id": config.round_id, "owner": config.owner}
     if phases.generation is not None:
         fields |= _round_fields(phases.generation, lists=lists)
     return StatusResponse.model_validate(fields)

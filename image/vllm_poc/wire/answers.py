@@ -107,6 +107,7 @@ class StatusResponse(WireMessage):
     # Ours.
     session_id: SessionId
     round_id: str | None = None
+    owner: ShortText | None = None
     next_index: Index = 0
     delivered_index: Index = 0
     start_index: Index = 0

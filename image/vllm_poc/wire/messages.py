@@ -128,6 +128,8 @@ class RoundRequest(WireMessage):
     seq_len: int | None = Field(default=None, ge=1)
     use_layer_hooks: bool = False
     use_sign_flips: bool | None = None
+    # Ours, optional: who gave the order, so that he knows it again as his own.
+    owner: str | None = Field(default=None, min_length=1, max_length=253)
     # Ours, optional: the id that makes a repeated request harmless.
     round_id: str | None = Field(default=None, min_length=1, max_length=253)
 
@@ -224,9 +226,9 @@ class SlotRequest(CallbackRequest):
     def same_work(self, other: "SlotRequest") -> bool:
         """Whether both ask for the same slot of the same round.
 
-        Where they resume and pause may differ, and so may the user and the password of the callback address.
+        Where they resume and pause may differ, and so may the owner, and user and password of the callback address.
         """
-        skip: Any = {"start_index", "end_index", "url", "callback_url"}
+        skip: Any = {"owner", "start_index", "end_index", "url", "callback_url"}
         same_address = _without_user(self.receiver) == _without_user(other.receiver)
         return same_address and self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
 

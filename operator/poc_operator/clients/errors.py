@@ -12,6 +12,7 @@
     GatewayError          whatever went wrong, the gateway is asked again later
     StoreError
      ├── StaleObject       somebody changed the object meanwhile: read it anew and plan again
+     ├── ObjectGone        the object does not exist any more
      ├── ObjectInvalid     the API server refused the object's content, and says why
      └── StoreUnavailable the API server did not answer, or not as expected: try again later
           └── StoreForbidden  it refused, since the operator lacks the right
@@ -60,6 +61,10 @@ class StoreError(Exception):
 
 class StaleObject(StoreError):  # noqa: N818 - reads as a state
     """The object changed since it was read."""
+
+
+class ObjectGone(StoreError):  # noqa: N818
+    """The object does not exist any more, so that nothing can be recorded in it."""
 
 
 class ObjectInvalid(StoreError):  # noqa: N818

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The moving parts: one process, one loop per object.
 
-- ``manager``: what the process has once: connections, the pod cache, the loops.
+- ``manager``: what the process has once: connections, the pod cache, a loop for each object until it is released.
 - ``failing_objects``: one bad object harms nobody: an exception in a loop becomes a condition of its object, which is
   tried again less and less often.
 - ``reconciler``: one object's loop: read, observe, plan, record, act; the same for all kinds.
 - ``kinds``: what differs: what is asked beside the pods, and which plan is made.
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
-- ``leader_election``, ``stale_watches``, ``metrics``, ``logs``: what the process owes its cluster.
+- ``reaper``: stops in pods what no round needs any more. ``uninstall``: suspends all before the operator goes.
+- ``leader_election``, ``stale_watches``, ``supervision``, ``metrics``, ``logs``: what the process owes its cluster.
 
 What to do is decided in the plans, how to ask stands in ``clients``, kopf is in ``handlers``::
 

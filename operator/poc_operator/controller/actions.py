@@ -43,6 +43,7 @@ class PodActions:
     ) -> None:
         self._store = sources.store
         self._gateway = sources.gateway
+        self._owner = sources.owner
         self._client = client
         self._emit = emit
         self._wake = wake
@@ -128,8 +129,11 @@ class PodActions:
             self._log.warning("start: %s", error)
 
     def _signed(self, start: StartPod) -> InitGenerateRequest:
-        """Return the order with a user and a password in its callback address: plans, events and logs have none."""
-        request = start.request
+        """Return the order with our name, and a user and a password in its callback address.
+
+        Plans, events and logs have none of these.
+        """
+        request = start.request.model_copy(update={"owner": self._owner})
         if request.url is None:
             return request
         if self._gateway is not None and start.grant is not None:

@@ -5,34 +5,25 @@ Each exception is logged and counted, and the user is told: by the conditions of
 for each new message. Then the object pauses. Pauses double, and only another spec ends one early: news of pods would
 not help. All other objects go on, and liveness does not depend on it.
 
-A deleted object is not tried again: `stop_unreadable` stops the pods that say that they compute it. After
-`RELEASE_SECONDS` any deleted object is released, and `pods_left` tells so.
+A deleted object that cannot be read is released at once, and any other after `RELEASE_SECONDS`, which `pods_left`
+tells. What pods compute for an object that is gone the reaper stops.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any
-
-from pydantic import ValidationError
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
-from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, LabelSelector, Resource
+from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.schema import shorten
-from poc_operator.apis.v1alpha1.work import DEFAULT_PORT
-from poc_operator.clients.errors import PodError, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
-from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.controller.actions import Emit
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
-from poc_operator.controller.observing import PodCache
-from poc_operator.observed import PodView
 from poc_operator.planning.conditions import Verdict, conditions_of
 from poc_operator.planning.snapshot import WorkEvent
-from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.messages import MAX_TEXT
 
 #: First and longest pause, in seconds, between two tries of an object on which the operator fails.
@@ -93,9 +84,9 @@ class FailureBackoff:
         except Exception as another:
             self._log.warning("the failure cannot be told in the object: %s", another)
 
-    async def pause(self) -> None:
+    async def pause(self, at_most: float = MOST_PAUSE_SECONDS) -> None:
         """Wait until it is time for another try, or the spec has changed."""
-        seconds, self._pause = self._pause, min(2 * self._pause, MOST_PAUSE_SECONDS)
+        seconds, self._pause = min(self._pause, at_most), min(2 * self._pause, MOST_PAUSE_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.spec_changed.wait()
@@ -111,45 +102,10 @@ class FailureBackoff:
         )
 
 
-async def stop_unreadable(error: UnreadableObject, uid: str, client: PodClient, pods: PodCache) -> int:
-    """Stop the pods that say that they compute the object with this uid; return how many said so.
-
-    Its selector and its port are used as far as they can be read, else their defaults. Pods that do not answer, and
-    pods of the reference implementation, which tell no round, are not counted.
-    """
-    spec = error.body.get("spec")
-    spec = spec if isinstance(spec, Mapping) else {}
-    selector, port = _selector(spec.get("selector")), spec.get("port")
-    port = port if isinstance(port, int) and 0 < port < 2**16 else DEFAULT_PORT
-    asked = (pod for pod in pods.selected(error.namespace, selector) if pod.ip and not pod.gone)
-    return sum(await asyncio.gather(*(_stop(client, pod, port, uid) for pod in asked)))
-
-
-def _selector(stored: Any) -> LabelSelector:  # noqa: ANN401 - whatever stands there
-    try:
-        return LabelSelector.model_validate(stored)
-    except ValidationError:
-        return LabelSelector(match_labels=dict(WORKER_LABELS))
-
-
-async def _stop(client: PodClient, pod: PodView, port: int, uid: str) -> bool:
-    """Stop the pod if it computes the round; return whether it did."""
-    base = base_url(pod.ip or "", port)
-    try:
-        status = await client.status(base)
-    except PodError:
-        return False
-    if not isinstance(status, StatusResponse) or status.state is not PowState.GENERATING or status.round_id != uid:
-        return False
-    with contextlib.suppress(PodError):  # it is counted, and told again
-        await client.stop(base, uid)
-    return True
-
-
 def pods_left(left: int) -> WorkEvent:
     """Return the Event for a deleted object that is released while pods may compute for it."""
     message = (
-        f"the object is deleted although {left} pods may still compute for it, after {RELEASE_SECONDS:g} s of waiting: "
-        "look whether they answer, or restart them"
+        f"the object is deleted although {left} pods have not confirmed that they stopped: look whether they answer; "
+        "the operator stops those that come back"
     )
     return WorkEvent(reason=Reason.PODS_LEFT, message=message, warning=True)

@@ -6,7 +6,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -22,11 +22,10 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
-from poc_operator.observed import GatewayReport, PodReport, PodView
-from poc_operator.planning.snapshot import DecideRivals, Snapshot, Step, StopPod, Work
+from poc_operator.observed import GatewayReport, PodReport
+from poc_operator.planning.snapshot import DecideRivals, Snapshot, Step, Work
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot
-from poc_operator.rounds.stop import running_pods, stop_orders
 from poc_operator.validations import plan as validations
 from poc_operator.validations.proofs import in_order, parse_proofs
 from vllm_poc.wire.messages import Protocol
@@ -38,12 +37,13 @@ WorkT = TypeVar("WorkT", bound=Work)
 class Sources:
     """Where kinds get what their plans need. Without ``gateway`` pods deliver to the rounds' own addresses.
 
-    ``rate_limit`` is how many nonces per second no pod exceeds.
+    ``rate_limit`` is how many nonces per second no pod exceeds, ``owner`` the name under which pods get their orders.
     """
 
     store: ObjectStore
     gateway: GatewayClient | None = None
     rate_limit: int = RATE_LIMIT
+    owner: str | None = None
 
 
 class Planner(ABC, Generic[WorkT]):
@@ -68,14 +68,6 @@ class Planner(ABC, Generic[WorkT]):
 
     def recorded(self, step: Step[Any]) -> None:
         """Remember what the next plan needs of a step that was recorded."""
-
-    def computing(self, seen: Snapshot[WorkT]) -> Sequence[PodView]:
-        """Return the pods that would compute on if the object was gone. Pods drop named nonces by themselves."""
-        return ()
-
-    def stop_orders(self, seen: Snapshot[WorkT], pods: Iterable[PodView]) -> Sequence[StopPod]:
-        """Return the orders that stop these pods."""
-        return ()
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -116,14 +108,6 @@ class RoundPlanner(Planner[PoCRound]):
         for action in step.actions:
             if isinstance(action, DecideRivals) and self._gateway is not None:
                 self._gateway.decide(action.decisions)
-
-    def computing(self, seen: Snapshot[PoCRound]) -> Sequence[PodView]:
-        """Return the pods that compute the round, or may do so."""
-        return running_pods(self._snapshot(seen))
-
-    def stop_orders(self, seen: Snapshot[PoCRound], pods: Iterable[PodView]) -> Sequence[StopPod]:
-        """Return the orders that stop these pods."""
-        return stop_orders(self._snapshot(seen), pods)
 
     async def close(self) -> None:
         """Give up the question that is under way."""

@@ -36,6 +36,8 @@ class LeaderElection:
         # The holder's last sign of life, and when it was seen: clocks of different machines are not compared.
         self._seen: tuple[object, float] = (None, 0.0)
         self.holder: str | None = None
+        #: UID of the Lease, once it was seen.
+        self.uid: str | None = None
 
     @property
     def held(self) -> bool:
@@ -83,6 +85,7 @@ class LeaderElection:
         if lease is None:
             await self._create()
             return True
+        self._note(lease)
         lease.spec = spec = lease.spec or client.V1LeaseSpec()
         self.holder = spec.holder_identity
         if self.holder not in (None, "", self._identity) and not self._is_over(spec):
@@ -94,6 +97,9 @@ class LeaderElection:
         await self._write(lease)
         self.holder = self._identity
         return True
+
+    def _note(self, lease: client.V1Lease) -> None:
+        self.uid = lease.metadata.uid if lease.metadata is not None else None
 
     def _is_over(self, spec: client.V1LeaseSpec) -> bool:
         """Whether the holder has shown no sign of life for as long as its lease lasts."""
@@ -118,7 +124,7 @@ class LeaderElection:
         )
         lease = client.V1Lease(metadata=client.V1ObjectMeta(name=COMPONENT), spec=spec)
         async with api_errors():
-            await self._leases.create_namespaced_lease(self._namespace, lease)
+            self._note(await self._leases.create_namespaced_lease(self._namespace, lease))
         self.holder = self._identity
 
     async def _write(self, lease: client.V1Lease) -> None:

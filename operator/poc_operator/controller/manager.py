@@ -3,16 +3,21 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import math
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Self
 from uuid import uuid4
 
-from poc_operator.clients.errors import StaleObject, StoreError, StoreUnavailable
+from poc_operator.apis.v1alpha1.status import is_finished
+from poc_operator.clients.errors import StaleObject, StoreError, StoreForbidden, StoreUnavailable
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.connection import connect
+from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit
@@ -21,15 +26,41 @@ from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller
+from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
+from poc_operator.controller.supervision import supervised
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.observed import PodView
+from vllm_poc.logs import bound
 
 log = logging.getLogger(__name__)
 
 #: Seconds after which one reconciliation is given up. All that it waits for has shorter limits of its own.
 RECONCILE_SECONDS = 180.0
+
+#: Seconds between two looks how late the event loop is, and the lateness with which the process is of no use.
+LAG_SECONDS = 0.5
+MOST_LAG_SECONDS = 10.0
+
+
+def needs_reconciling(body: Mapping[str, Any]) -> bool:
+    """Whether the object, as the API server has it, needs a loop."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    if not is_finished(status):
+        return True
+    if "deletionTimestamp" in metadata:
+        return False
+    unseen = status.get("observedGeneration") != metadata["generation"]
+    return unseen or (body.get("spec") or {}).get("ttlSecondsAfterFinished") is not None
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event for so long at most; always True."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return True
 
 
 class Manager:
@@ -42,7 +73,14 @@ class Manager:
         client: PodClient,
         gateway: GatewayClient | None = None,
         rate_limit: int = RATE_LIMIT,
+        *,
+        reaper_client: PodClient | None = None,
+        events: EventPoster | None = None,
+        holds_deleted: bool = True,
     ) -> None:
+        """``reaper_client`` has connections of its own, so that the reaper takes none from the rounds."""
+        #: Whether deleted objects are held, by the finalizer, until their pods have stopped.
+        self.holds_deleted = holds_deleted
         self._store = store
         self.lease = lease
         self._client = client
@@ -51,7 +89,22 @@ class Manager:
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
-        self._reconcilers: dict[str, Reconciler[Any]] = {}  # by the objects' uid
+        self._lag = 0.0  # of the event loop, in seconds
+        # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
+        self._reconcilers: dict[str, Reconciler[Any]] = {}
+        self._loops: dict[str, asyncio.Task[None]] = {}
+        self._released = set[str]()  # deleted objects whose loop has ended, until they are gone
+        self._reaper_client = reaper_client or client
+        self.reaper = Reaper(
+            store=store,
+            client=self._reaper_client,
+            events=events,
+            pods=self._pods,
+            metrics=self.metrics,
+            driven=self._reconcilers.keys,
+            may_act=lambda: self.lease.held,
+            clock=time.monotonic,
+        )
         kinds = [kind.resource for kind in PLANNERS]
         self._watches = StaleWatchCheck(store, kinds, self._pods, self._reconcilers.keys)
 
@@ -63,7 +116,9 @@ class Manager:
         lease_namespace: str | None,
         identity: str | None,
         *,
+        reaper_client: PodClient | None = None,
         rate_limit: int = RATE_LIMIT,
+        holds_deleted: bool = True,
     ) -> Self:
         """Connect to the API server. Without ``gateway`` pods deliver to the rounds' own callback addresses.
 
@@ -72,15 +127,54 @@ class Manager:
         api, namespace = await connect()
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         lease = LeaderElection(api, lease_namespace or namespace, identity or unique, time.monotonic)
-        return cls(ObjectStore(api), lease, client, gateway, rate_limit)
+        return cls(
+            ObjectStore(api),
+            lease,
+            client,
+            gateway,
+            rate_limit,
+            reaper_client=reaper_client,
+            events=EventPoster(api),
+            holds_deleted=holds_deleted,
+        )
+
+    async def stop(self) -> None:
+        """End all loops, so that another process may act; running rounds go on in their pods."""
+        loops = list(self._loops.values())
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        await self.reaper.close()
 
     async def close(self) -> None:
-        """Close all connections; running rounds go on in their pods."""
+        """End all loops and close all connections."""
+        await self.stop()
         await self._poller.close()
         await self._client.close()
+        await self._reaper_client.close()
         if self._gateway is not None:
             await self._gateway.close()
         await self._store.close()
+
+    async def identify(self) -> None:
+        """Find out under which name to give orders, and which names count as ours. The Lease must be ours by now.
+
+        The cluster's own name, the UID of kube-system, lasts longest. Who may not read it takes that of the Lease; work
+        that was ordered under either is ours.
+        """
+        names = [name for name in (await self._cluster_uid(), self.lease.uid) if name is not None]
+        self._sources = dataclasses.replace(self._sources, owner=names[0] if names else None)
+        self.reaper.owners = names
+
+    async def _cluster_uid(self) -> str | None:
+        while True:
+            try:
+                return await self._store.namespace_uid("kube-system")
+            except StoreForbidden:
+                return None
+            except StoreError as error:
+                log.warning("API server: %s; trying again", error)
+                await asyncio.sleep(POLL_SECONDS)
 
     def pod_changed(self, pod: PodView) -> None:
         """Remember a pod, and let its objects react at once."""
@@ -92,12 +186,48 @@ class Manager:
         if self._pods.remove(pod):
             self._wake_work_on(pod)
 
-    def work_changed(self, uid: str, generation: int) -> None:
-        """Let the object's loop react to its changed spec at once. A changed status is its own work and no news."""
+    def work_changed(self, kind: type[Planner[Any]], body: Mapping[str, Any], emit: Emit) -> None:
+        """Begin to drive an object that needs it, or let its loop react to its changed spec or its deletion at once.
+
+        A changed status is the loop's own work and no news.
+        """
+        metadata = body["metadata"]
+        uid = str(metadata["uid"])
+        self.reaper.object_changed(body)
         reconciler = self._reconcilers.get(uid)
-        if reconciler is not None and reconciler.generation != generation:
+        if reconciler is not None:
+            if reconciler.generation != metadata["generation"]:
+                reconciler.failures.spec_changed.set()
+                reconciler.wake.set()
+        elif uid not in self._released and needs_reconciling(body):
+            ref = ObjectRef(str(metadata.get("namespace", "")), str(metadata["name"]), uid)
+            with bound(round=uid):
+                self._begin(uid, self.reconciler(kind, ref, emit))
+
+    def work_deleted(self, uid: str) -> None:
+        """Let the loop of an object that is gone see it at once, and the reaper look after its pods."""
+        self.reaper.object_gone(uid)
+        self._released.discard(uid)
+        reconciler = self._reconcilers.get(uid)
+        if reconciler is not None:
             reconciler.failures.spec_changed.set()
             reconciler.wake.set()
+
+    async def released(self, uid: str, seconds: float) -> bool:
+        """Whether nothing holds a deleted object any more; waits for it for so many seconds at most."""
+        loop = self._loops.get(uid)
+        if loop is not None:
+            await asyncio.wait({loop}, timeout=seconds)
+        return loop is None or loop.done()
+
+    def _begin(self, uid: str, reconciler: Reconciler[Any]) -> None:
+        self._reconcilers[uid] = reconciler
+        self._loops[uid] = loop = supervised(f"the loop of {uid}", self.run(uid, reconciler), forever=False)
+        loop.add_done_callback(partial(self._ended, uid))
+
+    def _ended(self, uid: str, loop: "asyncio.Task[None]") -> None:
+        if self._loops.get(uid) is loop:  # another one may have begun meanwhile
+            del self._loops[uid]
 
     def _wake_work_on(self, pod: PodView) -> None:
         for reconciler in self._reconcilers.values():
@@ -117,12 +247,22 @@ class Manager:
                 log.exception("the watches could not be compared with lists; they are later")
 
     def health_findings(self) -> list[str]:
-        """Return what only a new process can heal: changes that a watch missed.
+        """Return what only a new process can heal: missed changes of a watch, a Lease not renewed, a slow event loop.
 
         An object on which the operator fails is none: it would fail again, and all others with it. A loop that
         is blocked does not answer the probe.
         """
-        return self._watches.missed
+        lease = [] if self.lease.held else ["the Lease is not renewed"]
+        slow = [f"the event loop is {self._lag:.1f} s late"] if self._lag > MOST_LAG_SECONDS else []
+        return [*lease, *slow, *self._watches.missed]
+
+    async def measure_lag(self) -> None:
+        """Measure how late the event loop comes to what is due, for ever."""
+        while True:
+            due = time.monotonic() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            self._lag = max(0.0, time.monotonic() - due)
+            self.metrics.loop_lag.observe(self._lag)
 
     def reconciler(self, kind: type[Planner[Any]], ref: ObjectRef, emit: Emit) -> Reconciler[Any]:
         """Return a reconciler for the object."""
@@ -138,27 +278,40 @@ class Manager:
         )
 
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:
-        """Reconcile the object as long as it exists. A cancellation is safe at any moment."""
+        """Reconcile the object until it is gone, or finished for good. A cancellation is safe at any moment."""
         self._reconcilers[uid] = reconciler
+        try:
+            while await self._turn(reconciler):
+                if reconciler.seconds_to_release() <= 0:
+                    reconciler.tell_of_pods_left()
+                    return
+                reconciler.wake.clear()
+                reconciler.failures.spec_changed.clear()
+        finally:
+            if reconciler.seconds_to_release() < math.inf:
+                self._released.add(uid)
+            del self._reconcilers[uid]
+            try:
+                await reconciler.close()
+            except Exception as error:  # no object ends the process
+                self.metrics.work_failed(error)
+                reconciler.log.exception("what was under way could not be given up")
+
+    async def _turn(self, reconciler: Reconciler[Any]) -> bool:
+        """Take one step and wait until it is time for the next; False if there is none."""
         failures = reconciler.failures
         try:
-            while True:
-                try:
-                    if not await self._reconcile(reconciler):
-                        return
-                    if reconciler.resting:
-                        await failures.spec_changed.wait()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(POLL_SECONDS):
-                            await reconciler.wake.wait()
-                except Exception as error:
-                    await failures.failed(error, reconciler.generation or 0)
-                    await failures.pause()
-                reconciler.wake.clear()
-                failures.spec_changed.clear()
-        finally:
-            await reconciler.close()
-            self._reconcilers.pop(uid, None)
+            if not await self._reconcile(reconciler):
+                return False
+        except Exception as error:
+            await failures.failed(error, reconciler.generation or 0)
+            await failures.pause(reconciler.seconds_to_release())
+            return True
+        if reconciler.rest_seconds > POLL_SECONDS:
+            if reconciler.rest_seconds == math.inf and not failures.spec_changed.is_set():
+                return False
+            return await _set_within(failures.spec_changed, reconciler.rest_seconds)
+        return await _set_within(reconciler.wake, POLL_SECONDS)
 
     async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next turn."""

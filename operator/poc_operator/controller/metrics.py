@@ -23,9 +23,11 @@ from poc_operator.apis.v1alpha1.calibration import CalibrationStatus
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus
+from poc_operator.planning.reaping import Cause
 from poc_operator.planning.snapshot import Snapshot, Work, WorkEvent
 
 _POLL_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 5, 10)
+_LAG_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _PLAN_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 _NONCES = ("checked", "valid", "delivered")
 
@@ -65,6 +67,12 @@ class Metrics(Collector):
             "poc_poll_seconds", "One poll of all pods of an object.", buckets=_POLL_BUCKETS, registry=registry
         )
         self.plan_seconds = Histogram("poc_plan_seconds", "One plan.", buckets=_PLAN_BUCKETS, registry=registry)
+        self.loop_lag = Histogram(
+            "poc_loop_lag_seconds",
+            "How late the event loop comes to what is due.",
+            buckets=_LAG_BUCKETS,
+            registry=registry,
+        )
         self._poll_errors = CounterMetric(
             "poc_poll_errors", "Pods that did not answer a poll as they should.", ["kind"], registry=registry
         )
@@ -73,6 +81,9 @@ class Metrics(Collector):
         )
         self._store_errors = CounterMetric(
             "poc_api_server_errors", "Failed requests to the API server.", ["kind"], registry=registry
+        )
+        self._orphans = CounterMetric(
+            "poc_orphans_stopped", "Pods stopped that computed what nobody needs.", ["cause"], registry=registry
         )
         registry.register(self)
 
@@ -87,6 +98,10 @@ class Metrics(Collector):
     def work_failed(self, error: Exception) -> None:
         """Count a failure of the operator on an object."""
         self._work_errors.labels(type(error).__name__).inc()
+
+    def orphan_stopped(self, cause: Cause) -> None:
+        """Count a pod whose work was stopped since nobody needs it."""
+        self._orphans.labels(cause).inc()
 
     def api_server_failed(self, error: Exception) -> None:
         """Count a failed request to the API server."""

@@ -58,6 +58,10 @@ class PodCache:
             self._pods.pop(pod.uid, None)
         return known
 
+    def everywhere(self) -> list[PodView]:
+        """Return all pods that are known."""
+        return list(self._pods.values())
+
     def matching(self, work: Work) -> list[PodView]:
         """Return the pods of the object's namespace that its selector matches."""
         return self.selected(work.metadata.namespace, work.spec.selector)

@@ -12,6 +12,7 @@ is held back for some seconds. It is lost with the process, and the next one ask
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -19,17 +20,17 @@ from typing import Any, Generic
 
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, WorkStatus
-from poc_operator.clients.errors import UnreadableObject
+from poc_operator.clients.errors import ObjectGone, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit, PodActions, PodAsks
-from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBackoff, pods_left, stop_unreadable
+from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBackoff, pods_left
 from poc_operator.controller.kinds import Planner, Sources, WorkT
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
 from poc_operator.observed import PodReport, PodView
-from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot
+from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Work
 
 #: Seconds between two turns of an object that runs or waits.
 POLL_SECONDS = 2.0
@@ -84,8 +85,18 @@ def _differ_in_counters(one: WorkStatus, other: WorkStatus) -> bool:
     return one.without_counters() == other.without_counters()
 
 
+def _rest_seconds(work: Work, status: WorkStatus, now: datetime) -> float:
+    """Return for how long the object needs no turn: what is finished, until its time to live has passed."""
+    if not status.state.finished:
+        return 0.0
+    ttl, finished = work.spec.ttl_seconds_after_finished, status.completion_time
+    if ttl is None or finished is None:
+        return math.inf
+    return max(0.0, ttl - (now - finished).total_seconds())
+
+
 class Reconciler(Generic[WorkT]):
-    """Takes one object from what is to what should be, as long as it exists."""
+    """Takes one object from what is to what should be, as long as it exists. Its deletion is an end as any other."""
 
     def __init__(
         self,
@@ -115,12 +126,13 @@ class Reconciler(Generic[WorkT]):
         self.failures = FailureBackoff(kind.resource, ref, store=self._store, metrics=metrics, emit=emit, log=self.log)
         self._recorder = StatusRecorder[WorkT](self._store, time.monotonic)
         self._watch = ProgressWatch(time.monotonic)
-        #: Whether only another spec would give it something to do.
-        self.resting = False
+        #: For how many seconds only another spec would give it something to do: until its time to live has passed.
+        self.rest_seconds = 0.0
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
         self._actions = PodActions(sources=sources, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
+        self._deleted_since: float | None = None  # by the monotonic clock
         self._knows_pods = False  # whether the watch has told of those that worked when this process began
 
     def concerns(self, pod: PodView) -> bool:
@@ -128,15 +140,21 @@ class Reconciler(Generic[WorkT]):
         return self._work is None or selects(self._work, pod)
 
     async def reconcile(self) -> bool:
-        """Take the object one step further. Return False when it is gone, or is going."""
-        stored = await self._read()
-        if stored is None or stored.metadata.deletion_timestamp is not None:
+        """Take the object one step further. Return False when it is gone, or deleted and its pods have stopped."""
+        stored = await self._read_unless_gone()
+        if stored is None:
             return False
         self._work = work = self._recorder.newest(stored)
+        if self._deleted and work.status.state.finished:
+            return False
         seen = await self._observe(work)
         with self._metrics.plan_seconds.time():
             step = self._planner.plan(seen)
-        await self._recorder.record(stored, step.status)
+        try:
+            await self._recorder.record(stored, step.status)
+        except ObjectGone as error:  # nothing is ordered that is not recorded
+            self.log.info("%s any more", error)
+            return False
         self._planner.recorded(step)
         self._metrics.planned(seen, step.status, step.events)
         for event in step.events:
@@ -146,8 +164,29 @@ class Reconciler(Generic[WorkT]):
             return False
         self._asks.keep(work.spec.port, (action for action in step.actions if isinstance(action, AskPod)))
         self._actions.begin(work.spec.port, step.actions)
-        self.resting = step.status.state.finished and work.spec.ttl_seconds_after_finished is None
+        self.rest_seconds = _rest_seconds(work, step.status, seen.now)
+        if self._deleted and step.status.state.finished:
+            self._tell_of_silent(seen)
+            return False
         return True
+
+    def seconds_to_release(self) -> float:
+        """Return for how many seconds its pods may hold the object; infinity unless it is being deleted."""
+        if self._deleted_since is None:
+            return math.inf
+        return self._deleted_since + RELEASE_SECONDS - time.monotonic()
+
+    def tell_of_pods_left(self) -> None:
+        """Tell that the object is released although pods have not confirmed that they stopped."""
+        left = sum(share.state.active for share in self._work.status.shares) if self._work is not None else 0
+        self._emit(pods_left(left))
+
+    def _tell_of_silent(self, seen: Snapshot[WorkT]) -> None:
+        """Tell how many pods are not waited for any longer, if any."""
+        active = [share for share in seen.work.status.shares if share.state.active and seen.pod_of(share) is not None]
+        silent = [share for share in active if seen.report_of(share).status is None]
+        if silent:
+            self._emit(pods_left(len(silent)))
 
     async def close(self) -> None:
         """Give up what is under way; the next process finds out what became of it."""
@@ -156,42 +195,46 @@ class Reconciler(Generic[WorkT]):
         await self._planner.close()
         self._metrics.forget(self._ref.uid)
 
-    async def stop_deleted(self, waited: float) -> int:
-        """Stop the pods of a deleted object, which has waited for so many seconds; return 0 if it can be released."""
-        left = await self.stop_all()
-        if left and waited >= RELEASE_SECONDS:
-            self._emit(pods_left(left))
-            return 0
-        return left
+    @property
+    def _deleted(self) -> bool:
+        return self._deleted_since is not None
 
-    async def stop_all(self) -> int:
-        """Stop every pod that computes for the object; return how many still do. For one that is being deleted."""
+    async def _read_unless_gone(self) -> WorkT | None:
+        """Return the object as it is now; None if it is gone, or is going and cannot be understood."""
         try:
             work = await self._read()
         except UnreadableObject as error:
-            self.log.warning("the deleted object cannot be read: %s; pods that say that they compute it stop", error)
-            return await stop_unreadable(error, self._ref.uid, self._client, self._pods)
-        if work is None:
-            return 0
-        seen = await self._observe(work)
-        self._actions.begin(work.spec.port, self._planner.stop_orders(seen, self._planner.computing(seen)))
-        await self._actions.finish()
-        return len(self._planner.computing(await self._observe(work)))
+            if not self._deleted:
+                raise
+            self.log.warning(
+                "the deleted object cannot be read: %s; what pods compute for it is stopped after it", error
+            )
+            return None
+        return work
 
     async def _read(self) -> WorkT | None:
         try:
             found: Any = await self._store.get(self._resource, self._ref.namespace, self._ref.name)
         except UnreadableObject as error:
-            self.generation = error.generation
+            self._note(error.generation, deleted="deletionTimestamp" in error.body["metadata"])
             raise
         work: WorkT | None = found
-        self.generation = work.metadata.generation if work is not None else None
+        if work is None or work.metadata.uid != self._ref.uid:  # another object has the name by now
+            self.generation = None
+            return None
+        self._note(work.metadata.generation, deleted=work.metadata.deletion_timestamp is not None)
         return work
+
+    def _note(self, generation: int, *, deleted: bool) -> None:
+        self.generation = generation
+        if deleted and self._deleted_since is None:
+            # By a clock of its own: that of the API server may go wrong.
+            self._deleted_since = time.monotonic()
 
     async def _observe(self, work: WorkT) -> Snapshot[WorkT]:
         pods = await self._pods_of(work)
         reports: dict[str, PodReport] = {}
-        if not work.status.state.finished or work.metadata.deletion_timestamp is not None:
+        if not work.status.state.finished:
             reports, _ = await asyncio.gather(self._poll(pods, work), self._planner.ask(work))
             await self._planner.compare(work, reports)
         self._watch.forget_others(reports)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start, settings, health and end of the operator's process."""
 
-import asyncio
+import itertools
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import kopf
@@ -14,9 +15,22 @@ from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.metrics import serve_metrics
+from poc_operator.controller.reaper import CONNECTIONS
+from poc_operator.controller.supervision import supervised
 from poc_operator.credentials import secrets_of
 
 log = logging.getLogger(__name__)
+
+
+class Backoffs:
+    """Seconds between tries of kopf's requests, without an end.
+
+    When they end, kopf's watch of one namespace ends the process, and with it the work on all others: as when a
+    namespace is deleted, and with it the rights in it.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.5, 1, 2, 3), itertools.repeat(10))
 
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
@@ -30,23 +44,34 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
     settings.posting.reporting_component = COMPONENT
     settings.networking.request_timeout = 30
-    settings.networking.error_backoffs = (0.5, 1, 2, 3)
+    settings.networking.error_backoffs = Backoffs()
     settings.watching.chunk_size = 500
     settings.execution.default_backoff = 2
     memo.until_end = stack = AsyncExitStack()
-    pods = PodClient(os.environ.get("POC_POD_TOKEN") or None)
+    token = os.environ.get("POC_POD_TOKEN") or None
     memo.manager = manager = await Manager.create(
-        pods,
+        PodClient(token),
         _gateway(memo.options.gateway_url),
         memo.options.lease_namespace,
         memo.options.identity,
+        reaper_client=PodClient(token, connections=CONNECTIONS),
         rate_limit=memo.options.max_nonces_per_second,
+        # With the rights of Roles alone a finalizer may outlive them: whoever deletes the namespace deletes both.
+        holds_deleted=not memo.options.namespace,
     )
     stack.push_async_callback(manager.close)
     await manager.lease.acquire()
     stack.push_async_callback(manager.lease.release)
-    for task in (_end_without(manager.lease), manager.check_watches(memo.options.namespace)):
-        stack.callback(asyncio.create_task(task).cancel)
+    stack.callback(supervised("leader election", _end_without(manager.lease)).cancel)
+    await manager.identify()
+    stack.push_async_callback(manager.stop)
+    tasks = {
+        "reaper": manager.reaper.run(),
+        "watch check": manager.check_watches(memo.options.namespace),
+        "lag of the event loop": manager.measure_lag(),
+    }
+    for name, task in tasks.items():
+        stack.callback(supervised(name, task).cancel)
     try:
         await stack.enter_async_context(serve_metrics(manager.metrics, memo.options.metrics_port))
     except OSError as error:
@@ -87,7 +112,7 @@ async def end(memo: kopf.Memo, **_: object) -> None:
 
 @kopf.on.probe(id="rounds")
 async def operator_works(memo: kopf.Memo, **_: object) -> str:
-    """Liveness: fails when a watch is stale, so that Kubernetes restarts the process. No round decides about it."""
+    """Liveness: fails when a watch is stale, the Lease is not renewed, or the event loop is late. No round decides."""
     manager: Manager = memo.manager
     findings = manager.health_findings()
     if findings:

@@ -3,13 +3,13 @@
 
 A plan is a chain of policies. Each takes a `Snapshot` (the object, its pods, their reports, the time) and the `Step`
 so far (status, actions, events), and returns the next step. There is no I/O and no clock. What only one kind needs
-belongs into ``rounds``, ``validations`` or ``calibrations``.
+belongs into ``rounds``, ``validations`` or ``calibrations``. ``reaping`` judges what pods compute for nobody.
 
 States of every kind (`State`)::
 
     Pending ──► Running ──► Stopping ──► Complete | Failed
        │          │ ▲           ▲
-       │  suspend │ │ resume    │ outcome: done, a deadline, given up
+       │  suspend │ │ resume    │ outcome: done, a deadline, given up, deleted
        ▼          ▼ │           │
       Suspending ──► Suspended ─┘
 

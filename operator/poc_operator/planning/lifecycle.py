@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of an object of any kind: its clocks, ``spec.suspend``, its deadlines, its end, its time to live.
 
-Of the rules of an end the first with an answer wins. An outcome is recorded before any pod is told to stop.
+A deletion is an end as any other: the pods are stopped, and the object is released once it is finished. Of the rules
+of an end the first with an answer wins. An outcome is recorded before any pod is told to stop.
 """
 
 from collections.abc import Callable, Iterable
@@ -90,8 +91,17 @@ LIMITS: tuple[EndRule[Snapshot[Work], WorkStatus], ...] = (
 )
 
 
+def end_deleted(snapshot: Snapshot[Work], step: StepT) -> StepT:
+    """End what is being deleted, suspended work too. What has an outcome keeps it."""
+    if snapshot.work.metadata.deletion_timestamp is None or step.status.outcome is not None:
+        return step
+    outcome = failed(Reason.DELETED, "it is deleted")
+    return step.extended(outcome=outcome, stop_time=step.status.stop_time or snapshot.now)
+
+
 def end_by(rules: Iterable[EndRule[SnapshotT, Any]], snapshot: SnapshotT, step: StepT) -> StepT:
     """Record how the work ends, before any pod is told to stop."""
+    step = end_deleted(snapshot, step)
     if step.status.stop_time is not None:
         return step  # ends already, or is suspended: nothing is computed, no deadline runs
     outcome = next((found for rule in rules if (found := rule(snapshot, step.status))), None)
@@ -139,7 +149,8 @@ def close(snapshot: Snapshot[Work], step: StepT) -> StepT:
     if outcome is None or any(share.state.active for share in step.status.shares):
         return step
     # Not `Reason(...)`: another version may have recorded a reason that this one does not know.
-    event = WorkEvent(reason=outcome.reason, message=outcome.message, warning=outcome.type is Result.FAILED)
+    warning = outcome.type is Result.FAILED and outcome.reason != Reason.DELETED
+    event = WorkEvent(reason=outcome.reason, message=outcome.message, warning=warning)
     return step.extended(completion_time=snapshot.now, events=[event])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 from kubernetes.aio import client
 
+UID = "lease-uid"
 PATH = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
 
@@ -41,7 +42,7 @@ class LeaseApi:
             return _failure(409)
         self.version += 1
         self.lease = body
-        body["metadata"]["resourceVersion"] = str(self.version)
+        body["metadata"] |= {"resourceVersion": str(self.version), "uid": UID}
         return web.json_response(body)
 
 

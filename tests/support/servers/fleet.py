@@ -4,8 +4,9 @@ can be made to fail at an exact moment."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, Generic, TypeVar, cast
 
@@ -58,6 +59,17 @@ class MemoryStore(Generic[WorkT]):
         if fault is not None:
             raise fault
 
+    async def list_bodies(self, resource: type, namespaces: object) -> list[Mapping[str, Any]]:
+        """Return the object as the API server has it, if there is one."""
+        if self.work is None:
+            return []
+        told: dict[str, Any] = self.work.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return [{**told, "status": self.work.status.stored()}]
+
+    async def namespace_uid(self, name: str) -> str:
+        """Return the UID of a namespace."""
+        return f"uid-of-{name}"
+
     async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
         """Return the entry."""
         return self.entry
@@ -71,6 +83,9 @@ class MemoryStore(Generic[WorkT]):
     async def delete(self, work: WorkT) -> None:
         """Forget the object."""
         self.work = None
+
+    async def close(self) -> None:
+        """Have nothing open."""
 
 
 class Fleet(Generic[WorkT]):
@@ -132,6 +147,21 @@ class Fleet(Generic[WorkT]):
     def suspend(self, suspend: bool) -> None:
         """Set ``spec.suspend``."""
         self.change(suspend=suspend)
+
+    def delete(self) -> None:
+        """Mark the object as deleted; its finalizer holds it."""
+        assert self.store.work is not None
+        metadata = self.store.work.metadata
+        deleted = {"deletion_timestamp": datetime.now(UTC), "generation": metadata.generation + 1}
+        changed: Any = self.store.work.model_copy(update={"metadata": metadata.model_copy(update=deleted)})
+        self.store.work = changed
+
+    async def reconcile_to_release(self, seconds: float = 60) -> None:
+        """Reconcile the deleted object until nothing holds it."""
+        deadline = monotonic() + seconds
+        while await self.operator.reconcile():
+            assert monotonic() < deadline, self.store.work
+            await asyncio.sleep(0.01)
 
     async def reconcile_until(self, reached: Callable[[Any], bool], seconds: float = 60) -> Any:  # noqa: ANN401
         """Reconcile until the stored status is as wanted, and return it: it is of the object's kind."""

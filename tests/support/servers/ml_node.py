@@ -34,7 +34,6 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
-from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import Work, WorkEvent
@@ -46,14 +45,13 @@ LABELS = {"poc.gonka.ai/worker": "true"}
 
 
 class ApiServer:
-    """Rounds and pods in memory, for the gateway and the operator; a daemon runs for each round."""
+    """Rounds and pods in memory, for the gateway and the operator."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, PoCRound] = {}
         self.pods: list[PodView] = []
         self.manager: Manager
         self.events: list[WorkEvent] = []
-        self._daemons: list[asyncio.Task[None]] = []
         self._versions = itertools.count(1)
 
     async def list_rounds(self) -> list[PoCRound]:
@@ -75,8 +73,7 @@ class ApiServer:
             "creationTimestamp": datetime.now(UTC),
         }
         made = self.rounds[name] = PoCRound.parse({"metadata": metadata, "spec": dict(spec)})
-        reconciler = self.manager.reconciler(RoundPlanner, ObjectRef("ns", name, made.id), self.events.append)
-        self._daemons.append(asyncio.create_task(self.manager.run(made.id, reconciler)))
+        self._tell(name)
         return made
 
     async def finish(self, name: str) -> None:
@@ -85,7 +82,7 @@ class ApiServer:
         generation = found.metadata.generation + 1
         spec = found.spec.model_copy(update={"finish": True})
         self._put(name, spec=spec, generation=generation)
-        self.manager.work_changed(found.id, generation)
+        self._tell(name)
 
     async def get(self, _: type, namespace: str, name: str) -> PoCRound | None:
         """Return a round."""
@@ -104,10 +101,12 @@ class ApiServer:
         self._put(name, status=type(status).model_validate(status.stored()))
 
     async def close(self) -> None:
-        """End the daemons."""
-        for daemon in self._daemons:
-            daemon.cancel()
-        await asyncio.gather(*self._daemons, return_exceptions=True)
+        """Have nothing open."""
+
+    def _tell(self, name: str) -> None:
+        """Let the watch tell of a round."""
+        body = self.rounds[name].model_dump(mode="json", by_alias=True, exclude_none=True)
+        self.manager.work_changed(RoundPlanner, body, self.events.append)
 
     def _put(self, name: str, *, generation: int | None = None, **fields: object) -> None:
         found = self.rounds[name]
@@ -139,7 +138,7 @@ class WholeMlNode:
         collector = await stack.enter_async_context(GatewayClient(url))
         lease = cast(LeaderElection, SimpleNamespace(held=True))
         self.api.manager = Manager(cast(ObjectStore, self.api), lease, client, collector)
-        stack.push_async_callback(self.api.close)
+        stack.push_async_callback(self.api.manager.close)
         for number in range(1, pods + 1):
             await self._add_pod(f"127.0.0.{number}")
         parts = await self._components(client)

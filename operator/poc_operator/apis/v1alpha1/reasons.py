@@ -23,6 +23,7 @@ class Reason(StrEnum):
     CALLBACK_SECRET_UNAVAILABLE = "CallbackSecretUnavailable"  # noqa: S105 - a reason
     COMPLETED = "Completed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    DELETED = "Deleted"
     DELIVERIES_REFUSED = "DeliveriesRefused"
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
     FRAUD_DETECTED = "FraudDetected"
@@ -37,6 +38,7 @@ class Reason(StrEnum):
     NO_POD_READY = "NoPodReady"
     NOTHING_COMPUTED = "NothingComputed"
     NOT_SUSPENDED = "NotSuspended"
+    ORPHAN_STOPPED = "OrphanStopped"
     PENDING = "Pending"
     PODS_BUSY = "PodsBusy"
     PODS_DISAGREE = "PodsDisagree"
@@ -301,10 +303,17 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Event",
         "A pod lost its slot or sample. The message says why, and where it starts again or that it was given up.",
     ),
+    Reason.DELETED: Explanation("Failed=True", "The object is being deleted; its pods are stopped before it goes."),
     Reason.PODS_LEFT: Explanation(
         "Event",
-        "The object was deleted, and 120 s later some of its pods had not confirmed that they stopped.",
-        "Look whether these pods answer. A pod that computes on stops at its stop condition, or when it is restarted.",
+        "The object was deleted, and some of its pods did not confirm within 120 s that they stopped.",
+        "Look whether these pods answer. The operator asks them on, and stops those that come back.",
+    ),
+    Reason.ORPHAN_STOPPED: Explanation(
+        "Event, also on the pod",
+        "A pod computed for this round, which is over or gives it no slot any more. The operator stopped it.",
+        "Nothing, unless it happens often: then look why the pod does not answer when it is told to stop.",
+        _ROUND,
     ),
     Reason.STARTED: Explanation("Event", "The first pod confirmed its start."),
     Reason.ACCEPTED: Explanation("Accepted=True", "Nothing is wrong with the spec."),

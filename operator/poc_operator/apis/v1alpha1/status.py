@@ -56,6 +56,11 @@ def is_finished(status: Mapping[str, Any]) -> bool:
     return status.get("state") in (State.COMPLETE, State.FAILED)
 
 
+def is_over(status: Mapping[str, Any]) -> bool:
+    """Whether no pod works for the object, by its status as the API server has it: finished, or suspended."""
+    return is_finished(status) or status.get("state") == State.SUSPENDED
+
+
 class SlotState(StrEnum):
     """Where one slot or sample stands."""
 

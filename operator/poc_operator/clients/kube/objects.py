@@ -17,7 +17,7 @@ from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, LabelSelector, Resou
 from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.basic_auth import BasicAuth
-from poc_operator.clients.errors import UnreadableObject
+from poc_operator.clients.errors import ObjectGone, StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
 from poc_operator.observed import PodView
 
@@ -48,16 +48,30 @@ class ObjectStore:
 
     async def list_objects(self, resource: type[ResourceT], namespaces: Collection[str]) -> list[ResourceT]:
         """Return the objects of these namespaces; without any, of all. What cannot be understood is left out."""
+        return [*readable(resource, await self.list_bodies(resource, namespaces))]
+
+    async def list_bodies(self, resource: type[Resource], namespaces: Collection[str]) -> list[Mapping[str, Any]]:
+        """Return the objects of these namespaces as the API server has them; without any, of all."""
         async with api_errors():
             if not namespaces:
                 found: Any = await self._objects.list_cluster_custom_object(**_kind(resource))
-                return [*readable(resource, found["items"])]
+                return list(found["items"])
             lists: Any = [
                 await self._objects.list_namespaced_custom_object(namespace=namespace, **_kind(resource))
                 for namespace in namespaces
             ]
-            return [*readable(resource, (body for found in lists for body in found["items"]))]
-        return []
+            return [body for found in lists for body in found["items"]]
+        raise StoreUnavailable(f"the API server knows no {resource.KIND.kind}: install the CRD")
+
+    async def patch(self, resource: type[Resource], body: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        """Change fields of an object as it was read; StaleObject if it changed since. Nothing happens if it is gone."""
+        metadata = {"resourceVersion": body["metadata"]["resourceVersion"], **changes.get("metadata", {})}
+        async with api_errors():
+            await self._objects.patch_namespaced_custom_object(
+                **_key(resource, body["metadata"]["namespace"], body["metadata"]["name"]),
+                body={**changes, "metadata": metadata},
+                _content_type="application/merge-patch+json",
+            )
 
     async def list_pods(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods of the namespace that are selected."""
@@ -69,7 +83,7 @@ class ObjectStore:
         return []
 
     async def write_status(self, work: Resource, status: WorkStatus) -> None:
-        """Replace the object's status; StaleObject if the object changed since it was read."""
+        """Replace the object's status; StaleObject if it changed since it was read, ObjectGone if it does not exist."""
         metadata = work.metadata
         async with api_errors():
             await self._objects.patch_namespaced_custom_object_status(
@@ -77,6 +91,8 @@ class ObjectStore:
                 body={"metadata": {"resourceVersion": metadata.resource_version}, "status": merge_patch(status)},
                 _content_type="application/merge-patch+json",
             )
+            return
+        raise ObjectGone(f"there is no {work.KIND.kind} {metadata.namespace}/{metadata.name}")
 
     async def write_conditions(
         self,
@@ -109,6 +125,13 @@ class ObjectStore:
                 },
                 _content_type="application/merge-patch+json",
             )
+
+    async def namespace_uid(self, name: str) -> str | None:
+        """Return the UID of a namespace; None if it does not exist."""
+        async with api_errors():
+            found = await self._core.read_namespace(name, _request_timeout=REQUEST_SECONDS)
+            return found.metadata.uid if found.metadata is not None else None
+        return None
 
     async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
         """Return an entry of a ConfigMap; None if the entry does not exist. LookupError if the ConfigMap does not."""

@@ -26,6 +26,9 @@ MAX_RESULT_BYTES = 1024 * 2**10
 #: The metrics of a vLLM server take some 100 KiB.
 MAX_METRICS_BYTES = 4 * 2**20
 
+#: Connections of a client unless it is told another number.
+CONNECTIONS = 600
+
 #: Seconds for a status poll: a pod that needs longer counts as not answering.
 STATUS_SECONDS = 5.0
 
@@ -54,10 +57,10 @@ _RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(Genera
 class PodClient:
     """REST client for all pods; one pooled session. Errors are of ``clients.errors``."""
 
-    def __init__(self, token: str | None = None) -> None:
+    def __init__(self, token: str | None = None, *, connections: int = CONNECTIONS) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=600), headers=headers, trust_env=False
+            connector=aiohttp.TCPConnector(limit=connections), headers=headers, trust_env=False
         )
 
     async def __aenter__(self) -> Self:

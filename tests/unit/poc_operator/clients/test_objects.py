@@ -15,7 +15,7 @@ from poc_operator.apis.v1alpha1.meta import LabelSelector, Operator, Requirement
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.basic_auth import BasicAuth
-from poc_operator.clients.errors import StoreForbidden, UnreadableObject
+from poc_operator.clients.errors import ObjectGone, StoreForbidden, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore, merge_patch
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
@@ -49,6 +49,8 @@ class Api:
             return web.json_response({"apiVersion": "v1", **secret}, status=secret.get("code", 200))
         if "/configmaps/" in request.path:
             return web.json_response({"kind": "ConfigMap", "apiVersion": "v1", "data": {"proofs.json": "[]"}})
+        if not self.body:
+            return web.json_response({"kind": "Status", "code": 404}, status=404)
         listed = request.path.rsplit("/", 1)[-1].startswith("poc")
         return web.json_response({"items": [self.body]} if listed else self.body)
 
@@ -106,6 +108,7 @@ async def test_words_of_another_version_in_a_status_are_read(api: tuple[Api, Obj
     round_ = await store.get(PoCRound, "ns", "r")
     assert round_ is not None
     assert plan(look(round_, (a_pod("a"), says()))).status.state == "Pending"
+    assert await store.list_objects(PoCRound, []) == [round_], "the check of the watches reads it too"
 
 
 async def test_pods_are_selected_by_the_api_server(api: tuple[Api, ObjectStore]) -> None:
@@ -120,6 +123,14 @@ async def test_a_status_is_written_against_what_was_read(api: tuple[Api, ObjectS
     await store.write_status(a_round(), RoundStatus(start_time=NOW))
     method, path, _, body = server.seen[0]
     assert (method, path, body["metadata"]) == ("PATCH", f"{API}/pocrounds/r/status", {"resourceVersion": "1"})
+
+
+async def test_an_object_that_is_gone_takes_no_status(api: tuple[Api, ObjectStore]) -> None:
+    """Or its pods would be told what nobody has recorded."""
+    server, store = api
+    server.body = {}
+    with pytest.raises(ObjectGone, match="there is no PoCRound ns/r"):
+        await store.write_status(a_round(), RoundStatus(start_time=NOW))
 
 
 async def test_conditions_are_changed_whatever_else_is_there(api: tuple[Api, ObjectStore]) -> None:

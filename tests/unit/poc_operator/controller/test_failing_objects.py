@@ -12,11 +12,11 @@ import pytest
 from poc_operator.apis.v1alpha1.conditions import Condition
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES
-from poc_operator.clients.errors import PodTimeout, StoreUnavailable, UnreadableObject
+from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import failing_objects, manager
-from poc_operator.controller.failing_objects import RELEASE_SECONDS, internal_error
+from poc_operator.controller.failing_objects import internal_error
 from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
@@ -27,7 +27,6 @@ from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import NOW, a_pod, newborn, says
-from vllm_poc.wire.answers import PowState
 
 #: What the schema refuses, and what a plan must survive all the same, should it ever get one.
 POISON: Mapping[str, Mapping[str, Any]] = {
@@ -45,14 +44,24 @@ def a_round(**spec: Any) -> PoCRound:  # noqa: ANN401
     return made.model_copy(update={"spec": made.spec.model_copy(update=spec)})
 
 
+def body(uid: str, *, generation: int) -> Mapping[str, Any]:
+    """What the watch tells of a round."""
+    return {"metadata": {"namespace": "ns", "name": uid, "uid": uid, "generation": generation}}
+
+
 BODY: Mapping[str, Any] = {"metadata": {"namespace": "ns", "name": "bad", "generation": 1}}
+
+
+def named(uid: str, round_: PoCRound) -> PoCRound:
+    """The round with this uid."""
+    return round_.model_copy(update={"metadata": round_.metadata.model_copy(update={"uid": uid})})
 
 
 class Rounds:
     """A store of a bad round and a good one. ``fault`` is raised when the bad one is read."""
 
     def __init__(self, bad: PoCRound, fault: Exception | None = None) -> None:
-        self.rounds = {"bad": bad, "good": a_round()}
+        self.rounds = {name: named(name, round_) for name, round_ in {"bad": bad, "good": a_round()}.items()}
         self.fault = fault
         self.reads: dict[str, list[float]] = {"bad": [], "good": []}
         self.conditions: dict[str, tuple[str, str, str]] = {}
@@ -171,15 +180,16 @@ async def test_a_round_that_cannot_be_read() -> None:
 
 async def test_another_spec_is_tried_at_once() -> None:
     rounds = Rounds(a_round(callback_url="http://[zz]/"))
-    async with driven(rounds, []) as operator:
+    events = list[WorkEvent]()
+    async with driven(rounds, events) as operator:
         await asyncio.wait_for(rounds.reported.wait(), 5)
         await asyncio.sleep(0.5)
         reads = len(rounds.reads["bad"])
-        operator.work_changed("bad", 1)
+        operator.work_changed(RoundPlanner, body("bad", generation=1), events.append)
         operator.pod_changed(a_pod("a", ip="10.0.0.2"))
         await asyncio.sleep(0)
         assert len(rounds.reads["bad"]) == reads
-        operator.work_changed("bad", 2)
+        operator.work_changed(RoundPlanner, body("bad", generation=2), events.append)
         await asyncio.sleep(0.02)
         assert len(rounds.reads["bad"]) == reads + 1
 
@@ -215,82 +225,6 @@ def test_a_failure_of_the_operator_fits_as_well() -> None:
     ]
     assert all(len(found.message.encode()) <= MESSAGE_BYTES for found in conditions)
     assert event.message.endswith("look at the operator's log, or delete the object")
-
-
-class Store:
-    """A store whose only object cannot be understood."""
-
-    def __init__(self, spec: object) -> None:
-        self.body = {**BODY, "spec": spec}
-
-    async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
-        """Refuse to build it."""
-        raise UnreadableObject("spec.nodes: Field required", self.body)
-
-
-class Computing:
-    """Pods by address, each computing one round, or none; ``fault`` is raised by `stop`."""
-
-    def __init__(self, **rounds: str | None) -> None:
-        self.rounds = {f"http://{host}/api/v1/pow": round_ for host, round_ in rounds.items()}
-        self.fault: Exception | None = None
-        self.asked: list[str] = []
-
-    async def status(self, base: str) -> object:
-        """Tell the round."""
-        self.asked.append(base)
-        round_ = self.rounds[base]
-        return says(PowState.GENERATING, round_id=round_).status if round_ is not None else says().status
-
-    async def stop(self, base: str, round_id: str) -> object:
-        """End the round."""
-        if self.fault is not None:
-            raise self.fault
-        assert self.rounds[base] == round_id
-        self.rounds[base] = None
-        return None
-
-
-def deleted(spec: object, client: Computing, events: list[WorkEvent]) -> Reconciler[PoCRound]:
-    """The reconciler of a deleted round that cannot be understood; pod d has another label, e is elsewhere."""
-    operator = Manager(cast(ObjectStore, Store(spec)), cast(LeaderElection, None), cast(PodClient, client))
-    for name, fields in {"a": {}, "b": {}, "c": {}, "d": {"labels": {"my": "pod"}}, "e": {"namespace": "x"}}.items():
-        operator.pod_changed(a_pod(name, ip=f"h{name}", **cast(dict[str, Any], fields)))
-    return operator.reconciler(RoundPlanner, ObjectRef("ns", "bad", build.UID), events.append)
-
-
-async def test_a_deleted_round_that_cannot_be_read_stops_its_pods() -> None:
-    events = list[WorkEvent]()
-    client = Computing(**{"ha:8000": build.UID, "hb:8000": "another", "hc:8000": None})
-    reconciler = deleted({}, client, events)
-    assert await reconciler.stop_deleted(0.0) == 1
-    assert list(client.rounds.values()) == [None, "another", None]
-    assert await reconciler.stop_deleted(2.0) == 0
-    assert events == []
-
-
-@pytest.mark.parametrize("spec", [None, "text", {"selector": {"matchLabels": 7}, "port": "http"}, {"port": 2**16}])
-async def test_what_of_its_spec_cannot_be_read_has_its_default(spec: object) -> None:
-    client = Computing(**{"ha:8000": build.UID, "hb:8000": None, "hc:8000": None})
-    assert await deleted(spec, client, []).stop_deleted(0.0) == 1
-
-
-async def test_what_of_its_spec_can_be_read_is_used() -> None:
-    client = Computing(**{"hd:9000": build.UID})
-    assert await deleted({"selector": {"matchLabels": {"my": "pod"}}, "port": 9000}, client, []).stop_deleted(0.0) == 1
-    assert client.rounds == {"http://hd:9000/api/v1/pow": None}
-
-
-async def test_pods_that_do_not_stop_hold_it_for_a_while_only() -> None:
-    events = list[WorkEvent]()
-    client = Computing(**{"ha:8000": build.UID, "hb:8000": None, "hc:8000": None})
-    client.fault = PodTimeout("no answer within 60 s")
-    reconciler = deleted({}, client, events)
-    assert await reconciler.stop_deleted(RELEASE_SECONDS - 1) == 1
-    assert events == []
-    assert await reconciler.stop_deleted(RELEASE_SECONDS) == 0
-    assert [(event.reason, event.warning) for event in events] == [("PodsLeft", True)]
-    assert events[0].message.startswith("the object is deleted although 1 pods may still compute for it")
 
 
 @pytest.mark.parametrize("turns", TURNS)

@@ -11,9 +11,10 @@ import pytest
 
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import State
+from poc_operator.clients.errors import StoreForbidden, StoreUnavailable
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import reconciler
+from poc_operator.controller import manager, reconciler
 from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
@@ -21,8 +22,9 @@ from poc_operator.controller.manager import Manager
 from poc_operator.observed import PodView
 from tests.support.builders.forwarding import until
 from tests.support.checks.cancellation import TURNS, ends_cancelled
+from tests.support.fakes.lease_api import UID as LEASE_UID
 from tests.support.fakes.lease_api import lease_api
-from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, newborn
+from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, newborn
 
 
 class GoneRound:
@@ -54,8 +56,11 @@ class StandingRound(GoneRound):
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return the round."""
         self.reads += 1
-        over = RoundStatus(state=State.COMPLETE, observed_generation=1)
-        return a_round(over, ttlSecondsAfterFinished=31_536_000)
+        stands = RoundStatus(state=State.SUSPENDED, observed_generation=1, stop_time=NOW)
+        return newborn(a_round(stands, suspend=True))
+
+    async def write_status(self, work: PoCRound, status: RoundStatus) -> None:
+        """Keep the round as it is."""
 
 
 @asynccontextmanager
@@ -78,17 +83,22 @@ async def driving(store: GoneRound) -> AsyncIterator[tuple[Manager, "asyncio.Tas
 News = Callable[[Manager], None]
 
 
+def told(operator: Manager, uid: str, generation: int, **fields: object) -> None:
+    """Let the watch tell of a round."""
+    metadata = {"namespace": "ns", "name": "r", "uid": uid, "generation": generation}
+    operator.work_changed(RoundPlanner, {"metadata": metadata, **fields}, lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("news", "looks"),
     [
-        (lambda operator: operator.work_changed(UID, 2), 1),
-        (lambda operator: operator.work_changed(UID, 1), 0),
-        (lambda operator: operator.work_changed("another round", 2), 0),
+        (lambda operator: told(operator, UID, 2), 1),
+        (lambda operator: told(operator, UID, 1), 0),
         (lambda operator: operator.pod_changed(a_pod("a")), 1),
         (lambda operator: operator.pod_changed(a_pod("a", labels={})), 0),
         (lambda operator: operator.pod_changed(a_pod("a", namespace="other")), 0),
     ],
-    ids=["spec", "own status", "another round", "own pod", "another pod", "pod of another namespace"],
+    ids=["spec", "own status", "own pod", "another pod", "pod of another namespace"],
 )
 async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks: int) -> None:
     store = StandingRound()
@@ -101,7 +111,7 @@ async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks:
 @pytest.mark.parametrize("turns", TURNS)
 async def test_a_cancellation_is_not_lost_to_news_that_come_with_it(turns: int) -> None:
     async with driving(StandingRound()) as (operator, loop):
-        await ends_cancelled(loop, lambda: operator.work_changed(UID, 2), turns)
+        await ends_cancelled(loop, lambda: told(operator, UID, 2), turns)
 
 
 async def test_a_deleted_pod_is_news_for_its_round() -> None:
@@ -163,6 +173,78 @@ async def test_a_pod_that_the_watch_tells_of_later_goes_on(monkeypatch: pytest.M
             await store.written.wait()
         assert store.attempts == 1
         lists = store.lists
-        operator.work_changed(UID, 2)
+        told(operator, UID, 2)
         await until(lambda: store.reads > 1)
         assert store.lists == lists, "it was waited for once"
+
+
+class Naming:
+    """A store that tells the UID of kube-system, after these failures."""
+
+    def __init__(self, *answers: str | Exception | None) -> None:
+        self.answers = list(answers)
+
+    async def namespace_uid(self, name: str) -> str | None:
+        """Tell it, or fail."""
+        assert name == "kube-system"
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "owners"),
+    [
+        (["cluster-uid"], ["cluster-uid", "lease-uid"]),
+        ([StoreForbidden("HTTP 403: Forbidden")], ["lease-uid"]),
+        ([None], ["lease-uid"]),
+        ([StoreUnavailable("away"), StoreUnavailable("away"), "cluster-uid"], ["cluster-uid", "lease-uid"]),
+    ],
+    ids=["cluster", "roles alone", "no kube-system", "away at first"],
+)
+async def test_orders_are_given_in_the_name_of_the_cluster(
+    answers: list[str | Exception | None], owners: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator with other rights than the one before must still know its work as ours."""
+    monkeypatch.setattr(manager, "POLL_SECONDS", 0.01)
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = LeaderElection(connection, "ns", "me", time.monotonic)
+        operator = Manager(cast(ObjectStore, Naming(*answers)), lease, client)
+        await lease.acquire()
+        await operator.identify()
+        assert (operator._sources.owner, operator.reaper.owners) == (owners[0], owners)
+
+
+async def test_the_next_process_knows_the_lease_by_the_same_name() -> None:
+    async with lease_api() as (_, connection):
+        first = LeaderElection(connection, "ns", "me", time.monotonic)
+        await first.acquire()
+        await first.release()
+        second = LeaderElection(connection, "ns", "you", time.monotonic)
+        await second.acquire()
+        assert first.uid == second.uid == LEASE_UID
+
+
+async def test_a_lease_that_nobody_renews_and_a_late_loop_are_for_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = LeaderElection(connection, "ns", "me", lambda: now[0])
+        operator = Manager(cast(ObjectStore, GoneRound()), lease, client)
+        await lease.acquire()
+        assert operator.health_findings() == []
+        now[0] += 11
+        assert operator.health_findings() == ["the Lease is not renewed"]
+        await lease.acquire()
+        monkeypatch.setattr(manager, "MOST_LAG_SECONDS", 0.1)
+        measuring = asyncio.create_task(operator.measure_lag())
+        await asyncio.sleep(0)
+        time.sleep(0.8)  # noqa: ASYNC251 - what is measured
+        await until(lambda: bool(operator.health_findings()))
+        assert operator.health_findings()[0].startswith("the event loop is 0.")
+        assert b'poc_loop_lag_seconds_bucket{le="0.1"} 0.0' in operator.metrics.text()
+        await until(lambda: not operator.health_findings())
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)

@@ -29,6 +29,6 @@ def test_the_program_registers_every_handler() -> None:
     plurals = [kind.resource.KIND.plural for kind in PLANNERS]
     assert len(plurals) == 3
     assert {"startup", "cleanup", "probe"} <= {kind.rsplit(".", 1)[-1].lower() for kind in found["activities"]}
-    assert found["daemons"] == [f"reconcile-{plural}" for plural in plurals]
+    assert found["daemons"] == [], "the loops are the manager's"
     assert found["events"] == [*(f"event-{plural}" for plural in plurals), "pod_event"]
-    assert found["changes"] == [f"stop-{plural}" for plural in plurals]
+    assert found["changes"] == [f"hold-{plural}" for plural in plurals]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which work in pods nobody needs any more: that of rounds which are finished or gone, or that gave the slot away.
+
+It is left over when a pod is silent while its round ends, or is relabelled, or when nobody could wait for it. Only work
+that this cluster's operator has ordered is judged: its owner says so. A round under way stops the orphans among the
+pods that its selector matches itself (`poc_operator.rounds.stop`), since it alone knows what it orders next.
+
+A pod of the reference implementation tells neither owner nor round. Its work is ours only if a stored status says that
+this pod had just this slot of just these parameters.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, LabelSelector
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState, is_finished
+from poc_operator.apis.v1alpha1.work import DEFAULT_PORT
+from poc_operator.observed import PodView
+from vllm_poc.wire.answers import PowState, StatusResponse
+
+#: The states of a slot that no pod has; any other word, also of another version, may mean that one has it.
+_FREE = (SlotState.WAITING, SlotState.DONE, SlotState.FAILED)
+
+
+class Cause(StrEnum):
+    """Why work is not needed any more."""
+
+    DELETED = "Deleted"
+    FINISHED = "Finished"
+    NOT_ASSIGNED = "NotAssigned"
+
+
+#: What is said of the round whose work was stopped.
+EXPLAINED = {
+    Cause.DELETED: "which does not exist any more",
+    Cause.FINISHED: "which is over",
+    Cause.NOT_ASSIGNED: "which gives it no slot",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkRecord:
+    """An object that asks pods to work, as far as it matters here: taken from its JSON, whatever else that says.
+
+    ``pods`` are the uids of all pods that a round's status names, ``holders`` of those that have a slot, and
+    ``running`` of those that have confirmed it. Other kinds have none: pods drop named nonces by themselves.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    selector: LabelSelector
+    port: int
+    finished: bool
+    pods: frozenset[str]
+    holders: frozenset[str]
+    running: frozenset[str]
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Read an object of any kind. What of it cannot be read has its default."""
+        metadata, spec, status = body["metadata"], _mapping(body.get("spec")), _mapping(body.get("status"))
+        listed = status.get(RoundStatus.SHARES)
+        slots = [_mapping(slot) for slot in listed] if isinstance(listed, list) else []
+        port = spec.get("port")
+        return cls(
+            uid=str(metadata["uid"]),
+            namespace=str(metadata.get("namespace", "")),
+            name=str(metadata["name"]),
+            selector=_selector(spec.get("selector")),
+            port=port if isinstance(port, int) and 0 < port < 2**16 else DEFAULT_PORT,
+            finished=is_finished(status),
+            pods=_uids(slots),
+            holders=_uids(slot for slot in slots if slot.get("state") not in _FREE),
+            running=_uids(slot for slot in slots if slot.get("state") == SlotState.RUNNING),
+        )
+
+    def selects(self, pod: PodView) -> bool:
+        """Whether the pod is one of the object's."""
+        return pod.namespace == self.namespace and self.selector.matches(pod.labels)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _selector(stored: object) -> LabelSelector:
+    try:
+        return LabelSelector.model_validate(stored)
+    except ValidationError:
+        return LabelSelector(match_labels=dict(WORKER_LABELS))
+
+
+def _uids(slots: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    return frozenset(str(slot["uid"]) for slot in slots if slot.get("uid"))
+
+
+def is_ours(status: StatusResponse, owners: Collection[str]) -> bool:
+    """Whether the pod generates a round that one of these owners has ordered."""
+    return status.state is PowState.GENERATING and bool(status.round_id) and status.owner in owners
+
+
+def cause_to_stop(round_: WorkRecord | None, pod: PodView) -> Cause | None:
+    """Return why a pod that computes our round need not; None if it must, or if the round itself decides about it.
+
+    ``round_`` is as the API server has it after the pod was asked; None if it has none of this uid.
+    """
+    if round_ is None:
+        return Cause.DELETED
+    if round_.finished:
+        return Cause.FINISHED
+    if pod.uid in round_.holders or round_.selects(pod):
+        return None
+    return Cause.NOT_ASSIGNED
+
+
+def proven_over(pod: PodView, told: Iterable[tuple[PoCRound, StatusResponse]]) -> PoCRound | None:
+    """Return the finished round whose slot a reference pod computes, if the stored status proves that it had it.
+
+    ``told`` is what the pod says, put for each round. None if the work may be of a round that is not over.
+    """
+    same = [(round_, status) for round_, status in told if status.round_id == round_.id]
+    if any(not round_.status.state.finished for round_, _ in same):
+        return None
+    return next((round_ for round_, status in same if _had(round_, pod, status)), None)
+
+
+def _had(round_: PoCRound, pod: PodView, status: StatusResponse) -> bool:
+    config = status.config
+    return config is not None and any(
+        (slot.uid, slot.node, slot.group) == (pod.uid, config.node_id, config.group_id)
+        for slot in round_.status.assignments
+    )
