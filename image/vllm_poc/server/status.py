@@ -32,6 +32,8 @@ def status_response(
         fields |= {"config": round_config(config), "r_target": config.r_target, "round_id": config.round_id}
     if phases.generation is not None:
         fields |= _round_fields(phases.generation, lists=lists)
+    if phases.lease is not None:
+        fields |= {"lease_seconds": phases.lease.seconds, "lease_remaining_seconds": phases.lease.remaining}
     return StatusResponse.model_validate(fields)
 
 
@@ -56,6 +58,8 @@ def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
         "last_progress_seconds": monotonic() - counters.progressed if counters.progressed is not None else None,
         "held_back_seconds": current.held_back_seconds,
         "error": current.error,
+        "stop_reason": current.ending.reason if current.ending is not None else None,
+        "stop_message": current.ending.message if current.ending is not None else None,
         "delivery_error": current.delivery.error,
         "callback_unauthorized": current.delivery.unauthorized,
     }
