@@ -24,6 +24,7 @@ from poc_operator.controller.observing import PodCache, PodPoller
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.credentials import RATE_LIMIT
+from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,14 @@ class Manager:
         client: PodClient,
         gateway: GatewayClient | None = None,
         rate_limit: int = RATE_LIMIT,
+        lease_seconds: int = LEASE_SECONDS,
     ) -> None:
         self._store = store
         self.lease = lease
         self._client = client
         self._poller = PodPoller(client, time.monotonic)
         self._gateway = gateway
-        self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
+        self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit, lease_seconds=lease_seconds)
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
         self._reconcilers: dict[str, Reconciler[Any]] = {}  # by the objects' uid
@@ -64,6 +66,7 @@ class Manager:
         identity: str | None,
         *,
         rate_limit: int = RATE_LIMIT,
+        lease_seconds: int = LEASE_SECONDS,
     ) -> Self:
         """Connect to the API server. Without ``gateway`` pods deliver to the rounds' own callback addresses.
 
@@ -72,7 +75,7 @@ class Manager:
         api, namespace = await connect()
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         lease = LeaderElection(api, lease_namespace or namespace, identity or unique, time.monotonic)
-        return cls(ObjectStore(api), lease, client, gateway, rate_limit)
+        return cls(ObjectStore(api), lease, client, gateway, rate_limit, lease_seconds)
 
     async def close(self) -> None:
         """Close all connections; running rounds go on in their pods."""

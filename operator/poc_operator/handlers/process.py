@@ -41,6 +41,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         memo.options.lease_namespace,
         memo.options.identity,
         rate_limit=memo.options.max_nonces_per_second,
+        lease_seconds=memo.options.pod_lease_seconds,
     )
     stack.push_async_callback(manager.close)
     await manager.lease.acquire()

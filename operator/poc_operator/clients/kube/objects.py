@@ -68,6 +68,13 @@ class ObjectStore:
             return [PodView.parse(body) for body in self._api.sanitize_for_serialization(pods.items)]  # type: ignore[no-untyped-call]
         return []
 
+    async def pod(self, namespace: str, name: str) -> PodView | None:
+        """Return the pod of this name; None if there is none."""
+        async with api_errors():
+            pod: Any = await self._core.read_namespaced_pod(name, namespace, _request_timeout=REQUEST_SECONDS)
+            return PodView.parse(self._api.sanitize_for_serialization(pod))  # type: ignore[no-untyped-call]
+        return None
+
     async def write_status(self, work: Resource, status: WorkStatus) -> None:
         """Replace the object's status; StaleObject if the object changed since it was read."""
         metadata = work.metadata
