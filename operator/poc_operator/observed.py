@@ -145,6 +145,11 @@ class PodReport:
     answer: Answer | None = None
     told_auth: BasicAuth | None = None
 
+    @property
+    def leases(self) -> bool:
+        """Whether the pod says that it knows leases."""
+        return self.status is not None and self.status.leases
+
 
 class _FromGateway(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")

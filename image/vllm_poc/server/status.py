@@ -24,6 +24,7 @@ def status_response(
         "state": phases.state,
         "session_id": session_id,
         "model": model,
+        "leases": True,
         "callbacks_pending": outbox.pending,
         "callbacks_lost": outbox.lost,
     }

@@ -131,6 +131,8 @@ class StatusResponse(WireMessage):
     held_back_seconds: Quantity = 0.0
     stop_reason: ShortText | None = None
     stop_message: ShortText | None = None
+    # Whether the server knows leases; earlier ones do not.
+    leases: bool = False
     lease_seconds: Index | None = None
     lease_remaining_seconds: Quantity | None = None
     # Why the round FAILED, and what the callback receiver last answered while deliveries fail.

@@ -26,7 +26,7 @@ from poc_operator.leases import LEASE_SECONDS, Renewal
 from poc_operator.observed import GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import DecideRivals, Snapshot, Step, StopPod, Work
 from poc_operator.rounds import plan as rounds
-from poc_operator.rounds.leaving import LEASED
+from poc_operator.rounds.leaving import renewal
 from poc_operator.rounds.snapshot import RoundSnapshot
 from poc_operator.rounds.stop import running_pods, stop_orders
 from poc_operator.validations import plan as validations
@@ -117,19 +117,7 @@ class RoundPlanner(Planner[PoCRound]):
 
     def renewal(self, work: PoCRound) -> Renewal | None:
         """Return the leases of the pods that are to compute on, once it is recorded when they end."""
-        status = work.status
-        if (
-            status.lease_end_time is None
-            or status.stop_time is not None
-            or work.metadata.deletion_timestamp is not None
-        ):
-            return None
-        return Renewal(
-            round_id=work.id,
-            uids={slot.uid for slot in status.assignments if slot.state in LEASED},
-            seconds=self._sources.lease_seconds,
-            end=status.lease_end_time,
-        )
+        return renewal(work, self._sources.lease_seconds)
 
     def plan(self, seen: Snapshot[PoCRound]) -> Step[Any]:
         """Return the round's next step."""

@@ -8,24 +8,33 @@ says that nothing runs any more, as Kubernetes has it.
 
 from datetime import datetime
 
-from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.leases import recorded_end
+from poc_operator.leases import Renewal, recorded_end
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import StopPod
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import PowState
 
 #: A pod with such a slot is asked to compute on.
-LEASED = (SlotState.STARTING, SlotState.RUNNING)
+_LEASED = (SlotState.STARTING, SlotState.RUNNING)
 
 
 def record_leases(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Record by when the leases have run out that are given from now on. A round that ends gives none."""
     status = step.status
-    if status.stop_time or not any(slot.state in LEASED for slot in status.assignments):
+    if status.stop_time or not any(slot.state in _LEASED for slot in status.assignments):
         return step
     return step.extended(lease_end_time=recorded_end(status.lease_end_time, snapshot.now, snapshot.lease_seconds))
+
+
+def renewal(round_: PoCRound, seconds: int) -> Renewal | None:
+    """Return which leases polls renew: those of pods that are to compute on, once it is recorded when they end."""
+    status = round_.status
+    if status.lease_end_time is None or status.stop_time or round_.metadata.deletion_timestamp:
+        return None
+    uids = {slot.uid for slot in status.assignments if slot.state in _LEASED}
+    return Renewal(round_id=round_.id, uids=uids, seconds=seconds, end=status.lease_end_time)
 
 
 def stop_leaving_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:

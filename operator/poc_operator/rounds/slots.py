@@ -57,7 +57,7 @@ def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView]) -> Ass
             "pod": pod.name,
             "uid": pod.uid,
             "session": None,
-            "leased": snapshot.reports[pod.uid].resumes,
+            "leased": snapshot.reports[pod.uid].leases,
             # A slot that was lost has counted its new attempt already.
             "attempts": max(slot.attempts, 1),
             "error": None,
