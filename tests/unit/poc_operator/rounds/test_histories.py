@@ -37,7 +37,7 @@ class Histories(RuleBasedStateMachine):
         self.unknowable: set[SlotKey] = set()
         self.stray: set[str] = set()  # pods that nobody looks at, and that a late start has reached
 
-    @initialize(pods=st.integers(1, 3))
+    @initialize(pods=st.integers(1, 4))
     def pods_exist(self, pods: int) -> None:
         for _ in range(pods):
             self.world.add_pod()
@@ -55,7 +55,7 @@ class Histories(RuleBasedStateMachine):
         for start in (action for action in step.actions if isinstance(action, StartPod)):
             self._check_start(snapshot, step, start, waited_for)
 
-    @rule(ticks=st.integers(1, 3), seconds=st.sampled_from([2, 100, 900]))
+    @rule(ticks=st.sampled_from([1, 2, 3, 12]), seconds=st.sampled_from([2, 100]))
     def time_passes(self, ticks: int, seconds: int) -> None:
         """As on a good day: whoever answers polls gets his orders, too."""
         for _ in range(ticks):
@@ -134,6 +134,14 @@ class Histories(RuleBasedStateMachine):
     def pod_is_deleted(self, data: st.DataObject) -> None:
         """It computes on until it ends: for its grace period, or for ever on a Kubernetes node that is cut off."""
         self._a_pod(data).terminating = True
+
+    @rule(data=st.data(), hears=st.booleans(), ticks=st.sampled_from([0, 2, 12]))
+    @precondition(lambda self: self.world.pods)
+    def kubernetes_node_is_cut_off(self, data: st.DataObject, hears: bool, ticks: int) -> None:
+        """Its pod is deleted, which nobody there learns of, and computes on."""
+        pod = self._a_pod(data)
+        pod.hears, pod.answers, pod.terminating, pod.silent_seconds = hears, False, True, 1000.0
+        self.time_passes(ticks=ticks, seconds=100)
 
     @rule(data=st.data())
     @precondition(lambda self: self.world.pods)

@@ -140,7 +140,7 @@ class World:
     round: PoCRound = field(
         default_factory=lambda: a_round(
             nodes={"first": 0, "last": 0, "count": 1, "groups": 2},
-            stop={"afterNonces": 90},
+            stop={"afterNonces": 300},
             startDeadlineSeconds=31_536_000,
             pollFailureSeconds=31_536_000,
             retry={"policy": "Resume", "backoffLimitPerSlot": 1000, "backoffLimit": 100_000},
