@@ -94,13 +94,13 @@ def _leaves(view: SlotView) -> Change | None:
     if status is None:
         if lease_over(snapshot, slot):
             return _lease_over(view, why)
-        return leave(snapshot, slot, f"{why}, and does not answer: {view.report.error}"), None
+        return leave(snapshot, slot, f"{why}, and does not answer: {view.report.error or 'it has no address'}"), None
     if view.report.started is not None:
         return leave(snapshot, slot.model_copy(update={"session": view.report.started}), why), None
     known = view.ours and slot.session in (None, status.session_id)
     if known and not view.contradiction:
         slot = _count(view, slot.model_copy(update={"session": status.session_id}), status)
-    computes = view.report.in_flight or (view.ours and view.computing)
+    computes = view.report.in_flight or (view.ours and status.state is PowState.GENERATING)
     if computes or (view.ending and known and not is_settled(snapshot, slot)):
         return leave(snapshot, slot, why), None
     return lose(snapshot, slot, Loss.POD_LEFT, why, unbind=True)

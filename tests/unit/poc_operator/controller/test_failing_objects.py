@@ -88,7 +88,7 @@ class Rounds:
 class Answering:
     """A pod that is idle."""
 
-    async def status(self, base: str) -> object:
+    async def status(self, base: str, renewal: object = None) -> object:
         """Answer a poll."""
         return says().status
 
@@ -236,7 +236,7 @@ class Computing:
         self.fault: Exception | None = None
         self.asked: list[str] = []
 
-    async def status(self, base: str) -> object:
+    async def status(self, base: str, renewal: object = None) -> object:
         """Tell the round."""
         self.asked.append(base)
         round_ = self.rounds[base]

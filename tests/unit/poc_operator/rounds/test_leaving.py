@@ -92,6 +92,7 @@ def test_the_slot_moves_on_when_the_pod_has_stopped_and_its_last_deliveries_coun
         pytest.param(says(IDLE, session="s9"), id="restarted"),
         pytest.param(says(GENERATING, round_id="other"), id="other work"),
         pytest.param(says(IDLE), id="says nothing of it"),
+        pytest.param(says(PowState.VALIDATING, round_id="round-uid"), id="validates"),
     ],
 )
 def test_a_pod_that_computes_something_else_or_nothing_gives_the_slot_back(way: str, report: PodReport) -> None:
