@@ -104,8 +104,8 @@ class Share(ApiModel):
     """A part of the work, and which pod does it."""
 
     state: Annotated[SlotState, Open()]
-    """Waiting for a pod; Starting: recorded for a pod that has not confirmed yet; Running; Stalled; Leaving: its pod
-    must stop before another one gets it; Done; Failed: given up."""
+    """Waiting for a pod; Starting: recorded for a pod that has not confirmed yet; Running; Stalled; Leaving; Done;
+    Failed: given up. Stalled and Leaving pods must stop before another one gets the slot."""
     pod: str | None = None
     """Name of the pod."""
     uid: str | None = None
