@@ -9,7 +9,9 @@ from yarl import URL
 
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.handlers import objects, process  # noqa: F401 - importing registers the handlers
+from poc_operator.leases import LEASE_SECONDS, LEAST_LEASE_SECONDS
 from vllm_poc.logs import bind_handlers
+from vllm_poc.wire.messages import MAX_LEASE_SECONDS
 from vllm_poc.wire.partition import MAX_NONCE
 
 
@@ -29,6 +31,15 @@ def rate_limit(text: str) -> int:
     """Return the option's value; ArgumentTypeError if it is no number of nonces."""
     if not text.isdecimal() or not 0 < int(text) <= MAX_NONCE:
         raise argparse.ArgumentTypeError(f'"{text}" is no whole number from 1 to {MAX_NONCE}')
+    return int(text)
+
+
+def lease_seconds(text: str) -> int:
+    """Return the option's value; ArgumentTypeError if it is no time that a lease can have."""
+    if not text.isdecimal() or not LEAST_LEASE_SECONDS <= int(text) <= MAX_LEASE_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is no whole number from {LEAST_LEASE_SECONDS} to {MAX_LEASE_SECONDS}'
+        )
     return int(text)
 
 
@@ -64,6 +75,13 @@ def main() -> None:
         default=RATE_LIMIT,
         help="nonces per second that no pod exceeds: results and counters beyond are not believed "
         f"(default: {RATE_LIMIT})",
+    )
+    parser.add_argument(
+        "--pod-lease-seconds",
+        type=lease_seconds,
+        default=LEASE_SECONDS,
+        help="seconds for which pods compute on if no operator asks them; after this time, and up to a quarter more, "
+        f"the slot of a pod that cannot be reached moves on (default: {LEASE_SECONDS})",
     )
     parser.add_argument("--log-format", choices=["json", "plain"], default="json")
     options = parser.parse_args()

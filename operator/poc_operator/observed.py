@@ -38,7 +38,10 @@ class PodView:
     labels: Mapping[str, str] = field(default_factory=dict)
     ip: str | None = None
     ready: bool = False
-    gone: bool = False  # being deleted, or ended for good
+    gone: bool = False  # deleted, or all that ran in it has ended for good
+    terminating: bool = (
+        False  # being deleted; what runs in it may go on for its grace period, or until its node is back
+    )
     disrupted: bool = False  # ended by the cluster: evicted, preempted, its node drained or lost
     waiting_for: str = ""  # why it is not ready, in the kubelet's words
     containers: Sequence[Container] = ()
@@ -56,16 +59,28 @@ class PodView:
             labels=meta.get("labels") or {},
             ip=status.get("podIP"),
             ready=ready.get("status") == "True",
-            gone="deletionTimestamp" in meta or status.get("phase") in ("Succeeded", "Failed"),
+            gone=status.get("phase") in ("Succeeded", "Failed") or ("deletionTimestamp" in meta and _has_ended(status)),
+            terminating="deletionTimestamp" in meta,
             disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
             waiting_for=_waiting_for(status, conditions),
             containers=_containers(body.get("spec") or {}, status),
         )
 
+    @property
+    def stays(self) -> bool:
+        """Whether the pod exists and is not on its way out."""
+        return not self.gone and not self.terminating
+
     def server(self, port: int) -> str:
         """Return the id of the container that serves ``port``: of the first one, if none declares the port."""
         declaring = [container for container in self.containers if port in container.ports]
         return (declaring or [*self.containers, Container(id=self.uid)])[0].id
+
+
+def _has_ended(status: Mapping[str, Any]) -> bool:
+    """Whether the kubelet says of every container that it has ended. One that is being deleted starts none again."""
+    containers = status.get("containerStatuses") or []
+    return bool(containers) and all("terminated" in (container.get("state") or {}) for container in containers)
 
 
 def _containers(spec: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[Container, ...]:
@@ -129,6 +144,11 @@ class PodReport:
     resumes: bool = True
     answer: Answer | None = None
     told_auth: BasicAuth | None = None
+
+    @property
+    def leases(self) -> bool:
+        """Whether the pod says that it knows leases."""
+        return self.status is not None and self.status.leases
 
 
 class _FromGateway(BaseModel):

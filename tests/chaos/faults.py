@@ -31,10 +31,10 @@ class _Habit:
 
 
 # How often each fault comes, and how long it lasts: until the operator, gateway, engine or API server is back, the
-# receiver answers, or the round is resumed.
+# receiver answers, the round is resumed, or the deleted pod has ended.
 _HABITS = {
     Kind.OPERATOR_KILLED: _Habit(3, 0, 5),
-    Kind.POD_DELETED: _Habit(3, 0, 0),
+    Kind.POD_DELETED: _Habit(3, 0, 8),
     Kind.ENGINE_KILLED: _Habit(3, 0.2, 5),
     Kind.API_SERVER_FROZEN: _Habit(0.5, 5, 60),
     Kind.API_SERVER_KILLED: _Habit(0.5, 5, 60),

@@ -66,11 +66,11 @@ class Chaos:
             await self._world.kubelet.restart(pod.uid, fault.seconds)
 
     async def _delete(self, fault: Fault) -> None:
-        """Delete a pod, as soon as the API server takes orders."""
+        """Delete a pod with some seconds of grace, or none, as soon as the API server takes orders."""
         pod = self._victim(fault)
         while pod is not None:
             try:
-                await self._world.delete_pod(pod.name)
+                await self._world.delete_pod(pod.name, int(fault.seconds))
                 return
             except ApiException as error:
                 if error.status == 404:

@@ -92,6 +92,7 @@ ALL_VALUES: dict[Path, Values] = {
         "logFormat": "plain",
         "uninstall": {"suspendWork": True, "waitSeconds": 30},
         "maxNoncesPerSecond": 12_345,
+        "podLeaseSeconds": 600,
         "metrics": {
             "service": True,
             "serviceMonitor": False,  # the API server does not know the kind

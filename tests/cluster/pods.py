@@ -25,7 +25,7 @@ def ready_pods(kube: Kube) -> list[PodView]:
     """Return the vLLM pods that are ready and not on their way out, by name."""
     found = kube.get("--namespace", NAMESPACE, "pods", "--selector", "poc.gonka.ai/worker=true")
     pods = [PodView.parse(body) for body in found["items"]]
-    return sorted((pod for pod in pods if pod.ready and not pod.gone), key=lambda pod: pod.name)
+    return sorted((pod for pod in pods if pod.ready and pod.stays), key=lambda pod: pod.name)
 
 
 def status_of(pod: PodView) -> StatusResponse:

@@ -21,6 +21,8 @@ REQUEST_SECONDS = 5.0
 #: A watch is begun anew so often; a broken one is not noticed for longer.
 WATCH_SECONDS = 30
 PAUSE_SECONDS = 0.2
+#: The server is dead before the object of its pod is gone: a kubelet confirms the end.
+KILL_EARLIER_SECONDS = 0.5
 _TROUBLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -46,6 +48,7 @@ class Kubelet:
         self._untold: set[str] = set()  # pod uids whose status the API server does not know yet
         #: When the API server learnt last that a pod is Ready after a restart, by pod uid.
         self.told_ready: dict[str, float] = {}
+        self._terminating: dict[str, asyncio.Task[None]] = {}  # the end of pods that are being deleted, by uid
         #: Every session that ever lived, in the order of birth.
         self.sessions: list[Session] = []
 
@@ -78,7 +81,7 @@ class Kubelet:
             self._untold.add(uid)
         await asyncio.sleep(seconds)
         async with container.busy:
-            if uid in self._containers:
+            if uid in self._containers and uid not in self._terminating:
                 await self._start(container)
                 self._untold.add(uid)
 
@@ -136,12 +139,25 @@ class Kubelet:
         pod = PodView.parse(body)
         if kind == "DELETED" or pod.gone:
             await self._remove(pod.uid)
+        elif pod.terminating:
+            self._terminate(pod.uid, body["metadata"].get("deletionGracePeriodSeconds", 0))
         elif pod.uid not in self._containers and pod.ip and pod.ready:
             container = self._containers[pod.uid] = Container(pod)
             async with container.busy:
                 await self._start(container)
         elif pod.uid in self._containers and pod.ready != (self._containers[pod.uid].session is not None):
             self._untold.add(pod.uid)
+
+    def _terminate(self, uid: str, grace: float) -> None:
+        """Kill the pod's server at the end of its grace period, which it uses up: until then it computes."""
+        if uid in self._containers and uid not in self._terminating:
+            self._terminating[uid] = asyncio.create_task(self._kill_later(uid, max(0.0, grace - KILL_EARLIER_SECONDS)))
+
+    async def _kill_later(self, uid: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        if (container := self._containers.get(uid)) is not None:
+            async with container.busy:
+                await self._kill(container)
 
     async def _start(self, container: Container) -> None:
         session = Session(container.pod.name, self._seconds_per_batch)
@@ -155,6 +171,9 @@ class Kubelet:
             await self._server.kill(container.pod.ip or "", session)
 
     async def _remove(self, uid: str) -> None:
+        if (ending := self._terminating.pop(uid, None)) is not None and ending is not asyncio.current_task():
+            ending.cancel()
+            await asyncio.wait([ending])
         container = self._containers.pop(uid, None)
         if container is not None:
             async with container.busy:

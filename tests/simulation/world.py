@@ -56,9 +56,9 @@ class World:
     api_server: ApiServer
     gateway: Gateway | None
 
-    async def delete_pod(self, name: str) -> None:
-        """Delete a pod; its Deployment makes another one."""
-        await self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0, _request_timeout=5)
+    async def delete_pod(self, name: str, grace: int = 0) -> None:
+        """Delete a pod, which computes on for its grace period; its Deployment makes another one at once."""
+        await self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=grace, _request_timeout=5)
 
     async def lose_node(self, pod: str) -> None:
         """Switch off the node that a pod is on, for good, and take it out of the cluster, as its owner would."""

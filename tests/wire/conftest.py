@@ -7,6 +7,7 @@ import pytest
 
 from poc_operator.controller import reconciler
 from tests.support.fakes.callback_receiver import CallbackReceiver, callback_receiver
+from tests.support.fakes.clock import FakeClock
 from tests.support.servers.pod import Pod, running_pod
 
 VLLM_VERSION = "0.32.0"
@@ -29,12 +30,18 @@ def pod_settings() -> dict[str, str]:
 
 
 @pytest.fixture
-async def pod(pod_settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pod]:
+def clock() -> FakeClock:
+    """What the pod's leases go by."""
+    return FakeClock()
+
+
+@pytest.fixture
+async def pod(pod_settings: dict[str, str], clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pod]:
     for name, value in (QUICK | pod_settings).items():
         monkeypatch.setenv(f"VLLM_POC_{name}", value)
     monkeypatch.setitem(sys.modules, "vllm.version", ModuleType("vllm.version"))
     monkeypatch.setattr(sys.modules["vllm.version"], "__version__", VLLM_VERSION, raising=False)
-    async with running_pod() as pod:
+    async with running_pod(clock.clock) as pod:
         yield pod
 
 

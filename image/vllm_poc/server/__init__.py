@@ -5,6 +5,7 @@
     routes        the REST routes            service      executes them
     admission     what is refused before work begins
     phases        the one round, its phases  generation   computes a slot
+    lease         how long a round runs that nobody asks for
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
     scheduler     slices, chat first         autotune     how many nonces a forward pass holds
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, refusal, response
+from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
@@ -28,8 +29,9 @@ INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/res
 class PocMiddleware:
     """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched, except for poc-first's refusals."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, clock: Clock = SYSTEM_CLOCK) -> None:
         self._inner = app
+        self._clock = clock
         self._settings = Settings.from_environment(os.environ)
         self._service: PocService | None = None
         self._poc_app: ASGIApp | None = None
@@ -93,7 +95,7 @@ class PocMiddleware:
         if self._poc_app is None and client is not None and models is not None:
             names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
             engine = VllmEngine(client, frozenset(names), call_seconds=self._settings.engine_seconds)
-            self._service = PocService(engine, self._settings)
+            self._service = PocService(engine, self._settings, self._clock)
             self._poc_app = create_app(self._service)
         return self._poc_app
 

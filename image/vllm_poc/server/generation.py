@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
+from typing import NamedTuple
 
 import aiohttp
 
@@ -26,7 +27,7 @@ from vllm_poc.server.callbacks.payloads import callback, valid_items
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.answers import PowState, StopReason
 from vllm_poc.wire.messages import InitGenerateRequest
 
 _log = get_logger(__name__)
@@ -35,6 +36,17 @@ _log = get_logger(__name__)
 PROGRESS_SECONDS = 5.0
 #: Status lists the newest valid nonces of a distance round; callbacks carry them all.
 LISTED_NONCES = 1_000
+
+
+class Ending(NamedTuple):
+    """Why a round was stopped: a word for programs, a sentence for people."""
+
+    reason: StopReason
+    message: str
+
+
+SERVER_ENDS = Ending(StopReason.SERVER_ENDS, "the server ends")
+_SLOT_DONE = Ending(StopReason.SLOT_DONE, "the slot's last nonce is delivered")
 
 
 @dataclass
@@ -78,6 +90,7 @@ class Generation:
         self.request = request
         self.state = PowState.GENERATING
         self.error: str | None = None
+        self.ending: Ending | None = None  # if it was stopped
         self.counters = Counters(request.start_index)
         self.end_index = request.end_index
         self._extended = asyncio.Event()
@@ -121,18 +134,18 @@ class Generation:
         if receiver is not None:
             self.delivery.readdress(receiver)
 
-    async def stop(self, why: str) -> None:
+    async def stop(self, why: Ending) -> None:
         """Stop computing, deliver what is left within the flush time, then end. Harmless after the end."""
         await _cancel(self._computing)
         if self.state is PowState.GENERATING:
             await self._flush()
         await self.close(why)
 
-    async def close(self, why: str = "the server ends") -> None:
+    async def close(self, why: Ending = SERVER_ENDS) -> None:
         """End at once; what is undelivered lies at or after ``delivery.delivered.index``."""
         await _cancel(self._computing)
         await _cancel(self._sending)
-        self._end(PowState.STOPPED, why)
+        self._stopped(why)
 
     async def _generate(self) -> None:
         try:
@@ -142,7 +155,7 @@ class Generation:
             self._fail(error)
             await self._flush()
         else:
-            self._end(PowState.STOPPED, "the slot's last nonce is delivered")
+            self._stopped(_SLOT_DONE)
         self._sending.cancel()
 
     async def _compute_slot(self) -> None:
@@ -202,6 +215,11 @@ class Generation:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.flush_seconds):
                 await self.delivery.drained()
+
+    def _stopped(self, why: Ending) -> None:
+        if self.state is PowState.GENERATING:
+            self.ending = why
+            self._end(PowState.STOPPED, why.message)
 
     def _fail(self, error: Exception) -> None:
         self.error = str(error) or type(error).__name__

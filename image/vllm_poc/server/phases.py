@@ -5,7 +5,8 @@
     (any)        init                                        IDLE
     (any)        init/validate, phase/validate               VALIDATING
     (any)        init/generate, phase/generate               GENERATING
-    GENERATING   stop, or the slot's last nonce delivered    STOPPED
+    GENERATING   stop, the slot's last nonce delivered,      STOPPED
+                 or the lease run out
     GENERATING   the engine fails                            FAILED
     VALIDATING   stop                                        STOPPED
 
@@ -21,25 +22,31 @@ import aiohttp
 
 from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
-from vllm_poc.server.generation import Generation
+from vllm_poc.server.generation import Ending, Generation
+from vllm_poc.server.lease import Clock, Lease
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.answers import ErrorResponse, PowState, PowStatus
+from vllm_poc.wire.answers import ErrorResponse, PowState, PowStatus, StopReason
 from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest, InitRequest, Protocol, SlotRequest
 
+_ON_REQUEST = Ending(StopReason.REQUESTED, "stopped on request")
+_TO_VALIDATE = Ending(StopReason.REQUESTED, "phase/validate")
 _RUNNING = (PowState.GENERATING, PowState.VALIDATING)
 
 
 class Phases:
     """Starts and stops the round's phases, one call after the other."""
 
-    def __init__(self, scheduler: Scheduler, session: aiohttp.ClientSession, settings: Settings) -> None:
+    def __init__(self, scheduler: Scheduler, session: aiohttp.ClientSession, settings: Settings, clock: Clock) -> None:
         self.config: SlotRequest | None = None
         self.generation: Generation | None = None
         self._phase = PowState.IDLE
         self._scheduler = scheduler
         self._session = session
         self._settings = settings
+        self._clock = clock
+        self._lease: Lease | None = None
+        self._expiry: asyncio.Task[None] | None = None  # stops the round when its lease runs out
         self._commands = asyncio.Lock()  # a start waits for a stop that still flushes
         self._free = asyncio.Event()
         self._free.set()
@@ -63,6 +70,20 @@ class Phases:
             self.generation.delivery.pending if self.generation is not None and self.state is PowState.GENERATING else 0
         )
 
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of the round that generates, if it has one."""
+        return self._lease if self.state is PowState.GENERATING else None
+
+    def renew_lease(self, round_id: str, seconds: int | None) -> None:
+        """Renew the lease if this round generates: for its own time, or for so many seconds from now on."""
+        if self.state is not PowState.GENERATING or self._round_id != round_id:
+            return
+        if seconds is not None and (self._lease is None or self._lease.seconds != seconds):
+            self._take_lease(seconds)
+        elif self._lease is not None:
+            self._lease.renew()
+
     def pow_status(self, session_id: str, state: PowState) -> PowStatus:
         """Return the short status that answers a command, with the ``state`` that it asked for."""
         current = self.generation
@@ -81,7 +102,8 @@ class Phases:
     async def start(self, request: InitGenerateRequest, slice_limit: int) -> None:
         """Generate; other work than what runs is refused.
 
-        A repeat with the same ``round_id`` and content changes nothing but the password of the callback address.
+        A repeat with the same ``round_id`` and content changes nothing but the lease, which is taken anew, and the
+        password of the callback address.
         """
         async with self._commands:
             if self.state is not PowState.GENERATING or self.generation is None:
@@ -90,8 +112,9 @@ class Phases:
                 raise self._conflict()
             else:
                 self.generation.readdress(request.receiver)
-                addresses = {"url": request.url, "callback_url": request.callback_url}
-                self.config = self.config.model_copy(update=addresses)
+                taken = {name: getattr(request, name) for name in ("url", "callback_url", "lease_seconds")}
+                self.config = self.config.model_copy(update=taken)
+                self._take_lease(request.lease_seconds)
 
     async def extend(self, request: ExtendRequest) -> None:
         """Let the round compute on; refused if it does not generate."""
@@ -128,7 +151,7 @@ class Phases:
         async with self._commands:
             self.distance_config()
             if self.generation is not None:
-                await self.generation.stop("phase/validate")
+                await self.generation.stop(_TO_VALIDATE)
             self._phase = PowState.VALIDATING
 
     async def stop(self, round_id: str | None) -> None:
@@ -137,12 +160,13 @@ class Phases:
             if round_id is not None and self.state in _RUNNING and self._round_id != round_id:
                 raise self._conflict()
             if self.generation is not None:
-                await self.generation.stop("stopped on request")
+                await self.generation.stop(_ON_REQUEST)
             if self._phase is PowState.VALIDATING:
                 self._phase = PowState.STOPPED
 
     async def close(self) -> None:
         """End the round at once."""
+        self._take_lease(None)
         if self.generation is not None:
             await self.generation.close()
 
@@ -172,6 +196,22 @@ class Phases:
             settings=self._settings,
             on_idle=self._free.set,
         )
+        self._take_lease(request.lease_seconds)
+
+    def _take_lease(self, seconds: int | None) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._lease = Lease(seconds, self._clock) if seconds is not None else None
+        self._expiry = asyncio.create_task(self._expire(self._lease)) if self._lease is not None else None
+
+    async def _expire(self, lease: Lease) -> None:
+        while lease is self._lease:
+            await lease.run_out()
+            async with self._commands:
+                if lease is self._lease and not lease.remaining and self.generation is not None:
+                    message = f"the lease of {lease.seconds} s ran out: nobody renewed it"
+                    await self.generation.stop(Ending(StopReason.LEASE_EXPIRED, message))
+                    return
 
     def _state_in_words(self) -> str:
         if self.state not in _RUNNING:

@@ -23,7 +23,15 @@ from vllm_poc.wire.generate import (
     ValidatedResponse,
 )
 from vllm_poc.wire.gpus import GpusResponse
-from vllm_poc.wire.messages import API_PREFIX, ExtendRequest, InitGenerateRequest, InitRequest
+from vllm_poc.wire.messages import (
+    API_PREFIX,
+    ExtendRequest,
+    InitGenerateRequest,
+    InitRequest,
+    LeaseRenewal,
+    LeaseSeconds,
+    RoundId,
+)
 
 _MEANINGS = {
     400: "No round is configured, or the artifacts are not those of the nonces",
@@ -124,9 +132,19 @@ async def generate_result(request_id: str, service: Service) -> GeneratedRespons
 
 
 @router.get("/status")
-async def status(service: Service, lists: bool = True) -> StatusResponse:
-    """Tell what runs and how far it got. Without `lists` the valid nonces are left out, for frequent polls."""
-    return await service.status(lists=lists)
+async def status(
+    service: Service,
+    lists: bool = True,
+    renew_lease: RoundId | None = None,
+    lease_seconds: LeaseSeconds | None = None,
+) -> StatusResponse:
+    """Tell what runs and how far it got. Without `lists` the valid nonces are left out, for frequent polls.
+
+    `renew_lease` is for the owner of the round that generates: its `round_id` renews the lease, for `lease_seconds` if
+    that is there.
+    """
+    renewal = LeaseRenewal(renew_lease=renew_lease, lease_seconds=lease_seconds)
+    return await service.status(lists=lists, renewal=renewal)
 
 
 @router.post("/stop")

@@ -15,13 +15,14 @@ from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import refusal
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
+from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.status import model_limits, status_response
 from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
-from vllm_poc.wire.messages import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest
+from vllm_poc.wire.messages import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest, LeaseRenewal
 
 T = TypeVar("T")
 
@@ -32,13 +33,13 @@ class PocService:
     Make it inside a running event loop, and `close` it.
     """
 
-    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
+    def __init__(self, engine: VllmEngine, settings: Settings, clock: Clock = SYSTEM_CLOCK) -> None:
         self.session_id = token_hex(8)
         self._engine = engine
         self._settings = settings
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
         scheduler = Scheduler(engine, settings)
-        self.phases = Phases(scheduler, self._session, settings)
+        self.phases = Phases(scheduler, self._session, settings, clock)
         self._outbox = Outbox(self._session, settings)
         self._work = RequestWorker(scheduler, self._outbox, self.phases.free)
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
@@ -91,8 +92,13 @@ class PocService:
         round_ = self.phases.distance_config()
         return await self._in_time(self._work.proof(round_, batch, await self._checked(round_)))
 
-    async def status(self, *, lists: bool = True) -> StatusResponse:
-        """Return the state of the round; the model's limits are 0 as long as the engine does not answer."""
+    async def status(self, *, lists: bool = True, renewal: LeaseRenewal | None = None) -> StatusResponse:
+        """Return the state of the round; the model's limits are 0 as long as the engine does not answer.
+
+        The lease of the round that generates is renewed first, if ``renewal`` names it.
+        """
+        if renewal is not None and renewal.renew_lease is not None:
+            self.phases.renew_lease(renewal.renew_lease, renewal.lease_seconds)
         return status_response(
             self.session_id, await model_limits(self._engine), self.phases, self._outbox, lists=lists
         )

@@ -24,6 +24,7 @@ def status_response(
         "state": phases.state,
         "session_id": session_id,
         "model": model,
+        "leases": True,
         "callbacks_pending": outbox.pending,
         "callbacks_lost": outbox.lost,
     }
@@ -33,6 +34,8 @@ def status_response(
         fields |= {"round_id": config.round_id, "owner": config.owner}
     if phases.generation is not None:
         fields |= _round_fields(phases.generation, lists=lists)
+    if phases.lease is not None:
+        fields |= {"lease_seconds": phases.lease.seconds, "lease_remaining_seconds": phases.lease.remaining}
     return StatusResponse.model_validate(fields)
 
 
@@ -57,6 +60,8 @@ def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
         "last_progress_seconds": monotonic() - counters.progressed if counters.progressed is not None else None,
         "held_back_seconds": current.held_back_seconds,
         "error": current.error,
+        "stop_reason": current.ending.reason if current.ending is not None else None,
+        "stop_message": current.ending.message if current.ending is not None else None,
         "delivery_error": current.delivery.error,
         "callback_unauthorized": current.delivery.unauthorized,
     }

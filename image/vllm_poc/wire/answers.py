@@ -28,6 +28,15 @@ class PowState(StrEnum):
     FAILED = "FAILED"
 
 
+class StopReason(StrEnum):
+    """Why a round was stopped, for programs. A client must expect other words."""
+
+    REQUESTED = "Requested"  # by a call
+    SLOT_DONE = "SlotDone"  # the slot's last nonce is delivered
+    LEASE_EXPIRED = "LeaseExpired"  # nobody renewed its lease
+    SERVER_ENDS = "ServerEnds"
+
+
 SessionId = Annotated[str, Field(max_length=256)]
 
 
@@ -87,6 +96,10 @@ class StatusResponse(WireMessage):
     whose result is not finite or whose delivery the receiver refused for good (4xx). At ``end_index`` the
     round waits to be extended; null if it goes on to the end of its slot.
 
+    ``lease_seconds`` is the lease that the round was started with, ``lease_remaining_seconds`` how long it lasts if
+    nobody renews it; both are null without one, and when no round generates. ``stop_reason``, a word of `StopReason`,
+    and ``stop_message``, a sentence, are about a round that was stopped.
+
     ``status`` and ``state`` differ in one case: after a stop the artifact protocol's clients expect
     IDLE in ``status``, the distance protocol's STOPPED in ``state``. The counters stay readable until
     the next start. ``valid_nonces`` and ``valid_distances`` hold the newest of a long round only.
@@ -117,6 +130,12 @@ class StatusResponse(WireMessage):
     rejected: Index = 0
     last_progress_seconds: Quantity | None = None
     held_back_seconds: Quantity = 0.0
+    stop_reason: ShortText | None = None
+    stop_message: ShortText | None = None
+    # Whether the server knows leases; earlier ones do not.
+    leases: bool = False
+    lease_seconds: Index | None = None
+    lease_remaining_seconds: Quantity | None = None
     # Why the round FAILED, and what the callback receiver last answered while deliveries fail.
     error: ShortText | None = None
     delivery_error: ShortText | None = None

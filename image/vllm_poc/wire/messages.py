@@ -80,6 +80,10 @@ DEFAULT_BATCH_SIZE = 32
 DEFAULT_K_DIM = 12
 #: Value of ``node_id`` and ``node_count`` that were not told.
 UNKNOWN = -1
+#: Longest lease: a week.
+MAX_LEASE_SECONDS = 7 * 86_400
+LeaseSeconds = Annotated[int, Field(ge=1, le=MAX_LEASE_SECONDS)]
+RoundId = Annotated[str, Field(min_length=1, max_length=253)]
 #: Probability that an honest prover's distance falls on the other side of ``r_target``.
 DEFAULT_P_FLIP = 5e-4
 
@@ -131,7 +135,7 @@ class RoundRequest(WireMessage):
     # Ours, optional: who gave the order, so that he knows it again as his own.
     owner: str | None = Field(default=None, min_length=1, max_length=253)
     # Ours, optional: the id that makes a repeated request harmless.
-    round_id: str | None = Field(default=None, min_length=1, max_length=253)
+    round_id: RoundId | None = None
 
     @model_validator(mode="after")
     def _exactly_one_protocol(self) -> Self:
@@ -226,9 +230,10 @@ class SlotRequest(CallbackRequest):
     def same_work(self, other: "SlotRequest") -> bool:
         """Whether both ask for the same slot of the same round.
 
-        Where they resume and pause may differ, and so may the owner, and user and password of the callback address.
+        Where they resume and pause may differ, and so may the owner, the lease, and user and password of the callback
+        address.
         """
-        skip: Any = {"owner", "start_index", "end_index", "url", "callback_url"}
+        skip: Any = {"owner", "start_index", "end_index", "lease_seconds", "url", "callback_url"}
         same_address = _without_user(self.receiver) == _without_user(other.receiver)
         return same_address and self.model_dump(exclude=skip) == other.model_dump(exclude=skip)
 
@@ -245,6 +250,8 @@ class InitGenerateRequest(SlotRequest):
 
     node_id: int = Field(ge=0)
     node_count: int = Field(ge=1)
+    # Ours, optional: stop when nobody has renewed the lease for so many seconds. Without it there is no lease.
+    lease_seconds: LeaseSeconds | None = None
 
 
 class InitRequest(SlotRequest):
@@ -263,5 +270,12 @@ class InitRequest(SlotRequest):
 class ExtendRequest(WireMessage):
     """Body of ``POST extend``: let the round compute on, up to another index of its slot."""
 
-    round_id: str = Field(min_length=1, max_length=253)
+    round_id: RoundId
     end_index: int = Field(ge=0)
+
+
+class LeaseRenewal(WireMessage):
+    """Query of ``GET status``: whose lease it renews, if any, and for how long if not for as long as before."""
+
+    renew_lease: RoundId | None = None
+    lease_seconds: LeaseSeconds | None = None

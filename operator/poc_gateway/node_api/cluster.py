@@ -87,11 +87,11 @@ class ReadyPods:
     async def ready(self) -> list[PodView]:
         """Return the ready pods, by name. StoreError if the API server cannot be asked."""
         pods = await self._cluster.list_pods(self._selector)
-        return sorted((pod for pod in pods if pod.ready and pod.ip and not pod.gone), key=lambda pod: pod.name)
+        return sorted((pod for pod in pods if pod.ready and pod.ip and pod.stays), key=lambda pod: pod.name)
 
     async def starting(self) -> bool:
         """Whether there are pods that are not ready yet. StoreError if the API server cannot be asked."""
-        return any(not pod.ready and not pod.gone for pod in await self._cluster.list_pods(self._selector))
+        return any(not pod.ready and pod.stays for pod in await self._cluster.list_pods(self._selector))
 
     async def poll(self) -> Sequence[ReadyPod]:
         """Return the ready pods with what they answer."""

@@ -22,9 +22,11 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
+from poc_operator.leases import LEASE_SECONDS, Renewal
 from poc_operator.observed import GatewayReport, PodReport
 from poc_operator.planning.snapshot import DecideRivals, Snapshot, Step, Work
 from poc_operator.rounds import plan as rounds
+from poc_operator.rounds.leaving import renewal
 from poc_operator.rounds.snapshot import RoundSnapshot
 from poc_operator.validations import plan as validations
 from poc_operator.validations.proofs import in_order, parse_proofs
@@ -37,13 +39,15 @@ WorkT = TypeVar("WorkT", bound=Work)
 class Sources:
     """Where kinds get what their plans need. Without ``gateway`` pods deliver to the rounds' own addresses.
 
-    ``rate_limit`` is how many nonces per second no pod exceeds, ``owner`` the name under which pods get their orders.
+    ``rate_limit`` is how many nonces per second no pod exceeds, ``owner`` the name under which pods get their orders,
+    ``lease_seconds`` how long a pod computes on if nobody asks it.
     """
 
     store: ObjectStore
     gateway: GatewayClient | None = None
     rate_limit: int = RATE_LIMIT
     owner: str | None = None
+    lease_seconds: int = LEASE_SECONDS
 
 
 class Planner(ABC, Generic[WorkT]):
@@ -61,6 +65,10 @@ class Planner(ABC, Generic[WorkT]):
 
     async def compare(self, work: WorkT, reports: Mapping[str, PodReport]) -> None:
         """Ask what pods' reports, by their uids, are held against. It takes a moment."""
+
+    def renewal(self, work: WorkT) -> Renewal | None:
+        """Return which leases the polls of the object's pods renew."""
+        return None
 
     @abstractmethod
     def plan(self, seen: Snapshot[WorkT]) -> Step[Any]:
@@ -99,6 +107,10 @@ class RoundPlanner(Planner[PoCRound]):
             heard = {uid: report.status for uid, report in reports.items() if report.status is not None}
             self._report = await self._gateway.observe(heard, now=work.status.stop_time is not None)
 
+    def renewal(self, work: PoCRound) -> Renewal | None:
+        """Return the leases of the pods that are to compute on, once it is recorded when they end."""
+        return renewal(work, self._sources.lease_seconds)
+
     def plan(self, seen: Snapshot[PoCRound]) -> Step[Any]:
         """Return the round's next step."""
         return rounds.plan(self._snapshot(seen))
@@ -123,8 +135,10 @@ class RoundPlanner(Planner[PoCRound]):
             pods=seen.pods,
             reports=seen.reports,
             now=seen.now,
+            others=seen.others,
             gateway=self._report,
             rate_limit=self._sources.rate_limit,
+            lease_seconds=self._sources.lease_seconds,
             callback_auth=self._callback_auth,
         )
 

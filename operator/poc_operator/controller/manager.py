@@ -31,6 +31,7 @@ from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.controller.supervision import supervised
 from poc_operator.credentials import RATE_LIMIT
+from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import PodView
 from vllm_poc.logs import bound
 
@@ -77,6 +78,7 @@ class Manager:
         reaper_client: PodClient | None = None,
         events: EventPoster | None = None,
         holds_deleted: bool = True,
+        lease_seconds: int = LEASE_SECONDS,
     ) -> None:
         """``reaper_client`` has connections of its own, so that the reaper takes none from the rounds."""
         #: Whether deleted objects are held, by the finalizer, until their pods have stopped.
@@ -86,7 +88,7 @@ class Manager:
         self._client = client
         self._poller = PodPoller(client, time.monotonic)
         self._gateway = gateway
-        self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
+        self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit, lease_seconds=lease_seconds)
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
         self._lag = 0.0  # of the event loop, in seconds
@@ -119,6 +121,7 @@ class Manager:
         reaper_client: PodClient | None = None,
         rate_limit: int = RATE_LIMIT,
         holds_deleted: bool = True,
+        lease_seconds: int = LEASE_SECONDS,
     ) -> Self:
         """Connect to the API server. Without ``gateway`` pods deliver to the rounds' own callback addresses.
 
@@ -136,6 +139,7 @@ class Manager:
             reaper_client=reaper_client,
             events=EventPoster(api),
             holds_deleted=holds_deleted,
+            lease_seconds=lease_seconds,
         )
 
     async def stop(self) -> None:

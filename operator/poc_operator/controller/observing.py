@@ -20,9 +20,11 @@ from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
+from poc_operator.leases import Renewal
 from poc_operator.observed import Decision, GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import Work
 from vllm_poc.wire.answers import PowState, StatusResponse
+from vllm_poc.wire.messages import LeaseRenewal
 
 #: Seconds for which a deleted pod is remembered that the cluster took away: often it says so and deletes the pod in
 #: one breath, and the rounds must learn of both. Less than the time between two checks of the watches.
@@ -61,6 +63,16 @@ class PodCache:
     def everywhere(self) -> list[PodView]:
         """Return all pods that are known."""
         return list(self._pods.values())
+
+    def holding(self, work: Work) -> list[PodView]:
+        """Return the pods that the object's selector does not match and that may compute for it all the same."""
+        uids = {share.uid for share in work.status.shares if share.state.active}
+        pods = (pod for uid in uids if (pod := self._pods.get(uid or "")) is not None)
+        return [pod for pod in pods if not selects(work, pod)]
+
+    def knows(self, uid: str) -> bool:
+        """Whether the watch has told of the pod."""
+        return uid in self._pods
 
     def matching(self, work: Work) -> list[PodView]:
         """Return the pods of the object's namespace that its selector matches."""
@@ -111,10 +123,13 @@ class PodPoller:
         self._silent: dict[tuple[str, int], _Silent] = {}  # by uid and port
         self._probes = asyncio.Semaphore(_PROBES)
 
-    async def poll(self, pods: Iterable[PodView], work: Work, failed: PollFailed) -> dict[str, PodReport]:
-        """Ask every pod that has an address for its status. Pods that do not answer yield their error.
+    async def poll(
+        self, pods: Iterable[PodView], work: Work, failed: PollFailed, renewal: Renewal | None = None
+    ) -> dict[str, PodReport]:
+        """Ask every pod that has an address for its status, and renew leases. Pods that do not answer yield errors.
 
-        ``failed`` is called for each poll that has failed by now.
+        ``failed`` is called for each poll that has failed by now. A poll beside the turns renews nothing, since it may
+        be sent much later.
         """
         self._forget()
         limit, port = asyncio.Semaphore(_CONCURRENCY), work.spec.port
@@ -125,7 +140,8 @@ class PodPoller:
                 return pod.uid, PodReport(error=str(silent))
             async with limit:
                 try:
-                    answer = await self._client.status(base_url(ip, port))
+                    # Not before it is sent: it may have waited.
+                    answer = await self._client.status(base_url(ip, port), _renewed(renewal, pod))
                     return pod.uid, _report(answer, pod, work)
                 except PodError as error:
                     failed(error)
@@ -180,6 +196,12 @@ class PodPoller:
             if one.asked < oldest:
                 one.probe.cancel()
                 del self._silent[key]
+
+
+def _renewed(renewal: Renewal | None, pod: PodView) -> LeaseRenewal | None:
+    if renewal is None or not renewal.is_of(pod.uid, datetime.now(UTC)):
+        return None
+    return LeaseRenewal(renew_lease=renewal.round_id, lease_seconds=renewal.seconds)
 
 
 def _report(answer: StatusResponse | ReferenceStatus, pod: PodView, work: Work) -> PodReport:

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Generic
 
@@ -137,7 +137,8 @@ class Reconciler(Generic[WorkT]):
 
     def concerns(self, pod: PodView) -> bool:
         """Whether the pod may matter to the object."""
-        return self._work is None or selects(self._work, pod)
+        work = self._work
+        return work is None or selects(work, pod) or any(share.uid == pod.uid for share in work.status.shares)
 
     async def reconcile(self) -> bool:
         """Take the object one step further. Return False when it is gone, or deleted and its pods have stopped."""
@@ -232,10 +233,10 @@ class Reconciler(Generic[WorkT]):
             self._deleted_since = time.monotonic()
 
     async def _observe(self, work: WorkT) -> Snapshot[WorkT]:
-        pods = await self._pods_of(work)
+        pods, others = await self._pods_of(work)
         reports: dict[str, PodReport] = {}
         if not work.status.state.finished:
-            reports, _ = await asyncio.gather(self._poll(pods, work), self._planner.ask(work))
+            reports, _ = await asyncio.gather(self._poll([*pods, *others], work), self._planner.ask(work))
             await self._planner.compare(work, reports)
         self._watch.forget_others(reports)
         self._actions.forget_others(reports)
@@ -245,28 +246,40 @@ class Reconciler(Generic[WorkT]):
         return Snapshot(
             work=work,
             pods=pods,
+            others=others,
             reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
         )
 
-    async def _pods_of(self, work: WorkT) -> Sequence[PodView]:
-        """Return the object's pods. Of a new process the watch may not have told yet of those that work: they are
-        waited for, since a pod that it does not know would count as lost.
+    async def _pods_of(self, work: WorkT) -> tuple[Sequence[PodView], Sequence[PodView]]:
+        """Return the object's pods, and others that may compute for it.
+
+        Of a new process the watch may not have told yet of those that work: they are waited for, since a pod that it
+        does not know would count as lost.
         """
         while not self._knows_pods:
-            known = {pod.uid for pod in self._pods.matching(work)}
-            untold = {share.uid for share in work.status.shares if share.state.active and share.uid} - known
-            if untold:
-                listed = await self._store.list_pods(work.metadata.namespace, work.spec.selector)
-                untold.intersection_update(pod.uid for pod in listed)
-            if untold:
+            working = (share for share in work.status.shares if share.state.active)
+            untold = {share.uid: share.pod or "" for share in working if share.uid and not self._pods.knows(share.uid)}
+            self._knows_pods = not untold or not await self._exist(work, untold)
+            if not self._knows_pods:
                 await asyncio.sleep(UNTOLD_SECONDS)
-            self._knows_pods = not untold
-        return self._pods.matching(work)
+        return self._pods.matching(work), self._pods.holding(work)
+
+    async def _exist(self, work: WorkT, untold: Mapping[str, str]) -> bool:
+        """Whether one of these pods, names by uid, exists, be it selected or not."""
+        namespace = work.metadata.namespace
+        listed = {pod.uid for pod in await self._store.list_pods(namespace, work.spec.selector)}
+        if listed & untold.keys():
+            return True
+        for uid, name in untold.items():
+            pod = await self._store.pod(namespace, name)
+            if pod is not None and pod.uid == uid:
+                return True
+        return False
 
     async def _poll(self, pods: Sequence[PodView], work: WorkT) -> dict[str, PodReport]:
         with self._metrics.poll_seconds.time():
-            return await self._poller.poll(pods, work, self._metrics.poll_failed)
+            return await self._poller.poll(pods, work, self._metrics.poll_failed, self._planner.renewal(work))
 
     def _with_answers(self, uid: str, report: PodReport) -> PodReport:
         return dataclasses.replace(self._actions.with_answer(uid, report), answer=self._asks.answer_of(uid))

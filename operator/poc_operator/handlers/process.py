@@ -58,6 +58,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         rate_limit=memo.options.max_nonces_per_second,
         # With the rights of Roles alone a finalizer may outlive them: whoever deletes the namespace deletes both.
         holds_deleted=not memo.options.namespace,
+        lease_seconds=memo.options.pod_lease_seconds,
     )
     stack.push_async_callback(manager.close)
     await manager.lease.acquire()

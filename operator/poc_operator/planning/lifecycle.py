@@ -138,8 +138,8 @@ def note_times(snapshot: Snapshot[Work], step: StepT, *, started: bool, extent: 
 
 
 def _poll_failed(snapshot: Snapshot[Work], status: WorkStatus) -> bool:
-    """Whether pods do the work and none of them answers."""
-    active = [share for share in status.shares if share.state.active]
+    """Whether pods do the work and none of them answers. Those that leave are to do none."""
+    active = [share for share in status.shares if share.state.active and share.state is not SlotState.LEAVING]
     return bool(active) and all(snapshot.report_of(share).status is None for share in active)
 
 

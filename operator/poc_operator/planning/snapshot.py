@@ -27,17 +27,26 @@ StatusT = TypeVar("StatusT", bound=WorkStatus)
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot(Generic[WorkT_co]):
-    """The world as one plan sees it. ``pods`` are those that the object's selector matches."""
+    """The world as one plan sees it. ``pods`` are those that the object's selector matches.
+
+    ``others`` are pods that it does not match, or not any more, although they were given a slot or sample.
+    """
 
     work: WorkT_co
     pods: Sequence[PodView]
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
+    others: Sequence[PodView] = ()
 
     @cached_property
     def live_pods(self) -> Sequence[PodView]:
         """Pods that are not on their way out, in a stable order."""
-        return sorted((pod for pod in self.pods if not pod.gone), key=lambda pod: pod.name)
+        return sorted((pod for pod in self.pods if pod.stays), key=lambda pod: pod.name)
+
+    @cached_property
+    def existing_pods(self) -> Sequence[PodView]:
+        """Pods that may compute, those on their way out and those that are not selected too, in a stable order."""
+        return sorted((pod for pod in [*self.pods, *self.others] if not pod.gone), key=lambda pod: pod.name)
 
     @cached_property
     def answering(self) -> Sequence[tuple[PodView, PodReport]]:
@@ -48,6 +57,14 @@ class Snapshot(Generic[WorkT_co]):
     @cached_property
     def _live_by_uid(self) -> Mapping[str | None, PodView]:
         return {pod.uid: pod for pod in self.live_pods}
+
+    @cached_property
+    def _existing_by_uid(self) -> Mapping[str | None, PodView]:
+        return {pod.uid: pod for pod in self.existing_pods}
+
+    def existing_pod_of(self, share: Share) -> PodView | None:
+        """Return the pod that the slot or sample is bound to, also if it is on its way out or not selected."""
+        return self._existing_by_uid.get(share.uid)
 
     def pod_of(self, share: Share) -> PodView | None:
         """Return the live pod that the slot or sample is bound to."""
@@ -132,6 +149,8 @@ class Loss(StrEnum):
     FAILED = "Failed"
     STALLED = "Stalled"
     STOPPED = "Stopped"
+    POD_LEFT = "PodLeft"
+    LEASE_EXPIRED = "LeaseExpired"
 
 
 @dataclass(frozen=True, kw_only=True)

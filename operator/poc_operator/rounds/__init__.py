@@ -11,5 +11,8 @@ A slot is one residue class of the round's nonces. Its states (`SlotState`)::
        ▲                  ▲  ▲                    │ │
        │ pod gone         │  └──── lost, again ───┘ │ no progress, or silent
        ├──────────────────┘                         ▼
-       └────────────────── stopped ◄──────────── Stalled          (lost too often: Failed)
+       ├────────────────── stopped ◄──────────── Stalled          (lost too often: Failed)
+       │                                            │ silent until its lease has run out
+       ├────────────────────────────────────────────┘
+       └── stopped, its lease run out, or gone ── Leaving ◄── pod deleted or not selected, from each state of a pod
 """

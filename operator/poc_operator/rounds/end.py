@@ -12,6 +12,7 @@ from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.planning import lifecycle
 from poc_operator.planning.lifecycle import LIMITS, EndRule, close, complete, end_by, failed
 from poc_operator.rounds.counters import PATIENCE
+from poc_operator.rounds.leaving import leave
 from poc_operator.rounds.rivals import under_way
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
@@ -113,9 +114,14 @@ def _worked_seconds(status: RoundStatus) -> int:
 
 
 def _resume(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
-    """Let a slot that was stopped wait for a pod; its work goes on after the last delivered nonce, if there is one."""
+    """Let a slot that was stopped wait for a pod; its work goes on after the last delivered nonce, if there is one.
+
+    One whose pod has not confirmed the stop waits for that first.
+    """
     if slot.state is not SlotState.DONE or snapshot.is_whole(slot):
         return slot
+    if slot.unconfirmed:
+        return leave(snapshot, slot, f"pod {slot.pod} did not answer when it had to stop")
     return slot.model_copy(
         update={
             "state": SlotState.WAITING,

@@ -18,17 +18,19 @@ def lose(
     """Return the slot after its work was lost, and the Event that tells the user.
 
     With ``unbind`` the slot waits for another pod; else its own pod is told again. What the cluster's
-    infrastructure ended does not count against the budget.
+    infrastructure ended does not count against the budget, nor does what only a lease has ended.
     """
+    slot = slot.model_copy(update={"lease_end_time": None, "unconfirmed": False})
     if snapshot.round.status.stop_time is not None:
         return slot.model_copy(update={"state": SlotState.DONE, "error": why}), None
     if snapshot.is_whole(slot):
         return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
     disrupted = snapshot.disrupted(slot)
     if disrupted:
-        slot = slot.model_copy(update={"disruptions": slot.disruptions + 1})
         why += " (disrupted by the cluster)"
-    refusal = _exhausted(snapshot, slot, free=disrupted)
+    free = disrupted or loss is Loss.LEASE_EXPIRED
+    slot = slot.model_copy(update={"disruptions": slot.disruptions + free})
+    refusal = _exhausted(snapshot, slot, free=free)
     if refusal is not None:
         failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
         return failed, WorkEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; {refusal}")

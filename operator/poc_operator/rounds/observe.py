@@ -20,10 +20,11 @@ from poc_operator.rounds.counters import (
     told_counts,
     undelivered,
 )
+from poc_operator.rounds.leaving import lease_end, lease_over, leave, why_leaving
 from poc_operator.rounds.loss import lose, silent_for_long, stall, stalled_for_long
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import is_of_slot
-from vllm_poc.wire.answers import PowState, StatusResponse
+from vllm_poc.wire.answers import PowState, StatusResponse, StopReason
 
 _COMPUTING = (PowState.GENERATING, PowState.VALIDATING)
 
@@ -83,12 +84,48 @@ def _pod_gone(view: SlotView) -> Change | None:
     return lose(view.snapshot, view.slot, Loss.POD_GONE, f"pod {view.slot.pod} is gone", unbind=True)
 
 
+def _leaves(view: SlotView) -> Change | None:
+    """The pod must give the slot back: it has stopped, or has not yet."""
+    snapshot, slot, status = view.snapshot, view.slot, view.status
+    stays = snapshot.pod_of(slot) is not None
+    if view.pod is None or (stays and slot.state is not SlotState.LEAVING):
+        return None
+    why = f"pod {slot.pod} was told to stop" if stays else why_leaving(slot, view.pod)
+    if status is None:
+        if lease_over(snapshot, slot):
+            return _lease_over(view, why)
+        return leave(snapshot, slot, f"{why}, and does not answer: {view.report.error or 'it has no address'}"), None
+    if view.report.started is not None:
+        return leave(snapshot, slot.model_copy(update={"session": view.report.started}), why), None
+    known = view.ours and slot.session in (None, status.session_id)
+    if known and not view.contradiction:
+        slot = _count(view, slot.model_copy(update={"session": status.session_id}), status)
+    computes = view.report.in_flight or (view.ours and status.state is PowState.GENERATING)
+    if computes or (view.ending and known and not is_settled(snapshot, slot)):
+        return leave(snapshot, slot, why), None
+    return lose(snapshot, slot, Loss.POD_LEFT, why, unbind=True)
+
+
 def _unreachable(view: SlotView) -> Change | None:
     if view.status is not None:
         return None
-    if silent_for_long(view.snapshot, view.slot) and view.slot.state is not SlotState.STALLED:
-        return stall(view.slot, f"has not answered for {view.report.silent_seconds:.0f} s: {view.report.error}")
+    stalled = view.slot.state is SlotState.STALLED
+    if stalled and lease_over(view.snapshot, view.slot):
+        return _lease_over(view, f"pod {view.slot.pod} does not answer")
+    if silent_for_long(view.snapshot, view.slot) and not stalled:
+        return _stalls(view, view.slot, f"has not answered for {view.report.silent_seconds:.0f} s: {view.report.error}")
     return view.slot.model_copy(update={"error": view.report.error}), None
+
+
+def _lease_over(view: SlotView, why: str) -> Change:
+    """The pod has stopped by itself, though it cannot say so: what it delivered last, the gateway alone knows."""
+    return lose(view.snapshot, view.slot, Loss.LEASE_EXPIRED, f"{why}, and its lease has run out", unbind=True)
+
+
+def _stalls(view: SlotView, slot: Assignment, what: str) -> Change:
+    """The pod must be stopped. Its lease is not renewed meanwhile."""
+    stalled, event = stall(slot, what)
+    return stalled.model_copy(update={"lease_end_time": lease_end(view.snapshot, slot)}), event
 
 
 def _start_accepted(view: SlotView) -> Change | None:
@@ -120,7 +157,7 @@ def _runs(view: SlotView) -> Change | None:
         return _told_of(view, _confirm(slot, status.session_id))
     if slot.state is SlotState.STALLED:
         return slot.model_copy(update={"error": view.slot.error}), None
-    return stall(slot, f"has made no progress for {view.report.stalled_seconds:.0f} s")
+    return _stalls(view, slot, f"has made no progress for {view.report.stalled_seconds:.0f} s")
 
 
 def _not_started_yet(view: SlotView) -> Change | None:
@@ -145,7 +182,11 @@ def _stopped(view: SlotView) -> Change | None:
         if not is_settled(view.snapshot, slot):
             return slot, None
         return _told_of(view, slot.model_copy(update={"state": SlotState.DONE, "error": None}))
-    return lose(view.snapshot, slot, Loss.STOPPED, f"pod {slot.pod} was stopped by somebody else")
+    if status.stop_reason == StopReason.LEASE_EXPIRED:
+        loss, why = Loss.LEASE_EXPIRED, f"stopped: {status.stop_message}"
+    else:
+        loss, why = Loss.STOPPED, "was stopped by somebody else"
+    return lose(view.snapshot, slot, loss, f"pod {slot.pod} {why}")
 
 
 def _forgot(view: SlotView) -> Change | None:
@@ -162,6 +203,7 @@ def _forgot(view: SlotView) -> Change | None:
 _RULES: tuple[Rule, ...] = (
     _idle_slot,
     _pod_gone,
+    _leaves,
     _start_accepted,
     _unreachable,
     _doubtful,
@@ -181,13 +223,14 @@ def observe(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 def _observe_slot(snapshot: RoundSnapshot, recorded: Assignment) -> Change:
     slot = counted(snapshot, recorded)  # what is lost goes on from there
-    view = SlotView(snapshot=snapshot, slot=slot, pod=snapshot.pod_of(slot), report=snapshot.report_of(slot))
+    view = SlotView(snapshot=snapshot, slot=slot, pod=snapshot.existing_pod_of(slot), report=snapshot.report_of(slot))
     seen, event = next(change for rule in _RULES if (change := rule(view)))
     return counted(snapshot, seen), event
 
 
 def _confirm(slot: Assignment, session: str) -> Assignment:
-    return slot.model_copy(update={"state": SlotState.RUNNING, "session": session, "lost": None, "error": None})
+    update = {"state": SlotState.RUNNING, "session": session, "lost": None, "lease_end_time": None, "error": None}
+    return slot.model_copy(update=update)
 
 
 def _told_of(view: SlotView, slot: Assignment) -> Change:
@@ -202,6 +245,8 @@ def _told_of(view: SlotView, slot: Assignment) -> Change:
 def _count(view: SlotView, slot: Assignment, status: StatusResponse) -> Assignment:
     # What is recorded and more than the pod says, the gateway has told; else the pod would not be believed.
     counters: dict[str, object] = {"next": max(slot.next, status.next_index), "error": None}
+    if view.computing:
+        counters["leased"] = status.lease_remaining_seconds is not None
     if view.report.resumes or view.snapshot.gateway is None:
         counters |= told_counts(view.snapshot, slot, status)
     # Else only the gateway knows what was delivered, and the pod, which will be gone, must not have said more.

@@ -8,6 +8,7 @@ from poc_operator.planning.snapshot import Step
 from poc_operator.rounds.allowance import extend_pods, grant
 from poc_operator.rounds.cross_check import cross_check
 from poc_operator.rounds.end import end, finish, suspend
+from poc_operator.rounds.leaving import record_leases, stop_leaving_pods
 from poc_operator.rounds.loss import heal_stalls
 from poc_operator.rounds.observe import observe
 from poc_operator.rounds.rivals import decide_rivals
@@ -29,8 +30,10 @@ POLICIES: tuple[Policy, ...] = (
     catch_up,  # where it begins after a loss
     rewind,  # where it begins on pods that cannot resume
     grant,  # how far it may go
+    record_leases,  # how long pods may compute unasked
     replace_other_work,  # what a pod must put down first
     stop_orphans,  # which pods compute what is not theirs
+    stop_leaving_pods,  # which pods must give their slots back
     start_pods,
     renew_credentials,  # which pods the gateway does not know any more
     extend_pods,

@@ -43,10 +43,10 @@ def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if step.status.stop_time or snapshot.blocked:
         return step
     free = free_pods(snapshot, step.status.assignments)
-    return step.extended(assignments=[_bind(slot, free) for slot in step.status.assignments])
+    return step.extended(assignments=[_bind(snapshot, slot, free) for slot in step.status.assignments])
 
 
-def _bind(slot: Assignment, free: list[PodView]) -> Assignment:
+def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView]) -> Assignment:
     """Take the first free pod off the list for a waiting slot."""
     if slot.state is not SlotState.WAITING or not free:
         return slot
@@ -57,6 +57,7 @@ def _bind(slot: Assignment, free: list[PodView]) -> Assignment:
             "pod": pod.name,
             "uid": pod.uid,
             "session": None,
+            "leased": snapshot.reports[pod.uid].leases,
             # A slot that was lost has counted its new attempt already.
             "attempts": max(slot.attempts, 1),
             "error": None,

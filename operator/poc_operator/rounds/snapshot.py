@@ -9,6 +9,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import RATE_LIMIT, plausible_nonces
+from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import CollectedSlot, GatewayReport
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.snapshot import Snapshot, Step
@@ -23,13 +24,15 @@ RoundStep = Step[RoundStatus]
 class RoundSnapshot(Snapshot[PoCRound]):
     """What one plan of a round sees. ``gateway`` is None if pods deliver to the round's own callback address.
 
-    ``rate_limit`` is how many nonces per second no pod exceeds. ``callback_auth`` is what the Secret for that address
-    has, or why it cannot be had; None if the round names no Secret.
+    ``rate_limit`` is how many nonces per second no pod exceeds, ``lease_seconds`` how long pods compute on if nobody
+    asks them. ``callback_auth`` is what the Secret for that address has, or why it cannot be had; None if the round
+    names no Secret.
     """
 
     gateway: GatewayReport | None = None
     callback_auth: BasicAuth | str | None = None
     rate_limit: int = RATE_LIMIT
+    lease_seconds: int = LEASE_SECONDS
 
     @property
     def round(self) -> PoCRound:
@@ -94,7 +97,7 @@ class RoundSnapshot(Snapshot[PoCRound]):
 
     def disrupted(self, slot: Assignment) -> bool:
         """Whether the cluster's infrastructure ended the slot's pod."""
-        return any(pod.disrupted for pod in self.pods if pod.uid == slot.uid)
+        return any(pod.disrupted for pod in [*self.pods, *self.others] if pod.uid == slot.uid)
 
     def partition_of(self, slot: Assignment) -> NonceSlot:
         """Return the nonces of the slot."""

@@ -159,6 +159,7 @@ def start_request(snapshot: RoundSnapshot, groups: int, slot: Assignment) -> Ini
         start_index=slot.start,
         end_index=slot.end,
         round_id=snapshot.round.id,
+        lease_seconds=snapshot.lease_seconds,
         url=AnyHttpUrl(callback) if callback else None,
         poc_stronger_rng=spec.model.strong_rng,
         r_target=float(spec.r_target) if spec.r_target is not None else None,

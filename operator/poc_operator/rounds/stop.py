@@ -17,6 +17,7 @@ from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
 from poc_operator.planning.snapshot import StopPod, WorkEvent
 from poc_operator.rounds.counters import is_settled
+from poc_operator.rounds.leaving import lease_end
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import PowState, StatusResponse
 
@@ -70,7 +71,7 @@ def stop_orphans(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 def _computing(snapshot: RoundSnapshot) -> list[tuple[PodView, StatusResponse]]:
     """Return the pods that say they compute this round."""
-    polled = [(pod, report.status) for pod in snapshot.live_pods if (report := snapshot.reports.get(pod.uid))]
+    polled = [(pod, report.status) for pod in snapshot.existing_pods if (report := snapshot.reports.get(pod.uid))]
     return [
         (pod, status)
         for pod, status in polled
@@ -92,7 +93,7 @@ def running_pods(snapshot: RoundSnapshot) -> list[PodView]:
     return [
         pod
         for slot in snapshot.round.status.assignments
-        if slot.state.active and (pod := snapshot.pod_of(slot)) is not None and _may_compute(snapshot, slot)
+        if slot.state.active and (pod := snapshot.existing_pod_of(slot)) is not None and _may_compute(snapshot, slot)
     ]
 
 
@@ -113,7 +114,8 @@ def stop_orders(snapshot: RoundSnapshot, pods: Iterable[PodView]) -> list[StopPo
 def stop_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Stop every pod that still computes, and settle the slots that nobody computes.
 
-    A slot is not settled before the gateway was asked for what its pod says to be delivered.
+    A slot is not settled before the gateway was asked for what its pod says to be delivered. One whose pod does not
+    answer is settled without its word in the end: it may compute on until its lease runs out.
     """
     stop_time = step.status.stop_time
     if stop_time is None:
@@ -122,7 +124,8 @@ def stop_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     patient = snapshot.now - stop_time < STOP_PATIENCE
     busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
     busy |= {slot.uid for slot in step.status.assignments if slot.uid is not None and not is_settled(snapshot, slot)}
-    assignments = [_settle(slot, busy) for slot in step.status.assignments]
+    unheard = {pod.uid for pod in pods} - busy
+    assignments = [_settle(snapshot, slot, busy, unheard) for slot in step.status.assignments]
     return step.extended(assignments=assignments, actions=stop_orders(snapshot, pods))
 
 
@@ -130,7 +133,9 @@ def _is_heard_of(report: PodReport | None) -> bool:
     return report is not None and (report.status is not None or report.in_flight)
 
 
-def _settle(slot: Assignment, busy: set[str]) -> Assignment:
+def _settle(snapshot: RoundSnapshot, slot: Assignment, busy: set[str], unheard: set[str]) -> Assignment:
     if slot.state in (SlotState.DONE, SlotState.FAILED) or slot.uid in busy:
         return slot
-    return slot.model_copy(update={"state": SlotState.DONE})
+    unconfirmed = slot.uid in unheard
+    end = lease_end(snapshot, slot) if unconfirmed else None
+    return slot.model_copy(update={"state": SlotState.DONE, "unconfirmed": unconfirmed, "lease_end_time": end})

@@ -85,6 +85,16 @@ def _stalled(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     return Reason.SLOTS_STALLED, f"{len(stalled)} slots get nothing done, the first: {stalled[0].error}"
 
 
+def _leaving(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    leaving = [slot for slot in status.assignments if slot.state is SlotState.LEAVING]
+    if not leaving or status.stop_time is not None:
+        return None
+    first = leaving[0]
+    until = f", until {first.lease_end_time:%Y-%m-%dT%H:%M:%SZ} at the latest" if first.lease_end_time else ""
+    message = f"{len(leaving)} slots wait for their pods to stop, the first{until}: {first.error}"
+    return Reason.SLOTS_LEAVING, message
+
+
 def _not_believed(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     doubted = [slot.error or "" for slot in status.assignments if is_doubted(slot)]
     return (Reason.REPORT_CONTRADICTORY, f"pods tell what cannot be true: {_some(doubted)}") if doubted else None
@@ -202,6 +212,7 @@ def _waiting(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
 FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _failed,
     _stalled,
+    _leaving,
     _not_believed,
     _pods_disagree,
     _results_forged,

@@ -62,4 +62,5 @@ def _slot(number: int) -> Assignment:
         disruptions=99,
         stalls=9,
         lost=NOW,
+        leased=False,
     )

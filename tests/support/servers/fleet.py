@@ -23,11 +23,13 @@ from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller
 from poc_operator.controller.reconciler import Reconciler
+from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import Work, WorkEvent
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 from tests.unit.poc_operator.build import UID, a_calibration, a_pod, a_round, a_validation, newborn
+from vllm_poc.server.lease import SYSTEM_CLOCK
 
 WorkT = TypeVar("WorkT", bound=Work)
 AsgiApp = Callable[..., Awaitable[None]]
@@ -108,6 +110,7 @@ class Fleet(Generic[WorkT]):
         self.collector = gateway
         self._servers: dict[str, AsyncExitStack] = {}
         self._pods = PodCache(time.monotonic)
+        self.clock = SYSTEM_CLOCK  # of the pods' leases
         self.port = free_port()
         self.receiver = receiver
         self.events: list[WorkEvent] = []
@@ -133,10 +136,14 @@ class Fleet(Generic[WorkT]):
         if host in self._servers:
             await self._servers[host].aclose()
         servers = self._servers[host] = await self._stack.enter_async_context(AsyncExitStack())
-        pod = await servers.enter_async_context(running_pod())
+        pod = await servers.enter_async_context(running_pod(self.clock))
         await servers.enter_async_context(serve(face(pod.app), host, self.port))
-        self._pods.put(a_pod(f"pod-{host}", ip=host))
+        self.see(a_pod(f"pod-{host}", ip=host))
         return pod
+
+    def see(self, pod: PodView) -> None:
+        """Let the watch tell of a pod."""
+        self._pods.put(pod)
 
     def change(self, **fields: object) -> None:
         """Change the spec."""

@@ -16,6 +16,7 @@ from starlette.routing import Mount
 
 from tests.support.fakes.engine import FakeEngineClient
 from vllm_poc.server.app import PocMiddleware
+from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import API_PREFIX
 
@@ -28,10 +29,10 @@ DISTANCE: dict[str, Any] = ROUND | {"r_target": 1.405, "seq_len": 64}
 class Pod:
     """The pod's HTTP face, and the engine behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self.engine = FakeEngineClient()
         self.app = FastAPI()
-        self.app.add_middleware(PocMiddleware)
+        self.app.add_middleware(PocMiddleware, clock=clock)
         self.app.get("/v1/models")(lambda: {"data": ["tiny"]})
         for path in ("chat/completions", "completions", "responses"):
             self.app.post(f"/v1/{path}")(_infer)
@@ -76,9 +77,9 @@ async def _infer(seconds: float = 0) -> dict[str, bool]:
 
 
 @asynccontextmanager
-async def running_pod() -> AsyncIterator[Pod]:
-    """Run a pod with its lifespan, ready to serve."""
-    pod = Pod()
+async def running_pod(clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Pod]:
+    """Run a pod with its lifespan, ready to serve. Leases go by ``clock``."""
+    pod = Pod(clock)
     pod.become_ready()
     async with lifespan(pod.app), pod.http:
         yield pod

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small builders: a test names only what it is about."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundSpec, Ro
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.apis.v1alpha1.validation import PoCValidation, ValidationSpec, ValidationStatus
 from poc_operator.basic_auth import BasicAuth
+from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport, PodReport, PodView
 from poc_operator.rounds.snapshot import RoundSnapshot
 from vllm_poc.wire.answers import ModelLimits, PowState, StatusResponse
@@ -103,6 +105,8 @@ def says(state: PowState = PowState.IDLE, *, session: str = "s1", **fields: Any)
         "session_id": session,
         "round_id": UID if computing else None,
         "model": ModelLimits(names=["demo"], max_seq_len=1024, hidden_size=128),
+        "leases": True,
+        "lease_remaining_seconds": 3000 if computing else None,
     }
     return PodReport(status=StatusResponse(**{**defaults, **fields}))
 
@@ -153,12 +157,19 @@ def look(
     after: float = 0,
     gateway: GatewayReport | None = None,
     callback_auth: BasicAuth | str | None = None,
+    others: Sequence[tuple[PodView, PodReport]] = (),
+    lease_seconds: int = LEASE_SECONDS,
 ) -> RoundSnapshot:
-    """What the operator sees ``after`` seconds; a pod without a report was not polled."""
+    """What the operator sees ``after`` seconds; a pod without a report was not polled.
+
+    ``others`` are pods that are not selected and have a slot.
+    """
     return RoundSnapshot(
         work=round_,
         pods=[pod for pod, _ in pods],
-        reports={pod.uid: report for pod, report in pods if report is not None},
+        reports={pod.uid: report for pod, report in [*pods, *others] if report is not None},
+        others=[pod for pod, _ in others],
+        lease_seconds=lease_seconds,
         now=NOW + timedelta(seconds=after),
         gateway=gateway,
         callback_auth=callback_auth,

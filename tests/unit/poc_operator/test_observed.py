@@ -3,6 +3,8 @@
 
 from typing import Any
 
+import pytest
+
 from poc_operator.observed import PodView
 
 
@@ -34,3 +36,28 @@ def test_a_restart_changes_the_view() -> None:
 def test_a_pod_without_containers_yet() -> None:
     assert PodView.parse({"metadata": body()["metadata"]}).server(8000) == "u"
     assert PodView.parse(body(containerStatuses=None)).server(8000) == "#0"
+
+
+RUNS: dict[str, Any] = {"name": "vllm", "state": {"running": {}}}
+ENDED: dict[str, Any] = {"name": "proxy", "state": {"terminated": {"exitCode": 0}}}
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+@pytest.mark.parametrize(
+    ("status", "ended"),
+    [
+        pytest.param({"phase": "Running", "containerStatuses": [RUNS, ENDED]}, False, id="one container runs"),
+        pytest.param({"phase": "Running", "containerStatuses": [ENDED]}, None, id="all containers have ended"),
+        pytest.param({"phase": "Running"}, False, id="nothing is known of its containers"),
+        pytest.param({"phase": "Failed", "containerStatuses": [RUNS]}, True, id="evicted by the kubelet"),
+        pytest.param({"phase": "Succeeded"}, True, id="succeeded"),
+    ],
+)
+def test_a_pod_is_gone_when_nothing_runs_in_it_for_good(
+    status: dict[str, Any], ended: bool | None, deleted: bool
+) -> None:
+    """Containers that have ended start again, unless the pod is being deleted. One that is may run for long."""
+    metadata = body()["metadata"] | ({"deletionTimestamp": "2026-01-01T12:00:00Z"} if deleted else {})
+    pod = PodView.parse(body() | {"metadata": metadata, "status": status})
+    gone = deleted if ended is None else ended
+    assert (pod.gone, pod.terminating, pod.stays) == (gone, deleted, not (gone or deleted))

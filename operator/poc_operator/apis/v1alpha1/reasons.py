@@ -56,6 +56,7 @@ class Reason(StrEnum):
     RUNNING = "Running"
     SEQUENCE_TOO_LONG = "SequenceTooLong"
     SLOTS_FAILED = "SlotsFailed"
+    SLOTS_LEAVING = "SlotsLeaving"
     SLOTS_STALLED = "SlotsStalled"
     SLOTS_WAITING = "SlotsWaiting"
     STALLED = "Stalled"
@@ -200,6 +201,13 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Degraded=True",
         "Some slots or samples were given up; the others go on.",
         "Find out why pods restart: `kubectl logs --previous`. `status.errors` has the last error of each.",
+    ),
+    Reason.SLOTS_LEAVING: Explanation(
+        "Degraded=True",
+        "Pods are being deleted or are not selected any more, and have not confirmed that they stopped. Their slots "
+        "move on when they have, or when their leases have run out. The message names the first.",
+        "Wait, or look why that pod does not end. If its Kubernetes node is lost for good, delete the Node object.",
+        _ROUND,
     ),
     Reason.SLOTS_STALLED: Explanation(
         "Degraded=True",

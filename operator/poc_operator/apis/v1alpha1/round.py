@@ -231,6 +231,12 @@ class Assignment(Share):
     """How often the current pod has stalled."""
     lost: datetime | None = None
     """Since when the slot's work is lost; it is given out again once the gateway has said what it has of it."""
+    leased: bool = True
+    """Whether the pod stops by itself when its lease runs out. Reference pods do not."""
+    lease_end_time: datetime | None = None
+    """When the lease of a pod that is not asked to compute on has run out. Another pod may have the slot then."""
+    unconfirmed: bool = False
+    """Whether the pod had to stop and did not say that it has, since it does not answer."""
 
 
 class Totals(ApiModel):
@@ -329,6 +335,8 @@ class RoundStatus(WorkStatus):
     """Number of residue classes that the nonces are split into, `nodes.count` times `groups`; fixed at the start."""
     groups: Int32 = 0
     """Groups per ML node; fixed at the start."""
+    lease_end_time: datetime | None = None
+    """When the leases of all pods have run out if nobody renews them. It is recorded before they are."""
     worked_seconds: Int64 = 0
     """Seconds that the pods worked before the last suspension, for the mean rate."""
     cross_check: CrossCheckStatus | None = None

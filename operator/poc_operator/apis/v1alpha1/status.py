@@ -68,13 +68,14 @@ class SlotState(StrEnum):
     STARTING = "Starting"  # recorded for a pod that has not confirmed yet
     RUNNING = "Running"  # its pod confirmed and computes
     STALLED = "Stalled"  # its pod makes no progress, or does not answer, and must be stopped first
+    LEAVING = "Leaving"  # its pod leaves the round, and has not confirmed its stop, nor has its lease run out
     DONE = "Done"  # stopped, results flushed
     FAILED = "Failed"  # given up
 
     @property
     def active(self) -> bool:
         """Whether a pod may be computing the slot's nonces."""
-        return self in (SlotState.STARTING, SlotState.RUNNING, SlotState.STALLED)
+        return self in (SlotState.STARTING, SlotState.RUNNING, SlotState.STALLED, SlotState.LEAVING)
 
     @classmethod
     def _missing_(cls, value: object) -> "SlotState | None":
@@ -108,8 +109,8 @@ class Share(ApiModel):
     """A part of the work, and which pod does it."""
 
     state: Annotated[SlotState, Open()]
-    """Waiting for a pod; Starting: recorded for a pod that has not confirmed yet; Running; Stalled; Done; Failed:
-    given up."""
+    """Waiting for a pod; Starting: recorded for a pod that has not confirmed yet; Running; Stalled; Leaving; Done;
+    Failed: given up. Stalled and Leaving pods must stop before another one gets the slot."""
     pod: str | None = None
     """Name of the pod."""
     uid: str | None = None

@@ -75,12 +75,19 @@ class ObjectStore:
 
     async def list_pods(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods of the namespace that are selected."""
+        return await self._list_pods(namespace, label_selector=str(selector))
+
+    async def _list_pods(self, namespace: str, **selector: Any) -> list[PodView]:  # noqa: ANN401 - one of two selectors
         async with api_errors():
-            pods: Any = await self._core.list_namespaced_pod(
-                namespace, label_selector=str(selector), _request_timeout=REQUEST_SECONDS
-            )
+            pods: Any = await self._core.list_namespaced_pod(namespace, **selector, _request_timeout=REQUEST_SECONDS)
             return [PodView.parse(body) for body in self._api.sanitize_for_serialization(pods.items)]  # type: ignore[no-untyped-call]
         return []
+
+    async def pod(self, namespace: str, name: str) -> PodView | None:
+        """Return the pod of this name; None if there is none."""
+        # The operator may list pods, and needs no other right to read them.
+        found = await self._list_pods(namespace, field_selector=f"metadata.name={name}")
+        return next(iter(found), None)
 
     async def write_status(self, work: Resource, status: WorkStatus) -> None:
         """Replace the object's status; StaleObject if it changed since it was read, ObjectGone if it does not exist."""

@@ -15,7 +15,7 @@ from poc_operator.clients.pods.reference_pods import Command, PodVersions, Statu
 from vllm_poc.wire.answers import ErrorResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 from vllm_poc.wire.gpus import GpusResponse
-from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ExtendRequest, InitGenerateRequest
+from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ExtendRequest, InitGenerateRequest, LeaseRenewal
 
 #: A status with its lists left out is about 1 KiB; no state or command is near this.
 MAX_BODY_BYTES = 64 * 2**10
@@ -73,9 +73,10 @@ class PodClient:
         """Close all connections."""
         await self._session.close()
 
-    async def status(self, base: str) -> Status:
-        """Return the pod's state and counters, without the lists of valid nonces."""
-        url = URL(f"{base}/status").with_query(lists="false")
+    async def status(self, base: str, renewal: LeaseRenewal | None = None) -> Status:
+        """Return the pod's state and counters, without the lists of valid nonces, and renew a lease if told to."""
+        query = renewal.model_dump(exclude_none=True) if renewal is not None else {}
+        url = URL(f"{base}/status").with_query({"lists": "false", **query})
         return await self._call("GET", url, STATUS_SECONDS, _STATUS)
 
     async def versions(self, base: str) -> PodVersions:

@@ -34,6 +34,7 @@ class Api:
 
     def __init__(self) -> None:
         self.body: dict[str, Any] = body_of(a_round())
+        self.pods: list[dict[str, Any]] = []
         self.secrets: dict[str, dict[str, Any]] = {}
         self.seen: list[tuple[str, str, dict[str, str], Any]] = []
 
@@ -41,7 +42,7 @@ class Api:
         body = await request.json() if request.can_read_body else None
         self.seen.append((request.method, request.path, dict(request.query), body))
         if request.path.endswith("/pods"):
-            return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": []})
+            return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": self.pods})
         if request.path.endswith("configmaps/none"):
             return web.json_response({"kind": "Status", "code": 404}, status=404)
         if "/secrets/" in request.path:
@@ -116,6 +117,16 @@ async def test_pods_are_selected_by_the_api_server(api: tuple[Api, ObjectStore])
     requirement = Requirement(key="gpu", operator=Operator.NOT_IN, values=["none", "old"])
     await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}, match_expressions=[requirement]))
     assert server.seen[0][:3] == ("GET", "/api/v1/namespaces/ns/pods", {"labelSelector": "a=b,gpu notin (none,old)"})
+
+
+async def test_a_pod_is_found_by_its_name(api: tuple[Api, ObjectStore]) -> None:
+    server, store = api
+    assert await store.pod("ns", "a") is None
+    assert server.seen[0][:3] == ("GET", "/api/v1/namespaces/ns/pods", {"fieldSelector": "metadata.name=a"})
+    server.pods = [{"metadata": {"name": "a", "namespace": "ns", "uid": "u"}}]
+    found = await store.pod("ns", "a")
+    assert found is not None
+    assert found.uid == "u"
 
 
 async def test_a_status_is_written_against_what_was_read(api: tuple[Api, ObjectStore]) -> None:

@@ -97,7 +97,7 @@ class Rounds:
 class Answering:
     """A pod that is idle."""
 
-    async def status(self, base: str) -> object:
+    async def status(self, base: str, renewal: object = None) -> object:
         """Answer a poll."""
         return says().status
 

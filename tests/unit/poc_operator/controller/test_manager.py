@@ -126,7 +126,7 @@ async def test_a_deleted_pod_is_news_for_its_round() -> None:
 
 
 class RunningRound(GoneRound):
-    """A store of a round that pod a computes; ``there`` are the pods that a list shows."""
+    """A store of a round that pod a computes; ``there`` are the pods that exist."""
 
     def __init__(self) -> None:
         self.there = [a_pod("a")]
@@ -140,9 +140,13 @@ class RunningRound(GoneRound):
         return newborn(a_round(a_status(a_slot("a")), stop=None))
 
     async def list_pods(self, namespace: str, selector: object) -> list[PodView]:
-        """List the pods."""
+        """List the pods that are selected."""
         self.lists += 1
-        return self.there
+        return [pod for pod in self.there if pod.labels]
+
+    async def pod(self, namespace: str, name: str) -> PodView | None:
+        """Return the pod of this name."""
+        return next((pod for pod in self.there if pod.name == name), None)
 
     async def write_status(self, work: PoCRound, status: RoundStatus) -> None:
         """Remember how often the slot was begun."""
@@ -150,14 +154,23 @@ class RunningRound(GoneRound):
         self.written.set()
 
 
-async def test_a_pod_that_the_watch_has_yet_to_tell_of_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "successors", [pytest.param([], id="none"), pytest.param([a_pod("a", uid="another")], id="another of its name")]
+)
+@pytest.mark.parametrize(
+    "pod", [pytest.param(a_pod("a"), id="selected"), pytest.param(a_pod("a", labels={}), id="not selected any more")]
+)
+async def test_a_pod_that_the_watch_has_yet_to_tell_of_is_not_lost(
+    pod: PodView, successors: list[PodView], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new process may come to its rounds before it comes to their pods."""
     monkeypatch.setattr(reconciler, "UNTOLD_SECONDS", 0.02)
     store = RunningRound()
+    store.there = [pod]
     async with driving(store):
         await until(lambda: store.lists > 2)
         assert not store.written.is_set()
-        store.there = []
+        store.there = successors
         async with asyncio.timeout(5):
             await store.written.wait()
         assert store.attempts == 2

@@ -3,8 +3,11 @@
 
 import dataclasses
 
+import pytest
+
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.controller.observing import MEMORY_SECONDS, PodCache
-from tests.unit.poc_operator.build import a_pod, a_round
+from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status
 
 
 class Clock:
@@ -34,3 +37,14 @@ def test_rounds_learn_that_the_cluster_took_a_pod_away_even_if_it_tells_only_onc
     assert cache.matching(a_round()) == [dataclasses.replace(taken, gone=True)]
     clock.now = MEMORY_SECONDS
     assert cache.matching(a_round()) == []
+
+
+@pytest.mark.parametrize(("state", "held"), [(state, state.active) for state in SlotState])
+def test_a_pod_that_is_not_selected_is_found_while_it_may_compute(state: SlotState, held: bool) -> None:
+    cache = PodCache(Clock())
+    cache.put(a_pod("a", labels={}))
+    cache.put(a_pod("b", labels={}))
+    cache.put(a_pod("c"))
+    round_ = a_round(a_status(a_slot("a", state), a_slot("c", state, group=1), a_slot("never-seen", state, group=2)))
+    assert [pod.uid for pod in cache.matching(round_)] == ["c"]
+    assert [pod.uid for pod in cache.holding(round_)] == (["a"] if held else [])

@@ -5,7 +5,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from time import monotonic
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -14,6 +16,7 @@ from poc_operator.clients.pods import client as pod_client
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import observing
 from poc_operator.controller.observing import PodPoller
+from poc_operator.leases import Renewal, recorded_end
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 from tests.unit.poc_operator.build import a_pod, a_round
@@ -32,11 +35,13 @@ class World:
         self.hung = asyncio.Event()
         self.round = a_round(port=free_port())
         self.failures: list[PodError] = []
+        self.renewal: Renewal | None = None
+        self.renewed: list[str | None] = []  # what the polls of the pod that may hang renewed
 
     async def poll(self) -> tuple[set[str], float]:
         """Poll once; return the uids of those that answered, and how long that took."""
         begin = monotonic()
-        reports = await self.poller.poll(self.pods, self.round, self.failures.append)
+        reports = await self.poller.poll(self.pods, self.round, self.failures.append, self.renewal)
         assert reports.keys() == {pod.uid for pod in self.pods}
         assert all((report.status is None) == (report.error is not None) for report in reports.values())
         return {uid for uid, report in reports.items() if report.status is not None}, monotonic() - begin
@@ -48,6 +53,8 @@ class World:
             app, port = pod.app, self.round.spec.port
 
             async def hanging(scope, receive, send) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+                if scope["type"] == "http":
+                    self.renewed.append(dict(parse_qsl(scope["query_string"].decode())).get("renew_lease"))
                 if self.hung.is_set():
                     await asyncio.sleep(5 * TIMEOUT)
                 await app(scope, receive, send)
@@ -114,3 +121,33 @@ async def test_a_pod_that_nobody_asks_for_is_forgotten(world: World) -> None:
     world.hung.clear()
     world.pods.append(silent)
     assert len((await world.poll())[0]) == len(world.pods)
+
+
+def a_renewal(uid: str, *, now: datetime | None = None) -> Renewal:
+    end = recorded_end(None, now or datetime.now(UTC), 600)
+    return Renewal(round_id="r1", uids={uid}, seconds=600, end=end)
+
+
+@pytest.mark.parametrize(
+    ("renewal", "renewed"),
+    [
+        pytest.param(a_renewal("hung"), "r1", id="a pod that is to compute on"),
+        pytest.param(a_renewal("good"), None, id="another one"),
+        pytest.param(None, None, id="nobody"),
+        pytest.param(a_renewal("hung", now=datetime.now(UTC) - timedelta(hours=1)), None, id="recorded too long ago"),
+    ],
+)
+async def test_a_poll_renews_what_it_may(world: World, renewal: Renewal | None, renewed: str | None) -> None:
+    world.renewal = renewal
+    await world.poll()
+    assert world.renewed == [renewed]
+
+
+async def test_a_poll_beside_the_turns_renews_nothing(world: World) -> None:
+    """Nobody knows when it is sent: by then it may be recorded that the lease has run out."""
+    world.renewal = a_renewal("hung")
+    world.hung.set()
+    await world.poll()
+    world.hung.clear()
+    await asyncio.sleep(0.1)  # the probe arrives
+    assert world.renewed == ["r1", None]

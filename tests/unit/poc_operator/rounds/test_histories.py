@@ -2,9 +2,10 @@
 """Random histories of pods, receivers and operators against ``plan()``: whatever happens, in whatever
 order, these hold. hypothesis prints the shortest history that breaks one.
 
-What the plan cannot know excuses two pods on one slot, and only these two things do: a start whose
-sender died or gave up and that arrives afterwards, and a pod that computes on although it has not
-answered for so long that its slot was settled. Both pods must be down to one once all is heard again.
+What the plan cannot know excuses two pods on one slot, and only one thing does: a start whose sender died
+or gave up and that arrives afterwards. Pods must be down to one once all is heard again. A pod that is
+being deleted, is not selected any more, or cannot be reached, computes on: its slot is its own until it
+has stopped or its lease has run out.
 """
 
 from collections import Counter
@@ -23,6 +24,8 @@ from tests.unit.poc_operator.rounds.world import PodAction, SimPod, SlotKey, Wor
 from vllm_poc.wire.answers import PowState
 
 MOST_PODS = 4
+#: Seconds between two turns. A lease runs out in the longest.
+TIMES = st.sampled_from([0, 2, 100, 900])
 
 
 class Histories(RuleBasedStateMachine):
@@ -32,36 +35,37 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
         self.unknowable: set[SlotKey] = set()
+        self.stray: set[str] = set()  # pods that nobody looks at, and that a late start has reached
 
-    @initialize(pods=st.integers(1, 3))
+    @initialize(pods=st.integers(1, 4))
     def pods_exist(self, pods: int) -> None:
         for _ in range(pods):
             self.world.add_pod()
 
     # What the operator does.
 
-    @rule(dies=st.booleans(), seconds=st.sampled_from([0, 2, 100]))
-    def reconcile(self, dies: bool, seconds: int) -> None:
-        self.world.seconds += seconds
+    @rule(dies=st.booleans(), writes=st.sampled_from([True, True, True, False]), seconds=TIMES)
+    def reconcile(self, dies: bool, seconds: int, writes: bool = True) -> None:
+        self.world.pass_time(seconds)
         before = self.world.round.status
         waited_for = dict(self.world.in_flight)
-        snapshot, step = self.world.reconcile(dies_before_acting=dies)
+        snapshot, step = self.world.reconcile(dies_before_acting=dies, writes=writes)
         self._check_record(before, step.status)
         assert Reason.REPORT_CONTRADICTORY not in {event.reason for event in step.events}
         for start in (action for action in step.actions if isinstance(action, StartPod)):
             self._check_start(snapshot, step, start, waited_for)
-        self._note_settled_in_silence(step.status)
 
-    @rule(ticks=st.integers(1, 3), seconds=st.sampled_from([2, 100]))
+    @rule(ticks=st.sampled_from([1, 2, 3, 12]), seconds=st.sampled_from([2, 100]))
     def time_passes(self, ticks: int, seconds: int) -> None:
         """As on a good day: whoever answers polls gets his orders, too."""
         for _ in range(ticks):
             self.reconcile(dies=False, seconds=seconds)
             for name in list(self.world.in_flight):
-                if name not in self.world.pods or self.world.pods[name].answers:
-                    self.world.land(name)
+                pod = self.world.pods.get(name)
+                if pod is None or pod.hears:
+                    self.world.land(name, answered=pod is None or pod.answers)
                 else:
-                    self._give_up(name)
+                    self.world.give_up(name)
 
     @rule(answered=st.booleans(), data=st.data())
     @precondition(lambda self: self.world.in_flight)
@@ -71,16 +75,13 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.world.in_flight)
     def request_times_out(self, data: st.DataObject) -> None:
-        self._give_up(data.draw(st.sampled_from(sorted(self.world.in_flight))))
+        self.world.give_up(data.draw(st.sampled_from(sorted(self.world.in_flight))))
 
-    def _give_up(self, name: str) -> None:
-        action = self.world.in_flight.pop(name)
-        if isinstance(action, StartPod):
-            self.world.abandoned.append(action)
-
-    @rule()
-    def operator_is_replaced(self) -> None:
+    @rule(skew=st.sampled_from([-20, 0, 20]))
+    def operator_is_replaced(self, skew: int) -> None:
+        """Another one, on another machine: its clock is another one too."""
         self.world.replace_operator()
+        self.world.skew = skew
 
     @rule(late=st.booleans())
     @precondition(lambda self: self.world.abandoned)
@@ -89,8 +90,9 @@ class Histories(RuleBasedStateMachine):
         pod = self.world.pods.get(start.pod.uid)
         if pod is None or not late:
             return
-        if pod.start(start.request) is not None:
+        if pod.start(start.request, self.world.seconds) is not None:
             self.unknowable.add(slot_of(start))
+            self.stray.add(pod.name)
 
     # What pods and people do.
 
@@ -122,16 +124,43 @@ class Histories(RuleBasedStateMachine):
     def pod_vanishes(self, data: st.DataObject) -> None:
         del self.world.pods[self._a_pod(data).name]
 
-    @rule()
+    @rule(knows_leases=st.sampled_from([True, True, True, False]))
     @precondition(lambda self: len(self.world.pods) < MOST_PODS)
-    def pod_appears(self) -> None:
-        self.world.add_pod()
+    def pod_appears(self, knows_leases: bool) -> None:
+        self.world.add_pod(knows_leases=knows_leases)
 
-    @rule(data=st.data(), answers=st.booleans(), seconds=st.sampled_from([0, 1000]))
+    @rule(data=st.data())
     @precondition(lambda self: self.world.pods)
-    def pod_answers_or_not(self, data: st.DataObject, answers: bool, seconds: int) -> None:
+    def pod_is_deleted(self, data: st.DataObject) -> None:
+        """It computes on until it ends: for its grace period, or for ever on a Kubernetes node that is cut off."""
+        self._a_pod(data).terminating = True
+
+    @rule(data=st.data(), hears=st.booleans(), ticks=st.sampled_from([0, 2, 12]))
+    @precondition(lambda self: self.world.pods)
+    def kubernetes_node_is_cut_off(self, data: st.DataObject, hears: bool, ticks: int) -> None:
+        """Its pod is deleted, which nobody there learns of, and computes on."""
         pod = self._a_pod(data)
-        pod.answers, pod.silent_seconds = answers, 0.0 if answers else float(seconds)
+        pod.hears, pod.answers, pod.terminating, pod.silent_seconds = hears, False, True, 1000.0
+        self.time_passes(ticks=ticks, seconds=100)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.world.pods)
+    def pod_is_relabelled(self, data: st.DataObject) -> None:
+        pod = self._a_pod(data)
+        pod.selected = not pod.selected
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.world.pods)
+    def selector_changes(self, data: st.DataObject) -> None:
+        for pod in self.world.pods.values():
+            pod.selected = data.draw(st.booleans())
+
+    @rule(data=st.data(), hears=st.booleans(), answers=st.booleans(), seconds=st.sampled_from([0, 1000]))
+    @precondition(lambda self: self.world.pods)
+    def pod_can_be_reached_or_not(self, data: st.DataObject, hears: bool, answers: bool, seconds: int) -> None:
+        """It may compute all the same, and deliver; and what it is asked may reach it although no answer comes back."""
+        pod = self._a_pod(data)
+        pod.hears, pod.answers, pod.silent_seconds = hears, answers, 0.0 if hears and answers else float(seconds)
 
     @rule(data=st.data())
     @precondition(lambda self: self.world.pods)
@@ -151,17 +180,22 @@ class Histories(RuleBasedStateMachine):
         self.world.abandoned.clear()
         self.world.gateway_answers = True
         for pod in self.world.pods.values():
-            pod.answers, pod.silent_seconds, pod.stalled_seconds = True, 0.0, 0.0
-        for _ in range(10):
-            self.reconcile(dies=False, seconds=2)
+            pod.hears, pod.answers, pod.silent_seconds, pod.stalled_seconds = True, True, 0.0, 0.0
+        for _ in range(10):  # longer than the clocks of two operators differ
+            self.reconcile(dies=False, seconds=5)
             for name in list(self.world.in_flight):
                 self.world.land(name)
         self.unknowable.clear()
         status = self.world.round.status
         running = {slot.uid: key(slot) for slot in status.assignments if slot.state is SlotState.RUNNING}
-        assert {name: pod.slot for name, pod in self.world.pods.items() if pod.slot is not None} == running
+        computed = {name: pod.slot for name, pod in self.world.pods.items() if pod.slot is not None}
+        # Nobody looks at a pod that is not selected and has no slot.
+        lost = {name for name in computed if not self.world.pods[name].selected} & self.stray
+        self.unknowable |= {slot for name, slot in computed.items() if name in lost}
+        assert {name: slot for name, slot in computed.items() if name not in lost} == running
         if not (status.state.finished or self.world.round.spec.suspend):
-            assert len(running) == min(len(status.assignments), len(self.world.pods))
+            usable = [pod for pod in self.world.pods.values() if pod.selected and not pod.terminating]
+            assert len(running) == min(len(status.assignments), len(usable))
 
     # What must hold.
 
@@ -187,15 +221,10 @@ class Histories(RuleBasedStateMachine):
         assert (recorded.uid, recorded.start) == (start.pod.uid, start.request.start_index)
         for name, pod in self.world.pods.items():
             if name != start.pod.uid:
-                assert snapshot.reports[name].status is None or pod.slot != wanted
+                report = snapshot.reports.get(name)
+                assert report is None or report.status is None or pod.slot != wanted
                 other = waited_for.get(name)
                 assert not isinstance(other, StartPod) or slot_of(other) != wanted
-
-    def _note_settled_in_silence(self, status: RoundStatus) -> None:
-        bound = {slot.uid: key(slot) for slot in status.assignments if slot.state.active}
-        for name, pod in self.world.pods.items():
-            if pod.slot is not None and not pod.answers and bound.get(name) != pod.slot:
-                self.unknowable.add(pod.slot)
 
     @invariant()
     def no_two_pods_compute_one_slot(self) -> None:
