@@ -23,7 +23,9 @@ from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.observed import GatewayReport, PodReport, PodView
-from poc_operator.planning.snapshot import DecideRivals, Snapshot, Step, StopPod, Work
+from poc_operator.planning.eligibility import usable_pods
+from poc_operator.planning.queue import as_other
+from poc_operator.planning.snapshot import DecideRivals, OtherRound, Snapshot, Step, StopPod, Work
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.snapshot import RoundSnapshot
 from poc_operator.rounds.stop import running_pods, stop_orders
@@ -50,6 +52,8 @@ class Planner(ABC, Generic[WorkT]):
     """Makes the plans of one object. What it remembers may be lost with the process."""
 
     resource: ClassVar[type[Work]]
+    #: Whether the objects wait for pods in one queue.
+    queues: ClassVar[bool] = False
 
     def __init__(self, sources: Sources, ref: ObjectRef, log: ObjectLogger) -> None:
         self._sources = sources
@@ -69,6 +73,10 @@ class Planner(ABC, Generic[WorkT]):
     def recorded(self, step: Step[Any]) -> None:
         """Remember what the next plan needs of a step that was recorded."""
 
+    def told_others(self, seen: Snapshot[WorkT], step: Step[Any]) -> OtherRound | None:
+        """Return what other rounds must know of this object; None if it does not queue with them."""
+        return None
+
     def computing(self, seen: Snapshot[WorkT]) -> Sequence[PodView]:
         """Return the pods that would compute on if the object was gone. Pods drop named nonces by themselves."""
         return ()
@@ -85,6 +93,7 @@ class RoundPlanner(Planner[PoCRound]):
     """Rounds: the gateway is asked what it has of the results; without one, the receiver's Secret is read."""
 
     resource = PoCRound
+    queues = True
 
     def __init__(self, sources: Sources, ref: ObjectRef, log: ObjectLogger) -> None:
         super().__init__(sources, ref, log)
@@ -117,6 +126,11 @@ class RoundPlanner(Planner[PoCRound]):
             if isinstance(action, DecideRivals) and self._gateway is not None:
                 self._gateway.decide(action.decisions)
 
+    def told_others(self, seen: Snapshot[PoCRound], step: Step[Any]) -> OtherRound | None:
+        """Return the round's place in the queue for pods, those that it has, and those that it wants."""
+        snapshot = self._snapshot(seen)
+        return as_other(seen.work, step.status, usable_pods(snapshot), blocked=snapshot.blocked is not None)
+
     def computing(self, seen: Snapshot[PoCRound]) -> Sequence[PodView]:
         """Return the pods that compute the round, or may do so."""
         return running_pods(self._snapshot(seen))
@@ -139,6 +153,7 @@ class RoundPlanner(Planner[PoCRound]):
             pods=seen.pods,
             reports=seen.reports,
             now=seen.now,
+            others=seen.others,
             gateway=self._report,
             rate_limit=self._sources.rate_limit,
             callback_auth=self._callback_auth,
@@ -169,7 +184,7 @@ class ValidationPlanner(Planner[PoCValidation]):
     def plan(self, seen: Snapshot[PoCValidation]) -> Step[Any]:
         """Return the validation's next step."""
         snapshot = validations.ValidationSnapshot(
-            work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, proofs=self._proofs
+            work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, others=seen.others, proofs=self._proofs
         )
         return validations.plan(snapshot)
 
@@ -218,7 +233,12 @@ class CalibrationPlanner(Planner[PoCCalibration]):
     def plan(self, seen: Snapshot[PoCCalibration]) -> Step[Any]:
         """Return the calibration's next step."""
         snapshot = calibrations.CalibrationSnapshot(
-            work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, measured=self._measured
+            work=seen.work,
+            pods=seen.pods,
+            reports=seen.reports,
+            now=seen.now,
+            others=seen.others,
+            measured=self._measured,
         )
         return calibrations.plan(snapshot)
 

@@ -21,6 +21,7 @@ from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller
+from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.credentials import RATE_LIMIT
@@ -51,6 +52,7 @@ class Manager:
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit)
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
+        self._others = OtherRounds(time.monotonic)
         self._reconcilers: dict[str, Reconciler[Any]] = {}  # by the objects' uid
         kinds = [kind.resource for kind in PLANNERS]
         self._watches = StaleWatchCheck(store, kinds, self._pods, self._reconcilers.keys)
@@ -135,12 +137,14 @@ class Manager:
             pods=self._pods,
             metrics=self.metrics,
             emit=emit,
+            others=self._others,
         )
 
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:
         """Reconcile the object as long as it exists. A cancellation is safe at any moment."""
         self._reconcilers[uid] = reconciler
         failures = reconciler.failures
+        reconciler.enter_queue()
         try:
             while True:
                 try:
@@ -152,11 +156,13 @@ class Manager:
                         async with asyncio.timeout(POLL_SECONDS):
                             await reconciler.wake.wait()
                 except Exception as error:
+                    self._others.fail(uid)
                     await failures.failed(error, reconciler.generation or 0)
                     await failures.pause()
                 reconciler.wake.clear()
                 failures.spec_changed.clear()
         finally:
+            self._others.forget(uid)
             await reconciler.close()
             self._reconcilers.pop(uid, None)
 

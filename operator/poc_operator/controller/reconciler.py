@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Generic
 
 from poc_operator.apis.v1alpha1.round import RoundStatus
-from poc_operator.apis.v1alpha1.status import SlotState, WorkStatus
+from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.clients.errors import UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
@@ -28,6 +28,7 @@ from poc_operator.controller.kinds import Planner, Sources, WorkT
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
+from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot
 
@@ -98,6 +99,7 @@ class Reconciler(Generic[WorkT]):
         pods: PodCache,
         metrics: Metrics,
         emit: Emit,
+        others: OtherRounds | None = None,
     ) -> None:
         self._resource = kind.resource
         self._ref = ref
@@ -121,11 +123,17 @@ class Reconciler(Generic[WorkT]):
         self.wake = asyncio.Event()
         self._actions = PodActions(sources=sources, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
+        self._others = others or OtherRounds(time.monotonic)
         self._knows_pods = False  # whether the watch has told of those that worked when this process began
 
     def concerns(self, pod: PodView) -> bool:
         """Whether the pod may matter to the object."""
         return self._work is None or selects(self._work, pod)
+
+    def enter_queue(self) -> None:
+        """Let the other rounds of the namespace wait for the first plan of this one, if it queues with them."""
+        if self._planner.queues:
+            self._others.expect(self._ref.uid, self._ref.namespace, self.wake)
 
     async def reconcile(self) -> bool:
         """Take the object one step further. Return False when it is gone, or is going."""
@@ -139,6 +147,8 @@ class Reconciler(Generic[WorkT]):
         await self._recorder.record(stored, step.status)
         self._planner.recorded(step)
         self._metrics.planned(seen, step.status, step.events)
+        if (told := self._planner.told_others(seen, step)) is not None:
+            self._others.put(self._ref.uid, told)
         for event in step.events:
             self._emit(event)
         if any(isinstance(action, DeleteWork) for action in step.actions):
@@ -196,14 +206,15 @@ class Reconciler(Generic[WorkT]):
             await self._planner.compare(work, reports)
         self._watch.forget_others(reports)
         self._actions.forget_others(reports)
-        starting = {share.uid for share in work.status.shares if share.state is SlotState.STARTING}
-        self._actions.forget_refusals(starting)
+        if work.status.stop_time is not None:
+            self._actions.forget_refusals()
         measured = {uid: self._watch.measured(uid, report) for uid, report in reports.items()}
         return Snapshot(
             work=work,
             pods=pods,
             reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
+            others=self._others.beside(self._ref.uid, self._ref.namespace),
         )
 
     async def _pods_of(self, work: WorkT) -> Sequence[PodView]:

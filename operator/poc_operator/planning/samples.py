@@ -124,7 +124,8 @@ def note_times(snapshot: Snapshot[NamedNonces], step: StepT) -> StepT:
     samples: Sequence[AnySample] = step.status.samples
     extent = f"{sum(sample.count for sample in samples)} nonces in {len(samples)} samples"
     started = _started(samples, snapshot.work.status.samples)
-    return lifecycle.note_times(snapshot, step, started=started, extent=extent)
+    works = any(sample.state is SlotState.RUNNING for sample in samples)
+    return lifecycle.note_times(snapshot, step, started=started, works=works, extent=extent)
 
 
 def _started(samples: Iterable[AnySample], before: Iterable[AnySample]) -> bool:

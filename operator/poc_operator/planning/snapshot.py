@@ -25,14 +25,40 @@ WorkT_co = TypeVar("WorkT_co", bound=Work, covariant=True)
 StatusT = TypeVar("StatusT", bound=WorkStatus)
 
 
+#: Where a round stands in the queue for pods; the least goes first.
+Place = tuple[int, int, int, datetime, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRound:
+    """Another round of the namespace, as its own last plan left it.
+
+    ``name`` has the namespace, ``id`` is the round's on the wire, and ``block`` is hash, height and public key. ``held``
+    are the uids of the pods that have a slot of it, ``wanted`` those of which it could use ``needs`` more.
+    """
+
+    id: str
+    name: str
+    place: Place
+    priority: int
+    block: tuple[str, int, str]
+    held: frozenset[str] = frozenset()
+    wanted: frozenset[str] = frozenset()
+    needs: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot(Generic[WorkT_co]):
-    """The world as one plan sees it. ``pods`` are those that the object's selector matches."""
+    """The world as one plan sees it. ``pods`` are those that the object's selector matches.
+
+    ``others`` are the other rounds of the namespace; None if not all of them are known yet, as in a new process.
+    """
 
     work: WorkT_co
     pods: Sequence[PodView]
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
+    others: Sequence[OtherRound] | None = ()
 
     @cached_property
     def live_pods(self) -> Sequence[PodView]:
@@ -132,6 +158,8 @@ class Loss(StrEnum):
     FAILED = "Failed"
     STALLED = "Stalled"
     STOPPED = "Stopped"
+    REFUSED = "Refused"
+    PREEMPTED = "Preempted"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ def replace_other_work(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     held = [(slot, pod) for slot in step.status.assignments if (pod := _held_pod(snapshot, slot)) is not None]
     stops = [StopPod(pod=pod, round_id=_round_id(snapshot, slot)) for slot, pod in held]
     known = {slot.uid for slot in snapshot.round.status.assignments}
-    events = [_event(slot, snapshot.report_of(slot)) for slot, _ in held if slot.uid not in known]
+    events = [_event(snapshot, slot) for slot, _ in held if slot.uid not in known]
     return step.extended(actions=stops, events=events)
 
 
@@ -43,8 +43,9 @@ def _round_id(snapshot: RoundSnapshot, slot: Assignment) -> str | None:
     return status.round_id if status is not None else None
 
 
-def _event(slot: Assignment, report: PodReport) -> WorkEvent:
-    message = f"pod {slot.pod} computes {holder(report)}: stopping it (spec.concurrencyPolicy is Replace)"
+def _event(snapshot: RoundSnapshot, slot: Assignment) -> WorkEvent:
+    held_by = holder(snapshot, snapshot.report_of(slot))
+    message = f"pod {slot.pod} computes {held_by}: stopping it (spec.concurrencyPolicy is Replace)"
     return WorkEvent(reason=Reason.REPLACED, message=message, warning=True)
 
 
@@ -82,9 +83,10 @@ def _owns(slot: Assignment | None, status: StatusResponse) -> bool:
     return slot is not None and is_of_slot(status, slot)
 
 
-#: So long a pod that does not answer is waited for when its round ends. One that answers is waited for
-#: until it has stopped.
+#: So long a pod that does not answer is waited for when its round ends. One that answers is waited for until it has
+#: stopped, or `spec.stopDeadlineSeconds` have passed.
 STOP_PATIENCE = timedelta(seconds=90)
+_LEFT = "computes on after"
 
 
 def running_pods(snapshot: RoundSnapshot) -> list[PodView]:
@@ -113,7 +115,8 @@ def stop_orders(snapshot: RoundSnapshot, pods: Iterable[PodView]) -> list[StopPo
 def stop_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Stop every pod that still computes, and settle the slots that nobody computes.
 
-    A slot is not settled before the gateway was asked for what its pod says to be delivered.
+    A slot is not settled before the gateway was asked for what its pod says to be delivered. After
+    ``spec.stopDeadlineSeconds`` every slot is settled: a round ends, whatever a pod answers.
     """
     stop_time = step.status.stop_time
     if stop_time is None:
@@ -122,8 +125,24 @@ def stop_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     patient = snapshot.now - stop_time < STOP_PATIENCE
     busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
     busy |= {slot.uid for slot in step.status.assignments if slot.uid is not None and not is_settled(snapshot, slot)}
+    limit = snapshot.round.spec.stop_deadline_seconds
+    if snapshot.seconds_since(stop_time) >= limit:
+        slots = [_leave(slot, busy, limit) for slot in step.status.assignments]
+        return step.extended(assignments=slots, actions=stop_orders(snapshot, pods))
     assignments = [_settle(slot, busy) for slot in step.status.assignments]
     return step.extended(assignments=assignments, actions=stop_orders(snapshot, pods))
+
+
+def _leave(slot: Assignment, busy: set[str], limit: int) -> Assignment:
+    if slot.uid not in busy or not slot.state.active:
+        return _settle(slot, set())
+    error = f"pod {slot.pod} {_LEFT} {limit} s (spec.stopDeadlineSeconds)"
+    return slot.model_copy(update={"state": SlotState.DONE, "error": error})
+
+
+def is_left(slot: Assignment) -> bool:
+    """Whether the slot was settled although its pod had not stopped."""
+    return slot.state is SlotState.DONE and slot.error is not None and _LEFT in slot.error
 
 
 def _is_heard_of(report: PodReport | None) -> bool:

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     PENDING = "Pending"
     PODS_BUSY = "PodsBusy"
     PODS_DISAGREE = "PodsDisagree"
+    PODS_IDLE = "PodsIdle"
     PODS_LEFT = "PodsLeft"
     PODS_UNREACHABLE = "PodsUnreachable"
     PROOFS_CHANGED = "ProofsChanged"
@@ -164,6 +165,12 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.START_DEADLINE_EXCEEDED: Explanation(
         "Failed=True",
         "No pod started within `startDeadlineSeconds`. The message has what was waited for last.",
+        "Remove that cause and create the object again, or set a longer deadline.",
+    ),
+    Reason.PODS_IDLE: Explanation(
+        "Failed=True",
+        "No pod has worked on it for `startDeadlineSeconds` since it started: its pods are gone, refuse, or compute other "
+        "work. The message has what was waited for last.",
         "Remove that cause and create the object again, or set a longer deadline.",
     ),
     Reason.DEADLINE_EXCEEDED: Explanation(
@@ -302,8 +309,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "A pod lost its slot or sample. The message says why, and where it starts again or that it was given up.",
     ),
     Reason.PODS_LEFT: Explanation(
-        "Event",
-        "The object was deleted, and 120 s later some of its pods had not confirmed that they stopped.",
+        "Degraded=True, Event",
+        "Pods had not stopped 120 s after the object was deleted, or `stopDeadlineSeconds` after the round ended or was "
+        "suspended.",
         "Look whether these pods answer. A pod that computes on stops at its stop condition, or when it is restarted.",
     ),
     Reason.STARTED: Explanation("Event", "The first pod confirmed its start."),

@@ -37,7 +37,7 @@ OURS = {"round_id": "round-uid"}
         pytest.param(
             STARTING,
             says(GENERATING, round_id="other"),
-            {"state": SlotState.STARTING, "error": "the pod computes other work"},
+            {"state": SlotState.WAITING, "error": "pod a computes round other", "attempts": 2, "disruptions": 1},
             id="foreign round",
         ),
         pytest.param(
@@ -56,7 +56,7 @@ OURS = {"round_id": "round-uid"}
             RUNNING,
             says(IDLE, session="s2"),
             {
-                "state": SlotState.STARTING,
+                "state": SlotState.WAITING,
                 "start": 8,
                 "next": 8,
                 "valid_before": 3,
@@ -68,13 +68,13 @@ OURS = {"round_id": "round-uid"}
         pytest.param(
             RUNNING,
             says(GENERATING, round_id="other"),
-            {"state": SlotState.STARTING, "attempts": 2},
+            {"state": SlotState.WAITING, "attempts": 2, "previous": "a"},
             id="another round took the pod",
         ),
         pytest.param(
             RUNNING,
             says(FAILED, error="the engine died", delivered_index=9, delivered_valid=4, next_index=10, **OURS),
-            {"state": SlotState.STARTING, "start": 9, "valid_before": 4, "attempts": 2},
+            {"state": SlotState.WAITING, "start": 9, "valid_before": 4, "attempts": 2},
             id="failed pod resumes at its own count",
         ),
         pytest.param(
