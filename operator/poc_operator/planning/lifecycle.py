@@ -72,7 +72,7 @@ def pods_unreachable(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | 
 
 
 def pods_idle(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
-    """No pod has worked on it for ``startDeadlineSeconds`` since it started, and longer if one had to load its model."""
+    """No pod has worked on it for ``startDeadlineSeconds`` since it started, or longer if one had to load its model."""
     limit, idle_since = snapshot.work.spec.start_deadline_seconds, status.idle_time
     if idle_since is None:
         return None

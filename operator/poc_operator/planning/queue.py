@@ -7,6 +7,7 @@ There is one order of all rounds, and everything follows it, so no two rounds ev
 2. of the same priority, rounds with ``concurrencyPolicy: Replace``, the higher block first;
 3. then the older round.
 
+A round with Replace stops work that it may replace without waiting for rounds that would not.
 A round that another one may replace always stands behind it. Foreign work, which is no round of this namespace, stands
 in no queue: it is known by what its pod says, and has priority 0.
 """
@@ -39,6 +40,7 @@ def as_other(round_: PoCRound, status: RoundStatus, usable: Iterable[PodView], *
         name=f"{round_.metadata.namespace}/{round_.metadata.name}",
         place=place_of(round_),
         priority=spec.priority,
+        replaces=spec.concurrency_policy is ConcurrencyPolicy.REPLACE,
         block=(spec.block_hash, spec.block_height, spec.public_key),
         held=frozenset(slot.uid for slot in slots if slot.state.active and slot.uid is not None),
         wanted=wanted,
@@ -72,17 +74,22 @@ def may_take(snapshot: Snapshot[Work], other: OtherRound) -> bool:
     return (work.spec.priority, work.spec.block_height) > (other.priority, other.block[1])
 
 
-def in_turn(snapshot: Snapshot[Work], idle: Sequence[PodView]) -> list[PodView]:
-    """Return those of the idle pods that this round may have now: no other holds them or goes before it."""
+def in_turn(snapshot: Snapshot[Work], idle: Sequence[PodView], busy: Sequence[PodView] = ()) -> list[PodView]:
+    """Return the pods that this round may have now: no other holds them or goes before it.
+
+    ``busy`` are pods whose work this round may replace. Rounds that wait for work to end do not keep it from them.
+    """
     work = snapshot.work
     if snapshot.others is None or not isinstance(work, PoCRound):
         return []
     place = place_of(work)
     held = frozenset[str]().union(*(other.held for other in snapshot.others if not may_take(snapshot, other)))
-    left = [pod for pod in idle if pod.uid not in held]
+    left = [pod for pod in (*idle, *busy) if pod.uid not in held]
+    waited_for = {pod.uid for pod in idle}
     for other in sorted(snapshot.others, key=lambda other: other.place):
         if other.place < place:
-            theirs = [pod.uid for pod in left if pod.uid in other.wanted][: other.needs]
+            wanted = other.wanted if other.replaces else other.wanted & waited_for
+            theirs = [pod.uid for pod in left if pod.uid in wanted][: other.needs]
             left = [pod for pod in left if pod.uid not in theirs]
     return left
 

@@ -33,14 +33,16 @@ Place = tuple[int, int, int, datetime, str]
 class OtherRound:
     """Another round of the namespace, as its own last plan left it.
 
-    ``name`` has the namespace, ``id`` is the round's on the wire, and ``block`` is hash, height and public key. ``held``
-    are the uids of the pods that have a slot of it, ``wanted`` those of which it could use ``needs`` more.
+    ``name`` has the namespace, ``id`` is the round's on the wire, ``replaces`` says whether it stops other work, and
+    ``block`` is hash, height and public key. ``held`` are the uids of the pods that have a slot of it, ``wanted`` those
+    of which it could use ``needs`` more.
     """
 
     id: str
     name: str
     place: Place
     priority: int
+    replaces: bool
     block: tuple[str, int, str]
     held: frozenset[str] = frozenset()
     wanted: frozenset[str] = frozenset()

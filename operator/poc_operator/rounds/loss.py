@@ -29,12 +29,7 @@ def lose(
         return slot.model_copy(update={"state": SlotState.DONE, "error": why}), None
     if snapshot.is_whole(slot):
         return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
-    disrupted, taker = snapshot.disrupted(slot), taken_over(snapshot, slot)
-    if taker is not None:
-        why, loss, unbind = f"pod {slot.pod} computes round {taker.name}, which goes first", Loss.PREEMPTED, True
-    elif disrupted:
-        why, loss = f"{why} (disrupted by the cluster)", Loss.DISRUPTED
-    free = disrupted or taker is not None
+    why, loss, free = _cause(snapshot, slot, loss, why)
     if free:
         slot = slot.model_copy(update={"disruptions": slot.disruptions + 1})
     refusal = _exhausted(snapshot, slot, free=free)
@@ -42,14 +37,28 @@ def lose(
         failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
         return failed, WorkEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; {refusal}")
     again = _reset(slot, _start_index(snapshot, slot), why)
-    where = f"index {again.start}" if _resumes(snapshot, slot) else "index 0, since such a pod cannot resume"
-    if snapshot.gateway is not None and _resumes(snapshot, slot):
-        where += ", or later if the gateway has more by then"
     if snapshot.gateway is not None:
         again = again.model_copy(update={"lost": snapshot.now})
-    if unbind:
-        again = _unbound(again)
-    return again, WorkEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; starts again at {where}", loss)
+    message = f"{why}; starts again at {_where(snapshot, slot, again.start)}"
+    event = WorkEvent.warn_of(slot, Reason.WORK_LOST, message, loss)
+    return (_unbound(again) if unbind or loss is Loss.PREEMPTED else again), event
+
+
+def _cause(snapshot: RoundSnapshot, slot: Assignment, loss: Loss, why: str) -> tuple[str, Loss, bool]:
+    """Return why the slot was lost, the same in a word, and whether it counts against no budget."""
+    taker = taken_over(snapshot, slot)
+    if taker is not None:
+        return f"pod {slot.pod} is for round {taker.name}, which goes first", Loss.PREEMPTED, True
+    if snapshot.disrupted(slot):
+        return f"{why} (disrupted by the cluster)", Loss.DISRUPTED, True
+    return why, loss, False
+
+
+def _where(snapshot: RoundSnapshot, slot: Assignment, start: int) -> str:
+    """Say where a lost slot starts again."""
+    if not _resumes(snapshot, slot):
+        return "index 0, since such a pod cannot resume"
+    return f"index {start}{', or later if the gateway has more by then' if snapshot.gateway is not None else ''}"
 
 
 def _resumes(snapshot: RoundSnapshot, slot: Assignment) -> bool:

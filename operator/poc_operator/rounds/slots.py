@@ -23,7 +23,7 @@ def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> lis
     pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
     idle = [pod for pod, report in pods if not computes_other_work(snapshot, report)]
     busy = [pod for pod, report in pods if computes_other_work(snapshot, report) and may_replace(snapshot, report)]
-    return in_turn(snapshot, idle + busy)
+    return in_turn(snapshot, idle, busy)
 
 
 def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:

@@ -169,8 +169,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.PODS_IDLE: Explanation(
         "Failed=True",
-        "No pod has worked on it for `startDeadlineSeconds` since it started: its pods are gone, refuse, or compute other "
-        "work. The message has what was waited for last.",
+        "No pod has worked on it for `startDeadlineSeconds` since it started: its pods are gone, refuse, or compute "
+        "other work. The message has what was waited for last.",
         "Remove that cause and create the object again, or set a longer deadline.",
     ),
     Reason.DEADLINE_EXCEEDED: Explanation(
@@ -310,8 +310,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.PODS_LEFT: Explanation(
         "Degraded=True, Event",
-        "Pods had not stopped 120 s after the object was deleted, or `stopDeadlineSeconds` after the round ended or was "
-        "suspended.",
+        "Pods had not stopped 120 s after the object was deleted, or `stopDeadlineSeconds` after the round ended or "
+        "was suspended.",
         "Look whether these pods answer. A pod that computes on stops at its stop condition, or when it is restarted.",
     ),
     Reason.STARTED: Explanation("Event", "The first pod confirmed its start."),

@@ -196,16 +196,16 @@ class RoundSpec(ProtocolSpec):
     cross_check: CrossCheck | None = None
     """Lets the pods recompute nonces of each other. Without it they do not."""
     concurrency_policy: ConcurrencyPolicy = ConcurrencyPolicy.WAIT
-    """What happens when a pod computes other work. Wait: this round gets the pod when it is its turn. Replace: the other
-    work is stopped if its priority is lower, or the same and its block height lower. Work that is no round of this
-    cluster has priority 0. Fail: this round fails, unless it has started."""
+    """What happens when a pod computes other work. Wait: this round gets the pod when it is its turn. Replace: the
+    other work is stopped if its priority is lower, or the same and its block height lower. Work that is no round of the
+    namespace has priority 0. Fail: this round fails, unless it has started."""
     priority: Annotated[Int32, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), Mutable()] = 0
     """Of several rounds that wait for a pod, the one with the highest priority gets it; of those with the same, the one
     with `concurrencyPolicy: Replace` and the highest block, then the oldest. With Replace it also says whose work is
     stopped."""
     stop_deadline_seconds: Annotated[Seconds, Mutable()] = 300
-    """How long the pods may take to stop when the round ends or is suspended. Then the round goes on without waiting for
-    those that still compute, and names them."""
+    """How long the pods may take to stop when the round ends or is suspended. Those that still compute then are named,
+    and not waited for any longer."""
     finish: Annotated[bool, Mutable()] = False
     """True ends the round now as if its `stop` were reached: pods deliver what is left, and the round is Complete. A
     suspended round is complete at once, and so is one that has not started. It cannot be taken back."""

@@ -26,12 +26,17 @@ from tests.unit.poc_operator.rounds.world import SimPod
 from vllm_poc.wire.answers import PowState
 
 #: Turns after which every world here is settled.
-TURNS = 30
+TURNS = 8
 
 
 def a_named_round(name: str, *, age: int = 10, **spec: Any) -> PoCRound:  # noqa: ANN401
     """A round without end that wants one pod, and has the uid of its name."""
-    fields = {"stop": None, "nodes": {"first": 0, "last": 0, "count": 1, "groups": 1}, **spec}
+    fields = {
+        "stop": None,
+        "startDeadlineSeconds": 31_536_000,
+        "nodes": {"first": 0, "last": 0, "count": 1, "groups": 1},
+        **spec,
+    }
     made = a_round(age=age, **fields)
     return made.model_copy(update={"metadata": made.metadata.model_copy(update={"name": name, "uid": name})})
 
@@ -190,7 +195,7 @@ def test_a_new_operator_starts_nothing_before_it_knows_all_rounds() -> None:
     assert plan(unknown).actions == []
 
 
-PREEMPTS = {"concurrencyPolicy": "Replace"}
+PREEMPTS: dict[str, Any] = {"concurrencyPolicy": "Replace"}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +219,7 @@ def test_what_replaces_a_running_round(spec: dict[str, Any], taken: bool) -> Non
 
 
 def test_a_round_that_was_replaced_goes_on_afterwards_and_has_lost_no_retry() -> None:
-    retry = {"backoffLimitPerSlot": 0, "backoffLimit": 0}
+    retry: dict[str, int] = {"backoffLimitPerSlot": 0, "backoffLimit": 0}
     world = a_world(a_named_round("low", age=100, retry=retry), a_named_round("high", priority=1, **PREEMPTS))
     world.settle(["low"])
     world.settle()
@@ -273,11 +278,11 @@ _rounds = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(specs=_rounds, pods=st.integers(1, 3), data=st.data())
 def test_no_rounds_ever_take_turns(specs: list[dict[str, Any]], pods: int, data: st.DataObject) -> None:
-    """Whatever the rounds and the order in which they look: each gets a pod at most once, loses it at most once, and
-    in the end pods are with the rounds that stand first and no pod is idle while a round waits.
+    """Whatever the rounds and the order in which they look: after a while nothing changes hands any more, no pod is
+    idle while a round waits, and no round waits that could replace another.
     """
     world = a_world(*(a_named_round(f"r{number}", **spec) for number, spec in enumerate(specs)), pods=pods)
     names = st.sampled_from(sorted(world.rounds))
@@ -292,14 +297,16 @@ def test_no_rounds_ever_take_turns(specs: list[dict[str, Any]], pods: int, data:
     working = [name for name in world.rounds if world.works(name)]
     assert len(working) == min(len(world.rounds), pods)
     replacing = [name for name, round_ in world.rounds.items() if round_.spec.concurrency_policy == "Replace"]
-    for waiting in set(replacing) - set(working):
-        place = place_of(world.rounds[waiting])
-        assert all(
-            place_of(world.rounds[name]) < place
-            or (world.rounds[waiting].spec.priority, world.rounds[waiting].spec.block_height)
-            <= (world.rounds[name].spec.priority, world.rounds[name].spec.block_height)
-            for name in working
-        )
+    assert not [
+        (waiting, name)
+        for waiting in set(replacing) - set(working)
+        for name in working
+        if _strength(world.rounds[waiting]) > _strength(world.rounds[name])
+    ]
+
+
+def _strength(round_: PoCRound) -> tuple[int, int]:
+    return round_.spec.priority, round_.spec.block_height
 
 
 @given(specs=_rounds)
