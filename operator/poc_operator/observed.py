@@ -170,19 +170,20 @@ class Answer:
 class PodReport:
     """What one poll of a pod yielded: its status, or why there is none.
 
-    ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as
-    (reason, message), if it declined. ``stalled_seconds`` is how long it has computed without progress
-    that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
-    ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it
-    can begin a slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is
-    what this process last told it for the receiver, and it took. ``listens`` is False if nothing answered on the
-    port, or something that does not speak the protocol.
+    ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as (reason, message),
+    if it declined, ``start_error`` what went wrong otherwise. ``stalled_seconds`` is how long it has computed without
+    progress that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
+    ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it can begin a
+    slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is what this process
+    last told it for the receiver, and it took. ``listens`` is False if nothing answered on the port, or something that
+    does not speak the protocol.
     """
 
     status: StatusResponse | None = None
     error: str | None = None
     started: str | None = None
     refusal: tuple[str, str] | None = None
+    start_error: str | None = None
     stalled_seconds: float = 0.0
     silent_seconds: float = 0.0
     in_flight: bool = False

@@ -13,7 +13,7 @@ from pydantic import AnyHttpUrl
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.basic_auth import BasicAuth
-from poc_operator.clients.errors import PodBusy, PodError, PodRefused, StoreError, StoreForbidden
+from poc_operator.clients.errors import EvictionRefused, PodBusy, PodError, PodRefused, StoreError, StoreForbidden
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger
@@ -38,6 +38,8 @@ Emit = Callable[[WorkEvent], None]
 #: A pod that refuses to start is asked again after so many seconds, each time after twice as many.
 REFUSED_SECONDS = 5.0
 MOST_REFUSED_SECONDS = 60.0
+#: Seconds between two tries to evict a pod that may not be.
+EVICTION_SECONDS = 30.0
 
 
 class Refusals:
@@ -72,10 +74,20 @@ class Refusals:
 
 
 class PodActions:
-    """The actions of one object that are under way, and what pods answered to them. ``wake`` is set by news."""
+    """The actions of one object that are under way, and what pods answered to them.
+
+    ``wake`` is set by news, and ``clock`` returns seconds of any monotonic clock.
+    """
 
     def __init__(
-        self, *, sources: Sources, client: PodClient, emit: Emit, wake: asyncio.Event, log: ObjectLogger
+        self,
+        *,
+        sources: Sources,
+        client: PodClient,
+        emit: Emit,
+        wake: asyncio.Event,
+        log: ObjectLogger,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = sources.store
         self._gateway = sources.gateway
@@ -85,9 +97,11 @@ class PodActions:
         self._log = log
         # Answers to the starts of the last turn: what the pods' next reports cannot tell.
         self._started: dict[str, str] = {}
-        self._refusals = Refusals(time.monotonic)
+        self._refusals = Refusals(clock)
+        self._start_errors: dict[str, str] = {}
         self._told: dict[str, BasicAuth | None] = {}  # what pods took for the receiver, by uid
-        self._undeletable: set[str] = set()  # pod uids that the user was told of
+        self._clock = clock
+        self._evict_after: dict[str, float] = {}  # pods that could not be evicted, by uid, and when to try again
         self._in_flight: dict[str, asyncio.Task[None]] = {}  # by pod uid
 
     def begin(self, port: int, actions: Sequence[Action]) -> None:
@@ -116,6 +130,7 @@ class PodActions:
             report,
             started=self._started.pop(uid, None),
             refusal=self._refusals.of(uid),
+            start_error=self._start_errors.pop(uid, None),
             in_flight=uid in self._in_flight,
             told_auth=self._told.get(uid),
         )
@@ -143,7 +158,7 @@ class PodActions:
             case StopPod():
                 await self._stop(port, action)
             case DeletePod(pod=pod):
-                await self._delete(pod)
+                await self._evict(pod)
 
     async def _start(self, port: int, start: StartPod) -> None:
         pod = start.pod
@@ -163,6 +178,7 @@ class PodActions:
             self._wake.set()
         except PodError as error:
             # The outcome is unknown; the next poll tells, and a repeated start is harmless.
+            self._start_errors[pod.uid] = str(error)
             self._log.warning("start: %s", error)
 
     def _signed(self, start: StartPod) -> InitGenerateRequest:
@@ -190,16 +206,23 @@ class PodActions:
         except PodError as error:
             self._log.warning("stop: %s", error)
 
-    async def _delete(self, pod: PodView) -> None:
+    async def _evict(self, pod: PodView) -> None:
+        if self._clock() < self._evict_after.get(pod.uid, 0.0):
+            return
         try:
-            await self._store.delete_pod(pod)
+            await self._store.evict_pod(pod)
         except StoreForbidden as error:
-            if pod.uid not in self._undeletable:
-                self._undeletable.add(pod.uid)
-                message = f"pod {pod.name} cannot be deleted ({error}): install the chart with rbac.deletePods=true"
-                self._emit(WorkEvent(reason=Reason.STALLED, message=message, warning=True))
+            self._tell_once(pod, f"cannot be evicted ({error}): install the chart with rbac.deletePods=true")
+        except EvictionRefused as error:
+            self._tell_once(pod, f"is not evicted yet ({error}): it is tried again every {EVICTION_SECONDS:.0f} s")
         except StoreError as error:
-            self._log.warning("deletion: %s", error)
+            self._log.warning("eviction: %s", error)
+
+    def _tell_once(self, pod: PodView, why: str) -> None:
+        """Tell the user why a pod stays, and leave it alone for a while."""
+        if pod.uid not in self._evict_after:
+            self._emit(WorkEvent(reason=Reason.STALLED, message=f"pod {pod.name} {why}", warning=True))
+        self._evict_after[pod.uid] = self._clock() + EVICTION_SECONDS
 
 
 def _addressed(request: InitGenerateRequest, url: str) -> InitGenerateRequest:

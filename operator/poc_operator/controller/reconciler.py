@@ -192,9 +192,12 @@ class Reconciler(Generic[WorkT]):
         try:
             found: Any = await self._store.get(self._resource, self._ref.namespace, self._ref.name)
         except UnreadableObject as error:
+            if error.body["metadata"].get("uid", self._ref.uid) != self._ref.uid:
+                return None
             self.generation = error.generation
             raise
-        work: WorkT | None = found
+        # Another object may have its name by now.
+        work: WorkT | None = found if found is not None and found.metadata.uid == self._ref.uid else None
         self.generation = work.metadata.generation if work is not None else None
         return work
 

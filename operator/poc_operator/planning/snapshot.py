@@ -122,7 +122,7 @@ class ExtendPod:
 
 @dataclass(frozen=True, kw_only=True)
 class DeletePod:
-    """Delete a pod that cannot be helped otherwise; whatever made it makes a new one."""
+    """Evict a pod that cannot be helped otherwise; whatever made it makes a new one."""
 
     pod: PodView
 
@@ -166,12 +166,16 @@ class Loss(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkEvent:
-    """A Kubernetes Event to post on the object; ``loss`` if it tells of a slot that was given out again."""
+    """A Kubernetes Event to post on the object; ``loss`` if it tells of a slot that was given out again.
+
+    ``count`` is how many slots it tells of.
+    """
 
     reason: str
     message: str
     warning: bool = False
     loss: Loss | None = None
+    count: int = 1
 
     @classmethod
     def warn_of(cls, slot: Assignment, reason: Reason, message: str, loss: Loss | None = None) -> Self:

@@ -7,6 +7,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
@@ -136,7 +137,12 @@ def _runs(view: SlotView) -> Change | None:
 def _not_started_yet(view: SlotView) -> Change | None:
     if view.slot.state is not SlotState.STARTING:
         return None
-    return _released(view) or (view.slot.model_copy(update={"error": None}), None)
+    released = _released(view)
+    if released is not None or view.report.start_error is None:
+        return released or (view.slot, None)
+    error = f"pod {view.slot.pod} was told to start: {view.report.start_error}"
+    event = None if error == view.slot.error else WorkEvent.warn_of(view.slot, Reason.WORK_LOST, error)
+    return view.slot.model_copy(update={"error": error}), event
 
 
 def _released(view: SlotView) -> Change | None:

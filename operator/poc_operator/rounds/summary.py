@@ -199,7 +199,8 @@ def _callback_secret_unavailable(snapshot: RoundSnapshot, status: RoundStatus) -
 def _undelivered(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     # A pod that cannot resume drops at its stop what it was about to send: that is expected.
     missing = sum(slot.next - slot.delivered for slot in status.assignments if not is_container_session(slot.session))
-    if not missing or any(slot.state.active for slot in status.assignments):
+    is_closing = status.outcome is not None and status.completion_time is None  # the gateway may know more
+    if not missing or is_closing or any(slot.state.active for slot in status.assignments):
         return None
     receiver = "spec.callbackURL" if snapshot.gateway is None else "the gateway"
     return Reason.DELIVERY_INCOMPLETE, f"{missing} computed nonces were not delivered to {receiver}"

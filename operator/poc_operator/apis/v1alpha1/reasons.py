@@ -143,7 +143,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _VALIDATION,
     ),
     Reason.CALLBACK_SECRET_UNAVAILABLE: Explanation(
-        "Accepted, Progressing=False; Degraded=True",
+        "Accepted, Progressing=False; Degraded=True, Event",
         "The Secret of `callbackSecretRef` does not exist, cannot be read, or has no user and password. Pods that "
         "compute continue, and none is started.",
         "Create the Secret, or install the operator's chart with `rbac.readSecrets=true`. The round waits until "
@@ -151,7 +151,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.INTERNAL_ERROR: Explanation(
-        "Progressing=False, Degraded=True",
+        "Progressing=False, Degraded=True, Event",
         "The operator failed on this object. It tries again, at first after seconds, later every 5 min; others go on.",
         "The message and the operator's log say why. Another spec is tried at once. If the message names a field, "
         "delete the object and create it with another value.",
@@ -226,7 +226,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.RESULTS_CONFLICT: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "Results came to the gateway twice for the same nonce, and differ. The message names slots and both pods. A "
         "third pod computes the nonce; until then none of the results is forwarded.",
         "Look at these pods' GPUs: one of the two is faulty or lies. Without a third pod, add one, or say through the "
@@ -242,14 +242,14 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.DELIVERIES_REFUSED: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "Pods sent results of other slots, or of nonces that they cannot have reached. None was stored.",
         "Check that these pods run an image that you trust, that the clocks of the Kubernetes nodes agree, and "
         "`--max-nonces-per-second`.",
         _ROUND,
     ),
     Reason.ROUND_FULL: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "The gateway stores no more results of the round, which has as many as one round may have. Pods keep what they "
         "have computed, and deliver it when there is room.",
         "Raise the value of the gateway's chart that the message names, or end the round with `finish`. Other rounds "
@@ -257,7 +257,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.GATEWAY_CONTRADICTORY: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "Numbers of the gateway cannot be true: more results than nonces, or further than any pod can be. The slots in "
         "the message are counted as their pods tell.",
         "Check that `--gateway-url` leads to your gateway and that it asks for credentials, and "
@@ -265,24 +265,24 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.GATEWAY_UNREACHABLE: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "The gateway did not answer the operator, or not as expected. Pods keep their results and deliver later.",
         "Check that the gateway runs, `--gateway-url`, and that both have the same `POC_GATEWAY_OPERATOR_TOKEN`.",
         _ROUND,
     ),
     Reason.DELIVERY_INCOMPLETE: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "The pods have stopped and some computed nonces were not delivered.",
         "Check the receiver. The nonces can be computed again in another round.",
         _ROUND,
     ),
     Reason.RESULTS_REJECTED: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "Nonces had no finite result, or the receiver refused them with 4xx.",
         "Look at the receiver's log and at `delivery_error` in the pod's status.",
     ),
     Reason.THEORY_DISAGREES: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "The measured valid rate is not what theory expects of this target.",
         "Check that the pods serve the model that you think, and its weights.",
         _CALIBRATION,

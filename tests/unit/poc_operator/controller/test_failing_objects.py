@@ -46,6 +46,11 @@ def a_round(**spec: Any) -> PoCRound:  # noqa: ANN401
     return made.model_copy(update={"spec": made.spec.model_copy(update=spec)})
 
 
+def with_uid(round_: PoCRound, uid: str) -> PoCRound:
+    """The round as another object."""
+    return round_.model_copy(update={"metadata": round_.metadata.model_copy(update={"uid": uid})})
+
+
 #: Labels of the good round's pod: rounds that share pods queue for them.
 GOOD = {"for": "good"}
 BODY: Mapping[str, Any] = {"metadata": {"namespace": "ns", "name": "bad", "generation": 1}}
@@ -55,7 +60,8 @@ class Rounds:
     """A store of a bad round and a good one, each with its own pod. ``fault`` is raised when the bad one is read."""
 
     def __init__(self, bad: PoCRound, fault: Exception | None = None) -> None:
-        self.rounds = {"bad": bad, "good": a_round(selector=LabelSelector(match_labels=GOOD))}
+        good = a_round(selector=LabelSelector(match_labels=GOOD))
+        self.rounds = {name: with_uid(made, name) for name, made in (("bad", bad), ("good", good))}
         self.fault = fault
         self.reads: dict[str, list[float]] = {"bad": [], "good": []}
         self.conditions: dict[str, tuple[str, str, str]] = {}

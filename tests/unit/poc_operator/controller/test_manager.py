@@ -166,3 +166,15 @@ async def test_a_pod_that_the_watch_tells_of_later_goes_on(monkeypatch: pytest.M
         operator.work_changed(UID, 2)
         await until(lambda: store.reads > 1)
         assert store.lists == lists, "it was waited for once"
+
+
+async def test_another_round_of_the_same_name_is_not_reconciled() -> None:
+    """It has a loop of its own, and this one's round is gone."""
+    store = RunningRound()
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = LeaderElection(connection, "ns", "me", time.monotonic)
+        await lease.acquire()
+        operator = Manager(cast(ObjectStore, store), lease, client)
+        before = operator.reconciler(RoundPlanner, ObjectRef("ns", "r", "uid of one before"), lambda _: None)
+        assert await operator._reconcile(before) is False
+        assert (store.reads, store.written.is_set()) == (1, False)

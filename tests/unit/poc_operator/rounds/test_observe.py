@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happened to a slot, told from its pod's report."""
 
+from dataclasses import replace
+
 import pytest
 
 from poc_operator.apis.v1alpha1.round import Assignment
@@ -145,3 +147,17 @@ def test_lost_work_is_told_by_one_event() -> None:
     events = observe(snapshot, RoundStep(status=snapshot.round.status)).events
     assert [(event.reason, event.warning) for event in events] == [("WorkLost", True)]
     assert "starts again at index 8" in events[0].message
+
+
+def test_a_start_that_failed_stands_in_the_slot_and_in_one_event() -> None:
+    """Whatever the pod's server answered; the pod may have begun, so it keeps the slot."""
+    report = replace(says(IDLE), start_error="HTTP 500: Internal Server Error")
+    error = "pod a was told to start: HTTP 500: Internal Server Error"
+    round_ = a_round(a_status(STARTING))
+    for told in (1, 0):
+        step = observe(look(round_, (a_pod("a"), report)), RoundStep(status=round_.status))
+        assert [(slot.state, slot.error) for slot in step.status.assignments] == [(SlotState.STARTING, error)]
+        assert len(step.events) == told
+        round_ = round_.model_copy(update={"status": step.status})
+    again = observe(look(round_, (a_pod("a"), says(IDLE))), RoundStep(status=round_.status))
+    assert again.status.assignments[0].error == error
