@@ -129,7 +129,7 @@ class RoundPlanner(Planner[PoCRound]):
     def told_others(self, seen: Snapshot[PoCRound], step: Step[Any]) -> OtherRound | None:
         """Return the round's place in the queue for pods, those that it has, and those that it wants."""
         snapshot = self._snapshot(seen)
-        return as_other(seen.work, step.status, usable_pods(snapshot), blocked=snapshot.blocked is not None)
+        return as_other(seen.work, step.status, lambda: usable_pods(snapshot), blocked=snapshot.blocked is not None)
 
     def computing(self, seen: Snapshot[PoCRound]) -> Sequence[PodView]:
         """Return the pods that compute the round, or may do so."""
@@ -153,7 +153,7 @@ class RoundPlanner(Planner[PoCRound]):
             pods=seen.pods,
             reports=seen.reports,
             now=seen.now,
-            others=seen.others,
+            find_others=seen.find_others,
             gateway=self._report,
             rate_limit=self._sources.rate_limit,
             callback_auth=self._callback_auth,
@@ -184,7 +184,12 @@ class ValidationPlanner(Planner[PoCValidation]):
     def plan(self, seen: Snapshot[PoCValidation]) -> Step[Any]:
         """Return the validation's next step."""
         snapshot = validations.ValidationSnapshot(
-            work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, others=seen.others, proofs=self._proofs
+            work=seen.work,
+            pods=seen.pods,
+            reports=seen.reports,
+            now=seen.now,
+            find_others=seen.find_others,
+            proofs=self._proofs,
         )
         return validations.plan(snapshot)
 
@@ -237,7 +242,7 @@ class CalibrationPlanner(Planner[PoCCalibration]):
             pods=seen.pods,
             reports=seen.reports,
             now=seen.now,
-            others=seen.others,
+            find_others=seen.find_others,
             measured=self._measured,
         )
         return calibrations.plan(snapshot)

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Generic
 
 from poc_operator.apis.v1alpha1.round import RoundStatus
@@ -144,11 +145,12 @@ class Reconciler(Generic[WorkT]):
         seen = await self._observe(work)
         with self._metrics.plan_seconds.time():
             step = self._planner.plan(seen)
+        # At once, so that no other round plans with the same pod while this status is written.
+        if (told := self._planner.told_others(seen, step)) is not None:
+            self._others.put(self._ref.uid, told)
         await self._recorder.record(stored, step.status)
         self._planner.recorded(step)
         self._metrics.planned(seen, step.status, step.events)
-        if (told := self._planner.told_others(seen, step)) is not None:
-            self._others.put(self._ref.uid, told)
         for event in step.events:
             self._emit(event)
         if any(isinstance(action, DeleteWork) for action in step.actions):
@@ -217,7 +219,7 @@ class Reconciler(Generic[WorkT]):
             pods=pods,
             reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
-            others=self._others.beside(self._ref.uid, self._ref.namespace),
+            find_others=partial(self._others.beside, self._ref.uid, self._ref.namespace),
         )
 
     async def _pods_of(self, work: WorkT) -> Sequence[PodView]:

@@ -12,7 +12,7 @@ A round that another one may replace always stands behind it. Foreign work, whic
 in no queue: it is known by what its pod says, and has priority 0.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
@@ -29,12 +29,14 @@ def place_of(round_: PoCRound) -> Place:
     return -spec.priority, 0 if replaces else 1, newest_first, metadata.creation_timestamp, metadata.name
 
 
-def as_other(round_: PoCRound, status: RoundStatus, usable: Iterable[PodView], *, blocked: bool) -> OtherRound:
-    """Return what the other rounds must know of this one. ``usable`` are the pods that can do its work, busy or not."""
+def as_other(
+    round_: PoCRound, status: RoundStatus, usable: Callable[[], Iterable[PodView]], *, blocked: bool
+) -> OtherRound:
+    """Return what the other rounds must know of this one. ``usable`` returns pods that can do its work, busy or not."""
     slots, spec = status.assignments, round_.spec
     waiting = sum(slot.state is SlotState.WAITING for slot in slots)
     asks = not (blocked or spec.suspend or status.stop_time is not None or status.state.finished)
-    wanted = frozenset(pod.uid for pod in usable) if asks and (waiting or not slots) else frozenset()
+    wanted = frozenset(pod.uid for pod in usable()) if asks and (waiting or not slots) else frozenset()
     return OtherRound(
         id=round_.id,
         name=f"{round_.metadata.namespace}/{round_.metadata.name}",
@@ -80,7 +82,7 @@ def in_turn(snapshot: Snapshot[Work], idle: Sequence[PodView], busy: Sequence[Po
     ``busy`` are pods whose work this round may replace. Rounds that wait for work to end do not keep it from them.
     """
     work = snapshot.work
-    if snapshot.others is None or not isinstance(work, PoCRound):
+    if not (idle or busy) or snapshot.others is None or not isinstance(work, PoCRound):
         return []
     place = place_of(work)
     held = frozenset[str]().union(*(other.held for other in snapshot.others if not may_take(snapshot, other)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan is made from and what it consists of."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -53,14 +53,20 @@ class OtherRound:
 class Snapshot(Generic[WorkT_co]):
     """The world as one plan sees it. ``pods`` are those that the object's selector matches.
 
-    ``others`` are the other rounds of the namespace; None if not all of them are known yet, as in a new process.
+    ``find_others`` returns the other rounds of the namespace; None if not all of them are known yet, as in a new
+    process. Most plans do not ask for them.
     """
 
     work: WorkT_co
     pods: Sequence[PodView]
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
-    others: Sequence[OtherRound] | None = ()
+    find_others: Callable[[], Sequence[OtherRound] | None] = tuple
+
+    @cached_property
+    def others(self) -> Sequence[OtherRound] | None:
+        """The other rounds of the namespace."""
+        return self.find_others()
 
     @cached_property
     def live_pods(self) -> Sequence[PodView]:

@@ -49,7 +49,9 @@ def _cause(snapshot: RoundSnapshot, slot: Assignment, loss: Loss, why: str) -> t
     taker = taken_over(snapshot, slot)
     if taker is not None:
         return f"pod {slot.pod} is for round {taker.name}, which goes first", Loss.PREEMPTED, True
-    if snapshot.disrupted(slot):
+    # One that stalled was evicted by us, and would be again and again.
+    evicted = slot.state is SlotState.STALLED and snapshot.round.spec.stall.action is StallAction.DELETE_POD
+    if snapshot.disrupted(slot) and not evicted:
         return f"{why} (disrupted by the cluster)", Loss.DISRUPTED, True
     return why, loss, False
 

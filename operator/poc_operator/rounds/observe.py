@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
 from poc_operator.planning.queue import taken_over
+from poc_operator.planning.readiness import why_not_ready
 from poc_operator.planning.snapshot import Loss, WorkEvent
 from poc_operator.rounds.counters import (
     contradiction,
@@ -24,6 +25,7 @@ from poc_operator.rounds.counters import (
     undelivered,
 )
 from poc_operator.rounds.loss import lose, release, silent_for_long, stall, stalled_for_long, why_ended
+from poc_operator.rounds.slots import free_pods
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import is_of_slot
 from vllm_poc.wire.answers import PowState, StatusResponse
@@ -157,6 +159,9 @@ def _released(view: SlotView) -> Change | None:
         return release(snapshot, slot, Loss.PREEMPTED, f"pod {slot.pod} is for round {taker.name}, which goes first")
     if computes_other_work(snapshot, report) and not may_replace(snapshot, report):
         return release(snapshot, slot, Loss.PREEMPTED, f"pod {slot.pod} computes {holder(snapshot, report)}")
+    if view.pod is not None and not view.pod.ready and free_pods(snapshot, snapshot.round.status.assignments):
+        why = f"pod {slot.pod} is not ready ({why_not_ready(snapshot, view.pod)})"
+        return release(snapshot, slot, Loss.REFUSED, why)
     return None
 
 

@@ -77,6 +77,5 @@ def _bind(slot: Assignment, free: list[PodView], port: int) -> Assignment:
             "attempts": max(slot.attempts, 1),
             "restarts": pod.container(port).restarts,
             "previous": None,
-            "error": None,
         }
     )

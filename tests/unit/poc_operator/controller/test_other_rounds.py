@@ -57,7 +57,7 @@ class Board:
 
 def other(name: str, **fields: Any) -> OtherRound:  # noqa: ANN401
     round_ = a_named_round(name)
-    told = as_other(round_, RoundStatus(), (), blocked=False)
+    told = as_other(round_, RoundStatus(), tuple, blocked=False)
     return OtherRound(**{**vars(told), **fields})
 
 

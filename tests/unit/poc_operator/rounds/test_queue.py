@@ -57,7 +57,7 @@ class SharedWorld:
         snapshot = self.look(name)
         step = plan(snapshot)
         round_ = self.rounds[name] = self.rounds[name].model_copy(update={"status": step.status})
-        self.told[name] = as_other(round_, step.status, usable_pods(snapshot), blocked=False)
+        self.told[name] = as_other(round_, step.status, lambda: usable_pods(snapshot), blocked=False)
         for action in step.actions if acts else ():
             pod = self.pods[action.pod.uid]  # type: ignore[union-attr]
             if isinstance(action, StartPod) and pod.start(action.request) is not None:
@@ -74,7 +74,7 @@ class SharedWorld:
             pods=[a_pod(pod) for pod in pods],
             reports={pod: self.pods[pod].report() for pod in pods},
             now=NOW + timedelta(seconds=self.seconds),
-            others=[told for other, told in self.told.items() if other != name],
+            find_others=lambda: [told for other, told in self.told.items() if other != name],
         )
 
     def settle(self, order: list[str] | None = None) -> None:
@@ -191,7 +191,9 @@ def test_a_round_takes_no_more_pods_than_it_needs_from_those_behind_it() -> None
 def test_a_new_operator_starts_nothing_before_it_knows_all_rounds() -> None:
     world = a_world(a_named_round("a"))
     snapshot = world.look("a")
-    unknown = RoundSnapshot(work=snapshot.work, pods=snapshot.pods, reports=snapshot.reports, now=NOW, others=None)
+    unknown = RoundSnapshot(
+        work=snapshot.work, pods=snapshot.pods, reports=snapshot.reports, now=NOW, find_others=lambda: None
+    )
     assert plan(unknown).actions == []
 
 
@@ -260,7 +262,9 @@ def test_a_reference_pod_is_named_by_what_it_computes() -> None:
     config = report.status.config.model_copy(update={"block_hash": first.spec.block_hash})
     told = PodReport(status=report.status.model_copy(update={"config": config}), resumes=False)
     seen = world.look("second")
-    step = plan(RoundSnapshot(work=seen.work, pods=seen.pods, reports={"p0": told}, now=NOW, others=seen.others))
+    step = plan(
+        RoundSnapshot(work=seen.work, pods=seen.pods, reports={"p0": told}, now=NOW, find_others=seen.find_others)
+    )
     assert "p0 (round ns/first, height 7)" in step.status.message
 
 
@@ -313,8 +317,8 @@ def _strength(round_: PoCRound) -> tuple[int, int]:
 def test_what_a_round_may_replace_stands_behind_it(specs: list[dict[str, Any]]) -> None:
     rounds = [a_named_round(f"r{number}", **spec) for number, spec in enumerate(specs)]
     for one in rounds:
-        others = [as_other(other, other.status, (), blocked=False) for other in rounds if other is not one]
+        others = [as_other(other, other.status, tuple, blocked=False) for other in rounds if other is not one]
         for other in others:
             report = says(PowState.GENERATING, round_id=other.id)
-            snapshot = RoundSnapshot(work=one, pods=[], reports={}, now=NOW, others=others)
+            snapshot = RoundSnapshot(work=one, pods=[], reports={}, now=NOW, find_others=others.copy)
             assert not may_replace(snapshot, report) or place_of(one) < other.place

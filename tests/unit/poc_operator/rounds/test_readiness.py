@@ -103,6 +103,7 @@ HOPELESS = {
     "image pull": (STARTING, crashing(reason="ImagePullBackOff"), None),
     "loads": (RUNNING, loading(), REFUSED),
     "refuses": (STARTING, a_pod("a"), REFUSES),
+    "not ready before it was told": (STARTING, a_pod("a", ready=False, waiting_for="ContainersNotReady"), says()),
     "foreign work at the start": (STARTING, a_pod("a"), holding(9, "other")),
     "foreign work later": (RUNNING, a_pod("a"), holding(9, "other")),
     "restarted": (RUNNING, a_pod("a"), says(session="s2")),
@@ -119,7 +120,8 @@ def test_a_slot_moves_from_a_hopeless_pod_to_a_spare(slot: Assignment, pod: PodV
 
 
 @pytest.mark.parametrize(
-    ("slot", "pod", "report"), [found for name, found in HOPELESS.items() if name not in ("restarted", "failed")]
+    ("slot", "pod", "report"),
+    [found for name, found in HOPELESS.items() if name not in ("restarted", "failed", "not ready before it was told")],
 )
 def test_without_a_spare_degraded_names_the_pod(slot: Assignment, pod: PodView, report: PodReport | None) -> None:
     world = (pod, report), (a_pod("z"), says(GENERATING, session="s1"))
