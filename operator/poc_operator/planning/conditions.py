@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.schema import shorten
+from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES, shorten
 from poc_operator.apis.v1alpha1.status import Result, SlotState, State, WorkStatus
 from poc_operator.planning.eligibility import Finding, incompatibility
 from poc_operator.planning.snapshot import Snapshot, Step, Work, WorkEvent
@@ -120,7 +120,10 @@ def given_up(status: WorkStatus, what: str) -> Finding | None:
 def _degraded(findings: Sequence[Finding]) -> Verdict:
     if not findings:
         return False, Reason.ALL_SLOTS_WORK, "nothing is lost"
-    return True, findings[0][0], "; ".join(message for _, message in findings)
+    # Where they do not fit, each is cut rather than the last ones left out.
+    text = "; ".join(message for _, message in findings)
+    room = len(text.encode()) if len(text.encode()) <= MESSAGE_BYTES else MESSAGE_BYTES // len(findings) - len("; ")
+    return True, findings[0][0], "; ".join(shorten(message, room) for _, message in findings)
 
 
 def _ended(status: WorkStatus, result: Result) -> Verdict:

@@ -190,6 +190,26 @@ class WorkEvent:
         return cls(reason=reason, message=text, warning=True, loss=loss)
 
 
+#: So many Events of one kind are posted by themselves; more become one that names the first.
+MOST_ALIKE = 3
+
+
+def condensed(events: Sequence[WorkEvent]) -> Sequence[WorkEvent]:
+    """Return the Events with those of one reason and one kind of loss put together, where there are many.
+
+    However many slots a plan tells of, the API server limits how many Events an operator may post.
+    """
+    alike: dict[object, list[WorkEvent]] = {}
+    for event in events:
+        alike.setdefault((event.reason, event.loss, event.warning), []).append(event)
+    return [event for found in alike.values() for event in (found if len(found) <= MOST_ALIKE else [_joined(found)])]
+
+
+def _joined(events: Sequence[WorkEvent]) -> WorkEvent:
+    first = events[0]
+    return replace(first, message=f"{len(events)} slots, the first: {first.message}", count=len(events))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step(Generic[StatusT]):
     """What one policy yields: the status so far, and what it adds to actions and events."""

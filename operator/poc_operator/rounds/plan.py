@@ -4,9 +4,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from poc_operator.planning.events import condensed
 from poc_operator.planning.lifecycle import expire
-from poc_operator.planning.snapshot import Step
+from poc_operator.planning.snapshot import Step, condensed
 from poc_operator.rounds.allowance import extend_pods, grant
 from poc_operator.rounds.cross_check import cross_check
 from poc_operator.rounds.end import end, finish, suspend

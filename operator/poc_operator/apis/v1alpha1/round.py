@@ -200,9 +200,9 @@ class RoundSpec(ProtocolSpec):
     other work is stopped if its priority is lower, or the same and its block height lower. Work that is no round of the
     namespace has priority 0. Fail: this round fails, unless it has started."""
     priority: Annotated[Int32, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), Mutable()] = 0
-    """Of several rounds that wait for a pod, the one with the highest priority gets it; of those with the same, the one
-    with `concurrencyPolicy: Replace` and the highest block, then the oldest. With Replace it also says whose work is
-    stopped."""
+    """Of several rounds that wait for a pod, the one with the highest priority gets it. Of those with the same, rounds
+    with `concurrencyPolicy: Replace` go first, the highest block before the others. Then the oldest round goes first.
+    With Replace the priority also says whose work is stopped."""
     stop_deadline_seconds: Annotated[Seconds, Mutable()] = 300
     """How long the pods may take to stop when the round ends or is suspended. Those that still compute then are named,
     and not waited for any longer."""
@@ -238,8 +238,8 @@ class Assignment(Share):
     rejected_before: Int64 = 0
     """Those of them below `start`, from earlier pods."""
     disruptions: Int32 = 0
-    """Attempts that do not count as retries: the cluster ended them by an eviction or with a Kubernetes node, the pod
-    refused to start, or other work came first."""
+    """Attempts that do not count as retries. The cluster ended them, the pod refused to start, or other work came
+    first."""
     stalls: Int32 = 0
     """How often the current pod has stalled."""
     restarts: Int32 = 0

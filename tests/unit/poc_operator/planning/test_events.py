@@ -2,8 +2,7 @@
 """Events: few, however many slots they are about."""
 
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.planning.events import MOST_ALIKE, condensed
-from poc_operator.planning.snapshot import Loss, WorkEvent
+from poc_operator.planning.snapshot import MOST_ALIKE, Loss, WorkEvent, condensed
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.answers import PowState

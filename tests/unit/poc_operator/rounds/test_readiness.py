@@ -9,6 +9,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.controller.actions import MOST_REFUSED_SECONDS, Refusals
 from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.planning.snapshot import DeletePod, StartPod
 from poc_operator.rounds.plan import plan
@@ -189,3 +190,19 @@ def test_no_pod_of_a_started_round_fails_it_after_its_time() -> None:
     round_ = lived(a_round(status, stop=None, startDeadlineSeconds=900), seconds=1020)
     assert round_.status.outcome is not None
     assert (round_.status.state, round_.status.outcome.reason) == (State.FAILED, "PodsIdle")
+
+
+def test_a_slot_goes_to_and_fro_between_pods_that_refuse_ever_more_slowly() -> None:
+    seconds, starts = 0, dict.fromkeys("ab", 0)
+    refusals = Refusals(lambda: seconds)
+    round_ = a_round(a_status(STARTING), stop=None)
+    for seconds in range(0, 600, 2):
+        reports = {name: replace(says(), refusal=refusals.of(name)) for name in starts}
+        step = plan(look(round_, *((a_pod(name), report) for name, report in reports.items()), after=seconds))
+        round_ = round_.model_copy(update={"status": step.status})
+        for start in (action for action in step.actions if isinstance(action, StartPod)):
+            starts[start.pod.name] += 1
+            refusals.add(start.pod.name, "ModelUnsupported", "no")
+    assert all(2 <= count <= 600 / MOST_REFUSED_SECONDS + 4 for count in starts.values())
+    slot = round_.status.assignments[0]
+    assert (slot.attempts, slot.attempts - slot.disruptions) == (sum(starts.values()) + 1, 1)
