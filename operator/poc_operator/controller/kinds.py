@@ -153,7 +153,7 @@ class RoundPlanner(Planner[PoCRound]):
             pods=seen.pods,
             reports=seen.reports,
             now=seen.now,
-            find_others=seen.find_others,
+            find_other_rounds=seen.find_other_rounds,
             gateway=self._report,
             rate_limit=self._sources.rate_limit,
             callback_auth=self._callback_auth,
@@ -188,7 +188,7 @@ class ValidationPlanner(Planner[PoCValidation]):
             pods=seen.pods,
             reports=seen.reports,
             now=seen.now,
-            find_others=seen.find_others,
+            find_other_rounds=seen.find_other_rounds,
             proofs=self._proofs,
         )
         return validations.plan(snapshot)
@@ -242,7 +242,7 @@ class CalibrationPlanner(Planner[PoCCalibration]):
             pods=seen.pods,
             reports=seen.reports,
             now=seen.now,
-            find_others=seen.find_others,
+            find_other_rounds=seen.find_other_rounds,
             measured=self._measured,
         )
         return calibrations.plan(snapshot)

@@ -219,7 +219,7 @@ class Reconciler(Generic[WorkT]):
             pods=pods,
             reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
-            find_others=partial(self._others.beside, self._ref.uid, self._ref.namespace),
+            find_other_rounds=partial(self._others.beside, self._ref.uid, self._ref.namespace),
         )
 
     async def _pods_of(self, work: WorkT) -> Sequence[PodView]:

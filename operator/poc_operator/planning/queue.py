@@ -52,7 +52,7 @@ def as_other(
 
 def other_round(snapshot: Snapshot[Work], report: PodReport) -> OtherRound | None:
     """Return the other round of the namespace that the pod computes; None if it computes none of them."""
-    status, others = report.status, snapshot.others or ()
+    status, others = report.status, snapshot.other_rounds or ()
     if status is None:
         return None
     if status.round_id is not None or status.config is None:
@@ -65,7 +65,9 @@ def other_round(snapshot: Snapshot[Work], report: PodReport) -> OtherRound | Non
 def taken_over(snapshot: Snapshot[PoCRound], slot: Assignment) -> OtherRound | None:
     """Return the round that goes before this one and has given a slot to the slot's pod; None if there is none."""
     place = place_of(snapshot.work)
-    return next((other for other in snapshot.others or () if slot.uid in other.held and other.place < place), None)
+    return next(
+        (other for other in snapshot.other_rounds or () if slot.uid in other.held and other.place < place), None
+    )
 
 
 def may_take(snapshot: Snapshot[Work], other: OtherRound) -> bool:
@@ -82,13 +84,13 @@ def in_turn(snapshot: Snapshot[Work], idle: Sequence[PodView], busy: Sequence[Po
     ``busy`` are pods whose work this round may replace. Rounds that wait for work to end do not keep it from them.
     """
     work = snapshot.work
-    if not (idle or busy) or snapshot.others is None or not isinstance(work, PoCRound):
+    if not (idle or busy) or snapshot.other_rounds is None or not isinstance(work, PoCRound):
         return []
     place = place_of(work)
-    held = frozenset[str]().union(*(other.held for other in snapshot.others if not may_take(snapshot, other)))
+    held = frozenset[str]().union(*(other.held for other in snapshot.other_rounds if not may_take(snapshot, other)))
     left = [pod for pod in (*idle, *busy) if pod.uid not in held]
     waited_for = {pod.uid for pod in idle}
-    for other in sorted(snapshot.others, key=lambda other: other.place):
+    for other in sorted(snapshot.other_rounds, key=lambda other: other.place):
         if other.place < place:
             wanted = other.wanted if other.replaces else other.wanted & waited_for
             theirs = [pod.uid for pod in left if pod.uid in wanted][: other.needs]
@@ -104,7 +106,7 @@ def first_in_line(snapshot: Snapshot[Work], idle: Iterable[PodView]) -> OtherRou
     place = place_of(work)
     ahead = [
         other
-        for other in snapshot.others or ()
+        for other in snapshot.other_rounds or ()
         if uids & other.held or (other.place < place and other.needs and uids & other.wanted)
     ]
     return min(ahead, key=lambda other: other.place, default=None)

@@ -53,7 +53,7 @@ class OtherRound:
 class Snapshot(Generic[WorkT_co]):
     """The world as one plan sees it. ``pods`` are those that the object's selector matches.
 
-    ``find_others`` returns the other rounds of the namespace; None if not all of them are known yet, as in a new
+    ``find_other_rounds`` returns the other rounds of the namespace; None if not all of them are known yet, as in a new
     process. Most plans do not ask for them.
     """
 
@@ -61,12 +61,12 @@ class Snapshot(Generic[WorkT_co]):
     pods: Sequence[PodView]
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
-    find_others: Callable[[], Sequence[OtherRound] | None] = tuple
+    find_other_rounds: Callable[[], Sequence[OtherRound] | None] = tuple
 
     @cached_property
-    def others(self) -> Sequence[OtherRound] | None:
+    def other_rounds(self) -> Sequence[OtherRound] | None:
         """The other rounds of the namespace."""
-        return self.find_others()
+        return self.find_other_rounds()
 
     @cached_property
     def live_pods(self) -> Sequence[PodView]:

@@ -74,7 +74,7 @@ class SharedWorld:
             pods=[a_pod(pod) for pod in pods],
             reports={pod: self.pods[pod].report() for pod in pods},
             now=NOW + timedelta(seconds=self.seconds),
-            find_others=lambda: [told for other, told in self.told.items() if other != name],
+            find_other_rounds=lambda: [told for other, told in self.told.items() if other != name],
         )
 
     def settle(self, order: list[str] | None = None) -> None:
@@ -192,7 +192,7 @@ def test_a_new_operator_starts_nothing_before_it_knows_all_rounds() -> None:
     world = a_world(a_named_round("a"))
     snapshot = world.look("a")
     unknown = RoundSnapshot(
-        work=snapshot.work, pods=snapshot.pods, reports=snapshot.reports, now=NOW, find_others=lambda: None
+        work=snapshot.work, pods=snapshot.pods, reports=snapshot.reports, now=NOW, find_other_rounds=lambda: None
     )
     assert plan(unknown).actions == []
 
@@ -263,7 +263,9 @@ def test_a_reference_pod_is_named_by_what_it_computes() -> None:
     told = PodReport(status=report.status.model_copy(update={"config": config}), resumes=False)
     seen = world.look("second")
     step = plan(
-        RoundSnapshot(work=seen.work, pods=seen.pods, reports={"p0": told}, now=NOW, find_others=seen.find_others)
+        RoundSnapshot(
+            work=seen.work, pods=seen.pods, reports={"p0": told}, now=NOW, find_other_rounds=seen.find_other_rounds
+        )
     )
     assert "p0 (round ns/first, height 7)" in step.status.message
 
@@ -320,5 +322,5 @@ def test_what_a_round_may_replace_stands_behind_it(specs: list[dict[str, Any]]) 
         others = [as_other(other, other.status, tuple, blocked=False) for other in rounds if other is not one]
         for other in others:
             report = says(PowState.GENERATING, round_id=other.id)
-            snapshot = RoundSnapshot(work=one, pods=[], reports={}, now=NOW, find_others=others.copy)
+            snapshot = RoundSnapshot(work=one, pods=[], reports={}, now=NOW, find_other_rounds=others.copy)
             assert not may_replace(snapshot, report) or place_of(one) < other.place
