@@ -74,11 +74,15 @@ def _unbound(slot: Assignment) -> Assignment:
 
 
 def release(snapshot: RoundSnapshot, slot: Assignment, loss: Loss, why: str) -> tuple[Assignment, WorkEvent | None]:
-    """Return the slot that its pod has not begun and cannot begin: it waits for a free pod. It is told of once."""
+    """Return the slot that its pod has not begun and cannot begin: it waits for a free pod.
+
+    The Event is sent once, however often the pod is asked again.
+    """
     if snapshot.round.status.stop_time is not None:
         return slot.model_copy(update={"state": SlotState.DONE, "error": why}), None
     counts = {"attempts": slot.attempts + 1, "disruptions": slot.disruptions + 1, "error": why}
-    return _unbound(slot).model_copy(update=counts), WorkEvent.warn_of(slot, Reason.WORK_LOST, why, loss)
+    event = None if why == slot.error else WorkEvent.warn_of(slot, Reason.WORK_LOST, why, loss)
+    return _unbound(slot).model_copy(update=counts), event
 
 
 def why_ended(slot: Assignment, pod: PodView, port: int) -> str | None:

@@ -379,6 +379,7 @@ class PoCRound(Resource):
         Column("Degraded", "string", ".status.degraded", "What is lost or missing"),
         Column("Age", "date", ".metadata.creationTimestamp", "Time since the creation"),
         Column("Retries", "integer", ".status.totals.retries", "Slots that were given out again", wide=True),
+        Column("Priority", "integer", ".spec.priority", "Priority in the queue for pods", wide=True),
         Column("Height", "integer", ".spec.blockHeight", "Height of the block", wide=True),
         Column("Hash", "string", ".spec.blockHash", "Hash of the block", wide=True),
         Column("RTarget", "string", ".spec.rTarget", "Target of the distance protocol", wide=True),

@@ -206,3 +206,13 @@ def test_a_slot_goes_to_and_fro_between_pods_that_refuse_ever_more_slowly() -> N
     assert all(2 <= count <= 600 / MOST_REFUSED_SECONDS + 4 for count in starts.values())
     slot = round_.status.assignments[0]
     assert (slot.attempts, slot.attempts - slot.disruptions) == (sum(starts.values()) + 1, 1)
+
+
+def test_a_refusal_is_told_once_however_often_the_pod_is_asked() -> None:
+    round_ = a_round(a_status(STARTING), stop=None)
+    told = list[str]()
+    for report in (REFUSES, says(), REFUSES, says(), REFUSES):
+        step = plan(look(round_, (a_pod("a"), report)))
+        told += [event.message for event in step.events]
+        round_ = round_.model_copy(update={"status": step.status})
+    assert told == ["node 0 group 0: pod a refused to start: url: not allowed"]
