@@ -7,7 +7,7 @@ are asked belongs into ``clients``. Names that the gateway sends are snake_case 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
@@ -22,10 +22,19 @@ from vllm_poc.wire.partition import MAX_NONCE
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """One container of a pod. ``id`` changes with every restart."""
+    """One container of a pod. ``id`` changes with every restart.
+
+    ``ended`` says why it does not run, in the kubelet's words; empty while it does. ``startup_seconds`` is how long its
+    startup probe lets it start, and ``started`` whether that probe has passed; None without such a probe.
+    """
 
     id: str
     ports: frozenset[int] = frozenset()
+    restarts: int = 0
+    ended: str = ""
+    running_since: datetime | None = None
+    startup_seconds: int | None = None
+    started: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +80,32 @@ class PodView:
         """Whether the pod exists and is not on its way out."""
         return not self.gone and not self.terminating
 
-    def server(self, port: int) -> str:
-        """Return the id of the container that serves ``port``: of the first one, if none declares the port."""
+    def container(self, port: int) -> Container:
+        """Return the container that serves ``port``: the first one, if none declares the port."""
         declaring = [container for container in self.containers if port in container.ports]
-        return (declaring or [*self.containers, Container(id=self.uid)])[0].id
+        return (declaring or [*self.containers, Container(id=self.uid)])[0]
+
+    def server(self, port: int) -> str:
+        """Return the id of the container that serves ``port``."""
+        return self.container(port).id
+
+    def loads_until(self, port: int, default_seconds: int) -> datetime | None:
+        """Return until when the server may load its model; None if it does not load.
+
+        It loads while its container runs and is not ready, as long as its startup probe allows. Without such a probe
+        that is ``default_seconds``.
+        """
+        server = self.container(port)
+        if not self.stays or self.ready or server.ended or server.running_since is None:
+            return None
+        if server.startup_seconds is None:
+            return server.running_since + timedelta(seconds=default_seconds)
+        return None if server.started else server.running_since + timedelta(seconds=server.startup_seconds)
+
+
+def is_container_session(session: str | None) -> bool:
+    """Whether a session is a container's id, as that of a pod whose server has no sessions: `Container.id`."""
+    return session is not None and "#" in session
 
 
 def _has_ended(status: Mapping[str, Any]) -> bool:
@@ -87,9 +118,37 @@ def _containers(spec: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[Con
     """Return the containers in the order of the spec."""
     statuses = {found["name"]: found for found in status.get("containerStatuses") or []}
     return tuple(
-        Container(id=_container_id(statuses.get(container["name"], {})), ports=_ports(container))
-        for container in spec.get("containers") or []
+        _container(container, statuses.get(container["name"], {})) for container in spec.get("containers") or []
     )
+
+
+def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
+    state = status.get("state") or {}
+    since = (state.get("running") or {}).get("startedAt")
+    return Container(
+        id=_container_id(status),
+        ports=_ports(spec),
+        restarts=status.get("restartCount", 0),
+        ended=_why_ended(state),
+        running_since=datetime.fromisoformat(since) if since else None,
+        startup_seconds=_startup_seconds(spec.get("startupProbe")),
+        started=bool(status.get("started", True)),
+    )
+
+
+def _why_ended(state: Mapping[str, Any]) -> str:
+    for kind in ("waiting", "terminated"):
+        if state.get(kind) is not None:
+            return str(state[kind].get("reason") or kind.capitalize())
+    return ""
+
+
+def _startup_seconds(probe: Mapping[str, Any] | None) -> int | None:
+    """Return how long a startup probe lets its container start; the defaults are Kubernetes'."""
+    if probe is None:
+        return None
+    tries = int(probe.get("failureThreshold", 3)) * int(probe.get("periodSeconds", 10))
+    return int(probe.get("initialDelaySeconds", 0)) + tries
 
 
 def _container_id(status: Mapping[str, Any]) -> str:
@@ -126,24 +185,27 @@ class Answer:
 class PodReport:
     """What one poll of a pod yielded: its status, or why there is none.
 
-    ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as
-    (reason, message), if it declined. ``stalled_seconds`` is how long it has computed without progress
-    that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
-    ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it
-    can begin a slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is
-    what this process last told it for the receiver, and it took.
+    ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as (reason, message),
+    if it declined, ``start_error`` what went wrong otherwise. ``stalled_seconds`` is how long it has computed without
+    progress that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
+    ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it can begin a
+    slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is what this process
+    last told it for the receiver, and it took. ``listens`` is False if nothing answered on the port, or something that
+    does not speak the protocol.
     """
 
     status: StatusResponse | None = None
     error: str | None = None
     started: str | None = None
     refusal: tuple[str, str] | None = None
+    start_error: str | None = None
     stalled_seconds: float = 0.0
     silent_seconds: float = 0.0
     in_flight: bool = False
     resumes: bool = True
     answer: Answer | None = None
     told_auth: BasicAuth | None = None
+    listens: bool = True
 
     @property
     def leases(self) -> bool:

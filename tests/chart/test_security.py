@@ -27,7 +27,7 @@ ALLOWED = {
 FORBIDDEN = {
     **dict.fromkeys(KINDS, ("create", "update", "deletecollection")),
     **dict.fromkeys((f"{kind}/status" for kind in KINDS), ("get", "update")),
-    "/pods": ("get", "create", "update", "patch", "deletecollection"),
+    "/pods": ("get", "create", "update", "patch", "delete", "deletecollection"),
     "/pods/exec": ("create",),
     "/pods/log": ("get",),
     "/secrets": ("get", "list", "watch"),
@@ -41,7 +41,7 @@ FORBIDDEN = {
     "apiextensions.k8s.io/customresourcedefinitions": ("create", "patch", "delete"),
 }
 #: What the local installation asks for beside, by ``rbac.deletePods``.
-DELETES_PODS = ("/pods", "delete")
+DELETES_PODS = ("/pods/eviction", "create")
 GRANTS = [(*DELETES_PODS, True)]
 GRANTS += [(what, verb, True) for what, verbs in ALLOWED.items() for verb in verbs]
 GRANTS += [(what, verb, False) for what, verbs in FORBIDDEN.items() for verb in verbs]

@@ -81,7 +81,7 @@ def test_a_deleted_round_stops_its_pods_and_the_next_one_gets_them(
     first = rounds.wait_until("first", is_running)
     rounds.apply("second", **ARTIFACT, blockHeight=2, callbackURL=receiver.url, stop={"afterNonces": 2000})
     message = rounds.wait_for_reason("second", "Progressing", "PodsBusy")
-    assert f"round {first.id}, height 1); wait for it or stop it" in message
+    assert f"round {NAMESPACE}/first, height 1); wait for it or stop it" in message
     rounds.delete("first")
     assert not [s for s in statuses(kube) if s.round_id == first.id and s.state is PowState.GENERATING]
     rounds.wait("second", "condition=Complete")

@@ -189,12 +189,21 @@ async def test_suspension_and_resumption(fleet: ReferenceFleet) -> None:
 async def test_a_refusal_is_forgotten_with_the_start_that_it_answered(fleet: ReferenceFleet) -> None:
     fleet.servers[HOSTS[0]].engine_runs = False
     status = await fleet.reconcile_until(lambda status: any(slot.error for slot in status.assignments))
-    assert status.assignments[0].error == "Engine not available"
+    assert status.assignments[0].error == f"pod pod-{HOSTS[0]} refused to start: Engine not available"
     fleet.suspend(True)
     await fleet.reconcile_until(lambda status: status.state == "Suspended")
     fleet.servers[HOSTS[0]].engine_runs = True
     fleet.suspend(False)
     await fleet.reconcile_until(computes)
+
+
+async def test_another_model_is_told_in_the_slot_the_condition_and_an_event(receiver: CallbackReceiver) -> None:
+    async with started(receiver, model={"name": "other", "seqLen": 64}) as fleet:
+        status = await fleet.reconcile_until(lambda status: any(slot.error for slot in status.assignments))
+        assert "serves another model" in (status.assignments[0].error or "")
+        assert reasons(fleet)[0] == "WorkLost"
+        status = await fleet.reconcile_until(lambda status: progressing(status)[0] == "ModelMismatch")
+        assert "the pod refused to start: the pod serves another model" in progressing(status)[1]
 
 
 async def test_a_deleted_round_stops_its_pods(fleet: ReferenceFleet) -> None:

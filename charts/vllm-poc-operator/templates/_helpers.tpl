@@ -119,7 +119,13 @@ pocrounds, pocvalidations, poccalibrations
   verbs: [patch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch{{ if .Values.rbac.deletePods }}, delete{{ end }}]
+  verbs: [list, watch]
+{{- if .Values.rbac.deletePods }}
+# Pods that stall are evicted, which follows PodDisruptionBudgets.
+- apiGroups: [""]
+  resources: [pods/eviction]
+  verbs: [create]
+{{- end }}
 {{- if .Values.rbac.readConfigMaps }}
 # Proofs of validations.
 - apiGroups: [""]

@@ -15,7 +15,8 @@
      ├── ObjectGone        the object does not exist any more
      ├── ObjectInvalid     the API server refused the object's content, and says why
      └── StoreUnavailable the API server did not answer, or not as expected: try again later
-          └── StoreForbidden  it refused, since the operator lacks the right
+          ├── StoreForbidden  it refused, since the operator lacks the right
+          └── EvictionRefused it refused for now, since a PodDisruptionBudget protects the pod
     UnreadableObject       no failed request: the object is not what the CRD allows, and stays so
 """
 
@@ -77,6 +78,10 @@ class StoreUnavailable(StoreError):  # noqa: N818
 
 class StoreForbidden(StoreUnavailable):
     """The operator lacks the right to do this."""
+
+
+class EvictionRefused(StoreUnavailable):
+    """A pod cannot be evicted for now."""
 
 
 class UnreadableObject(Exception):  # noqa: N818

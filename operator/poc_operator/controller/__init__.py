@@ -7,6 +7,7 @@
 - ``reconciler``: one object's loop: read, observe, plan, record, act; the same for all kinds.
 - ``kinds``: what differs: what is asked beside the pods, and which plan is made.
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
+- ``other_rounds``: what rounds know of each other, so that they queue for pods.
 - ``reaper``: stops in pods what no round needs any more. ``uninstall``: suspends all before the operator goes.
 - ``leader_election``, ``stale_watches``, ``supervision``, ``metrics``, ``logs``: what the process owes its cluster.
 

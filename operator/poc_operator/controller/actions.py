@@ -5,6 +5,7 @@ that is slow to answer holds up no other. Named nonces are asked for beside ever
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 
@@ -12,7 +13,7 @@ from pydantic import AnyHttpUrl
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.basic_auth import BasicAuth
-from poc_operator.clients.errors import PodBusy, PodError, PodRefused, StoreError, StoreForbidden
+from poc_operator.clients.errors import EvictionRefused, PodBusy, PodError, PodRefused, StoreError, StoreForbidden
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger
@@ -34,12 +35,59 @@ from vllm_poc.wire.messages import InitGenerateRequest
 
 Emit = Callable[[WorkEvent], None]
 
+#: A pod that refuses to start is asked again after so many seconds, each time after twice as many.
+REFUSED_SECONDS = 5.0
+MOST_REFUSED_SECONDS = 60.0
+#: Seconds between two tries to evict a pod that may not be.
+EVICTION_SECONDS = 30.0
+
+
+class Refusals:
+    """Pods that refused to start, by their uids. ``clock`` returns seconds of any monotonic clock.
+
+    A refusal counts for a while, so that slots do not go to and fro between pods that refuse. Then it is forgotten, and
+    the pod is asked again.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._found: dict[str, tuple[tuple[str, str], float, float]] = {}  # refusal, until when, after how long
+
+    def add(self, uid: str, reason: str, message: str) -> None:
+        """Remember that a pod refused."""
+        _, _, before = self._found.get(uid, (None, 0.0, REFUSED_SECONDS / 2))
+        seconds = min(2 * before, MOST_REFUSED_SECONDS)
+        self._found[uid] = (reason, message), self._clock() + seconds, seconds
+
+    def of(self, uid: str) -> tuple[str, str] | None:
+        """Return the pod's refusal, if it counts still."""
+        refusal, until, _ = self._found.get(uid, (None, 0.0, 0.0))
+        return refusal if self._clock() < until else None
+
+    def forget(self, uid: str) -> None:
+        """Forget a pod: it has accepted a start."""
+        self._found.pop(uid, None)
+
+    def keep(self, uids: Container[str]) -> None:
+        """Forget all pods but these."""
+        self._found = {uid: found for uid, found in self._found.items() if uid in uids}
+
 
 class PodActions:
-    """The actions of one object that are under way, and what pods answered to them. ``wake`` is set by news."""
+    """The actions of one object that are under way, and what pods answered to them.
+
+    ``wake`` is set by news, and ``clock`` returns seconds of any monotonic clock.
+    """
 
     def __init__(
-        self, *, sources: Sources, client: PodClient, emit: Emit, wake: asyncio.Event, log: ObjectLogger
+        self,
+        *,
+        sources: Sources,
+        client: PodClient,
+        emit: Emit,
+        wake: asyncio.Event,
+        log: ObjectLogger,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = sources.store
         self._gateway = sources.gateway
@@ -50,9 +98,11 @@ class PodActions:
         self._log = log
         # Answers to the starts of the last turn: what the pods' next reports cannot tell.
         self._started: dict[str, str] = {}
-        self._refusals: dict[str, tuple[str, str]] = {}
+        self._refusals = Refusals(clock)
+        self._start_errors: dict[str, str] = {}
         self._told: dict[str, BasicAuth | None] = {}  # what pods took for the receiver, by uid
-        self._undeletable: set[str] = set()  # pod uids that the user was told of
+        self._clock = clock
+        self._evict_after: dict[str, float] = {}  # pods that could not be evicted, by uid, and when to try again
         self._in_flight: dict[str, asyncio.Task[None]] = {}  # by pod uid
 
     def begin(self, port: int, actions: Sequence[Action]) -> None:
@@ -80,17 +130,19 @@ class PodActions:
         return dataclasses.replace(
             report,
             started=self._started.pop(uid, None),
-            refusal=self._refusals.get(uid),
+            refusal=self._refusals.of(uid),
+            start_error=self._start_errors.pop(uid, None),
             in_flight=uid in self._in_flight,
             told_auth=self._told.get(uid),
         )
 
-    def forget_refusals(self, starting: Container[str | None]) -> None:
-        """Forget the refusals of pods that are not to be started any more."""
-        self._refusals = {uid: refusal for uid, refusal in self._refusals.items() if uid in starting}
+    def forget_refusals(self) -> None:
+        """Forget what pods refused: nothing is started any more, and what comes next is another try."""
+        self._refusals.keep(())
 
     def forget_others(self, uids: Container[str]) -> None:
-        """Forget what every pod but these was told for the receiver."""
+        """Forget what every pod but these was told for the receiver, and what it refused."""
+        self._refusals.keep(uids)
         self._told = {uid: auth for uid, auth in self._told.items() if uid in uids}
 
     def _done(self, uid: str, task: asyncio.Task[None]) -> None:
@@ -107,25 +159,27 @@ class PodActions:
             case StopPod():
                 await self._stop(port, action)
             case DeletePod(pod=pod):
-                await self._delete(pod)
+                await self._evict(pod)
 
     async def _start(self, port: int, start: StartPod) -> None:
         pod = start.pod
-        self._refusals.pop(pod.uid, None)
         try:
             answer = await self._client.start(base_url(pod.ip or "", port), self._signed(start))
             self._started[pod.uid] = (
                 answer.pow_status.session_id if isinstance(answer, CommandResponse) else pod.server(port)
             )
             self._told[pod.uid] = start.auth
+            self._refusals.forget(pod.uid)
             self._wake.set()
         except PodBusy as error:
             # What it computes is this slot, as after an answer that was lost, or other work: the next poll tells.
             self._log.info("start: %s", error)
         except PodRefused as error:
-            self._refusals[pod.uid] = (error.reason, str(error))
+            self._refusals.add(pod.uid, error.reason, str(error))
+            self._wake.set()
         except PodError as error:
             # The outcome is unknown; the next poll tells, and a repeated start is harmless.
+            self._start_errors[pod.uid] = str(error)
             self._log.warning("start: %s", error)
 
     def _signed(self, start: StartPod) -> InitGenerateRequest:
@@ -156,16 +210,23 @@ class PodActions:
         except PodError as error:
             self._log.warning("stop: %s", error)
 
-    async def _delete(self, pod: PodView) -> None:
+    async def _evict(self, pod: PodView) -> None:
+        if self._clock() < self._evict_after.get(pod.uid, 0.0):
+            return
         try:
-            await self._store.delete_pod(pod)
+            await self._store.evict_pod(pod)
         except StoreForbidden as error:
-            if pod.uid not in self._undeletable:
-                self._undeletable.add(pod.uid)
-                message = f"pod {pod.name} cannot be deleted ({error}): install the chart with rbac.deletePods=true"
-                self._emit(WorkEvent(reason=Reason.STALLED, message=message, warning=True))
+            self._tell_once(pod, f"cannot be evicted ({error}): install the chart with rbac.deletePods=true")
+        except EvictionRefused as error:
+            self._tell_once(pod, f"is not evicted yet ({error}): it is tried again every {EVICTION_SECONDS:.0f} s")
         except StoreError as error:
-            self._log.warning("deletion: %s", error)
+            self._log.warning("eviction: %s", error)
+
+    def _tell_once(self, pod: PodView, why: str) -> None:
+        """Tell the user why a pod stays, and leave it alone for a while."""
+        if pod.uid not in self._evict_after:
+            self._emit(WorkEvent(reason=Reason.STALLED, message=f"pod {pod.name} {why}", warning=True))
+        self._evict_after[pod.uid] = self._clock() + EVICTION_SECONDS
 
 
 def _addressed(request: InitGenerateRequest, url: str) -> InitGenerateRequest:

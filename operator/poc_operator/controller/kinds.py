@@ -24,7 +24,9 @@ from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.leases import LEASE_SECONDS, Renewal
 from poc_operator.observed import GatewayReport, PodReport
-from poc_operator.planning.snapshot import DecideRivals, Snapshot, Step, Work
+from poc_operator.planning.eligibility import usable_pods
+from poc_operator.planning.queue import as_other
+from poc_operator.planning.snapshot import DecideRivals, OtherRound, Snapshot, Step, Work
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.leaving import renewal
 from poc_operator.rounds.snapshot import RoundSnapshot
@@ -54,6 +56,8 @@ class Planner(ABC, Generic[WorkT]):
     """Makes the plans of one object. What it remembers may be lost with the process."""
 
     resource: ClassVar[type[Work]]
+    #: Whether the objects wait for pods in one queue.
+    queues: ClassVar[bool] = False
 
     def __init__(self, sources: Sources, ref: ObjectRef, log: ObjectLogger) -> None:
         self._sources = sources
@@ -77,6 +81,10 @@ class Planner(ABC, Generic[WorkT]):
     def recorded(self, step: Step[Any]) -> None:
         """Remember what the next plan needs of a step that was recorded."""
 
+    def told_others(self, seen: Snapshot[WorkT], step: Step[Any]) -> OtherRound | None:
+        """Return what other rounds must know of this object; None if it does not queue with them."""
+        return None
+
     async def close(self) -> None:
         """Give up what is under way."""
 
@@ -85,6 +93,7 @@ class RoundPlanner(Planner[PoCRound]):
     """Rounds: the gateway is asked what it has of the results; without one, the receiver's Secret is read."""
 
     resource = PoCRound
+    queues = True
 
     def __init__(self, sources: Sources, ref: ObjectRef, log: ObjectLogger) -> None:
         super().__init__(sources, ref, log)
@@ -121,6 +130,11 @@ class RoundPlanner(Planner[PoCRound]):
             if isinstance(action, DecideRivals) and self._gateway is not None:
                 self._gateway.decide(action.decisions)
 
+    def told_others(self, seen: Snapshot[PoCRound], step: Step[Any]) -> OtherRound | None:
+        """Return the round's place in the queue for pods, those that it has, and those that it wants."""
+        snapshot = self._snapshot(seen)
+        return as_other(seen.work, step.status, lambda: usable_pods(snapshot), blocked=snapshot.blocked is not None)
+
     async def close(self) -> None:
         """Give up the question that is under way."""
         if self._gateway is not None:
@@ -136,6 +150,7 @@ class RoundPlanner(Planner[PoCRound]):
             reports=seen.reports,
             now=seen.now,
             others=seen.others,
+            find_other_rounds=seen.find_other_rounds,
             gateway=self._report,
             rate_limit=self._sources.rate_limit,
             lease_seconds=self._sources.lease_seconds,
@@ -167,7 +182,12 @@ class ValidationPlanner(Planner[PoCValidation]):
     def plan(self, seen: Snapshot[PoCValidation]) -> Step[Any]:
         """Return the validation's next step."""
         snapshot = validations.ValidationSnapshot(
-            work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, proofs=self._proofs
+            work=seen.work,
+            pods=seen.pods,
+            reports=seen.reports,
+            now=seen.now,
+            find_other_rounds=seen.find_other_rounds,
+            proofs=self._proofs,
         )
         return validations.plan(snapshot)
 
@@ -216,7 +236,12 @@ class CalibrationPlanner(Planner[PoCCalibration]):
     def plan(self, seen: Snapshot[PoCCalibration]) -> Step[Any]:
         """Return the calibration's next step."""
         snapshot = calibrations.CalibrationSnapshot(
-            work=seen.work, pods=seen.pods, reports=seen.reports, now=seen.now, measured=self._measured
+            work=seen.work,
+            pods=seen.pods,
+            reports=seen.reports,
+            now=seen.now,
+            find_other_rounds=seen.find_other_rounds,
+            measured=self._measured,
         )
         return calibrations.plan(snapshot)
 

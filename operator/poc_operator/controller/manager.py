@@ -26,6 +26,7 @@ from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller
+from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
@@ -92,6 +93,7 @@ class Manager:
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
         self._lag = 0.0  # of the event loop, in seconds
+        self._others = OtherRounds(time.monotonic)
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
@@ -279,13 +281,15 @@ class Manager:
             pods=self._pods,
             metrics=self.metrics,
             emit=emit,
+            others=self._others,
         )
 
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:
         """Reconcile the object until it is gone, or finished for good. A cancellation is safe at any moment."""
         self._reconcilers[uid] = reconciler
         try:
-            while await self._turn(reconciler):
+            reconciler.enter_queue()
+            while await self._turn(uid, reconciler):
                 if reconciler.seconds_to_release() <= 0:
                     reconciler.tell_of_pods_left()
                     return
@@ -295,19 +299,21 @@ class Manager:
             if reconciler.seconds_to_release() < math.inf:
                 self._released.add(uid)
             del self._reconcilers[uid]
+            self._others.forget(uid)
             try:
                 await reconciler.close()
             except Exception as error:  # no object ends the process
                 self.metrics.work_failed(error)
                 reconciler.log.exception("what was under way could not be given up")
 
-    async def _turn(self, reconciler: Reconciler[Any]) -> bool:
+    async def _turn(self, uid: str, reconciler: Reconciler[Any]) -> bool:
         """Take one step and wait until it is time for the next; False if there is none."""
         failures = reconciler.failures
         try:
             if not await self._reconcile(reconciler):
                 return False
         except Exception as error:
+            self._others.fail(uid)
             await failures.failed(error, reconciler.generation or 0)
             await failures.pause(reconciler.seconds_to_release())
             return True

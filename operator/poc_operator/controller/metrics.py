@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from poc_operator.apis.v1alpha1.calibration import CalibrationStatus
+from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus
@@ -112,7 +113,7 @@ class Metrics(Collector):
         for event in events:
             self._events.labels(event.reason).inc()
             if event.loss is not None:
-                self._retries.labels(event.loss).inc()
+                self._retries.labels(event.loss).inc(event.count)
         uid = seen.work.metadata.uid
         most = self._known[uid].most if uid in self._known else _nonces(seen.work.status)
         silent = [seen.report_of(share).silent_seconds for share in status.shares if share.state.active]
@@ -148,11 +149,22 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "poc_oldest_report_seconds", "Age of the oldest report of a pod that has a slot.", value=oldest
         )
+        yield _degraded(one.status for one in known)
         checks = [status.cross_check for status in rounds]
         deviating = sum(check.deviating_pods for check in checks if check is not None)
         yield GaugeMetricFamily(
             "poc_pods_deviating", "Pods that computed something else than most of their round.", value=deviating
         )
+
+
+def _degraded(statuses: Iterable[WorkStatus]) -> GaugeMetricFamily:
+    """Count the objects that are degraded for each of the reasons that there can be."""
+    gauge = GaugeMetricFamily("poc_degraded", "Objects that are degraded, by reason.", labels=["reason"])
+    found = Counter(reason for status in statuses for reason in status.degraded.split(",") if reason)
+    for reason, explanation in EXPLANATIONS.items():
+        if "Degraded=True" in explanation.where:
+            gauge.add_metric([str(reason)], found.get(str(reason), 0))
+    return gauge
 
 
 def _gauge(name: str, text: str, counts: Mapping[str, int], states: Iterable[str]) -> GaugeMetricFamily:

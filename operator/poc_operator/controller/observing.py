@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
-from poc_operator.clients.errors import GatewayError, PodError, PodTimeout
+from poc_operator.clients.errors import GatewayError, PodError, PodRefused, PodTimeout
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
@@ -147,7 +147,7 @@ class PodPoller:
                     failed(error)
                     if isinstance(error, PodTimeout):
                         self._silence(pod, ip, port, error)
-                    return pod.uid, PodReport(error=str(error))
+                    return pod.uid, PodReport(error=str(error), listens=isinstance(error, PodTimeout | PodRefused))
 
         asks = [ask(pod, pod.ip) for pod in pods if pod.ip and not pod.gone]
         return dict(await asyncio.gather(*asks))

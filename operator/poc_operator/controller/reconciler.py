@@ -16,10 +16,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Generic
 
 from poc_operator.apis.v1alpha1.round import RoundStatus
-from poc_operator.apis.v1alpha1.status import SlotState, WorkStatus
+from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.clients.errors import ObjectGone, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
@@ -29,6 +30,7 @@ from poc_operator.controller.kinds import Planner, Sources, WorkT
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
+from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Work
 
@@ -109,6 +111,7 @@ class Reconciler(Generic[WorkT]):
         pods: PodCache,
         metrics: Metrics,
         emit: Emit,
+        others: OtherRounds | None = None,
     ) -> None:
         self._resource = kind.resource
         self._ref = ref
@@ -133,12 +136,18 @@ class Reconciler(Generic[WorkT]):
         self._actions = PodActions(sources=sources, client=client, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(client=client, wake=self.wake)
         self._deleted_since: float | None = None  # by the monotonic clock
+        self._others = others or OtherRounds(time.monotonic)
         self._knows_pods = False  # whether the watch has told of those that worked when this process began
 
     def concerns(self, pod: PodView) -> bool:
         """Whether the pod may matter to the object."""
         work = self._work
         return work is None or selects(work, pod) or any(share.uid == pod.uid for share in work.status.shares)
+
+    def enter_queue(self) -> None:
+        """Let the other rounds of the namespace wait for the first plan of this one, if it queues with them."""
+        if self._planner.queues:
+            self._others.expect(self._ref.uid, self._ref.namespace, self.wake)
 
     async def reconcile(self) -> bool:
         """Take the object one step further. Return False when it is gone, or deleted and its pods have stopped."""
@@ -151,6 +160,9 @@ class Reconciler(Generic[WorkT]):
         seen = await self._observe(work)
         with self._metrics.plan_seconds.time():
             step = self._planner.plan(seen)
+        # At once, so that no other round plans with the same pod while this status is written.
+        if (told := self._planner.told_others(seen, step)) is not None:
+            self._others.put(self._ref.uid, told)
         try:
             await self._recorder.record(stored, step.status)
         except ObjectGone as error:  # nothing is ordered that is not recorded
@@ -217,6 +229,8 @@ class Reconciler(Generic[WorkT]):
         try:
             found: Any = await self._store.get(self._resource, self._ref.namespace, self._ref.name)
         except UnreadableObject as error:
+            if error.body["metadata"].get("uid", self._ref.uid) != self._ref.uid:
+                return None
             self._note(error.generation, deleted="deletionTimestamp" in error.body["metadata"])
             raise
         work: WorkT | None = found
@@ -240,8 +254,8 @@ class Reconciler(Generic[WorkT]):
             await self._planner.compare(work, reports)
         self._watch.forget_others(reports)
         self._actions.forget_others(reports)
-        starting = {share.uid for share in work.status.shares if share.state is SlotState.STARTING}
-        self._actions.forget_refusals(starting)
+        if work.status.stop_time is not None:
+            self._actions.forget_refusals()
         measured = {uid: self._watch.measured(uid, report) for uid, report in reports.items()}
         return Snapshot(
             work=work,
@@ -249,6 +263,7 @@ class Reconciler(Generic[WorkT]):
             others=others,
             reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
+            find_other_rounds=partial(self._others.beside, self._ref.uid, self._ref.namespace),
         )
 
     async def _pods_of(self, work: WorkT) -> tuple[Sequence[PodView], Sequence[PodView]]:

@@ -5,6 +5,9 @@ A plan is a chain of policies. Each takes a `Snapshot` (the object, its pods, th
 so far (status, actions, events), and returns the next step. There is no I/O and no clock. What only one kind needs
 belongs into ``rounds``, ``validations`` or ``calibrations``. ``reaping`` judges what pods compute for nobody.
 
+`readiness` says which pods load or cannot work, `queue` which round gets a pod that several want. `lifecycle`,
+`conditions`, `waiting` and `samples` are parts of the chains.
+
 States of every kind (`State`)::
 
     Pending ──► Running ──► Stopping ──► Complete | Failed

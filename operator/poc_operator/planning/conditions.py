@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.schema import shorten
+from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES, shorten
 from poc_operator.apis.v1alpha1.status import Result, SlotState, State, WorkStatus
 from poc_operator.planning.eligibility import Finding, incompatibility
-from poc_operator.planning.snapshot import Snapshot, Step, Work
+from poc_operator.planning.snapshot import Snapshot, Step, Work, WorkEvent
 from poc_operator.planning.waiting import waits_for
 
 #: Whether a condition is true, its reason, its message.
@@ -54,7 +54,29 @@ def set_conditions(
         conditions=merge_conditions(status.conditions, new),
         message=shorten(progressing[2]),
         degraded=",".join(dict.fromkeys(str(reason) for reason, _ in findings)),
+        events=_news(status, findings),
     )
+
+
+#: What Events of their own tell, when it happens to a slot or a pod.
+_TOLD = frozenset(
+    {
+        Reason.PODS_DISAGREE,
+        Reason.REPORT_CONTRADICTORY,
+        Reason.RESULTS_FORGED,
+        Reason.SLOTS_FAILED,
+        Reason.SLOTS_STALLED,
+        Reason.SLOTS_WAITING,
+    }
+)
+
+
+def _news(before: WorkStatus, findings: Sequence[Finding]) -> list[WorkEvent]:
+    """Return an Event for each finding that there was none of its kind before."""
+    known = {*before.degraded.split(","), *_TOLD}
+    return [
+        WorkEvent(reason=reason, message=message, warning=True) for reason, message in findings if reason not in known
+    ]
 
 
 def _accepted(snapshot: Snapshot[Work], status: WorkStatus, blocked: Finding | None) -> Verdict:
@@ -98,7 +120,10 @@ def given_up(status: WorkStatus, what: str) -> Finding | None:
 def _degraded(findings: Sequence[Finding]) -> Verdict:
     if not findings:
         return False, Reason.ALL_SLOTS_WORK, "nothing is lost"
-    return True, findings[0][0], "; ".join(message for _, message in findings)
+    # Where they do not fit, each is cut rather than the last ones left out.
+    text = "; ".join(message for _, message in findings)
+    room = len(text.encode()) if len(text.encode()) <= MESSAGE_BYTES else MESSAGE_BYTES // len(findings) - len("; ")
+    return True, findings[0][0], "; ".join(shorten(message, room) for _, message in findings)
 
 
 def _ended(status: WorkStatus, result: Result) -> Verdict:

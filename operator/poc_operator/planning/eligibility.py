@@ -5,8 +5,10 @@ What is done about other work, another round of ours or somebody else's, says ``
 """
 
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec, WorkSpec
 from poc_operator.observed import PodReport, PodView
+from poc_operator.planning.queue import may_take, other_round
 from poc_operator.planning.snapshot import Snapshot, Work
 from vllm_poc.wire.answers import ModelLimits, PowState
 
@@ -72,21 +74,29 @@ def busy_pods(snapshot: Snapshot[Work]) -> list[PodView]:
     return [pod for pod, report in snapshot.answering if computes_other_work(snapshot, report)]
 
 
-def holder(report: PodReport) -> str:
-    """Say what the pod computes."""
+def holder(snapshot: Snapshot[Work], report: PodReport) -> str:
+    """Say what the pod computes: a round of the namespace by its name, other work as far as the pod says."""
     status = report.status
     if status is None:
         return "no answer"
+    other = other_round(snapshot, report)
     height = f", height {status.config.block_height}" if status.config else ""
-    return f"round {status.round_id or 'without id'}{height}"
+    return f"round {other.name if other is not None else status.round_id or 'without id'}{height}"
 
 
 def may_replace(snapshot: Snapshot[Work], report: PodReport) -> bool:
-    """Whether this work may stop what the pod computes: older work only, so that two rounds never take turns."""
-    status = report.status
-    if snapshot.work.spec.concurrency_policy is not ConcurrencyPolicy.REPLACE or status is None:
+    """Whether this work may stop what the pod computes: only what stands behind it in the queue of `planning.queue`."""
+    work, status = snapshot.work, report.status
+    if not isinstance(work, PoCRound) or work.spec.concurrency_policy is not ConcurrencyPolicy.REPLACE:
         return False
-    return status.config is None or status.config.block_height < snapshot.work.spec.block_height
+    other = other_round(snapshot, report)
+    if other is not None:
+        return may_take(snapshot, other)
+    if status is None:
+        return False
+    if status.config is None:
+        return work.spec.priority >= 0
+    return (work.spec.priority, work.spec.block_height) > (0, status.config.block_height)
 
 
 def usable_pods(snapshot: Snapshot[Work]) -> list[PodView]:

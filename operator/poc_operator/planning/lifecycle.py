@@ -14,6 +14,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy
 from poc_operator.planning.eligibility import busy_pods
+from poc_operator.planning.readiness import loading_seconds, loads
 from poc_operator.planning.snapshot import DeleteWork, Snapshot, StatusT, Step, Work, WorkEvent
 from poc_operator.planning.waiting import holders
 
@@ -64,11 +65,22 @@ def _startable_since(snapshot: Snapshot[Work]) -> datetime:
 
 
 def pods_unreachable(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
-    """No pod has answered for ``pollFailureSeconds``."""
+    """No pod has answered for ``pollFailureSeconds``, and none loads its model."""
     limit = snapshot.work.spec.poll_failure_seconds
     if status.poll_failure_time is None or snapshot.seconds_since(status.poll_failure_time) < limit:
         return None
     return failed(Reason.PODS_UNREACHABLE, f"no pod has answered for {limit} s (spec.pollFailureSeconds)")
+
+
+def pods_idle(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
+    """No pod has worked on it for ``startDeadlineSeconds`` since it started, or longer if one had to load its model."""
+    limit, idle_since = snapshot.work.spec.start_deadline_seconds, status.idle_time
+    if idle_since is None:
+        return None
+    if snapshot.seconds_since(idle_since) < limit + loading_seconds(snapshot, idle_since):
+        return None
+    waited = f"; last waited for: {status.message}" if status.message else ""
+    return failed(Reason.PODS_IDLE, f"no pod has worked on it for {limit} s (spec.startDeadlineSeconds){waited}")
 
 
 def pods_busy(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
@@ -87,6 +99,7 @@ LIMITS: tuple[EndRule[Snapshot[Work], WorkStatus], ...] = (
     deadline_exceeded,
     start_deadline_exceeded,
     pods_unreachable,
+    pods_idle,
     pods_busy,
 )
 
@@ -120,13 +133,13 @@ def suspend(snapshot: Snapshot[Work], step: StepT) -> StepT:
     if status.stop_time is None or any(share.state.active for share in status.shares):
         return step
     # Like a Job's, the clock of resumed work starts anew.
-    return step.extended(stop_time=None, start_time=None)
+    return step.extended(stop_time=None, start_time=None, idle_time=None)
 
 
-def note_times(snapshot: Snapshot[Work], step: StepT, *, started: bool, extent: str) -> StepT:
-    """Record when the first pod confirmed its start, and since when no pod has answered.
+def note_times(snapshot: Snapshot[Work], step: StepT, *, started: bool, works: bool, extent: str) -> StepT:
+    """Record when the first pod confirmed its start, since when no pod has answered, and since when none works.
 
-    ``started`` says whether one has by now, ``extent`` how much work it is.
+    ``started`` says whether one has by now, ``works`` whether one works, ``extent`` how much work it is.
     """
     status, events = step.status, list[WorkEvent]()
     start_time = status.start_time
@@ -134,13 +147,16 @@ def note_times(snapshot: Snapshot[Work], step: StepT, *, started: bool, extent: 
         start_time = snapshot.now
         events.append(WorkEvent(reason=Reason.STARTED, message=extent))
     failing_since = (status.poll_failure_time or snapshot.now) if _poll_failed(snapshot, status) else None
-    return step.extended(start_time=start_time, poll_failure_time=failing_since, events=events)
+    idle_since = None if works or start_time is None else status.idle_time or snapshot.now
+    return step.extended(start_time=start_time, poll_failure_time=failing_since, idle_time=idle_since, events=events)
 
 
 def _poll_failed(snapshot: Snapshot[Work], status: WorkStatus) -> bool:
-    """Whether pods do the work and none of them answers. Those that leave are to do none."""
+    """Whether pods do the work, and none of them answers or loads its model. Those that leave are to do none."""
     active = [share for share in status.shares if share.state.active and share.state is not SlotState.LEAVING]
-    return bool(active) and all(snapshot.report_of(share).status is None for share in active)
+    return bool(active) and not any(
+        snapshot.report_of(share).status is not None or loads(snapshot, snapshot.pod_of(share)) for share in active
+    )
 
 
 def close(snapshot: Snapshot[Work], step: StepT) -> StepT:

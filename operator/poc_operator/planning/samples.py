@@ -14,9 +14,9 @@ from poc_operator.apis.v1alpha1.calibration import CalibrationSample, PoCCalibra
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Sample
-from poc_operator.observed import Answer, PodView
+from poc_operator.observed import Answer, PodReport, PodView
 from poc_operator.planning import lifecycle
-from poc_operator.planning.eligibility import computes_other_work, usable_pods
+from poc_operator.planning.eligibility import computes_other_work, holder, usable_pods
 from poc_operator.planning.snapshot import AskPod, Snapshot, Step, Work, WorkEvent
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 
@@ -50,14 +50,22 @@ def _observe(
         return _unbound(sample, SlotState.WAITING), None  # asked for again if the work goes on
     if snapshot.pod_of(sample) is None:
         return _lost(snapshot, sample, f"pod {sample.pod} is gone")
-    answer = snapshot.report_of(sample).answer
+    report = snapshot.report_of(sample)
+    answer = report.answer
     if answer is None or take is None or answer.key != _key(sample):
-        return sample, None
+        # A round has taken the pod, which would answer after that: the request is withdrawn.
+        return (_put_back(snapshot, sample, report) if computes_other_work(snapshot, report) else sample), None
     try:
         taken = _taken(sample, answer, take)
     except ValueError as error:
         return _lost(snapshot, sample, f"pod {sample.pod}: {error}")
     return taken.model_copy(update={"state": SlotState.DONE, "error": None}), None
+
+
+def _put_back(snapshot: Snapshot[NamedNonces], sample: SampleT, report: PodReport) -> SampleT:
+    """Return a sample that its pod has no time for: it waits for a free pod, and nothing of it is lost."""
+    why = f"pod {sample.pod} computes {holder(snapshot, report)}"
+    return _unbound(sample, SlotState.WAITING).model_copy(update={"attempts": sample.attempts - 1, "error": why})
 
 
 def _taken(sample: SampleT, answer: Answer, take: Take[SampleT]) -> SampleT:
@@ -124,7 +132,8 @@ def note_times(snapshot: Snapshot[NamedNonces], step: StepT) -> StepT:
     samples: Sequence[AnySample] = step.status.samples
     extent = f"{sum(sample.count for sample in samples)} nonces in {len(samples)} samples"
     started = _started(samples, snapshot.work.status.samples)
-    return lifecycle.note_times(snapshot, step, started=started, extent=extent)
+    works = any(sample.state is SlotState.RUNNING for sample in samples)
+    return lifecycle.note_times(snapshot, step, started=started, works=works, extent=extent)
 
 
 def _started(samples: Iterable[AnySample], before: Iterable[AnySample]) -> bool:

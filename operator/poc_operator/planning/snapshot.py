@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan is made from and what it consists of."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -25,11 +25,37 @@ WorkT_co = TypeVar("WorkT_co", bound=Work, covariant=True)
 StatusT = TypeVar("StatusT", bound=WorkStatus)
 
 
+#: Where a round stands in the queue for pods; the least goes first.
+Place = tuple[int, int, int, datetime, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRound:
+    """Another round of the namespace, as its own last plan left it.
+
+    ``name`` has the namespace, ``id`` is the round's on the wire, ``replaces`` says whether it stops other work, and
+    ``block`` is hash, height and public key. ``held`` are the uids of the pods that have a slot of it, ``wanted`` those
+    of which it could use ``needs`` more.
+    """
+
+    id: str
+    name: str
+    place: Place
+    priority: int
+    replaces: bool
+    block: tuple[str, int, str]
+    held: frozenset[str] = frozenset()
+    wanted: frozenset[str] = frozenset()
+    needs: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot(Generic[WorkT_co]):
     """The world as one plan sees it. ``pods`` are those that the object's selector matches.
 
     ``others`` are pods that it does not match, or not any more, although they were given a slot or sample.
+    ``find_other_rounds`` returns the other rounds of the namespace; None if not all of them are known yet, as in a new
+    process. Most plans do not ask for them.
     """
 
     work: WorkT_co
@@ -37,6 +63,12 @@ class Snapshot(Generic[WorkT_co]):
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
     others: Sequence[PodView] = ()
+    find_other_rounds: Callable[[], Sequence[OtherRound] | None] = tuple
+
+    @cached_property
+    def other_rounds(self) -> Sequence[OtherRound] | None:
+        """The other rounds of the namespace."""
+        return self.find_other_rounds()
 
     @cached_property
     def live_pods(self) -> Sequence[PodView]:
@@ -111,7 +143,7 @@ class ExtendPod:
 
 @dataclass(frozen=True, kw_only=True)
 class DeletePod:
-    """Delete a pod that cannot be helped otherwise; whatever made it makes a new one."""
+    """Evict a pod that cannot be helped otherwise; whatever made it makes a new one."""
 
     pod: PodView
 
@@ -151,22 +183,48 @@ class Loss(StrEnum):
     STOPPED = "Stopped"
     POD_LEFT = "PodLeft"
     LEASE_EXPIRED = "LeaseExpired"
+    REFUSED = "Refused"
+    PREEMPTED = "Preempted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkEvent:
-    """A Kubernetes Event to post on the object; ``loss`` if it tells of a slot that was given out again."""
+    """A Kubernetes Event to post on the object; ``loss`` if it tells of a slot that was given out again.
+
+    ``count`` is how many slots it tells of.
+    """
 
     reason: str
     message: str
     warning: bool = False
     loss: Loss | None = None
+    count: int = 1
 
     @classmethod
     def warn_of(cls, slot: Assignment, reason: Reason, message: str, loss: Loss | None = None) -> Self:
         """Return a warning about one slot, which the message names first."""
         text = f"node {slot.node} group {slot.group}: {message}"
         return cls(reason=reason, message=text, warning=True, loss=loss)
+
+
+#: So many Events of one kind are posted by themselves; more become one that names the first.
+MOST_ALIKE = 3
+
+
+def condensed(events: Sequence[WorkEvent]) -> Sequence[WorkEvent]:
+    """Return the Events with those of one reason and one kind of loss put together, where there are many.
+
+    However many slots a plan tells of, the API server limits how many Events an operator may post.
+    """
+    alike: dict[object, list[WorkEvent]] = {}
+    for event in events:
+        alike.setdefault((event.reason, event.loss, event.warning), []).append(event)
+    return [event for found in alike.values() for event in (found if len(found) <= MOST_ALIKE else [_joined(found)])]
+
+
+def _joined(events: Sequence[WorkEvent]) -> WorkEvent:
+    first = events[0]
+    return replace(first, message=f"{len(events)} slots, the first: {first.message}", count=len(events))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,21 +4,22 @@
 from collections.abc import Callable, Sequence
 
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed import PodView
-from poc_operator.planning.eligibility import busy_pods, holder, incompatibility
+from poc_operator.planning.eligibility import (
+    busy_pods,
+    computes_other_work,
+    holder,
+    incompatibility,
+    usable_pods,
+)
+from poc_operator.planning.queue import first_in_line, in_turn
+from poc_operator.planning.readiness import named, why_not_ready
 from poc_operator.planning.snapshot import Snapshot, Work
 
 Wait = tuple[bool, Reason, str]
 
 Rule = Callable[[Snapshot[Work]], Wait | None]
-
-#: So many pods are named in a message; more would not be read.
-_NAMED = 3
-
-
-def _names(pods: Sequence[PodView], detail: Callable[[PodView], str]) -> str:
-    named = ", ".join(f"{pod.name} ({detail(pod)})" for pod in pods[:_NAMED])
-    return named if len(pods) <= _NAMED else f"{named} and {len(pods) - _NAMED} more"
 
 
 def _no_pod_matches(snapshot: Snapshot[Work]) -> Wait | None:
@@ -39,7 +40,7 @@ def _no_pod_ready(snapshot: Snapshot[Work]) -> Wait | None:
     pods = snapshot.live_pods
     if any(pod.ready for pod in pods):
         return None
-    waiting = _names(pods, lambda pod: pod.waiting_for)
+    waiting = named(pods, lambda pod: why_not_ready(snapshot, pod))
     return False, Reason.NO_POD_READY, f"waiting for one of {len(pods)} pods to become ready: {waiting}"
 
 
@@ -47,7 +48,7 @@ def _no_pod_answers(snapshot: Snapshot[Work]) -> Wait | None:
     if snapshot.answering:
         return None
     ready = [pod for pod in snapshot.live_pods if pod.ready]
-    errors = _names(ready, lambda pod: _error(snapshot, pod))
+    errors = named(ready, lambda pod: _error(snapshot, pod))
     return (
         False,
         Reason.PODS_UNREACHABLE,
@@ -79,12 +80,30 @@ def _all_pods_busy(snapshot: Snapshot[Work]) -> Wait | None:
     return False, Reason.PODS_BUSY, f"every pod computes another round: {held}; wait for it or stop it"
 
 
+def _others_go_first(snapshot: Snapshot[Work]) -> Wait | None:
+    """Pods compute nothing, and are for rounds that go before this one."""
+    if not isinstance(snapshot.work, PoCRound) or any(slot.state.active for slot in snapshot.work.status.assignments):
+        return None
+    idle = [pod for pod in usable_pods(snapshot) if not computes_other_work(snapshot, snapshot.reports[pod.uid])]
+    first = first_in_line(snapshot, idle)
+    if first is None or in_turn(snapshot, idle):
+        return None
+    return False, Reason.PODS_BUSY, f"round {first.name} gets the pods first (its priority is {first.priority})"
+
+
 def holders(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> str:
     """Name busy pods and what each computes."""
-    return _names(pods, lambda pod: holder(snapshot.reports[pod.uid]))
+    return named(pods, lambda pod: holder(snapshot, snapshot.reports[pod.uid]))
 
 
-_RULES: tuple[Rule, ...] = (_no_pod_matches, _no_pod_ready, _no_pod_answers, _no_pod_fits, _all_pods_busy)
+_RULES: tuple[Rule, ...] = (
+    _no_pod_matches,
+    _no_pod_ready,
+    _no_pod_answers,
+    _no_pod_fits,
+    _all_pods_busy,
+    _others_go_first,
+)
 
 
 def waits_for(snapshot: Snapshot[Work]) -> Wait:

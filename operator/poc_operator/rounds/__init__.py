@@ -8,10 +8,10 @@ states of a round.
 A slot is one residue class of the round's nonces. Its states (`SlotState`)::
 
     Waiting ──bound──► Starting ──confirmed──► Running ──stopped, at its end──► Done
-       ▲                  ▲  ▲                    │ │
-       │ pod gone         │  └──── lost, again ───┘ │ no progress, or silent
-       ├──────────────────┘                         ▼
-       ├────────────────── stopped ◄──────────── Stalled          (lost too often: Failed)
+       ▲                  │  ▲                    │ │
+       │ refused, taken   │  └── stopped by ──────┤ │ no progress, or silent
+       ├──────────────────┘      somebody         │ ▼
+       ├── pod gone, server ended, failed ────────┘ Stalled ── stopped ──► Starting      (lost too often: Failed)
        │                                            │ silent until its lease has run out
        ├────────────────────────────────────────────┘
        └── stopped, its lease run out, or gone ── Leaving ◄── pod deleted or not selected, from each state of a pod

@@ -13,10 +13,11 @@ from datetime import timedelta
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, CrossCheck, CrossCheckStatus, Deviation, RoundSpec
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed import Answer
+from poc_operator.observed import Answer, PodReport
 from poc_operator.planning.pod_requests import named_nonces
 from poc_operator.planning.snapshot import AskPod, WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
+from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.generate import GeneratedResponse
 from vllm_poc.wire.messages import Protocol
@@ -39,11 +40,18 @@ def cross_check(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     spec, check = snapshot.round.spec.cross_check, step.status.cross_check
     if spec is None or step.status.stop_time is not None:
         return step
-    running = [slot for slot in step.status.assignments if slot.state is SlotState.RUNNING]
+    slots = step.status.assignments
+    running = [slot for slot in slots if slot.state is SlotState.RUNNING and may_be_asked(snapshot.report_of(slot))]
     if check is not None and check.pending:
         return _compare(snapshot, step, check, running) or _ask(snapshot, step, check, running)
     begun = _begin(snapshot, spec, check, running)
     return step if begun is None else _ask(snapshot, step.extended(cross_check=begun), begun, running)
+
+
+def may_be_asked(report: PodReport) -> bool:
+    """Whether the pod can compute named nonces now: one that cannot resume answers after its round."""
+    status = report.status
+    return status is not None and (report.resumes or status.state is not PowState.GENERATING)
 
 
 def _begin(

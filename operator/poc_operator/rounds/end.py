@@ -21,10 +21,10 @@ DECISION_PATIENCE = timedelta(seconds=30)
 
 
 def enough_nonces(snapshot: RoundSnapshot, status: RoundStatus) -> Outcome | None:
-    """``stop.afterNonces`` is reached."""
+    """``stop.afterNonces`` is reached: so many are settled, which a gateway must have stored."""
     stop = snapshot.round.spec.stop
-    checked = sum(slot.next for slot in status.assignments)
-    if stop is None or stop.after_nonces is None or checked < stop.after_nonces:
+    settled = sum(slot.delivered for slot in status.assignments)
+    if stop is None or stop.after_nonces is None or settled < stop.after_nonces:
         return None
     return complete(f"spec.stop.afterNonces of {stop.after_nonces} reached")
 

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a slot whose pod lost it or gets nothing done.
+"""What becomes of a slot whose pod lost it, cannot do it, or gets nothing done.
 
-A lost slot is given out again within the budget, or given up. A pod that stalls is stopped and told again, and in the
-end deleted.
+A lost slot is given out again within the budget, or given up. Where its server is known to have ended, it waits for
+the first free pod, be it the old one after it has loaded. So does a slot that its pod refuses or has no time for:
+nothing of it was computed, so nothing counts against the budget. A pod that stalls is stopped and told again, and in
+the end evicted.
 """
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RetryPolicy, StallAction
 from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import PodView, is_container_session
+from poc_operator.planning.queue import taken_over
+from poc_operator.planning.readiness import loads
 from poc_operator.planning.snapshot import Action, DeletePod, Loss, StopPod, WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
@@ -17,31 +22,78 @@ def lose(
 ) -> tuple[Assignment, WorkEvent | None]:
     """Return the slot after its work was lost, and the Event that tells the user.
 
-    With ``unbind`` the slot waits for another pod; else its own pod is told again. What the cluster's
-    infrastructure ended does not count against the budget, nor does what only a lease has ended.
+    With ``unbind`` the slot waits for a free pod; else its own pod is told again. What the cluster's infrastructure
+    ended does not count against the budget, nor what only a lease has ended, nor what a round took over that goes
+    before this one.
     """
     slot = slot.model_copy(update={"lease_end_time": None, "unconfirmed": False})
     if snapshot.round.status.stop_time is not None:
         return slot.model_copy(update={"state": SlotState.DONE, "error": why}), None
     if snapshot.is_whole(slot):
         return slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
-    disrupted = snapshot.disrupted(slot)
-    if disrupted:
-        why += " (disrupted by the cluster)"
-    free = disrupted or loss is Loss.LEASE_EXPIRED
+    why, loss, free = _cause(snapshot, slot, loss, why)
     slot = slot.model_copy(update={"disruptions": slot.disruptions + free})
     refusal = _exhausted(snapshot, slot, free=free)
     if refusal is not None:
         failed = slot.model_copy(update={"state": SlotState.FAILED, "error": f"{why}; {refusal}"})
         return failed, WorkEvent.warn_of(slot, Reason.WORK_LOST, f"{why}; {refusal}")
     again = _reset(slot, _start_index(snapshot, slot), why)
-    later = ""
     if snapshot.gateway is not None:
-        again, later = again.model_copy(update={"lost": snapshot.now}), ", or later if the gateway has more by then"
-    if unbind:
-        again = again.model_copy(update={"state": SlotState.WAITING, "pod": None, "uid": None, "stalls": 0})
-    message = f"{why}; starts again at index {again.start}{later}"
-    return again, WorkEvent.warn_of(slot, Reason.WORK_LOST, message, Loss.DISRUPTED if disrupted else loss)
+        again = again.model_copy(update={"lost": snapshot.now})
+    message = f"{why}; starts again at {_where(snapshot, slot, again.start)}"
+    event = WorkEvent.warn_of(slot, Reason.WORK_LOST, message, loss)
+    return (_unbound(again) if unbind or loss is Loss.PREEMPTED else again), event
+
+
+def _cause(snapshot: RoundSnapshot, slot: Assignment, loss: Loss, why: str) -> tuple[str, Loss, bool]:
+    """Return why the slot was lost, the same in a word, and whether it counts against no budget."""
+    taker = taken_over(snapshot, slot)
+    if taker is not None:
+        return f"pod {slot.pod} is for round {taker.name}, which goes first", Loss.PREEMPTED, True
+    # One that stalled was evicted by us, and would be again and again.
+    evicted = slot.state is SlotState.STALLED and snapshot.round.spec.stall.action is StallAction.DELETE_POD
+    if snapshot.disrupted(slot) and not evicted:
+        return f"{why} (disrupted by the cluster)", Loss.DISRUPTED, True
+    return why, loss, loss is Loss.LEASE_EXPIRED
+
+
+def _where(snapshot: RoundSnapshot, slot: Assignment, start: int) -> str:
+    """Say where a lost slot starts again."""
+    if not _resumes(snapshot, slot):
+        return "index 0, since such a pod cannot resume"
+    return f"index {start}{', or later if the gateway has more by then' if snapshot.gateway is not None else ''}"
+
+
+def _resumes(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    """Whether the slot's pod could go on where it was: what is started by a container's session could not."""
+    return snapshot.report_of(slot).resumes and not is_container_session(slot.session)
+
+
+def _unbound(slot: Assignment) -> Assignment:
+    nobody = {"state": SlotState.WAITING, "pod": None, "uid": None, "session": None, "restarts": 0, "stalls": 0}
+    return slot.model_copy(update={**nobody, "previous": slot.pod, "lease_end_time": None, "unconfirmed": False})
+
+
+def release(snapshot: RoundSnapshot, slot: Assignment, loss: Loss, why: str) -> tuple[Assignment, WorkEvent | None]:
+    """Return the slot that its pod has not begun and cannot begin: it waits for a free pod.
+
+    The Event is sent once, however often the pod is asked again.
+    """
+    if snapshot.round.status.stop_time is not None:
+        return slot.model_copy(update={"state": SlotState.DONE, "error": why}), None
+    counts = {"attempts": slot.attempts + 1, "disruptions": slot.disruptions + 1, "error": why}
+    event = None if why == slot.error else WorkEvent.warn_of(slot, Reason.WORK_LOST, why, loss)
+    return _unbound(slot).model_copy(update=counts), event
+
+
+def why_ended(slot: Assignment, pod: PodView, port: int) -> str | None:
+    """Return why the server that the slot was given to has certainly ended; None if it may compute."""
+    server = pod.container(port)
+    if server.ended:
+        return f"pod {pod.name} does not run ({server.ended})"
+    if server.restarts > slot.restarts:
+        return f"pod {pod.name} restarted"
+    return None
 
 
 def _exhausted(snapshot: RoundSnapshot, slot: Assignment, *, free: bool) -> str | None:
@@ -90,9 +142,10 @@ def stalled_for_long(snapshot: RoundSnapshot, slot: Assignment) -> bool:
 
 
 def silent_for_long(snapshot: RoundSnapshot, slot: Assignment) -> bool:
-    """Whether the slot's pod has not answered for longer than ``stall.unreachableSeconds``."""
+    """Whether the slot's pod has not answered for longer than ``stall.unreachableSeconds``, and does not load."""
     limit = snapshot.round.spec.stall.unreachable_seconds
-    return _counts(snapshot) and snapshot.report_of(slot).silent_seconds >= limit
+    is_silent = snapshot.report_of(slot).silent_seconds >= limit
+    return _counts(snapshot) and is_silent and not loads(snapshot, snapshot.pod_of(slot))
 
 
 def _counts(snapshot: RoundSnapshot) -> bool:

@@ -7,9 +7,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
+from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
+from poc_operator.planning.queue import taken_over
+from poc_operator.planning.readiness import why_not_ready
 from poc_operator.planning.snapshot import Loss, WorkEvent
 from poc_operator.rounds.counters import (
     contradiction,
@@ -21,7 +25,8 @@ from poc_operator.rounds.counters import (
     undelivered,
 )
 from poc_operator.rounds.leaving import lease_end, lease_over, leave, why_leaving
-from poc_operator.rounds.loss import lose, silent_for_long, stall, stalled_for_long
+from poc_operator.rounds.loss import lose, release, silent_for_long, stall, stalled_for_long, why_ended
+from poc_operator.rounds.slots import free_pods
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import is_of_slot
 from vllm_poc.wire.answers import PowState, StatusResponse, StopReason
@@ -82,6 +87,14 @@ def _pod_gone(view: SlotView) -> Change | None:
     if view.pod is not None:
         return None
     return lose(view.snapshot, view.slot, Loss.POD_GONE, f"pod {view.slot.pod} is gone", unbind=True)
+
+
+def _server_ended(view: SlotView) -> Change | None:
+    """The server that was given the slot is no more, as the kubelet says: nobody computes the slot."""
+    if view.status is not None or view.pod is None:
+        return None
+    why = why_ended(view.slot, view.pod, view.snapshot.round.spec.port)
+    return None if why is None else lose(view.snapshot, view.slot, Loss.RESTARTED, why, unbind=True)
 
 
 def _leaves(view: SlotView) -> Change | None:
@@ -163,9 +176,30 @@ def _runs(view: SlotView) -> Change | None:
 def _not_started_yet(view: SlotView) -> Change | None:
     if view.slot.state is not SlotState.STARTING:
         return None
-    error = "the pod computes other work" if view.computing else None
-    refusal = view.report.refusal
-    return view.slot.model_copy(update={"error": refusal[1] if refusal else error}), None
+    released = _released(view)
+    if released is not None or view.report.start_error is None:
+        return released or (view.slot, None)
+    error = f"pod {view.slot.pod} was told to start: {view.report.start_error}"
+    event = None if error == view.slot.error else WorkEvent.warn_of(view.slot, Reason.WORK_LOST, error)
+    return view.slot.model_copy(update={"error": error}), event
+
+
+def _released(view: SlotView) -> Change | None:
+    """The pod does not begin the slot: it refuses, or computes other work, or another round is to have it first."""
+    snapshot, slot, report = view.snapshot, view.slot, view.report
+    if report.in_flight:
+        return None
+    if report.refusal is not None:
+        return release(snapshot, slot, Loss.REFUSED, f"pod {slot.pod} refused to start: {report.refusal[1]}")
+    taker = taken_over(snapshot, slot)
+    if taker is not None:
+        return release(snapshot, slot, Loss.PREEMPTED, f"pod {slot.pod} is for round {taker.name}, which goes first")
+    if computes_other_work(snapshot, report) and not may_replace(snapshot, report):
+        return release(snapshot, slot, Loss.PREEMPTED, f"pod {slot.pod} computes {holder(snapshot, report)}")
+    if view.pod is not None and not view.pod.ready and free_pods(snapshot, snapshot.round.status.assignments):
+        why = f"pod {slot.pod} is not ready ({why_not_ready(snapshot, view.pod)})"
+        return release(snapshot, slot, Loss.REFUSED, why)
+    return None
 
 
 def _stopped(view: SlotView) -> Change | None:
@@ -177,7 +211,7 @@ def _stopped(view: SlotView) -> Change | None:
     if view.slot.state is SlotState.STALLED and not view.ending:
         return lose(view.snapshot, slot, Loss.STALLED, view.slot.error or f"pod {slot.pod} stalled")
     if status.state is PowState.FAILED:
-        return lose(view.snapshot, slot, Loss.FAILED, f"pod {slot.pod} failed: {status.error}")
+        return lose(view.snapshot, slot, Loss.FAILED, f"pod {slot.pod} failed: {status.error}", unbind=True)
     if view.ending or slot.next >= view.snapshot.partition_of(slot).capacity:
         if not is_settled(view.snapshot, slot):
             return slot, None
@@ -192,17 +226,20 @@ def _stopped(view: SlotView) -> Change | None:
 def _forgot(view: SlotView) -> Change | None:
     """The pod says nothing of the slot: it has restarted, or never speaks of rounds that are over."""
     if view.status is None or view.slot.session != view.status.session_id:
-        return lose(view.snapshot, view.slot, Loss.RESTARTED, f"pod {view.slot.pod} restarted and forgot the round")
+        why = f"pod {view.slot.pod} restarted and forgot the round"
+        return lose(view.snapshot, view.slot, Loss.RESTARTED, why, unbind=True)
     if view.ending:
         return view.slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
     if view.computing and not view.ours:
-        return lose(view.snapshot, view.slot, Loss.STOPPED, f"pod {view.slot.pod} was given other work")
+        why = f"pod {view.slot.pod} was given other work"
+        return lose(view.snapshot, view.slot, Loss.STOPPED, why, unbind=True)
     return lose(view.snapshot, view.slot, Loss.STOPPED, f"pod {view.slot.pod} stopped and says nothing about it")
 
 
 _RULES: tuple[Rule, ...] = (
     _idle_slot,
     _pod_gone,
+    _server_ended,
     _leaves,
     _start_accepted,
     _unreachable,
@@ -225,7 +262,14 @@ def _observe_slot(snapshot: RoundSnapshot, recorded: Assignment) -> Change:
     slot = counted(snapshot, recorded)  # what is lost goes on from there
     view = SlotView(snapshot=snapshot, slot=slot, pod=snapshot.existing_pod_of(slot), report=snapshot.report_of(slot))
     seen, event = next(change for rule in _RULES if (change := rule(view)))
-    return counted(snapshot, seen), event
+    return counted(snapshot, _with_restarts(view, seen)), event
+
+
+def _with_restarts(view: SlotView, slot: Assignment) -> Assignment:
+    """Remember how often the server of a pod that answers has restarted: once more, and it has lost the slot."""
+    if view.status is None or view.pod is None or slot.uid != view.pod.uid or not slot.state.active:
+        return slot
+    return slot.model_copy(update={"restarts": view.pod.container(view.snapshot.round.spec.port).restarts})
 
 
 def _confirm(slot: Assignment, session: str) -> Assignment:

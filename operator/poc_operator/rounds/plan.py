@@ -2,9 +2,10 @@
 """The chain of policies of a PoCRound: ``POLICIES``, read from top to bottom, is what the operator does."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from poc_operator.planning.lifecycle import expire
-from poc_operator.planning.snapshot import Step
+from poc_operator.planning.snapshot import Step, condensed
 from poc_operator.rounds.allowance import extend_pods, grant
 from poc_operator.rounds.cross_check import cross_check
 from poc_operator.rounds.end import end, finish, suspend
@@ -54,4 +55,4 @@ def plan(snapshot: RoundSnapshot) -> RoundStep:
         return expire(snapshot, step)
     for policy in POLICIES:
         step = policy(snapshot, step)
-    return step
+    return replace(step, events=condensed(step.events))

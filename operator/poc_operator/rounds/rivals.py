@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.round import RivalCheckStatus, RivalDecision, Ro
 from poc_operator.observed import Decision, PodView, RivalNonce, RivalResult, Truth
 from poc_operator.planning.pod_requests import named_nonces
 from poc_operator.planning.snapshot import AskPod, DecideRivals, WorkEvent
-from poc_operator.rounds.cross_check import PATIENCE, alike, max_difference, values_of, vector_of
+from poc_operator.rounds.cross_check import PATIENCE, alike, max_difference, may_be_asked, values_of, vector_of
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 #: Nonces of one question.
@@ -51,8 +51,9 @@ def _begin(snapshot: RoundSnapshot, step: RoundStep, check: RivalCheckStatus | N
     if check is not None and not check.answered and snapshot.now < check.time + RETRY:
         return None
     number = check.number + 1 if check is not None else 1
-    able = {pod.uid: nonces for pod, _ in snapshot.answering if (nonces := _unknown_to(snapshot, step.status, pod))}
-    pods = [pod for pod, _ in snapshot.answering if pod.uid in able]
+    asked = [pod for pod, report in snapshot.answering if may_be_asked(report)]
+    able = {pod.uid: nonces for pod in asked if (nonces := _unknown_to(snapshot, step.status, pod))}
+    pods = [pod for pod in asked if pod.uid in able]
     if not pods:
         return None
     pod = pods[number % len(pods)]

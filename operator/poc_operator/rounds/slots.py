@@ -9,33 +9,47 @@ from collections.abc import Iterable
 
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed import PodView
-from poc_operator.planning.eligibility import computes_other_work, may_replace, usable_pods
+from poc_operator.observed import PodReport, PodView
+from poc_operator.planning.eligibility import computes_other_work, incompatibility, may_replace, usable_pods
+from poc_operator.planning.queue import in_turn
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 
 def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> list[PodView]:
-    """Usable pods without a slot: first those that compute nothing, then those whose work may be replaced."""
+    """Usable pods without a slot that are this round's to take: first those that compute nothing, then those whose work
+    may be replaced.
+    """
     taken = {slot.uid for slot in assignments if slot.state is not SlotState.WAITING}
     pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
     idle = [pod for pod, report in pods if not computes_other_work(snapshot, report)]
     busy = [pod for pod, report in pods if computes_other_work(snapshot, report) and may_replace(snapshot, report)]
-    return idle + busy
+    return in_turn(snapshot, idle, busy)
 
 
 def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Decide the residue classes, once: as many groups as asked for, or so that every pod of today gets a slot.
 
-    Pods beyond `MAX_SLOTS` get none. A spec that asks for more has ended the round: `end.too_many_slots`.
+    Only pods that can do the work count, and those that may once they are ready: a selector may match others, and slots
+    for these would stay empty. Pods beyond `MAX_SLOTS` get none. A spec that asks for more has ended the round:
+    `end.too_many_slots`.
     """
     if step.status.slots or step.status.stop_time or not usable_pods(snapshot):
         return step
     nodes = snapshot.round.spec.nodes
-    groups = nodes.groups or min(-(-len(snapshot.live_pods) // len(nodes.ids)), MAX_SLOTS // len(nodes.ids))
+    pods = sum(_may_work(snapshot, pod) for pod in snapshot.live_pods)
+    groups = nodes.groups or min(-(-pods // len(nodes.ids)), MAX_SLOTS // len(nodes.ids))
     assignments = [
         Assignment(node=node, group=group, state=SlotState.WAITING) for group in range(groups) for node in nodes.ids
     ]
     return step.extended(slots=nodes.count * groups, groups=groups, assignments=assignments)
+
+
+def _may_work(snapshot: RoundSnapshot, pod: PodView) -> bool:
+    if not pod.ready:
+        ports = frozenset[int]().union(*(container.ports for container in pod.containers))
+        return not ports or snapshot.round.spec.port in ports
+    report = snapshot.reports.get(pod.uid, PodReport())
+    return report.listens if report.status is None else incompatibility(snapshot.round.spec, report) is None
 
 
 def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
@@ -43,14 +57,16 @@ def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if step.status.stop_time or snapshot.blocked:
         return step
     free = free_pods(snapshot, step.status.assignments)
-    return step.extended(assignments=[_bind(snapshot, slot, free) for slot in step.status.assignments])
+    port = snapshot.round.spec.port
+    return step.extended(assignments=[_bind(snapshot, slot, free, port) for slot in step.status.assignments])
 
 
-def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView]) -> Assignment:
-    """Take the first free pod off the list for a waiting slot."""
+def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView], port: int) -> Assignment:
+    """Take a free pod off the list for a waiting slot: the first one, but rather not that which had it before."""
     if slot.state is not SlotState.WAITING or not free:
         return slot
-    pod = free.pop(0)
+    pod = next((pod for pod in free if pod.name != slot.previous), free[0])
+    free.remove(pod)
     return slot.model_copy(
         update={
             "state": SlotState.STARTING,
@@ -60,6 +76,7 @@ def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView]) -> Ass
             "leased": snapshot.reports[pod.uid].leases,
             # A slot that was lost has counted its new attempt already.
             "attempts": max(slot.attempts, 1),
-            "error": None,
+            "restarts": pod.container(port).restarts,
+            "previous": None,
         }
     )

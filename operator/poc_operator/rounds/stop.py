@@ -29,7 +29,7 @@ def replace_other_work(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     held = [(slot, pod) for slot in step.status.assignments if (pod := _held_pod(snapshot, slot)) is not None]
     stops = [StopPod(pod=pod, round_id=_round_id(snapshot, slot)) for slot, pod in held]
     known = {slot.uid for slot in snapshot.round.status.assignments}
-    events = [_event(slot, snapshot.report_of(slot)) for slot, _ in held if slot.uid not in known]
+    events = [_event(snapshot, slot) for slot, _ in held if slot.uid not in known]
     return step.extended(actions=stops, events=events)
 
 
@@ -44,8 +44,9 @@ def _round_id(snapshot: RoundSnapshot, slot: Assignment) -> str | None:
     return status.round_id if status is not None else None
 
 
-def _event(slot: Assignment, report: PodReport) -> WorkEvent:
-    message = f"pod {slot.pod} computes {holder(report)}: stopping it (spec.concurrencyPolicy is Replace)"
+def _event(snapshot: RoundSnapshot, slot: Assignment) -> WorkEvent:
+    held_by = holder(snapshot, snapshot.report_of(slot))
+    message = f"pod {slot.pod} computes {held_by}: stopping it (spec.concurrencyPolicy is Replace)"
     return WorkEvent(reason=Reason.REPLACED, message=message, warning=True)
 
 
@@ -83,9 +84,10 @@ def _owns(slot: Assignment | None, status: StatusResponse) -> bool:
     return slot is not None and is_of_slot(status, slot)
 
 
-#: So long a pod that does not answer is waited for when its round ends. One that answers is waited for
-#: until it has stopped.
+#: So long a pod that does not answer is waited for when its round ends. One that answers is waited for until it has
+#: stopped, or `spec.stopDeadlineSeconds` have passed.
 STOP_PATIENCE = timedelta(seconds=90)
+_LEFT = "computes on after"
 
 
 def running_pods(snapshot: RoundSnapshot) -> list[PodView]:
@@ -115,7 +117,8 @@ def stop_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Stop every pod that still computes, and settle the slots that nobody computes.
 
     A slot is not settled before the gateway was asked for what its pod says to be delivered. One whose pod does not
-    answer is settled without its word in the end: it may compute on until its lease runs out.
+    answer is settled without its word in the end: it may compute on until its lease runs out. After
+    ``spec.stopDeadlineSeconds`` every slot is settled: a round ends, whatever a pod answers.
     """
     stop_time = step.status.stop_time
     if stop_time is None:
@@ -125,8 +128,26 @@ def stop_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     busy = {pod.uid for pod in pods if patient or _is_heard_of(snapshot.reports.get(pod.uid))}
     busy |= {slot.uid for slot in step.status.assignments if slot.uid is not None and not is_settled(snapshot, slot)}
     unheard = {pod.uid for pod in pods} - busy
+    limit = snapshot.round.spec.stop_deadline_seconds
+    if snapshot.seconds_since(stop_time) >= limit:
+        slots = [_give_up(snapshot, slot, busy, unheard) for slot in step.status.assignments]
+        return step.extended(assignments=slots, actions=stop_orders(snapshot, pods))
     assignments = [_settle(snapshot, slot, busy, unheard) for slot in step.status.assignments]
     return step.extended(assignments=assignments, actions=stop_orders(snapshot, pods))
+
+
+def _give_up(snapshot: RoundSnapshot, slot: Assignment, busy: set[str], unheard: set[str]) -> Assignment:
+    """Settle the slot although its pod has not confirmed that it stopped."""
+    settled = _settle(snapshot, slot, set(), busy | unheard)
+    if slot.uid not in busy or not slot.state.active:
+        return settled
+    limit = snapshot.round.spec.stop_deadline_seconds
+    return settled.model_copy(update={"error": f"pod {slot.pod} {_LEFT} {limit} s (spec.stopDeadlineSeconds)"})
+
+
+def is_left(slot: Assignment) -> bool:
+    """Whether the slot was settled although its pod had not stopped."""
+    return slot.state is SlotState.DONE and slot.error is not None and _LEFT in slot.error
 
 
 def _is_heard_of(report: PodReport | None) -> bool:

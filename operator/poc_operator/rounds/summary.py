@@ -6,23 +6,29 @@ from collections.abc import Callable, Sequence
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
-from poc_operator.observed import CollectedSlot
+from poc_operator.observed import CollectedSlot, is_container_session
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.lifecycle import tally
+from poc_operator.planning.readiness import unusable_pods
 from poc_operator.rounds.counters import is_doubted
 from poc_operator.rounds.cross_check import describe
 from poc_operator.rounds.rivals import under_way
 from poc_operator.rounds.slots import free_pods
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
+from poc_operator.rounds.stop import is_left
 
 
 def note_times(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
-    """Record when the first pod confirmed its start, and since when no pod has answered."""
-    slots = step.status.assignments
-    started = any(slot.state is SlotState.RUNNING for slot in slots)
-    return lifecycle.note_times(snapshot, step, started=started, extent=f"{len(slots)} slots of {step.status.slots}")
+    """Record when the first pod confirmed its start, since when no pod has answered, and since when none works."""
+    slots, before = step.status.assignments, snapshot.round.status.assignments
+    running = [slot for slot in slots if slot.state is SlotState.RUNNING]
+    # A pod that is not believed may compute on without anything to show for it.
+    gets_on = sum(slot.delivered for slot in slots) > sum(slot.delivered for slot in before)
+    works = gets_on or not all(is_doubted(slot) for slot in running)
+    extent = f"{len(slots)} slots of {step.status.slots}"
+    return lifecycle.note_times(snapshot, step, started=bool(running), works=works, extent=extent)
 
 
 def summarise(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
@@ -48,10 +54,16 @@ def _rate(snapshot: RoundSnapshot, status: RoundStatus, checked: int) -> float:
     """Return nonces per second: of the pods that compute now, and the mean once the round is over."""
     if status.completion_time is None or status.stop_time is None:
         believed = [slot for slot in status.assignments if slot.state is SlotState.RUNNING and not is_doubted(slot)]
-        return sum(snapshot.rate_of(slot) for slot in believed)
+        return sum(snapshot.rate_of(slot) for slot in believed if not _repeats(snapshot, slot))
     # It may have ended before it started again after a suspension.
     last = (status.stop_time - status.start_time).total_seconds() if status.start_time is not None else 0.0
     return checked / max(1.0, status.worked_seconds + last)
+
+
+def _repeats(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    """Whether the slot's pod computes once more what is known already, as one that began anew."""
+    told = snapshot.report_of(slot).status
+    return told is not None and told.next_index < slot.next
 
 
 def tell(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
@@ -93,6 +105,11 @@ def _leaving(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     until = f", until {first.lease_end_time:%Y-%m-%dT%H:%M:%SZ} at the latest" if first.lease_end_time else ""
     message = f"{len(leaving)} slots wait for their pods to stop, the first{until}: {first.error}"
     return Reason.SLOTS_LEAVING, message
+
+
+def _pods_left(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    left = [slot.error or "" for slot in status.assignments if is_left(slot)]
+    return (Reason.PODS_LEFT, f"pods have not stopped: {_some(left)}") if left else None
 
 
 def _not_believed(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -190,8 +207,10 @@ def _callback_secret_unavailable(snapshot: RoundSnapshot, status: RoundStatus) -
 
 
 def _undelivered(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
-    missing = sum(slot.next - slot.delivered for slot in status.assignments)
-    if not missing or any(slot.state.active for slot in status.assignments):
+    # A pod that cannot resume drops at its stop what it was about to send: that is expected.
+    missing = sum(slot.next - slot.delivered for slot in status.assignments if not is_container_session(slot.session))
+    is_closing = status.outcome is not None and status.completion_time is None  # the gateway may know more
+    if not missing or is_closing or any(slot.state.active for slot in status.assignments):
         return None
     receiver = "spec.callbackURL" if snapshot.gateway is None else "the gateway"
     return Reason.DELIVERY_INCOMPLETE, f"{missing} computed nonces were not delivered to {receiver}"
@@ -203,16 +222,19 @@ def _rejected(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
 
 
 def _waiting(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
-    waiting = [slot for slot in status.assignments if slot.state is SlotState.WAITING]
-    if not waiting or status.start_time is None or snapshot.blocked:
+    slots = status.assignments
+    waiting = [slot for slot in slots if slot.state is SlotState.WAITING]
+    if not waiting or status.start_time is None or status.stop_time is not None or snapshot.blocked:
         return None
-    return Reason.SLOTS_WAITING, f"{len(waiting)} of {len(status.assignments)} slots wait for a free, ready pod"
+    why = unusable_pods(snapshot, beside=frozenset(slot.uid for slot in slots))
+    return Reason.SLOTS_WAITING, f"{len(waiting)} of {len(slots)} slots wait for a free pod{why and f': {why}'}"
 
 
 FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _failed,
     _stalled,
     _leaving,
+    _pods_left,
     _not_believed,
     _pods_disagree,
     _results_forged,

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server with the behaviour of the protocol's reference implementation: no rounds, no sessions, no resumption.
 
-It refuses a start while it computes, with 409 and FastAPI's own error body; begins at index 0; reports nothing
+It refuses a start while it computes, with 409; begins at index 0; reports nothing
 but the state, the round's parameters while it computes, and how many nonces it has processed; sends its results in
-batches and drops what waits at a stop; ignores unknown fields and query parameters.
+batches and drops what waits at a stop; ignores unknown fields and query parameters; answers requests for named nonces
+only after its round. Its errors are vLLM's, byte by byte.
 """
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Any
 
 import httpx
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from vllm_poc.wire.messages import API_PREFIX
@@ -21,6 +26,10 @@ from vllm_poc.wire.partition import NonceSlot
 MODEL = "tiny"
 #: Seconds for one batch, and between two callbacks: a hundredth of the reference's.
 BATCH_SECONDS, CALLBACK_SECONDS = 0.005, 0.05
+
+
+#: So many characters of what was sent stand in an explanation.
+_INPUT = 200
 
 
 class Params(BaseModel):
@@ -59,9 +68,14 @@ class ReferencePod:
         self._tasks: list[asyncio.Task[None]] = []
         self._buffer: list[int] = []
         self.app = FastAPI()
+        self.app.exception_handler(HTTPException)(_http_error)
+        self.app.exception_handler(RequestValidationError)(_invalid)
+        self.app.exception_handler(TypeError)(_failure)
+        self.asked = 0
         self.app.post(f"{API_PREFIX}/init/generate")(self.start)
         self.app.post(f"{API_PREFIX}/stop")(self.stop)
         self.app.get(f"{API_PREFIX}/status")(self.status)
+        self.app.post(f"{API_PREFIX}/generate")(self.generate)
 
     async def start(self, body: InitGenerate) -> dict[str, Any]:
         """Start at index 0, unless something is being computed."""
@@ -83,6 +97,13 @@ class ReferencePod:
         config |= self.request.params.model_dump(exclude={"model"})
         stats = {"total_processed": self.processed, "nonces_per_second": 1.5}
         return {"status": "GENERATING", "config": config, "stats": stats}
+
+    async def generate(self, request: Request) -> dict[str, Any]:
+        """Named nonces: they wait until the round is over."""
+        self.asked += 1
+        while self.request is not None:  # noqa: ASYNC110 - as the server does
+            await asyncio.sleep(BATCH_SECONDS)
+        raise HTTPException(503, "Engine not available")
 
     async def stop(self) -> dict[str, Any]:
         """Stop whatever runs; what was not sent is lost."""
@@ -118,6 +139,31 @@ class ReferencePod:
                     await client.post(
                         f"{body.url}/generated", json=shown | {"artifacts": artifacts, "encoding": encoding}
                     )
+
+
+def _wrapped(message: str, kind: str, code: int, param: str | None = None) -> JSONResponse:
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": error}, status_code=code)
+
+
+async def _http_error(_: Request, error: Any) -> JSONResponse:  # noqa: ANN401 - FastAPI's handlers
+    # vLLM cleans the text of addresses in memory, and fails on what is none.
+    text = re.sub(r" at 0x[0-9a-f]+>", ">", error.detail)
+    return _wrapped(text, HTTPStatus(error.status_code).phrase, error.status_code)
+
+
+async def _invalid(_: Request, error: Any) -> JSONResponse:  # noqa: ANN401
+    mistakes = error.errors()
+    lines = [
+        f"  {one | {'input': str(one['input'])[:_INPUT], 'loc': '.'.join(map(str, one['loc']))}}" for one in mistakes
+    ]
+    label = "error" if len(mistakes) == 1 else "errors"
+    text = f"{len(mistakes)} validation {label}:\n" + "\n".join(lines)
+    return _wrapped(text, "Bad Request", HTTPStatus.BAD_REQUEST, ".".join(map(str, mistakes[0]["loc"])))
+
+
+async def _failure(_: Request, error: Any) -> JSONResponse:  # noqa: ANN401
+    return _wrapped(str(error), "BadRequestError", HTTPStatus.BAD_REQUEST)
 
 
 @contextlib.asynccontextmanager

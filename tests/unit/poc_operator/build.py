@@ -7,13 +7,15 @@ from typing import Any, TypeVar
 
 from poc_operator.apis.v1alpha1.calibration import CalibrationSpec, CalibrationStatus, PoCCalibration
 from poc_operator.apis.v1alpha1.meta import Metadata
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundSpec, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.apis.v1alpha1.validation import PoCValidation, ValidationSpec, ValidationStatus
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport, PodReport, PodView
-from poc_operator.rounds.snapshot import RoundSnapshot
+from poc_operator.planning.snapshot import WorkEvent
+from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import ModelLimits, PowState, StatusResponse
 
 WorkT = TypeVar("WorkT", PoCRound, PoCValidation, PoCCalibration)
@@ -149,6 +151,11 @@ def has(*slots: tuple[int, int], asked: float = 0, stride: int | None = None, **
     ]
     answer = CollectedRound(uid=UID, stored=0, duplicates=0, conflicts=0, forwarded=0, slots=collected)
     return GatewayReport(callback=CALLBACK, collected=answer, asked=NOW + timedelta(seconds=asked), **fields)
+
+
+def doubts(step: RoundStep) -> list[WorkEvent]:
+    """The Events of a step that name a pod which is not believed."""
+    return [event for event in step.events if event.reason == Reason.REPORT_CONTRADICTORY]
 
 
 def look(

@@ -42,6 +42,7 @@ class Reason(StrEnum):
     PENDING = "Pending"
     PODS_BUSY = "PodsBusy"
     PODS_DISAGREE = "PodsDisagree"
+    PODS_IDLE = "PodsIdle"
     PODS_LEFT = "PodsLeft"
     PODS_UNREACHABLE = "PodsUnreachable"
     PROOFS_CHANGED = "ProofsChanged"
@@ -145,7 +146,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _VALIDATION,
     ),
     Reason.CALLBACK_SECRET_UNAVAILABLE: Explanation(
-        "Accepted, Progressing=False; Degraded=True",
+        "Accepted, Progressing=False; Degraded=True, Event",
         "The Secret of `callbackSecretRef` does not exist, cannot be read, or has no user and password. Pods that "
         "compute continue, and none is started.",
         "Create the Secret, or install the operator's chart with `rbac.readSecrets=true`. The round waits until "
@@ -153,7 +154,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.INTERNAL_ERROR: Explanation(
-        "Progressing=False, Degraded=True",
+        "Progressing=False, Degraded=True, Event",
         "The operator failed on this object. It tries again, at first after seconds, later every 5 min; others go on.",
         "The message and the operator's log say why. Another spec is tried at once. If the message names a field, "
         "delete the object and create it with another value.",
@@ -167,6 +168,12 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.START_DEADLINE_EXCEEDED: Explanation(
         "Failed=True",
         "No pod started within `startDeadlineSeconds`. The message has what was waited for last.",
+        "Remove that cause and create the object again, or set a longer deadline.",
+    ),
+    Reason.PODS_IDLE: Explanation(
+        "Failed=True",
+        "No pod has worked on it for `startDeadlineSeconds` since it started: its pods are gone, refuse, or compute "
+        "other work. The message has what was waited for last.",
         "Remove that cause and create the object again, or set a longer deadline.",
     ),
     Reason.DEADLINE_EXCEEDED: Explanation(
@@ -229,7 +236,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.RESULTS_CONFLICT: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "Results came to the gateway twice for the same nonce, and differ. The message names slots and both pods. A "
         "third pod computes the nonce; until then none of the results is forwarded.",
         "Look at these pods' GPUs: one of the two is faulty or lies. Without a third pod, add one, or say through the "
@@ -245,14 +252,14 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.DELIVERIES_REFUSED: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "Pods sent results of other slots, or of nonces that they cannot have reached. None was stored.",
         "Check that these pods run an image that you trust, that the clocks of the Kubernetes nodes agree, and "
         "`--max-nonces-per-second`.",
         _ROUND,
     ),
     Reason.ROUND_FULL: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "The gateway stores no more results of the round, which has as many as one round may have. Pods keep what they "
         "have computed, and deliver it when there is room.",
         "Raise the value of the gateway's chart that the message names, or end the round with `finish`. Other rounds "
@@ -260,7 +267,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.GATEWAY_CONTRADICTORY: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "Numbers of the gateway cannot be true: more results than nonces, or further than any pod can be. The slots in "
         "the message are counted as their pods tell.",
         "Check that `--gateway-url` leads to your gateway and that it asks for credentials, and "
@@ -268,24 +275,24 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.GATEWAY_UNREACHABLE: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "The gateway did not answer the operator, or not as expected. Pods keep their results and deliver later.",
         "Check that the gateway runs, `--gateway-url`, and that both have the same `POC_GATEWAY_OPERATOR_TOKEN`.",
         _ROUND,
     ),
     Reason.DELIVERY_INCOMPLETE: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "The pods have stopped and some computed nonces were not delivered.",
         "Check the receiver. The nonces can be computed again in another round.",
         _ROUND,
     ),
     Reason.RESULTS_REJECTED: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "Nonces had no finite result, or the receiver refused them with 4xx.",
         "Look at the receiver's log and at `delivery_error` in the pod's status.",
     ),
     Reason.THEORY_DISAGREES: Explanation(
-        "Degraded=True",
+        "Degraded=True, Event",
         "The measured valid rate is not what theory expects of this target.",
         "Check that the pods serve the model that you think, and its weights.",
         _CALIBRATION,
@@ -313,8 +320,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.DELETED: Explanation("Failed=True", "The object is being deleted; its pods are stopped before it goes."),
     Reason.PODS_LEFT: Explanation(
-        "Event",
-        "The object was deleted, and some of its pods did not confirm within 120 s that they stopped.",
+        "Degraded=True, Event",
+        "Pods had not confirmed that they stopped 120 s after the object was deleted, or `stopDeadlineSeconds` after "
+        "the round ended or was suspended.",
         "Look whether these pods answer. The operator asks them on, and stops those that come back.",
     ),
     Reason.ORPHAN_STOPPED: Explanation(

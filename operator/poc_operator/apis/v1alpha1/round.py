@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field
 
-from poc_operator.apis.v1alpha1.fields import MAX_SECONDS, Decimal, ObjectName
+from poc_operator.apis.v1alpha1.fields import MAX_SECONDS, Decimal, ObjectName, Seconds
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, Mutable, Rule
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
@@ -17,6 +17,9 @@ from vllm_poc.wire.partition import MAX_NONCE
 #: Slots that one round may have in this cluster. Their list is the largest part of the status, and the API server must
 #: be able to store it whatever their counters, pods and errors are.
 MAX_SLOTS = 3_000
+
+#: Largest priority, as a PriorityClass of a user may have.
+MAX_PRIORITY = 1_000_000_000
 
 _LABEL = "[A-Za-z0-9](?:[-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
 _TOP_LABEL = "[A-Za-z](?:[-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
@@ -99,7 +102,7 @@ class Stop(ApiModel):
     after_seconds: Annotated[Int32, Field(ge=1, le=MAX_SECONDS)] | None = None
     """Complete so many seconds after the first pod started."""
     after_nonces: Annotated[Int32, Field(ge=1, le=MAX_NONCE)] | None = None
-    """Complete when all pods together have computed so many nonces."""
+    """Complete when so many nonces are computed and settled: delivered, rejected, or with nothing to send."""
     after_valid: Annotated[Int32, Field(ge=1, le=MAX_NONCE)] | None = None
     """Complete when so many valid nonces have been delivered. Distance protocol only."""
 
@@ -138,8 +141,9 @@ class Stall(ApiModel):
     unreachable_seconds: Annotated[Int32, Field(ge=10, le=86_400)] = 300
     """Seconds without an answer after which a pod counts as stalled."""
     action: StallAction = StallAction.RETRY
-    """DeletePod deletes a pod that stalls again or does not answer, so that its slot moves on. It needs
-    `rbac.deletePods` in the operator's chart."""
+    """DeletePod evicts a pod that stalls again or does not answer, so that its slot moves on. A PodDisruptionBudget
+    that forbids it is followed, and the eviction is tried again later. It needs `rbac.deletePods` in the operator's
+    chart."""
 
 
 class CrossCheck(ApiModel):
@@ -192,8 +196,16 @@ class RoundSpec(ProtocolSpec):
     cross_check: CrossCheck | None = None
     """Lets the pods recompute nonces of each other. Without it they do not."""
     concurrency_policy: ConcurrencyPolicy = ConcurrencyPolicy.WAIT
-    """What happens when a pod computes other work. Wait: until it ends. Replace: the other work is stopped if its block
-    height is lower. Fail: this round fails, unless it has started."""
+    """What happens when a pod computes other work. Wait: this round gets the pod when it is its turn. Replace: the
+    other work is stopped if its priority is lower, or the same and its block height lower. Work that is no round of the
+    namespace has priority 0. Fail: this round fails, unless it has started."""
+    priority: Annotated[Int32, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), Mutable()] = 0
+    """Of several rounds that wait for a pod, the one with the highest priority gets it. Of those with the same, rounds
+    with `concurrencyPolicy: Replace` go first, the highest block before the others. Then the oldest round goes first.
+    With Replace the priority also says whose work is stopped."""
+    stop_deadline_seconds: Annotated[Seconds, Mutable()] = 300
+    """How long the pods may take to stop when the round ends or is suspended. Those that still compute then are named,
+    and not waited for any longer."""
     finish: Annotated[bool, Mutable()] = False
     """True ends the round now as if its `stop` were reached: pods deliver what is left, and the round is Complete. A
     suspended round is complete at once, and so is one that has not started. It cannot be taken back."""
@@ -226,9 +238,14 @@ class Assignment(Share):
     rejected_before: Int64 = 0
     """Those of them below `start`, from earlier pods."""
     disruptions: Int32 = 0
-    """Attempts that the cluster ended: evictions, preemptions, lost nodes. They do not count as retries."""
+    """Attempts that do not count as retries. The cluster ended them, the pod refused to start, or other work came
+    first."""
     stalls: Int32 = 0
     """How often the current pod has stalled."""
+    restarts: Int32 = 0
+    """How often the container of the pod's server had restarted when the pod last answered."""
+    previous: str | None = None
+    """Name of the pod that had the slot before, while it waits. Another pod is preferred."""
     lost: datetime | None = None
     """Since when the slot's work is lost; it is given out again once the gateway has said what it has of it."""
     leased: bool = True
@@ -370,6 +387,7 @@ class PoCRound(Resource):
         Column("Degraded", "string", ".status.degraded", "What is lost or missing"),
         Column("Age", "date", ".metadata.creationTimestamp", "Time since the creation"),
         Column("Retries", "integer", ".status.totals.retries", "Slots that were given out again", wide=True),
+        Column("Priority", "integer", ".spec.priority", "Priority in the queue for pods", wide=True),
         Column("Height", "integer", ".spec.blockHeight", "Height of the block", wide=True),
         Column("Hash", "string", ".spec.blockHash", "Hash of the block", wide=True),
         Column("RTarget", "string", ".spec.rTarget", "Target of the distance protocol", wide=True),

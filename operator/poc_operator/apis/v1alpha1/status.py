@@ -153,6 +153,8 @@ class WorkStatus(ApiModel):
     """When the work was complete or failed, and its pods had stopped."""
     poll_failure_time: datetime | None = None
     """Since when no pod has answered."""
+    idle_time: datetime | None = None
+    """Since when no pod works on it, if one did before."""
     stop_time: datetime | None = None
     """Since when the pods are being stopped."""
     outcome: Outcome | None = None

@@ -70,9 +70,15 @@ class WorkSpec(ApiModel):
     active_deadline_seconds: Annotated[Seconds, Mutable()] | None = None
     """The object fails when its work is not complete so long after the start. Without it, work may take any time."""
     start_deadline_seconds: Annotated[Seconds, Mutable()] = 900
-    """The object fails when no pod has started so long after its creation, or after its last suspension ended."""
+    """The object fails when no pod has started so long after its creation, or after its last suspension ended. It also
+    fails when no pod has worked on it for so long since it started. To this the startup time of a pod is added that had
+    to load its model meanwhile."""
     poll_failure_seconds: Annotated[Seconds, Mutable()] = 300
-    """The object fails when none of the pods that work on it has answered for so long."""
+    """The object fails when none of the pods that work on it has answered for so long. Pods that load their model are
+    waited for."""
+    pod_startup_seconds: Annotated[Seconds, Mutable()] = 3600
+    """How long a pod without a startup probe may load its model. For one with such a probe it is the time that the
+    probe allows."""
     suspend: Annotated[bool, Mutable()] = False
     """True stops the pods and keeps what they delivered. False again goes on from there."""
     ttl_seconds_after_finished: (

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading objects of all kinds, writing their status, deleting them; and deleting pods that cannot be helped otherwise.
+"""Reading objects of all kinds, writing their status, deleting them; and evicting pods that cannot be helped otherwise.
 
 The status is written against the resource version that was read. A plan made from an outdated object, as by an
 operator that has been replaced, is thus refused instead of overwriting a newer one.
 """
 
+import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
 from pydantic import TypeAdapter, ValidationError
 
 from poc_operator.apis.v1alpha1.conditions import Condition, StoredCondition, merge_conditions
@@ -17,7 +20,7 @@ from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, LabelSelector, Resou
 from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.basic_auth import BasicAuth
-from poc_operator.clients.errors import ObjectGone, StoreUnavailable, UnreadableObject
+from poc_operator.clients.errors import EvictionRefused, ObjectGone, StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
 from poc_operator.observed import PodView
 
@@ -163,15 +166,33 @@ class ObjectStore:
                 body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=work.metadata.uid)),
             )
 
-    async def delete_pod(self, pod: PodView) -> None:
-        """Delete the pod; nothing happens if it is gone or was replaced by another of its name."""
+    async def evict_pod(self, pod: PodView) -> None:
+        """Let the API server evict the pod; nothing happens if it is gone.
+
+        StaleObject if it was replaced by another of its name, EvictionRefused while a PodDisruptionBudget protects it.
+        """
+        options = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid))
+        metadata = client.V1ObjectMeta(name=pod.name, namespace=pod.namespace)
         async with api_errors():
-            await self._core.delete_namespaced_pod(
-                pod.name,
-                pod.namespace,
-                body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid)),
-                _request_timeout=REQUEST_SECONDS,
-            )
+            try:
+                await self._core.create_namespaced_pod_eviction(
+                    pod.name,
+                    pod.namespace,
+                    body=client.V1Eviction(metadata=metadata, delete_options=options),
+                    _request_timeout=REQUEST_SECONDS,
+                )
+            except ApiException as error:
+                if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+                    raise EvictionRefused(_message(error)) from error
+                raise
+
+
+def _message(error: ApiException) -> str:
+    """Return what the API server says beside its status."""
+    try:
+        return str(json.loads(error.body or "")["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {error.status}: {error.reason}"
 
 
 def _kind(resource: type[Resource]) -> dict[str, Any]:

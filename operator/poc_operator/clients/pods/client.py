@@ -173,7 +173,16 @@ def _error(status: int, body: bytes) -> PodError:
     except ValidationError:
         if status == HTTPStatus.NOT_FOUND:
             return NotAPodOfOurs("HTTP 404: the server has no PoC routes; start vLLM with --enable-poc")
-        return reference_pods.refusal(status, body) or NotAPodOfOurs(f"HTTP {status} without an explanation")
+        return reference_pods.refusal(status, body) or NotAPodOfOurs(f"HTTP {status}{_excerpt(body)}")
     if answer.reason == "RoundConflict":
         return PodBusy(answer.reason, answer.detail)
     return PodRefused(answer.reason, answer.detail)
+
+
+#: So many characters of an answer that nobody expected are told.
+_EXCERPT = 120
+
+
+def _excerpt(body: bytes) -> str:
+    text = reference_pods.without_addresses(body.decode(errors="replace"))
+    return f": {text[:_EXCERPT]}" if text else " without an explanation"

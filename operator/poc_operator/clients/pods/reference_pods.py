@@ -8,6 +8,7 @@ much of that its receiver got.
 """
 
 import json
+import re
 from http import HTTPStatus
 from typing import Annotated, Literal
 
@@ -55,8 +56,13 @@ class ReferenceCommand(WireMessage):
     status: Literal["OK"]
 
 
+class _VllmError(WireMessage):
+    message: str
+
+
 class _ReferenceError(WireMessage):
-    detail: object
+    error: _VllmError | None = None
+    detail: object = None
 
 
 def _whose(answer: object) -> str:
@@ -106,23 +112,50 @@ def _is_of(round_: PoCRound, config: ReferenceConfig) -> bool:
     return wanted == runs and artifact == (config.seq_len, config.k_dim)
 
 
-_REASONS = {HTTPStatus.UNPROCESSABLE_ENTITY: "InvalidRequest", HTTPStatus.SERVICE_UNAVAILABLE: "EngineNotReady"}
+_REASONS = {
+    HTTPStatus.BAD_REQUEST: "InvalidRequest",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "InvalidRequest",
+    HTTPStatus.SERVICE_UNAVAILABLE: "EngineNotReady",
+}
+_MODEL_MISMATCH = "ModelMismatch"
+#: What vLLM's handler of errors answers where the reference refuses parameters: it fails on the explanation.
+_LOST_EXPLANATION = "expected string or bytes-like object, got 'dict'"
+_EXPLANATION = (
+    f"the pod serves another model, seq_len or k_dim, and its server fails to say which ({_LOST_EXPLANATION})"
+)
+# What was sent is repeated in explanations, and the callback address in it has a password, which may be cut off.
+_SENT = re.compile(r", 'input': .*")
+_ADDRESS = re.compile(r"https?://[^\s'\"]*")
 
 
 def refusal(status: int, body: bytes) -> PodRefused | None:
-    """Return why a reference pod declined; None if the answer is not one of its refusals."""
+    """Return why a reference pod declined; None if the answer is not one of its refusals.
+
+    The server wraps its explanation as vLLM does, or, alone in a FastAPI, as that does.
+    """
     try:
-        detail = _ReferenceError.model_validate_json(body).detail
+        answer = _ReferenceError.model_validate_json(body)
     except ValidationError:
         return None
-    text = (detail if isinstance(detail, str) else json.dumps(_without_input(detail)))[:MAX_TEXT]
+    explained = answer.error.message if answer.error is not None else answer.detail
+    if explained is None:
+        return None
+    text = explained if isinstance(explained, str) else json.dumps(_without_input(explained))
+    text = without_addresses(text)[:MAX_TEXT]
+    if text == _LOST_EXPLANATION:
+        return PodRefused(_MODEL_MISMATCH, _EXPLANATION)
     if status == HTTPStatus.CONFLICT:
-        return PodBusy("RoundConflict", text) if isinstance(detail, str) else PodRefused("ModelMismatch", text)
+        return PodBusy("RoundConflict", text) if isinstance(explained, str) else PodRefused(_MODEL_MISMATCH, text)
     return PodRefused(_REASONS[HTTPStatus(status)], text) if status in _REASONS else None
 
 
+def without_addresses(text: str) -> str:
+    """Return the text in one line without the addresses in it, nor what a request had."""
+    return " ".join(_ADDRESS.sub("(address)", _SENT.sub("", text)).split())
+
+
 def _without_input(detail: object) -> object:
-    """Return FastAPI's list of mistakes without what was sent: the callback address in it has a password."""
+    """Return FastAPI's list of mistakes without what was sent."""
     if not isinstance(detail, list):
         return detail
     return [

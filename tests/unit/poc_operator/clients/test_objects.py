@@ -15,7 +15,15 @@ from poc_operator.apis.v1alpha1.meta import LabelSelector, Operator, Requirement
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.basic_auth import BasicAuth
-from poc_operator.clients.errors import ObjectGone, StoreForbidden, UnreadableObject
+from poc_operator.clients.errors import (
+    EvictionRefused,
+    ObjectGone,
+    StaleObject,
+    StoreError,
+    StoreForbidden,
+    StoreUnavailable,
+    UnreadableObject,
+)
 from poc_operator.clients.kube.objects import ObjectStore, merge_patch
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
@@ -35,14 +43,15 @@ class Api:
     def __init__(self) -> None:
         self.body: dict[str, Any] = body_of(a_round())
         self.pods: list[dict[str, Any]] = []
+        self.eviction: tuple[int, dict[str, Any]] = (201, {"kind": "Status", "status": "Success"})
         self.secrets: dict[str, dict[str, Any]] = {}
         self.seen: list[tuple[str, str, dict[str, str], Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else None
         self.seen.append((request.method, request.path, dict(request.query), body))
-        if request.path.endswith("/pods"):
-            return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": self.pods})
+        if "/pods" in request.path:
+            return self._of_pods(request)
         if request.path.endswith("configmaps/none"):
             return web.json_response({"kind": "Status", "code": 404}, status=404)
         if "/secrets/" in request.path:
@@ -54,6 +63,11 @@ class Api:
             return web.json_response({"kind": "Status", "code": 404}, status=404)
         listed = request.path.rsplit("/", 1)[-1].startswith("poc")
         return web.json_response({"items": [self.body]} if listed else self.body)
+
+    def _of_pods(self, request: web.Request) -> web.Response:
+        if request.path.endswith("/eviction"):
+            return web.json_response(self.eviction[1], status=self.eviction[0])
+        return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": self.pods})
 
 
 def body_of(work: PoCRound | PoCValidation | PoCCalibration) -> dict[str, Any]:
@@ -193,6 +207,34 @@ async def test_a_user_and_a_password_of_a_secret(api: tuple[Api, ObjectStore]) -
         await store.basic_auth("ns", "forbidden")
     with pytest.raises(LookupError):
         await store.basic_auth("ns", "none")
+
+
+async def test_a_pod_is_evicted_by_its_uid(api: tuple[Api, ObjectStore]) -> None:
+    """Not deleted: an eviction follows PodDisruptionBudgets."""
+    server, store = api
+    await store.evict_pod(a_pod("a"))
+    method, path, _, body = server.seen[0]
+    assert (method, path) == ("POST", "/api/v1/namespaces/ns/pods/a/eviction")
+    assert body["deleteOptions"]["preconditions"] == {"uid": "a"}
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(429, EvictionRefused), (403, StoreForbidden), (409, StaleObject), (404, None), (500, StoreUnavailable)],
+)
+async def test_an_eviction_that_is_refused(
+    api: tuple[Api, ObjectStore], code: int, error: type[StoreError] | None
+) -> None:
+    server, store = api
+    message = "Cannot evict pod as it would violate the pod's disruption budget."
+    server.eviction = (code, {"kind": "Status", "status": "Failure", "code": code, "message": message})
+    if error is None:
+        await store.evict_pod(a_pod("a"))
+        return
+    with pytest.raises(error) as caught:
+        await store.evict_pod(a_pod("a"))
+    assert type(caught.value) is error
+    assert error is not EvictionRefused or str(caught.value) == message
 
 
 def test_an_unset_field_is_deleted_by_the_patch() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from poc_operator.apis.v1alpha1.conditions import Condition
+from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES
 from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
@@ -49,19 +50,22 @@ def body(uid: str, *, generation: int) -> Mapping[str, Any]:
     return {"metadata": {"namespace": "ns", "name": uid, "uid": uid, "generation": generation}}
 
 
-BODY: Mapping[str, Any] = {"metadata": {"namespace": "ns", "name": "bad", "generation": 1}}
-
-
-def named(uid: str, round_: PoCRound) -> PoCRound:
-    """The round with this uid."""
+def with_uid(round_: PoCRound, uid: str) -> PoCRound:
+    """The round as another object."""
     return round_.model_copy(update={"metadata": round_.metadata.model_copy(update={"uid": uid})})
 
 
+#: Labels of the good round's pod: rounds that share pods queue for them.
+GOOD = {"for": "good"}
+BODY: Mapping[str, Any] = {"metadata": {"namespace": "ns", "name": "bad", "generation": 1}}
+
+
 class Rounds:
-    """A store of a bad round and a good one. ``fault`` is raised when the bad one is read."""
+    """A store of a bad round and a good one, each with its own pod. ``fault`` is raised when the bad one is read."""
 
     def __init__(self, bad: PoCRound, fault: Exception | None = None) -> None:
-        self.rounds = {name: named(name, round_) for name, round_ in {"bad": bad, "good": a_round()}.items()}
+        good = a_round(selector=LabelSelector(match_labels=GOOD))
+        self.rounds = {name: with_uid(made, name) for name, made in (("bad", bad), ("good", good))}
         self.fault = fault
         self.reads: dict[str, list[float]] = {"bad": [], "good": []}
         self.conditions: dict[str, tuple[str, str, str]] = {}
@@ -114,6 +118,7 @@ async def driven(rounds: Rounds, events: list[WorkEvent]) -> AsyncIterator[Manag
         await lease.acquire()
         operator = Manager(cast(ObjectStore, rounds), lease, cast(PodClient, Answering()))
         operator.pod_changed(a_pod("a"))
+        operator.pod_changed(a_pod("b", labels=GOOD))
         loops = [
             asyncio.create_task(
                 operator.run(name, operator.reconciler(RoundPlanner, ObjectRef("ns", name, name), events.append))

@@ -261,3 +261,15 @@ async def test_a_lease_that_nobody_renews_and_a_late_loop_are_for_a_new_process(
         await until(lambda: not operator.health_findings())
         measuring.cancel()
         await asyncio.gather(measuring, return_exceptions=True)
+
+
+async def test_another_round_of_the_same_name_is_not_reconciled() -> None:
+    """It has a loop of its own, and this one's round is gone."""
+    store = RunningRound()
+    async with lease_api() as (_, connection), PodClient() as client:
+        lease = LeaderElection(connection, "ns", "me", time.monotonic)
+        await lease.acquire()
+        operator = Manager(cast(ObjectStore, store), lease, client)
+        before = operator.reconciler(RoundPlanner, ObjectRef("ns", "r", "uid of one before"), lambda _: None)
+        assert await operator._reconcile(before) is False
+        assert (store.reads, store.written.is_set()) == (1, False)

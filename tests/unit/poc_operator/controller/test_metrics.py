@@ -60,3 +60,19 @@ def test_a_slot_that_was_given_up_is_no_reissue() -> None:
     metrics = Metrics()
     planned(metrics, 0, 1, WorkEvent(reason=Reason.WORK_LOST, message=""))
     assert b"poc_retries_total{" not in metrics.text()
+
+
+def test_one_event_of_many_slots_counts_all_their_retries() -> None:
+    metrics = Metrics()
+    planned(metrics, 0, 1, WorkEvent(reason=Reason.WORK_LOST, message="", loss=Loss.POD_GONE, count=1000))
+    assert value(metrics, "poc_retries_total", cause="PodGone") == 1000
+    assert value(metrics, "poc_events_total", reason="WorkLost") == 1
+
+
+def test_every_reason_of_a_degraded_object_is_counted() -> None:
+    metrics = Metrics()
+    status = a_status(a_slot(), degraded="SlotsWaiting,ResultsRejected")
+    metrics.planned(look(a_round(status), (a_pod("a"), None)), status, [])
+    found = {reason: value(metrics, "poc_degraded", reason=reason) for reason in ("SlotsWaiting", "ResultsRejected")}
+    assert found == {"SlotsWaiting": 1, "ResultsRejected": 1}
+    assert value(metrics, "poc_degraded", reason="SlotsFailed") == 0

@@ -117,3 +117,16 @@ def test_a_condition_is_as_long_as_what_is_stored() -> None:
     status = rounds.plan(look(a_round(a_status(*slots), stop=None), (a_pod("a"), says()))).status
     assert all(len(found.message.encode()) <= MESSAGE_BYTES for found in status.own_conditions)
     assert len(status.message.encode()) <= MESSAGE_BYTES
+
+
+def test_the_beginning_of_each_finding_is_told_however_long_the_others_are() -> None:
+    slots = [
+        a_slot("a", SlotState.FAILED, error="x" * 5000),
+        a_slot("b", SlotState.STALLED, group=1, error="y" * 5000),
+        a_slot(None, SlotState.WAITING, group=2),
+    ]
+    status = rounds.plan(look(a_round(a_status(*slots), stop=None), (a_pod("b"), None))).status
+    degraded = next(found for found in status.own_conditions if found.type == ConditionType.DEGRADED)
+    assert len(degraded.message.encode()) <= MESSAGE_BYTES
+    for part in ("1 slots were given up", "1 slots get nothing done", "1 of 3 slots wait for a free pod"):
+        assert part in degraded.message

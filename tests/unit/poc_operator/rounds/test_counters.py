@@ -12,7 +12,7 @@ from poc_operator.credentials import RATE_LIMIT, plausible_nonces
 from poc_operator.observed import PodReport
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
-from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
+from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, doubts, look, says
 from vllm_poc.wire.answers import PowState
 
 KNOWN = {"start": 4, "next": 20, "delivered": 16, "valid": 7, "valid_before": 2, "rejected": 1}
@@ -61,11 +61,11 @@ def test_what_cannot_be_true_is_not_counted(lie: dict[str, Any], why: str | None
     assert slot.error is not None
     assert slot.error.startswith("pod a is not believed: ")
     assert why in slot.error
-    assert [(event.reason, event.warning) for event in step.events] == [("ReportContradictory", True)]
+    assert [event.warning for event in doubts(step)] == [True]
     (told,) = [one.model_dump() for one in step.status.conditions if one.type == "Degraded"]
     assert (Reason.REPORT_CONTRADICTORY in step.status.degraded, slot.error in told["message"]) == (True, True)
     assert (step.status.totals.checked, step.status.totals.rate) == (20, "0.0")
-    assert planned(slot, **lie).events == []
+    assert doubts(planned(slot, **lie)) == []
 
 
 def test_a_slot_has_no_more_nonces_than_fit() -> None:

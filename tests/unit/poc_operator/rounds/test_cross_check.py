@@ -120,3 +120,14 @@ def test_a_round_that_ends_asks_nothing() -> None:
 def test_who_is_outvoted(values: dict[str, float | None], named: list[str]) -> None:
     vectors = {pod: {7: None if value is None else (value,)} for pod, value in values.items()}
     assert [found.pod for found in deviations(vectors, [7], 0.1)] == named
+
+
+def test_pods_that_answer_after_their_round_are_not_asked() -> None:
+    """A request to a pod that cannot resume would wait until its round ends, and keep chat out then."""
+    everybody = seen(checking())
+    for deaf, compared in ((NAMES[:1], 2), (NAMES[:2], 0), (NAMES, 0)):
+        reports = {
+            uid: dataclasses.replace(report, resumes=uid not in deaf) for uid, report in everybody.reports.items()
+        }
+        asked = asks(plan(dataclasses.replace(everybody, reports=reports)))
+        assert (len(asked), {ask.pod.name for ask in asked} & set(deaf)) == (compared, set())

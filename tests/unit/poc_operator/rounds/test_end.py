@@ -23,8 +23,8 @@ OURS = {"round_id": "round-uid"}
 @pytest.mark.parametrize(
     ("spec", "counters", "after", "state", "reason"),
     [
-        ({}, {"next_index": 99}, 0, State.RUNNING, None),
-        ({}, {"next_index": 100}, 0, State.STOPPING, Reason.COMPLETED),
+        ({}, {"next_index": 100, "delivered_index": 99}, 0, State.RUNNING, None),
+        ({}, {"next_index": 100, "delivered_index": 100}, 0, State.STOPPING, Reason.COMPLETED),
         (
             {"stop": {"afterValid": 5}},
             {"next_index": 9, "delivered_index": 9, "delivered_valid": 4},
@@ -43,7 +43,13 @@ OURS = {"round_id": "round-uid"}
         ({"stop": {"afterSeconds": 60}}, {}, 55, State.STOPPING, Reason.COMPLETED),
         ({"activeDeadlineSeconds": 60}, {}, 54, State.RUNNING, None),
         ({"activeDeadlineSeconds": 60}, {}, 55, State.STOPPING, Reason.DEADLINE_EXCEEDED),
-        ({"activeDeadlineSeconds": 1}, {"next_index": 100}, 0, State.STOPPING, Reason.COMPLETED),
+        (
+            {"activeDeadlineSeconds": 1},
+            {"next_index": 100, "delivered_index": 100},
+            0,
+            State.STOPPING,
+            Reason.COMPLETED,
+        ),
     ],
 )
 def test_ends_of_a_running_round(
@@ -56,7 +62,7 @@ def test_ends_of_a_running_round(
 
 
 def test_a_stopped_pod_completes_the_round() -> None:
-    stopping = plan(look(a_round(RUNNING), (a_pod("a"), says(GENERATING, next_index=100)))).status
+    stopping = plan(look(a_round(RUNNING), (a_pod("a"), says(GENERATING, next_index=100, delivered_index=100)))).status
     report = says(STOPPED, next_index=104, delivered_index=104, delivered_valid=9, **OURS)
     step = plan(look(a_round(stopping), (a_pod("a"), report)))
     assert step.status.state is State.COMPLETE

@@ -104,3 +104,11 @@ def test_a_new_pod_begins_without_stalls() -> None:
     round_ = a_round(a_status(STALLED))
     slot = only_slot(plan(look(round_, (a_pod("a", gone=True), None))).status)
     assert (slot.state, slot.stalls, slot.pod) == (SlotState.WAITING, 0, None)
+
+
+def test_a_stalled_pod_that_was_evicted_for_it_counts_as_a_retry() -> None:
+    """An eviction looks like what the cluster does by itself, which is free."""
+    gone = a_pod("a", gone=True, disrupted=True)
+    for stall, disruptions in ((DELETES, 0), (DEFAULTS, 1)):
+        slot = only_slot(plan(look(a_round(a_status(STALLED), stall=stall), (gone, None))).status)
+        assert (slot.state, slot.attempts, slot.disruptions) == (SlotState.WAITING, 2, disruptions)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happened to a slot, told from its pod's report."""
 
+from dataclasses import replace
+
 import pytest
 
 from poc_operator.apis.v1alpha1.round import Assignment
@@ -37,7 +39,7 @@ OURS = {"round_id": "round-uid"}
         pytest.param(
             STARTING,
             says(GENERATING, round_id="other"),
-            {"state": SlotState.STARTING, "error": "the pod computes other work"},
+            {"state": SlotState.WAITING, "error": "pod a computes round other", "attempts": 2, "disruptions": 1},
             id="foreign round",
         ),
         pytest.param(
@@ -56,7 +58,7 @@ OURS = {"round_id": "round-uid"}
             RUNNING,
             says(IDLE, session="s2"),
             {
-                "state": SlotState.STARTING,
+                "state": SlotState.WAITING,
                 "start": 8,
                 "next": 8,
                 "valid_before": 3,
@@ -68,13 +70,13 @@ OURS = {"round_id": "round-uid"}
         pytest.param(
             RUNNING,
             says(GENERATING, round_id="other"),
-            {"state": SlotState.STARTING, "attempts": 2},
+            {"state": SlotState.WAITING, "attempts": 2, "previous": "a"},
             id="another round took the pod",
         ),
         pytest.param(
             RUNNING,
             says(FAILED, error="the engine died", delivered_index=9, delivered_valid=4, next_index=10, **OURS),
-            {"state": SlotState.STARTING, "start": 9, "valid_before": 4, "attempts": 2},
+            {"state": SlotState.WAITING, "start": 9, "valid_before": 4, "attempts": 2},
             id="failed pod resumes at its own count",
         ),
         pytest.param(
@@ -145,3 +147,17 @@ def test_lost_work_is_told_by_one_event() -> None:
     events = observe(snapshot, RoundStep(status=snapshot.round.status)).events
     assert [(event.reason, event.warning) for event in events] == [("WorkLost", True)]
     assert "starts again at index 8" in events[0].message
+
+
+def test_a_start_that_failed_stands_in_the_slot_and_in_one_event() -> None:
+    """Whatever the pod's server answered; the pod may have begun, so it keeps the slot."""
+    report = replace(says(IDLE), start_error="HTTP 500: Internal Server Error")
+    error = "pod a was told to start: HTTP 500: Internal Server Error"
+    round_ = a_round(a_status(STARTING))
+    for told in (1, 0):
+        step = observe(look(round_, (a_pod("a"), report)), RoundStep(status=round_.status))
+        assert [(slot.state, slot.error) for slot in step.status.assignments] == [(SlotState.STARTING, error)]
+        assert len(step.events) == told
+        round_ = round_.model_copy(update={"status": step.status})
+    again = observe(look(round_, (a_pod("a"), says(IDLE))), RoundStep(status=round_.status))
+    assert again.status.assignments[0].error == error

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residue classes are fixed once, and pods are bound to them."""
 
+import dataclasses
+
 import pytest
 
 from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.answers import ModelLimits, PowState
 
 
 @pytest.mark.parametrize(
@@ -89,3 +92,26 @@ def test_a_lost_slot_moves_to_a_free_pod() -> None:
     assert isinstance(action, StartPod)
     assert (action.pod.name, action.request.start_index) == ("b", 8)
     assert step.status.totals.retries == 1
+
+
+WEB = (Container(id="web", ports=frozenset({80})),)
+VLLM = (Container(id="vllm", ports=frozenset({8000})), Container(id="proxy", ports=frozenset({80})))
+
+
+@pytest.mark.parametrize(
+    ("pod", "report", "counts"),
+    [
+        pytest.param(a_pod("b"), PodReport(error="Cannot connect to host", listens=False), False, id="no PoC server"),
+        pytest.param(a_pod("b"), says(model=ModelLimits(names=["other"])), False, id="another model"),
+        pytest.param(a_pod("b", ready=False, containers=WEB), None, False, id="not ready, another port"),
+        pytest.param(a_pod("b", ready=False, containers=VLLM), None, True, id="not ready, the port"),
+        pytest.param(a_pod("b", ready=False), None, True, id="not ready, declares no port"),
+        pytest.param(a_pod("b"), PodReport(error="no answer within 5 s"), True, id="slow"),
+        pytest.param(a_pod("b"), says(PowState.GENERATING, round_id="other"), True, id="busy"),
+        pytest.param(a_pod("b"), None, True, id="not polled"),
+    ],
+)
+def test_a_selector_that_is_too_wide_makes_no_empty_slots(pod: PodView, report: PodReport | None, counts: bool) -> None:
+    """Slots without a pod leave gaps, and validators reject a host with too many."""
+    others = [(dataclasses.replace(pod, name=f"b{i}", uid=f"b{i}"), report) for i in range(119)]
+    assert plan(look(a_round(), (a_pod("a"), says()), *others)).status.slots == (120 if counts else 1)

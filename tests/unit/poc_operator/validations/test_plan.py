@@ -228,3 +228,15 @@ def test_what_is_answered_between_two_polls_has_started_all_the_same() -> None:
     over = plan(seen(a_validation(step.status), ("a", agreed(asks(step)[0], [])), proofs=PROOFS[:5]))
     assert (over.status.state, over.status.start_time) == (State.COMPLETE, NOW)
     assert [event.reason for event in over.events] == [Reason.STARTED, Reason.NO_FRAUD_DETECTED]
+
+
+def test_a_sample_whose_pod_was_taken_by_a_round_is_withdrawn_and_asked_of_another() -> None:
+    """The pod would answer when that round is over, which may be never."""
+    step = plan(seen(a_validation(), ("a", says())))
+    taken = says(PowState.GENERATING, round_id="another")
+    held_up = plan(seen(a_validation(step.status), ("a", taken)))
+    assert [sample.state for sample in held_up.status.samples] == [SlotState.WAITING] * 2
+    assert (asks(held_up), held_up.status.retries) == ([], 0)
+    assert "a (round another)" in held_up.status.message
+    moved = plan(seen(a_validation(step.status), ("a", taken), ("b", says())))
+    assert [ask.pod.name for ask in asks(moved)] == ["b"]
