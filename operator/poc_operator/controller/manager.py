@@ -77,11 +77,15 @@ class Manager:
         rate_limit: int = RATE_LIMIT,
         *,
         reaper_client: PodClient | None = None,
+        strangers: PodClient | None = None,
         events: EventPoster | None = None,
         holds_deleted: bool = True,
         lease_seconds: int = LEASE_SECONDS,
     ) -> None:
-        """``reaper_client`` has connections of its own, so that the reaper takes none from the rounds."""
+        """``reaper_client`` has connections of its own, so that the reaper takes none from the rounds.
+
+        ``strangers`` has no token: it is for pods that no object selects.
+        """
         #: Whether deleted objects are held, by the finalizer, until their pods have stopped.
         self.holds_deleted = holds_deleted
         self._store = store
@@ -99,9 +103,11 @@ class Manager:
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._released = set[str]()  # deleted objects whose loop has ended, until they are gone
         self._reaper_client = reaper_client or client
+        self._strangers = strangers or self._reaper_client
         self.reaper = Reaper(
             store=store,
             client=self._reaper_client,
+            strangers=self._strangers,
             events=events,
             pods=self._pods,
             metrics=self.metrics,
@@ -121,6 +127,7 @@ class Manager:
         identity: str | None,
         *,
         reaper_client: PodClient | None = None,
+        strangers: PodClient | None = None,
         rate_limit: int = RATE_LIMIT,
         holds_deleted: bool = True,
         lease_seconds: int = LEASE_SECONDS,
@@ -139,6 +146,7 @@ class Manager:
             gateway,
             rate_limit,
             reaper_client=reaper_client,
+            strangers=strangers,
             events=EventPoster(api),
             holds_deleted=holds_deleted,
             lease_seconds=lease_seconds,
@@ -158,6 +166,7 @@ class Manager:
         await self._poller.close()
         await self._client.close()
         await self._reaper_client.close()
+        await self._strangers.close()
         if self._gateway is not None:
             await self._gateway.close()
         await self._store.close()

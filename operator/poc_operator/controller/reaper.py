@@ -89,10 +89,11 @@ class WorkRecords:
 
 @dataclass(frozen=True)
 class _Suspect:
-    """A pod that computes what may not be needed."""
+    """A pod that computes what may not be needed, and the client that asked it."""
 
     pod: PodView
     port: int
+    client: PodClient
     answer: StatusResponse | ReferenceStatus
 
 
@@ -102,6 +103,8 @@ _Targets = Mapping[tuple[str, int], PodView]  # by the pods' uid and port
 class Reaper:
     """One per process. ``owners`` are the names under which our orders may have been given.
 
+    ``strangers`` is the client for pods that no object selects and none names: it must not carry the pods' token.
+
     ``driven`` returns the uids of the objects that have a loop, ``may_act`` says whether this process may give orders.
     """
 
@@ -110,6 +113,7 @@ class Reaper:
         *,
         store: ObjectStore,
         client: PodClient,
+        strangers: PodClient,
         events: EventPoster | None,
         pods: PodCache,
         metrics: Metrics,
@@ -119,6 +123,7 @@ class Reaper:
     ) -> None:
         self._store = store
         self._client = client
+        self._strangers = strangers
         self._events = events
         self._pods = pods
         self._metrics = metrics
@@ -127,6 +132,7 @@ class Reaper:
         self._clock = clock
         self._records = WorkRecords(clock)
         self._silent: dict[tuple[str, int], float] = {}  # when those that did not answer were asked last
+        self._unknown = frozenset[tuple[str, int]]()  # the pods that no object selects or names, at the last sweep
         self._held = set[str]()  # uids of the pods that have a slot of a round under way, at the last sweep
         self._stopping = asyncio.Semaphore(ASKS)
         self._stops: dict[str, asyncio.Task[None]] = {}  # by the pods' uid
@@ -192,7 +198,8 @@ class Reaper:
     async def _targets(self, records: Iterable[WorkRecord], *, everywhere: bool) -> _Targets:
         """Return the pods to ask. Those that compute a round under way are asked by its loop."""
         pods = [pod for pod in self._pods.everywhere() if pod.ip and not pod.gone]
-        found = {(pod.uid, port): pod for pod in pods if everywhere for port in _worker_ports(pod)}
+        workers = {(pod.uid, port): pod for pod in pods if everywhere for port in _worker_ports(pod)}
+        found = dict[tuple[str, int], PodView]()
         by_uid, index = {pod.uid: pod for pod in pods}, _LabelIndex(pods)
         selections = set[tuple[str, str, int]]()
         busy = set[str]()
@@ -207,7 +214,8 @@ class Reaper:
                 selections.add(key)
                 found |= {(pod.uid, record.port): pod for pod in index.selected(record)}
                 await asyncio.sleep(0)  # many pods for many selectors take a while
-        return {key: pod for key, pod in found.items() if pod.uid not in busy}
+        self._unknown = frozenset(workers.keys() - found.keys())
+        return {key: pod for key, pod in (workers | found).items() if pod.uid not in busy}
 
     def _is_driven(self, record: WorkRecord | None) -> bool:
         """Whether an object is under way, and has a loop: it reads the object again and again, and ends with it."""
@@ -219,15 +227,16 @@ class Reaper:
 
         async def ask(key: tuple[str, int]) -> None:
             pod, port = targets[key], key[1]
+            client = self._strangers if key in self._unknown else self._client
             async with limit:
                 self._silent[key] = self._clock()
                 try:
-                    answer = await self._client.status(base_url(pod.ip or "", port))
+                    answer = await client.status(base_url(pod.ip or "", port))
                 except PodError:
                     return
                 self._silent.pop(key, None)
             if self._is_suspect(pod, answer):
-                suspects.append(_Suspect(pod, port, answer))
+                suspects.append(_Suspect(pod, port, client, answer))
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PERIOD_SECONDS):
@@ -287,7 +296,7 @@ class Reaper:
         pod = suspect.pod
         try:
             async with self._stopping:
-                await self._client.stop(base_url(pod.ip or "", suspect.port), round_id)
+                await suspect.client.stop(base_url(pod.ip or "", suspect.port), round_id)
         except PodBusy:
             return  # it computes another round by now
         except PodError as error:

@@ -151,7 +151,7 @@ class Reconciler(Generic[WorkT]):
 
     async def reconcile(self) -> bool:
         """Take the object one step further. Return False when it is gone, or deleted and its pods have stopped."""
-        stored = await self._read_unless_gone()
+        stored = await self._read()
         if stored is None:
             return False
         self._work = work = self._recorder.newest(stored)
@@ -212,30 +212,23 @@ class Reconciler(Generic[WorkT]):
     def _deleted(self) -> bool:
         return self._deleted_since is not None
 
-    async def _read_unless_gone(self) -> WorkT | None:
+    async def _read(self) -> WorkT | None:
         """Return the object as it is now; None if it is gone, or is going and cannot be understood."""
         try:
-            work = await self._read()
+            found: Any = await self._store.get(self._resource, self._ref.namespace, self._ref.name)
         except UnreadableObject as error:
+            metadata = error.body["metadata"]
+            if metadata.get("uid", self._ref.uid) != self._ref.uid:  # another object has the name by now
+                return None
+            self._note(error.generation, deleted="deletionTimestamp" in metadata)
             if not self._deleted:
                 raise
             self.log.warning(
                 "the deleted object cannot be read: %s; what pods compute for it is stopped after it", error
             )
             return None
-        return work
-
-    async def _read(self) -> WorkT | None:
-        try:
-            found: Any = await self._store.get(self._resource, self._ref.namespace, self._ref.name)
-        except UnreadableObject as error:
-            if error.body["metadata"].get("uid", self._ref.uid) != self._ref.uid:
-                return None
-            self._note(error.generation, deleted="deletionTimestamp" in error.body["metadata"])
-            raise
         work: WorkT | None = found
-        if work is None or work.metadata.uid != self._ref.uid:  # another object has the name by now
-            self.generation = None
+        if work is None or work.metadata.uid != self._ref.uid:
             return None
         self._note(work.metadata.generation, deleted=work.metadata.deletion_timestamp is not None)
         return work

@@ -55,6 +55,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         memo.options.lease_namespace,
         memo.options.identity,
         reaper_client=PodClient(token, connections=CONNECTIONS),
+        strangers=PodClient(connections=CONNECTIONS),
         rate_limit=memo.options.max_nonces_per_second,
         # With the rights of Roles alone a finalizer may outlive them: whoever deletes the namespace deletes both.
         holds_deleted=not memo.options.namespace,

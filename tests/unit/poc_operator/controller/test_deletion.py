@@ -162,6 +162,15 @@ async def test_another_object_of_the_name_is_not_taken_for_it() -> None:
         assert pods.orders == []
 
 
+async def test_another_object_of_the_name_that_cannot_be_read_is_not_either() -> None:
+    store, events = Store(None), list[WorkEvent]()
+    store.faults["get"] = UnreadableObject("spec.nodes: Field required", body(PENDING, uid="another"))
+    async with operator(store, Pods()) as made:
+        made.work_changed(RoundPlanner, body(PENDING), events.append)
+        assert await made.released(UID, 5.0)
+    assert events == []
+
+
 async def test_a_deleted_round_that_cannot_be_read_is_released() -> None:
     store = Store(None)
     store.faults["get"] = UnreadableObject("spec.nodes: Field required", body(a_deleted(PENDING)))

@@ -45,6 +45,7 @@ class World:
     stopped: list[tuple[str, str]] = field(default_factory=list)
     events: list[tuple[str, str]] = field(default_factory=list)
     driven: set[str] = field(default_factory=set)
+    unknown: list[str] = field(default_factory=list)  # those that were asked without a token
     may_act: bool = True
     now: float = 1000.0
     stop_error: Exception | None = None
@@ -90,6 +91,7 @@ class World:
         made = Reaper(
             store=cast(ObjectStore, self),
             client=cast(PodClient, self),
+            strangers=cast(PodClient, Strangers(self)),
             events=cast(EventPoster, self),
             pods=cache,
             metrics=metrics,
@@ -99,6 +101,23 @@ class World:
         )
         made.owners = (OWNER,)
         return made, metrics
+
+
+@dataclass
+class Strangers:
+    """The client without a token."""
+
+    world: World
+
+    async def status(self, base: str) -> object:
+        """Answer as the pod does."""
+        self.world.unknown.append(base.removeprefix("http://").removesuffix("/api/v1/pow"))
+        return await self.world.status(base)
+
+    async def stop(self, base: str, round_id: str) -> None:
+        """Stop the pod."""
+        self.world.unknown.append("stop")
+        await self.world.stop(base, round_id)
 
 
 async def swept(made: Reaper, **kwargs: Any) -> None:  # noqa: ANN401
@@ -238,6 +257,23 @@ async def test_all_that_a_selector_matches_are_asked(selector: dict[str, Any]) -
     await swept(made)
     wanted = LabelSelector.model_validate(selector)
     assert sorted(world.asked) == [f"{pod.ip}:8000" for pod in pods if wanted.matches(pod.labels)]
+
+
+@pytest.mark.parametrize("known", [None, "selected", "named", "gone"])
+async def test_a_pod_that_no_object_selects_or_names_does_not_get_the_token(known: str | None) -> None:
+    """Whoever may make a pod could take the label of the worker's chart, and wait for the token."""
+    labels = LABELS if known == "selected" else CUSTOM
+    round_ = a_body(UID, DONE, state=State.COMPLETE, selector={"matchLabels": labels})
+    world = World(bodies=[round_], computing={HERE: work()})
+    made, _ = world.reaper(POD if known != "gone" else a_pod("a", ip="h"))
+    if known is not None:
+        made.object_changed(round_)
+    if known == "gone":
+        made.object_gone(UID)
+        world.bodies.clear()
+    await swept(made)
+    assert world.stopped == [(HERE, UID)]
+    assert world.unknown == ([HERE, "stop"] if known is None else [])
 
 
 async def test_the_pod_that_had_a_slot_before_another_is_remembered() -> None:
