@@ -68,7 +68,7 @@ class Pods:
         self.answers = True
         self.orders: list[str] = []
 
-    async def status(self, base: str) -> object:
+    async def status(self, base: str, renewal: object = None) -> object:
         """Answer a poll."""
         if not self.answers:
             raise PodTimeout("no answer")

@@ -80,7 +80,7 @@ def test_the_slot_moves_on_when_the_pod_has_stopped_and_its_last_deliveries_coun
     step = leaves(way, HAS_STOPPED, round_with(leaving))
     slot = only_slot(step)
     assert (slot.state, slot.uid, slot.start, slot.valid) == (SlotState.STARTING, "b", 20, 6)
-    assert (slot.lease_end_time, slot.error) == (None, None)
+    assert (slot.lease_end_time, slot.error) == (None, WAYS[way])
     assert told(step) == [(StartPod, "b")]
     assert [(event.reason, event.loss) for event in step.events] == [("WorkLost", Loss.POD_LEFT)]
 
