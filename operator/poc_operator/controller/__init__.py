@@ -5,6 +5,7 @@
 - ``failing_objects``: one bad object harms nobody: an exception in a loop becomes a condition of its object, which is
   tried again less and less often.
 - ``reconciler``: one object's loop: read, observe, plan, record, act; the same for all kinds.
+- ``stored_object``: the object as its watch tells of it, and the writing of its status.
 - ``kinds``: what differs: what is asked beside the pods, and which plan is made.
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
 - ``reaper``: stops in pods what no round needs any more. ``uninstall``: suspends all before the operator goes.

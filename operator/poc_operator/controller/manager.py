@@ -196,13 +196,16 @@ class Manager:
         self.reaper.object_changed(body)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:
+            reconciler.tell(dict(body))
             if reconciler.generation != metadata["generation"]:
                 reconciler.failures.spec_changed.set()
                 reconciler.wake.set()
         elif uid not in self._released and needs_reconciling(body):
             ref = ObjectRef(str(metadata.get("namespace", "")), str(metadata["name"]), uid)
             with bound(round=uid):
-                self._begin(uid, self.reconciler(kind, ref, emit))
+                reconciler = self.reconciler(kind, ref, emit)
+                reconciler.tell(dict(body))
+                self._begin(uid, reconciler)
 
     def work_deleted(self, uid: str) -> None:
         """Let the loop of an object that is gone see it at once, and the reaper look after its pods."""
@@ -210,6 +213,7 @@ class Manager:
         self._released.discard(uid)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:
+            reconciler.read_anew()
             reconciler.failures.spec_changed.set()
             reconciler.wake.set()
 
@@ -304,6 +308,7 @@ class Manager:
             if not await self._reconcile(reconciler):
                 return False
         except Exception as error:
+            reconciler.read_anew()
             await failures.failed(error, reconciler.generation or 0)
             await failures.pause(reconciler.seconds_to_release())
             return True

@@ -5,11 +5,14 @@ The status is written against the resource version that was read. A plan made fr
 operator that has been replaced, is thus refused instead of overwriting a newer one.
 """
 
+import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
 from pydantic import TypeAdapter, ValidationError
 
 from poc_operator.apis.v1alpha1.conditions import Condition, StoredCondition, merge_conditions
@@ -22,6 +25,9 @@ from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
 from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)
+
+#: Pods of one page of a list: to read so many takes some ten milliseconds, in which nothing else is done.
+PAGE_PODS = 250
 
 ResourceT = TypeVar("ResourceT", bound=Resource)
 _CONDITIONS = TypeAdapter(list[StoredCondition])
@@ -76,22 +82,42 @@ class ObjectStore:
     async def list_pods(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods of the namespace that are selected."""
         async with api_errors():
-            pods: Any = await self._core.list_namespaced_pod(
-                namespace, label_selector=str(selector), _request_timeout=REQUEST_SECONDS
-            )
-            return [PodView.parse(body) for body in self._api.sanitize_for_serialization(pods.items)]  # type: ignore[no-untyped-call]
+            return [PodView.parse(body) async for body in self._pods(namespace, selector)]
         return []
 
-    async def write_status(self, work: Resource, status: WorkStatus) -> None:
-        """Replace the object's status; StaleObject if it changed since it was read, ObjectGone if it does not exist."""
+    async def _pods(self, namespace: str, selector: LabelSelector) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the pods as JSON, a page after the other: the client's own models take 35 times as long to make."""
+        token: str | None = None
+        while token != "":
+            answer: Any = await self._core.list_namespaced_pod_without_preload_content(
+                namespace,
+                label_selector=str(selector),
+                limit=PAGE_PODS,
+                _continue=token,
+                _request_timeout=REQUEST_SECONDS,
+            )
+            content = await answer.read()
+            if answer.status != HTTPStatus.OK:
+                raise ApiException(status=answer.status, reason=answer.reason)
+            page = json.loads(content)
+            token = page["metadata"].get("continue", "")
+            for body in page["items"]:
+                yield body
+
+    async def write_status(self, work: Resource, status: WorkStatus) -> str | None:
+        """Replace the object's status; return the version that it has now, None if the API server does not tell.
+
+        StaleObject if the object changed since it was read, ObjectGone if it does not exist.
+        """
         metadata = work.metadata
         async with api_errors():
-            await self._objects.patch_namespaced_custom_object_status(
+            written: Any = await self._objects.patch_namespaced_custom_object_status(
                 **_key(type(work), metadata.namespace, metadata.name),
                 body={"metadata": {"resourceVersion": metadata.resource_version}, "status": merge_patch(status)},
                 _content_type="application/merge-patch+json",
             )
-            return
+            version: str | None = written["metadata"].get("resourceVersion")
+            return version
         raise ObjectGone(f"there is no {work.KIND.kind} {metadata.namespace}/{metadata.name}")
 
     async def write_conditions(

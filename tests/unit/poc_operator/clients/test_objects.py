@@ -15,8 +15,8 @@ from poc_operator.apis.v1alpha1.meta import LabelSelector, Operator, Requirement
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.basic_auth import BasicAuth
-from poc_operator.clients.errors import ObjectGone, StoreForbidden, UnreadableObject
-from poc_operator.clients.kube.objects import ObjectStore, merge_patch
+from poc_operator.clients.errors import ObjectGone, StoreForbidden, StoreUnavailable, UnreadableObject
+from poc_operator.clients.kube.objects import PAGE_PODS, ObjectStore, merge_patch
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
 
@@ -35,13 +35,18 @@ class Api:
     def __init__(self) -> None:
         self.body: dict[str, Any] = body_of(a_round())
         self.secrets: dict[str, dict[str, Any]] = {}
+        self.pods: list[dict[str, Any]] = []
+        self.status = 200
         self.seen: list[tuple[str, str, dict[str, str], Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else None
         self.seen.append((request.method, request.path, dict(request.query), body))
         if request.path.endswith("/pods"):
-            return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": []})
+            begin, most = int(request.query.get("continue", "0")), int(request.query["limit"])
+            rest = {"continue": str(begin + most)} if begin + most < len(self.pods) else {}
+            body = {"kind": "PodList", "metadata": rest, "items": self.pods[begin : begin + most]}
+            return web.json_response(body, status=self.status)
         if request.path.endswith("configmaps/none"):
             return web.json_response({"kind": "Status", "code": 404}, status=404)
         if "/secrets/" in request.path:
@@ -115,7 +120,28 @@ async def test_pods_are_selected_by_the_api_server(api: tuple[Api, ObjectStore])
     server, store = api
     requirement = Requirement(key="gpu", operator=Operator.NOT_IN, values=["none", "old"])
     await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}, match_expressions=[requirement]))
-    assert server.seen[0][:3] == ("GET", "/api/v1/namespaces/ns/pods", {"labelSelector": "a=b,gpu notin (none,old)"})
+    method, path, query, _ = server.seen[0]
+    assert (method, path, query["labelSelector"]) == ("GET", "/api/v1/namespaces/ns/pods", "a=b,gpu notin (none,old)")
+
+
+@pytest.mark.parametrize("count", [0, 1, PAGE_PODS - 1, PAGE_PODS, PAGE_PODS + 1, 3 * PAGE_PODS])
+async def test_many_pods_are_listed_in_pages(api: tuple[Api, ObjectStore], count: int) -> None:
+    server, store = api
+    metadata = {"namespace": "ns", "labels": {"a": "b"}}
+    server.pods = [{"metadata": {**metadata, "name": f"pod-{i}", "uid": str(i)}} for i in range(count)]
+    found = await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}))
+    assert [pod.uid for pod in found] == [str(i) for i in range(count)]
+    assert len(server.seen) == max(1, -(-count // PAGE_PODS))
+
+
+@pytest.mark.parametrize(("status", "error"), [(403, StoreForbidden), (410, StoreUnavailable), (500, StoreUnavailable)])
+async def test_a_list_that_fails_is_no_empty_one(
+    api: tuple[Api, ObjectStore], status: int, error: type[Exception]
+) -> None:
+    server, store = api
+    server.status = status
+    with pytest.raises(error, match=f"HTTP {status}"):
+        await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}))
 
 
 async def test_a_status_is_written_against_what_was_read(api: tuple[Api, ObjectStore]) -> None:
