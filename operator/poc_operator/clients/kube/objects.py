@@ -159,12 +159,14 @@ class ObjectStore:
             return found.metadata.uid if found.metadata is not None else None
         return None
 
-    async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
-        """Return an entry of a ConfigMap; None if the entry does not exist. LookupError if the ConfigMap does not."""
+    async def config_map_entry(self, namespace: str, name: str, key: str) -> tuple[str, str | None]:
+        """Return the version of a ConfigMap and an entry, None if that does not exist.
+
+        LookupError if the ConfigMap does not exist.
+        """
         async with api_errors():
             found = await self._core.read_namespaced_config_map(name, namespace, _request_timeout=REQUEST_SECONDS)
-            entry: str | None = (found.data or {}).get(key)
-            return entry
+            return str(found.metadata.resource_version), (found.data or {}).get(key)
         raise LookupError(name)
 
     async def basic_auth(self, namespace: str, name: str) -> BasicAuth:

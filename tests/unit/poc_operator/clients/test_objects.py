@@ -53,7 +53,9 @@ class Api:
             secret = self.secrets.get(request.path.rsplit("/", 1)[-1], {"code": 404})
             return web.json_response({"apiVersion": "v1", **secret}, status=secret.get("code", 200))
         if "/configmaps/" in request.path:
-            return web.json_response({"kind": "ConfigMap", "apiVersion": "v1", "data": {"proofs.json": "[]"}})
+            return web.json_response(
+                {"kind": "ConfigMap", "metadata": {"resourceVersion": "7"}, "data": {"proofs.json": "[]"}}
+            )
         if not self.body:
             return web.json_response({"kind": "Status", "code": 404}, status=404)
         listed = request.path.rsplit("/", 1)[-1].startswith("poc")
@@ -186,8 +188,8 @@ async def test_conditions_of_others_are_kept_as_they_are(api: tuple[Api, ObjectS
 
 async def test_an_entry_of_a_config_map(api: tuple[Api, ObjectStore]) -> None:
     _, store = api
-    assert await store.config_map_entry("ns", "claims", "proofs.json") == "[]"
-    assert await store.config_map_entry("ns", "claims", "other") is None
+    assert await store.config_map_entry("ns", "claims", "proofs.json") == ("7", "[]")
+    assert await store.config_map_entry("ns", "claims", "other") == ("7", None)
     with pytest.raises(LookupError):
         await store.config_map_entry("ns", "none", "proofs.json")
 
