@@ -166,7 +166,8 @@ class ObjectStore:
         """
         async with api_errors():
             found = await self._core.read_namespaced_config_map(name, namespace, _request_timeout=REQUEST_SECONDS)
-            return str(found.metadata.resource_version), (found.data or {}).get(key)
+            version = found.metadata.resource_version if found.metadata is not None else None
+            return version or "", (found.data or {}).get(key)
         raise LookupError(name)
 
     async def basic_auth(self, namespace: str, name: str) -> BasicAuth:
