@@ -9,7 +9,7 @@
 - ``kinds``: what differs: what is asked beside the pods, and which plan is made.
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
 - ``reaper``: stops in pods what no round needs any more. ``uninstall``: suspends all before the operator goes.
-- ``leader_election``, ``stale_watches``, ``supervision``, ``metrics``, ``logs``: what the process owes its cluster.
+- ``leader_election``, ``stale_watches``, ``health``, ``metrics``, ``logs``: what the process owes its cluster.
 
 What to do is decided in the plans, how to ask stands in ``clients``, kopf is in ``handlers``::
 

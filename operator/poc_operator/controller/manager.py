@@ -21,6 +21,7 @@ from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit
+from poc_operator.controller.health import supervised
 from poc_operator.controller.kinds import PLANNERS, Planner, Sources
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
@@ -29,7 +30,6 @@ from poc_operator.controller.observing import PodCache, PodPoller
 from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
-from poc_operator.controller.supervision import supervised
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.observed import PodView
 from vllm_poc.logs import bound
@@ -256,7 +256,7 @@ class Manager:
         An object on which the operator fails is none: it would fail again, and all others with it. A loop that
         is blocked does not answer the probe.
         """
-        lease = [] if self.lease.held else ["the Lease is not renewed"]
+        lease = ["the Lease is not renewed"] if self.lease.overdue else []
         slow = [f"the event loop is {self._lag:.1f} s late"] if self._lag > MOST_LAG_SECONDS else []
         return [*lease, *slow, *self._watches.missed]
 
