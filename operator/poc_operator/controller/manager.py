@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds after which one reconciliation is given up. All that it waits for has shorter limits of its own.
 RECONCILE_SECONDS = 180.0
+#: Longest pause of an object between two turns although there is news.
+MOST_PAUSE_SECONDS = 1.0
 
 #: Seconds between two looks how late the event loop is, and the lateness with which the process is of no use.
 LAG_SECONDS = 0.5
@@ -303,7 +305,7 @@ class Manager:
 
     async def _turn(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step and wait until it is time for the next; False if there is none."""
-        failures = reconciler.failures
+        failures, begun = reconciler.failures, time.monotonic()
         try:
             if not await self._reconcile(reconciler):
                 return False
@@ -316,6 +318,8 @@ class Manager:
             if reconciler.rest_seconds == math.inf and not failures.spec_changed.is_set():
                 return False
             return await _set_within(failures.spec_changed, reconciler.rest_seconds)
+        # News of many pods come one by one. Turns that take long leave half of the time to others.
+        await asyncio.sleep(min(MOST_PAUSE_SECONDS, (time.monotonic() - begun) / 2))
         return await _set_within(reconciler.wake, POLL_SECONDS)
 
     async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:

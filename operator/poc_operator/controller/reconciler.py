@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Generic
 
-from poc_operator.apis.v1alpha1.status import SlotState, WorkStatus
+from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.clients.errors import ObjectGone, StaleObject, UnreadableObject
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit, PodActions, PodAsks
@@ -30,12 +30,19 @@ from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Work
 
 #: Seconds between two turns of an object that runs or waits.
 POLL_SECONDS = 2.0
+#: Seconds between two turns of an object that is suspended.
+SUSPENDED_SECONDS = 30.0
 #: Seconds between two looks whether a watch has told of the pods that work.
 UNTOLD_SECONDS = 0.5
 
 
 def _rest_seconds(work: Work, status: WorkStatus, now: datetime) -> float:
-    """Return for how long the object needs no turn: what is finished, until its time to live has passed."""
+    """Return for how long the object needs no turn: what is finished, until its time to live has passed.
+
+    What is suspended waits for another spec, and looks now and then whether that is all.
+    """
+    if status.state is State.SUSPENDED:
+        return SUSPENDED_SECONDS
     if not status.state.finished:
         return 0.0
     ttl, finished = work.spec.ttl_seconds_after_finished, status.completion_time

@@ -59,8 +59,7 @@ class StandingRound(GoneRound):
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return the round."""
         self.reads += 1
-        stands = RoundStatus(state=State.SUSPENDED, observed_generation=1, stop_time=NOW)
-        return newborn(a_round(stands, suspend=True))
+        return newborn(a_round())
 
     async def write_status(self, work: PoCRound, status: RoundStatus) -> None:
         """Keep the round as it is."""
@@ -115,6 +114,27 @@ async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks:
 async def test_a_cancellation_is_not_lost_to_news_that_come_with_it(turns: int) -> None:
     async with driving(StandingRound()) as (operator, loop):
         await ends_cancelled(loop, lambda: told(operator, UID, 2), turns)
+
+
+class SuspendedRound(StandingRound):
+    """A store whose round is suspended."""
+
+    async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
+        """Return the round."""
+        self.reads += 1
+        return newborn(a_round(RoundStatus(state=State.SUSPENDED, observed_generation=1, stop_time=NOW), suspend=True))
+
+
+async def test_a_suspended_round_waits_for_another_spec_alone() -> None:
+    store = SuspendedRound()
+    async with driving(store) as (operator, _):
+        operator.pod_changed(a_pod("a"))
+        told(operator, UID, 1)
+        await asyncio.sleep(0.1)
+        assert len(store.turns) == 1
+        told(operator, UID, 2)
+        await asyncio.sleep(0.1)
+        assert len(store.turns) == 2
 
 
 async def test_a_deleted_pod_is_news_for_its_round() -> None:
