@@ -7,6 +7,8 @@ operator that has been replaced, is thus refused instead of overwriting a newer 
 
 import json
 import logging
+from base64 import b64decode
+from binascii import Error as Base64Error
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import ObjectGone, StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
+from poc_operator.credentials import secrets_of
 from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)
@@ -177,6 +180,16 @@ class ObjectStore:
             return BasicAuth.of_secret(found.type, found.data)
         raise LookupError(name)
 
+    async def pod_token(self, secret: str, namespace: str) -> str | None:
+        """Return the key ``token`` of a Secret, the first if it has two; None if there is no such Secret.
+
+        ValueError if it has no such key, or one that no header can have.
+        """
+        async with api_errors():
+            found = await self._core.read_namespaced_secret(secret, namespace, _request_timeout=REQUEST_SECONDS)
+            return _token(secret, found.data or {})
+        return None
+
     async def delete(self, work: Resource) -> None:
         """Delete the object; nothing happens if it is gone or was replaced by another of its name."""
         async with api_errors():
@@ -194,6 +207,18 @@ class ObjectStore:
                 body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid)),
                 _request_timeout=REQUEST_SECONDS,
             )
+
+
+def _token(secret: str, data: Mapping[str, str | bytes]) -> str:
+    if not data.get("token"):
+        raise ValueError(f'Secret "{secret}" has no key "token", or an empty one: set it')
+    try:
+        first, *_ = secrets_of(b64decode(data["token"], validate=True).decode())
+    except (Base64Error, ValueError) as error:
+        raise ValueError(f'Secret "{secret}" has a key "token" that holds none: set it') from error
+    if not (first.isascii() and first.isprintable()):
+        raise ValueError(f'Secret "{secret}" has a key "token" with characters that no header can have: change it')
+    return first
 
 
 def _kind(resource: type[Resource]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 """Objects in the API server: what is asked, what is written, and what is made of an object that makes no sense."""
 
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -222,3 +223,30 @@ def test_a_written_status_is_read_back_the_same() -> None:
     status = plan(look(a_round(), (a_pod("a"), says()))).status
     stored = {name: value for name, value in merge_patch(status).items() if value is not None}
     assert RoundStatus.model_validate(json.loads(json.dumps(stored))) == status
+
+
+@pytest.mark.parametrize("text", ["a-token", "new,old", " new , old "])
+async def test_the_token_of_a_namespace(api: tuple[Api, ObjectStore], text: str) -> None:
+    server, store = api
+    server.secrets["poc-token"] = {"kind": "Secret", "data": {"token": b64encode(text.encode()).decode()}}
+    assert await store.pod_token("poc-token", "ns") == text.split(",", maxsplit=1)[0].strip()
+    assert server.seen[0][:2] == ("GET", "/api/v1/namespaces/ns/secrets/poc-token")
+    assert await store.pod_token("other", "ns") is None
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({}, 'Secret "poc-token" has no key "token", or an empty one: set it'),
+        ({"token": ""}, 'Secret "poc-token" has no key "token", or an empty one: set it'),
+        ({"token": b64encode(b" , ").decode()}, "that holds none"),
+        ({"token": b64encode(b"\xff").decode()}, "that holds none"),
+        ({"token": b64encode("schlüssel".encode()).decode()}, "that no header can have"),
+        ({"token": b64encode(b"a\nb").decode()}, "that no header can have"),
+    ],
+)
+async def test_a_secret_without_a_token_is_named(api: tuple[Api, ObjectStore], data: dict[str, str], says: str) -> None:
+    server, store = api
+    server.secrets["poc-token"] = {"kind": "Secret", "data": data}
+    with pytest.raises(ValueError, match=says):
+        await store.pod_token("poc-token", "ns")
