@@ -98,7 +98,6 @@ def main() -> None:
         standalone=True,
         namespaces=options.namespace,
         clusterwide=not options.namespace,
-        liveness_endpoint=f"http://0.0.0.0:{options.health_port}/healthz",
     )
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 from math import inf
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
-from poc_operator.controller.reconciler import COUNTERS_SECONDS, POLL_SECONDS
+from poc_operator.controller.reconciler import POLL_SECONDS
+from poc_operator.controller.stored_object import COUNTERS_SECONDS
 from tests.chaos.history import Run, runs_of, slots_of, timeline
 from tests.simulation.world import World
 

@@ -40,6 +40,7 @@ ALL_VALUES: dict[Path, Values] = {
         "watchNamespaces": [NAMESPACE, "default"],
         "rbac": {"aggregate": False, "readSecrets": True},
         "serviceAccount": {"create": True, "name": "own", "annotations": {"example.org/role": "poc"}},
+        "leaderElection": {"namespace": "elsewhere"},
         "auth": {"existingSecret": "pod-token"},
         "gateway": {
             "enabled": True,
@@ -108,6 +109,7 @@ ALL_VALUES: dict[Path, Values] = {
         "command": ["vllm-poc", "serve"],
         "poc": {"callbackAllow": ["*.example.org", "example.com"]},
         "auth": {"existingSecret": "pod-token"},
+        "host": "::",
         "port": 9000,
         "huggingFace": {"tokenSecret": "hub"},
         "cache": {"existingClaim": "weights"},

@@ -10,7 +10,7 @@ from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART
 from hack.deploy.releases import NAMESPACE, OPERATOR, RESTRICTED, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError
-from tests.chart.helm import RELEASE, objects
+from tests.chart.helm import RELEASE, Values, objects
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
@@ -120,6 +120,25 @@ def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
     subjects = [subject for body in found for subject in body.get("subjects", [])]
     account = {"kind": "ServiceAccount", "name": f"{RELEASE}-{OPERATOR}", "namespace": SYSTEM_NAMESPACE}
     assert subjects == [account] * len(namespaces)
+
+
+@pytest.mark.parametrize(
+    ("values", "namespace"),
+    [
+        ({}, "kube-system"),
+        ({"watchNamespaces": [NAMESPACE]}, SYSTEM_NAMESPACE),
+        ({"leaderElection": {"namespace": "elsewhere"}}, "elsewhere"),
+        ({"watchNamespaces": [NAMESPACE], "leaderElection": {"namespace": "elsewhere"}}, "elsewhere"),
+    ],
+)
+def test_the_lease_is_where_its_rights_are(kube: Kube, values: Values, namespace: str) -> None:
+    bodies = objects(kube, OPERATOR_CHART, values)
+    rights = [body["metadata"]["namespace"] for body in bodies if body["metadata"]["name"].endswith("-lease")]
+    assert rights == [namespace] * 2
+    (found,) = [
+        one for one in bodies if one["kind"] == "Deployment" and one["metadata"]["name"] == f"{RELEASE}-{OPERATOR}"
+    ]
+    assert f"--lease-namespace={namespace}" in found["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
 def is_hook(body: dict[str, Any]) -> bool:

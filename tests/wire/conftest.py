@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from poc_operator.controller import reconciler
+from poc_operator.controller import stored_object
 from tests.support.fakes.callback_receiver import CallbackReceiver, callback_receiver
 from tests.support.fakes.clock import FakeClock
 from tests.support.servers.pod import Pod, running_pod
@@ -47,7 +47,7 @@ async def pod(pod_settings: dict[str, str], clock: FakeClock, monkeypatch: pytes
 
 @pytest.fixture(autouse=True)
 def _counters_are_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconciler, "COUNTERS_SECONDS", 0.0)
+    monkeypatch.setattr(stored_object, "COUNTERS_SECONDS", 0.0)
 
 
 @pytest.fixture

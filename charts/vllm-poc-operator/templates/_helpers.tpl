@@ -18,6 +18,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{- /* Operators that watch all namespaces must see the same Lease, wherever they are installed. */ -}}
+{{- define "operator.leaseNamespace" -}}
+{{- .Values.leaderElection.namespace | default (ternary "kube-system" .Release.Namespace (empty .Values.watchNamespaces)) }}
+{{- end }}
+
 {{- define "operator.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- default (include "operator.fullname" .) .Values.serviceAccount.name -}}

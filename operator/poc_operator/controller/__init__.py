@@ -5,11 +5,12 @@
 - ``failing_objects``: one bad object harms nobody: an exception in a loop becomes a condition of its object, which is
   tried again less and less often.
 - ``reconciler``: one object's loop: read, observe, plan, record, act; the same for all kinds.
+- ``stored_object``: the object as its watch tells of it, and the writing of its status.
 - ``kinds``: what differs: what is asked beside the pods, and which plan is made.
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
 - ``other_rounds``: what rounds know of each other, so that they queue for pods.
 - ``reaper``: stops in pods what no round needs any more. ``uninstall``: suspends all before the operator goes.
-- ``leader_election``, ``stale_watches``, ``supervision``, ``metrics``, ``logs``: what the process owes its cluster.
+- ``leader_election``, ``stale_watches``, ``health``, ``metrics``, ``logs``: what the process owes its cluster.
 
 What to do is decided in the plans, how to ask stands in ``clients``, kopf is in ``handlers``::
 

@@ -37,6 +37,10 @@ from vllm_poc.wire.messages import Protocol
 WorkT = TypeVar("WorkT", bound=Work)
 
 
+#: Seconds after which the ConfigMap of a validation is read again, since a change of its proofs fails the validation.
+PROOFS_SECONDS = 30.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sources:
     """Where kinds get what their plans need. Without ``gateway`` pods deliver to the rounds' own addresses.
@@ -167,6 +171,8 @@ class ValidationPlanner(Planner[PoCValidation]):
         super().__init__(sources, ref, log)
         self._proofs: Sequence[Proof] | str = ()
         self._sampled: Sequence[Proof] | None = None
+        self._entry: tuple[str, Sequence[Proof]] | None = None  # of the ConfigMap: its version, and the proofs
+        self._entry_read_at = float("-inf")
 
     async def ask(self, work: PoCValidation) -> None:
         """Read the proofs, or find out why they cannot be had."""
@@ -174,7 +180,7 @@ class ValidationPlanner(Planner[PoCValidation]):
         if proofs.round is not None:
             found = await self._sample(proofs.round, protocol)
         elif proofs.config_map is not None:
-            found = await self._entry(proofs.config_map, protocol)
+            found = await self._entry_of(proofs.config_map, protocol)
         else:
             found = proofs.inline or ()
         self._proofs = found if isinstance(found, str) else in_order(found)
@@ -191,15 +197,25 @@ class ValidationPlanner(Planner[PoCValidation]):
         )
         return validations.plan(snapshot)
 
-    async def _entry(self, source: ConfigMapKey, protocol: Protocol) -> Sequence[Proof] | str:
+    async def _entry_of(self, source: ConfigMapKey, protocol: Protocol) -> Sequence[Proof] | str:
+        """Return the proofs of a ConfigMap, which may be large: read now and then, and parsed once."""
+        if self._entry is not None and time.monotonic() - self._entry_read_at < PROOFS_SECONDS:
+            return self._entry[1]
+        known, self._entry = self._entry, None
         name, key = source.name, source.key
         try:
-            entry = await self._sources.store.config_map_entry(self._ref.namespace, name, key)
+            version, entry = await self._sources.store.config_map_entry(self._ref.namespace, name, key)
         except StoreForbidden as error:
             return f'ConfigMap "{name}" cannot be read ({error}): install the chart with rbac.readConfigMaps=true'
         except LookupError:
             return f'there is no ConfigMap "{name}" in namespace "{self._ref.namespace}": create it'
-        return parse_proofs(f'key "{key}" of ConfigMap "{name}"', entry, protocol)
+        if known is not None and known[0] == version:
+            found: Sequence[Proof] | str = known[1]
+        else:
+            found = parse_proofs(f'key "{key}" of ConfigMap "{name}"', entry, protocol)
+        if not isinstance(found, str):
+            self._entry, self._entry_read_at = (version, found), time.monotonic()
+        return found
 
     async def _sample(self, source: RoundSample, protocol: Protocol) -> Sequence[Proof] | str:
         """Return the results that the gateway picked; read once, as it may pick others while the round goes on."""

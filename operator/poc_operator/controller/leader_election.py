@@ -44,6 +44,11 @@ class LeaderElection:
         """Whether this process may act."""
         return self._clock() - self._renewed < RENEW_SECONDS
 
+    @property
+    def overdue(self) -> bool:
+        """Whether this process has acted, and may not any more. One that waits for its turn has not."""
+        return self._renewed != float("-inf") and not self.held
+
     async def acquire(self) -> None:
         """Wait until the lease is ours."""
         while not await self._renew():

@@ -21,6 +21,7 @@ from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit
+from poc_operator.controller.health import supervised
 from poc_operator.controller.kinds import PLANNERS, Planner, Sources
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
@@ -30,7 +31,6 @@ from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
-from poc_operator.controller.supervision import supervised
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import PodView
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds after which one reconciliation is given up. All that it waits for has shorter limits of its own.
 RECONCILE_SECONDS = 180.0
+#: Longest pause of an object between two turns although there is news.
+MOST_PAUSE_SECONDS = 1.0
 
 #: Seconds between two looks how late the event loop is, and the lateness with which the process is of no use.
 LAG_SECONDS = 0.5
@@ -211,13 +213,16 @@ class Manager:
         self.reaper.object_changed(body)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:
+            reconciler.tell(dict(body))
             if reconciler.generation != metadata["generation"]:
                 reconciler.failures.spec_changed.set()
                 reconciler.wake.set()
         elif uid not in self._released and needs_reconciling(body):
             ref = ObjectRef(str(metadata.get("namespace", "")), str(metadata["name"]), uid)
             with bound(round=uid):
-                self._begin(uid, self.reconciler(kind, ref, emit))
+                reconciler = self.reconciler(kind, ref, emit)
+                reconciler.tell(dict(body))
+                self._begin(uid, reconciler)
 
     def work_deleted(self, uid: str) -> None:
         """Let the loop of an object that is gone see it at once, and the reaper look after its pods."""
@@ -225,6 +230,7 @@ class Manager:
         self._released.discard(uid)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:
+            reconciler.read_anew()
             reconciler.failures.spec_changed.set()
             reconciler.wake.set()
 
@@ -267,7 +273,7 @@ class Manager:
         An object on which the operator fails is none: it would fail again, and all others with it. A loop that
         is blocked does not answer the probe.
         """
-        lease = [] if self.lease.held else ["the Lease is not renewed"]
+        lease = ["the Lease is not renewed"] if self.lease.overdue else []
         slow = [f"the event loop is {self._lag:.1f} s late"] if self._lag > MOST_LAG_SECONDS else []
         return [*lease, *slow, *self._watches.missed]
 
@@ -317,12 +323,13 @@ class Manager:
 
     async def _turn(self, uid: str, reconciler: Reconciler[Any]) -> bool:
         """Take one step and wait until it is time for the next; False if there is none."""
-        failures = reconciler.failures
+        failures, begun = reconciler.failures, time.monotonic()
         try:
             if not await self._reconcile(reconciler):
                 return False
         except Exception as error:
             self._others.fail(uid)
+            reconciler.read_anew()
             await failures.failed(error, reconciler.generation or 0)
             await failures.pause(reconciler.seconds_to_release())
             return True
@@ -330,6 +337,8 @@ class Manager:
             if reconciler.rest_seconds == math.inf and not failures.spec_changed.is_set():
                 return False
             return await _set_within(failures.spec_changed, reconciler.rest_seconds)
+        # News of many pods come one by one. Turns that take long leave half of the time to others.
+        await asyncio.sleep(min(MOST_PAUSE_SECONDS, (time.monotonic() - begun) / 2))
         return await _set_within(reconciler.wake, POLL_SECONDS)
 
     async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:

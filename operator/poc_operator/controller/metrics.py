@@ -24,6 +24,7 @@ from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus
+from poc_operator.controller.health import served
 from poc_operator.planning.reaping import Cause
 from poc_operator.planning.snapshot import Snapshot, Work, WorkEvent
 
@@ -178,15 +179,8 @@ def _gauge(name: str, text: str, counts: Mapping[str, int], states: Iterable[str
 async def serve_metrics(metrics: Metrics, port: int, *, host: str | None = None) -> AsyncIterator[None]:
     """Serve ``GET /metrics`` until the block ends. OSError if the port is taken."""
 
-    async def answer(_: web.Request) -> web.Response:
+    def answer() -> web.Response:
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    app = web.Application()
-    app.router.add_get("/metrics", answer)
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
+    async with served("/metrics", answer, host, port):
         yield
-    finally:
-        await runner.cleanup()

@@ -4,9 +4,6 @@
 The order is what makes a killed operator harmless. A plan is recorded in the status before its
 actions are taken, and each action is safe to repeat, so the next process reads the status, polls
 the pods and goes on.
-
-A write for every turn of every round would be most of the API server's work. So a status in which only counters moved
-is held back for some seconds. It is lost with the process, and the next one asks the pods anyway.
 """
 
 import asyncio
@@ -14,15 +11,13 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Generic
 
-from poc_operator.apis.v1alpha1.round import RoundStatus
-from poc_operator.apis.v1alpha1.status import WorkStatus
-from poc_operator.clients.errors import ObjectGone, UnreadableObject
-from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.apis.v1alpha1.status import State, WorkStatus
+from poc_operator.clients.errors import ObjectGone, StaleObject, UnreadableObject
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit, PodActions, PodAsks
 from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBackoff, pods_left
@@ -31,64 +26,25 @@ from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
 from poc_operator.controller.other_rounds import OtherRounds
+from poc_operator.controller.stored_object import ObjectReader, StatusRecorder
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Work
 
 #: Seconds between two turns of an object that runs or waits.
 POLL_SECONDS = 2.0
+#: Seconds between two turns of an object that is suspended.
+SUSPENDED_SECONDS = 30.0
 #: Seconds between two looks whether a watch has told of the pods that work.
 UNTOLD_SECONDS = 0.5
-#: Seconds between two writes of a status in which only counters moved.
-COUNTERS_SECONDS = 5.0
-
-
-class StatusRecorder(Generic[WorkT]):
-    """Writes the status of one object. ``clock`` returns seconds of any monotonic clock."""
-
-    def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
-        self._store = store
-        self._clock = clock
-        self._written = float("-inf")
-        # The newest status, with the stored one that it was made from or is stored as: what is stored has its errors
-        # cut, and may lag behind by what was held back.
-        self._known: tuple[WorkStatus, WorkStatus] | None = None
-        self._held_back = False  # whether the newest status is still to be written
-
-    def newest(self, stored: WorkT) -> WorkT:
-        """Return the object with the status that was recorded last, unless somebody has written another one since."""
-        if self._known is None or self._known[0] != stored.status:
-            return stored
-        newest: Any = stored.model_copy(update={"status": self._known[1]})
-        found: WorkT = newest
-        return found
-
-    async def record(self, stored: WorkT, status: WorkStatus) -> None:
-        """Write the status, or hold it back. Errors as from `ObjectStore.write_status`."""
-        if status == self.newest(stored).status and not self._held_back:
-            return
-        written = _as_stored(status)
-        fresh = self._clock() - self._written < COUNTERS_SECONDS
-        if written == stored.status or (fresh and _differ_in_counters(written, stored.status)):
-            self._known, self._held_back = (stored.status, status), written != stored.status
-            return
-        await self._store.write_status(stored, status)
-        self._written, self._known, self._held_back = self._clock(), (written, status), False
-
-
-def _as_stored(status: WorkStatus) -> WorkStatus:
-    """Return the status as it will be read again."""
-    return type(status).model_validate(status.stored())
-
-
-def _differ_in_counters(one: WorkStatus, other: WorkStatus) -> bool:
-    """Whether only counters differ, which are held back for rounds alone: the others have few."""
-    if not isinstance(one, RoundStatus) or not isinstance(other, RoundStatus):
-        return False
-    return one.without_counters() == other.without_counters()
 
 
 def _rest_seconds(work: Work, status: WorkStatus, now: datetime) -> float:
-    """Return for how long the object needs no turn: what is finished, until its time to live has passed."""
+    """Return for how long the object needs no turn: what is finished, until its time to live has passed.
+
+    What is suspended waits for another spec, and looks now and then whether that is all.
+    """
+    if status.state is State.SUSPENDED:
+        return SUSPENDED_SECONDS
     if not status.state.finished:
         return 0.0
     ttl, finished = work.spec.ttl_seconds_after_finished, status.completion_time
@@ -127,6 +83,8 @@ class Reconciler(Generic[WorkT]):
         #: Which version of the spec was seen last; None before the first turn.
         self.generation: int | None = None
         self.failures = FailureBackoff(kind.resource, ref, store=self._store, metrics=metrics, emit=emit, log=self.log)
+        resource: Any = kind.resource
+        self._reader = ObjectReader[WorkT](resource, ref, self._store, time.monotonic)
         self._recorder = StatusRecorder[WorkT](self._store, time.monotonic)
         self._watch = ProgressWatch(time.monotonic)
         #: For how many seconds only another spec would give it something to do: until its time to live has passed.
@@ -149,6 +107,14 @@ class Reconciler(Generic[WorkT]):
         if self._planner.queues:
             self._others.expect(self._ref.uid, self._ref.namespace, self.wake)
 
+    def tell(self, body: Mapping[str, Any]) -> None:
+        """Let the next turn see what the watch tells of the object."""
+        self._reader.tell(body)
+
+    def read_anew(self) -> None:
+        """Let the next turn read the object, which is not what is known of it."""
+        self._reader.forget()
+
     async def reconcile(self) -> bool:
         """Take the object one step further. Return False when it is gone, or deleted and its pods have stopped."""
         stored = await self._read()
@@ -163,10 +129,7 @@ class Reconciler(Generic[WorkT]):
         # At once, so that no other round plans with the same pod while this status is written.
         if (told := self._planner.told_others(seen, step)) is not None:
             self._others.put(self._ref.uid, told)
-        try:
-            await self._recorder.record(stored, step.status)
-        except ObjectGone as error:  # nothing is ordered that is not recorded
-            self.log.info("%s any more", error)
+        if not await self._record(stored, step.status):  # nothing is ordered that is not recorded
             return False
         self._planner.recorded(step)
         self._metrics.planned(seen, step.status, step.events)
@@ -180,6 +143,18 @@ class Reconciler(Generic[WorkT]):
         self.rest_seconds = _rest_seconds(work, step.status, seen.now)
         if self._deleted and step.status.state.finished:
             self._tell_of_silent(seen)
+            return False
+        return True
+
+    async def _record(self, stored: WorkT, status: WorkStatus) -> bool:
+        """Record the status; False if the object is gone."""
+        try:
+            self._reader.remember(await self._recorder.record(stored, status))
+        except StaleObject:
+            self._reader.forget()
+            raise
+        except ObjectGone as error:
+            self.log.info("%s any more", error)
             return False
         return True
 
@@ -215,7 +190,7 @@ class Reconciler(Generic[WorkT]):
     async def _read(self) -> WorkT | None:
         """Return the object as it is now; None if it is gone, or is going and cannot be understood."""
         try:
-            found: Any = await self._store.get(self._resource, self._ref.namespace, self._ref.name)
+            work = await self._reader.read()
         except UnreadableObject as error:
             metadata = error.body["metadata"]
             if metadata.get("uid", self._ref.uid) != self._ref.uid:  # another object has the name by now
@@ -227,8 +202,8 @@ class Reconciler(Generic[WorkT]):
                 "the deleted object cannot be read: %s; what pods compute for it is stopped after it", error
             )
             return None
-        work: WorkT | None = found
-        if work is None or work.metadata.uid != self._ref.uid:
+        if work is None:
+            self.generation = None
             return None
         self._note(work.metadata.generation, deleted=work.metadata.deletion_timestamp is not None)
         return work

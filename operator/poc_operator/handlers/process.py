@@ -5,18 +5,18 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import kopf
 
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FINALIZER, GROUP
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller.health import serve_health, supervised
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.metrics import serve_metrics
 from poc_operator.controller.reaper import CONNECTIONS
-from poc_operator.controller.supervision import supervised
 from poc_operator.credentials import secrets_of
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         lease_seconds=memo.options.pod_lease_seconds,
     )
     stack.push_async_callback(manager.close)
+    await _serve(stack, "--health-port", serve_health(manager.health_findings, memo.options.health_port))
+    await _serve(stack, "--metrics-port", serve_metrics(manager.metrics, memo.options.metrics_port))
     await manager.lease.acquire()
     stack.push_async_callback(manager.lease.release)
     stack.callback(supervised("leader election", _end_without(manager.lease)).cancel)
@@ -74,10 +76,13 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     }
     for name, task in tasks.items():
         stack.callback(supervised(name, task).cancel)
+
+
+async def _serve(stack: AsyncExitStack, option: str, served: AbstractAsyncContextManager[None]) -> None:
     try:
-        await stack.enter_async_context(serve_metrics(manager.metrics, memo.options.metrics_port))
+        await stack.enter_async_context(served)
     except OSError as error:
-        raise kopf.PermanentError(f"--metrics-port: {error}") from error
+        raise kopf.PermanentError(f"{option}: {error}") from error
 
 
 def _gateway(url: str | None) -> GatewayClient | None:
@@ -110,13 +115,3 @@ async def end(memo: kopf.Memo, **_: object) -> None:
     """Close connections. The pods go on computing; the next process adopts them."""
     stack: AsyncExitStack = memo.until_end
     await stack.aclose()
-
-
-@kopf.on.probe(id="rounds")
-async def operator_works(memo: kopf.Memo, **_: object) -> str:
-    """Liveness: fails when a watch is stale, the Lease is not renewed, or the event loop is late. No round decides."""
-    manager: Manager = memo.manager
-    findings = manager.health_findings()
-    if findings:
-        raise kopf.PermanentError(f"{len(findings)} findings, the first: {findings[0]}")
-    return "ok"

@@ -54,14 +54,27 @@ _GPUS: TypeAdapter[GpusResponse] = TypeAdapter(GpusResponse)
 _RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(GeneratedResponse | ValidatedResponse)
 
 
-class PodClient:
-    """REST client for all pods; one pooled session. Errors are of ``clients.errors``."""
+def new_session(connections: int) -> aiohttp.ClientSession:
+    """Return a session for pods with so many connections at most."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=connections), trust_env=False)
 
-    def __init__(self, token: str | None = None, *, connections: int = CONNECTIONS) -> None:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=connections), headers=headers, trust_env=False
-        )
+
+class PodClient:
+    """REST client for pods that get the same token, if any. Errors are of ``clients.errors``.
+
+    A ``session`` is used together with other clients, and closed by who made it.
+    """
+
+    def __init__(
+        self,
+        token: str | None = None,
+        *,
+        connections: int = CONNECTIONS,
+        session: aiohttp.ClientSession | None = None,
+    ) -> None:
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._owns_session = session is None
+        self._session = session or new_session(connections)
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,8 +83,9 @@ class PodClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections."""
-        await self._session.close()
+        """Close all connections, unless they are used together with other clients."""
+        if self._owns_session:
+            await self._session.close()
 
     async def status(self, base: str, renewal: LeaseRenewal | None = None) -> Status:
         """Return the pod's state and counters, without the lists of valid nonces, and renew a lease if told to."""
@@ -134,7 +148,9 @@ class PodClient:
         self, method: str, url: URL, seconds: float, body: object | None, limit: int
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=seconds)
-        call = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False)
+        call = self._session.request(
+            method, url, json=body, headers=self._headers, timeout=timeout, allow_redirects=False
+        )
         try:
             async with call as response:
                 return response.status, await _read(response, limit)

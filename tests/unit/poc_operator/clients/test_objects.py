@@ -2,6 +2,7 @@
 """Objects in the API server: what is asked, what is written, and what is made of an object that makes no sense."""
 
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from poc_operator.clients.errors import (
     StoreUnavailable,
     UnreadableObject,
 )
-from poc_operator.clients.kube.objects import ObjectStore, merge_patch
+from poc_operator.clients.kube.objects import PAGE_PODS, ObjectStore, merge_patch
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
 
@@ -45,6 +46,7 @@ class Api:
         self.pods: list[dict[str, Any]] = []
         self.eviction: tuple[int, dict[str, Any]] = (201, {"kind": "Status", "status": "Success"})
         self.secrets: dict[str, dict[str, Any]] = {}
+        self.status = 200
         self.seen: list[tuple[str, str, dict[str, str], Any]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -58,7 +60,9 @@ class Api:
             secret = self.secrets.get(request.path.rsplit("/", 1)[-1], {"code": 404})
             return web.json_response({"apiVersion": "v1", **secret}, status=secret.get("code", 200))
         if "/configmaps/" in request.path:
-            return web.json_response({"kind": "ConfigMap", "apiVersion": "v1", "data": {"proofs.json": "[]"}})
+            return web.json_response(
+                {"kind": "ConfigMap", "metadata": {"resourceVersion": "7"}, "data": {"proofs.json": "[]"}}
+            )
         if not self.body:
             return web.json_response({"kind": "Status", "code": 404}, status=404)
         listed = request.path.rsplit("/", 1)[-1].startswith("poc")
@@ -67,7 +71,10 @@ class Api:
     def _of_pods(self, request: web.Request) -> web.Response:
         if request.path.endswith("/eviction"):
             return web.json_response(self.eviction[1], status=self.eviction[0])
-        return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": self.pods})
+        begin, most = int(request.query.get("continue", "0")), int(request.query["limit"])
+        rest = {"continue": str(begin + most)} if begin + most < len(self.pods) else {}
+        body = {"kind": "PodList", "metadata": rest, "items": self.pods[begin : begin + most]}
+        return web.json_response(body, status=self.status)
 
 
 def body_of(work: PoCRound | PoCValidation | PoCCalibration) -> dict[str, Any]:
@@ -130,7 +137,28 @@ async def test_pods_are_selected_by_the_api_server(api: tuple[Api, ObjectStore])
     server, store = api
     requirement = Requirement(key="gpu", operator=Operator.NOT_IN, values=["none", "old"])
     await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}, match_expressions=[requirement]))
-    assert server.seen[0][:3] == ("GET", "/api/v1/namespaces/ns/pods", {"labelSelector": "a=b,gpu notin (none,old)"})
+    method, path, query, _ = server.seen[0]
+    assert (method, path, query["labelSelector"]) == ("GET", "/api/v1/namespaces/ns/pods", "a=b,gpu notin (none,old)")
+
+
+@pytest.mark.parametrize("count", [0, 1, PAGE_PODS - 1, PAGE_PODS, PAGE_PODS + 1, 3 * PAGE_PODS])
+async def test_many_pods_are_listed_in_pages(api: tuple[Api, ObjectStore], count: int) -> None:
+    server, store = api
+    metadata = {"namespace": "ns", "labels": {"a": "b"}}
+    server.pods = [{"metadata": {**metadata, "name": f"pod-{i}", "uid": str(i)}} for i in range(count)]
+    found = await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}))
+    assert [pod.uid for pod in found] == [str(i) for i in range(count)]
+    assert len(server.seen) == max(1, -(-count // PAGE_PODS))
+
+
+@pytest.mark.parametrize(("status", "error"), [(403, StoreForbidden), (410, StoreUnavailable), (500, StoreUnavailable)])
+async def test_a_list_that_fails_is_no_empty_one(
+    api: tuple[Api, ObjectStore], status: int, error: type[Exception]
+) -> None:
+    server, store = api
+    server.status = status
+    with pytest.raises(error, match=f"HTTP {status}"):
+        await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}))
 
 
 async def test_a_pod_is_found_by_its_name(api: tuple[Api, ObjectStore]) -> None:
@@ -185,8 +213,8 @@ async def test_conditions_of_others_are_kept_as_they_are(api: tuple[Api, ObjectS
 
 async def test_an_entry_of_a_config_map(api: tuple[Api, ObjectStore]) -> None:
     _, store = api
-    assert await store.config_map_entry("ns", "claims", "proofs.json") == "[]"
-    assert await store.config_map_entry("ns", "claims", "other") is None
+    assert await store.config_map_entry("ns", "claims", "proofs.json") == ("7", "[]")
+    assert await store.config_map_entry("ns", "claims", "other") == ("7", None)
     with pytest.raises(LookupError):
         await store.config_map_entry("ns", "none", "proofs.json")
 
@@ -247,3 +275,30 @@ def test_a_written_status_is_read_back_the_same() -> None:
     status = plan(look(a_round(), (a_pod("a"), says()))).status
     stored = {name: value for name, value in merge_patch(status).items() if value is not None}
     assert RoundStatus.model_validate(json.loads(json.dumps(stored))) == status
+
+
+@pytest.mark.parametrize("text", ["a-token", "new,old", " new , old "])
+async def test_the_token_of_a_namespace(api: tuple[Api, ObjectStore], text: str) -> None:
+    server, store = api
+    server.secrets["poc-token"] = {"kind": "Secret", "data": {"token": b64encode(text.encode()).decode()}}
+    assert await store.pod_token("poc-token", "ns") == text.split(",", maxsplit=1)[0].strip()
+    assert server.seen[0][:2] == ("GET", "/api/v1/namespaces/ns/secrets/poc-token")
+    assert await store.pod_token("other", "ns") is None
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({}, 'Secret "poc-token" has no key "token", or an empty one: set it'),
+        ({"token": ""}, 'Secret "poc-token" has no key "token", or an empty one: set it'),
+        ({"token": b64encode(b" , ").decode()}, "that holds none"),
+        ({"token": b64encode(b"\xff").decode()}, "that holds none"),
+        ({"token": b64encode("schlüssel".encode()).decode()}, "that no header can have"),
+        ({"token": b64encode(b"a\nb").decode()}, "that no header can have"),
+    ],
+)
+async def test_a_secret_without_a_token_is_named(api: tuple[Api, ObjectStore], data: dict[str, str], says: str) -> None:
+    server, store = api
+    server.secrets["poc-token"] = {"kind": "Secret", "data": data}
+    with pytest.raises(ValueError, match=says):
+        await store.pod_token("poc-token", "ns")

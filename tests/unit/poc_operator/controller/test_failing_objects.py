@@ -28,6 +28,7 @@ from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import NOW, a_pod, newborn, says
+from tests.unit.poc_operator.controller.turns import note_turns
 
 #: What the schema refuses, and what a plan must survive all the same, should it ever get one.
 POISON: Mapping[str, Mapping[str, Any]] = {
@@ -47,7 +48,7 @@ def a_round(**spec: Any) -> PoCRound:  # noqa: ANN401
 
 def body(uid: str, *, generation: int) -> Mapping[str, Any]:
     """What the watch tells of a round."""
-    return {"metadata": {"namespace": "ns", "name": uid, "uid": uid, "generation": generation}}
+    return {"metadata": {"namespace": "ns", "name": uid, "uid": uid, "generation": generation, "resourceVersion": "1"}}
 
 
 def with_uid(round_: PoCRound, uid: str) -> PoCRound:
@@ -67,16 +68,21 @@ class Rounds:
         good = a_round(selector=LabelSelector(match_labels=GOOD))
         self.rounds = {name: with_uid(made, name) for name, made in (("bad", bad), ("good", good))}
         self.fault = fault
-        self.reads: dict[str, list[float]] = {"bad": [], "good": []}
+        self.turns: dict[str, list[float]] = {"bad": [], "good": []}
         self.conditions: dict[str, tuple[str, str, str]] = {}
         self.reported = asyncio.Event()
 
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return one of them."""
-        self.reads[name].append(time.monotonic())
         if name == "bad" and self.fault is not None:
             raise self.fault
         return self.rounds[name]
+
+    def counting(self, operator: Manager, name: str, events: list[WorkEvent]) -> Reconciler[PoCRound]:
+        """Return a reconciler for one of them that notes its turns."""
+        made = operator.reconciler(RoundPlanner, ObjectRef("ns", name, name), events.append)
+        self.turns[name] = note_turns(made)
+        return made
 
     async def write_status(self, round_: PoCRound, status: RoundStatus) -> None:
         """Store the status of the good one, which is planned first."""
@@ -120,10 +126,7 @@ async def driven(rounds: Rounds, events: list[WorkEvent]) -> AsyncIterator[Manag
         operator.pod_changed(a_pod("a"))
         operator.pod_changed(a_pod("b", labels=GOOD))
         loops = [
-            asyncio.create_task(
-                operator.run(name, operator.reconciler(RoundPlanner, ObjectRef("ns", name, name), events.append))
-            )
-            for name in rounds.rounds
+            asyncio.create_task(operator.run(name, rounds.counting(operator, name, events))) for name in rounds.rounds
         ]
         yield operator
         assert not any(loop.done() for loop in loops)
@@ -149,10 +152,10 @@ async def failed(rounds: Rounds) -> list[WorkEvent]:
         }
         await asyncio.sleep(1.0)
         assert operator.health_findings() == []
-    pauses = [after - before for before, after in zip(rounds.reads["bad"], rounds.reads["bad"][1:], strict=False)]
+    pauses = [after - before for before, after in zip(rounds.turns["bad"], rounds.turns["bad"][1:], strict=False)]
     assert 2 <= len(pauses) <= 4
     assert pauses == sorted(pauses)
-    assert len(rounds.reads["good"]) >= 10
+    assert len(rounds.turns["good"]) >= 10
     return [event for event in events if event.reason == "InternalError"]
 
 
@@ -189,14 +192,14 @@ async def test_another_spec_is_tried_at_once() -> None:
     async with driven(rounds, events) as operator:
         await asyncio.wait_for(rounds.reported.wait(), 5)
         await asyncio.sleep(0.5)
-        reads = len(rounds.reads["bad"])
+        turns = len(rounds.turns["bad"])
         operator.work_changed(RoundPlanner, body("bad", generation=1), events.append)
         operator.pod_changed(a_pod("a", ip="10.0.0.2"))
         await asyncio.sleep(0)
-        assert len(rounds.reads["bad"]) == reads
+        assert len(rounds.turns["bad"]) == turns
         operator.work_changed(RoundPlanner, body("bad", generation=2), events.append)
         await asyncio.sleep(0.02)
-        assert len(rounds.reads["bad"]) == reads + 1
+        assert len(rounds.turns["bad"]) == turns + 1
 
 
 async def test_a_reconciliation_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +222,7 @@ async def test_the_api_servers_failure_is_no_round_s() -> None:
     async with driven(rounds, []):
         await asyncio.sleep(0.5)
         assert rounds.conditions == {}
-        assert len(rounds.reads["bad"]) >= 5
+        assert len(rounds.turns["bad"]) >= 5
 
 
 def test_a_failure_of_the_operator_fits_as_well() -> None:

@@ -25,12 +25,15 @@ from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import UID as LEASE_UID
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, newborn
+from tests.unit.poc_operator.controller.turns import note_turns
 
 
 class GoneRound:
     """A store whose round does not exist, which counts how often it is asked."""
 
-    reads = 0
+    def __init__(self) -> None:
+        self.reads = 0
+        self.turns: list[float] = []
 
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return nothing."""
@@ -56,8 +59,7 @@ class StandingRound(GoneRound):
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return the round."""
         self.reads += 1
-        stands = RoundStatus(state=State.SUSPENDED, observed_generation=1, stop_time=NOW)
-        return newborn(a_round(stands, suspend=True))
+        return newborn(a_round())
 
     async def write_status(self, work: PoCRound, status: RoundStatus) -> None:
         """Keep the round as it is."""
@@ -70,9 +72,9 @@ async def driving(store: GoneRound) -> AsyncIterator[tuple[Manager, "asyncio.Tas
         lease = LeaderElection(connection, "ns", "me", time.monotonic)
         await lease.acquire()
         operator = Manager(cast(ObjectStore, store), lease, client)
-        loop = asyncio.create_task(
-            operator.run(UID, operator.reconciler(RoundPlanner, ObjectRef("ns", "r", UID), lambda _: None))
-        )
+        made = operator.reconciler(RoundPlanner, ObjectRef("ns", "r", UID), lambda _: None)
+        store.turns = note_turns(made)
+        loop = asyncio.create_task(operator.run(UID, made))
         while not store.reads:  # noqa: ASYNC110 - the store is no event
             await asyncio.sleep(0.001)
         yield operator, loop
@@ -85,7 +87,7 @@ News = Callable[[Manager], None]
 
 def told(operator: Manager, uid: str, generation: int, **fields: object) -> None:
     """Let the watch tell of a round."""
-    metadata = {"namespace": "ns", "name": "r", "uid": uid, "generation": generation}
+    metadata = {"namespace": "ns", "name": "r", "uid": uid, "generation": generation, "resourceVersion": "1"}
     operator.work_changed(RoundPlanner, {"metadata": metadata, **fields}, lambda _: None)
 
 
@@ -105,13 +107,34 @@ async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks:
     async with driving(store) as (operator, _):
         news(operator)
         await asyncio.sleep(0.1)
-        assert store.reads == 1 + looks
+        assert len(store.turns) == 1 + looks
 
 
 @pytest.mark.parametrize("turns", TURNS)
 async def test_a_cancellation_is_not_lost_to_news_that_come_with_it(turns: int) -> None:
     async with driving(StandingRound()) as (operator, loop):
         await ends_cancelled(loop, lambda: told(operator, UID, 2), turns)
+
+
+class SuspendedRound(StandingRound):
+    """A store whose round is suspended."""
+
+    async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
+        """Return the round."""
+        self.reads += 1
+        return newborn(a_round(RoundStatus(state=State.SUSPENDED, observed_generation=1, stop_time=NOW), suspend=True))
+
+
+async def test_a_suspended_round_waits_for_another_spec_alone() -> None:
+    store = SuspendedRound()
+    async with driving(store) as (operator, _):
+        operator.pod_changed(a_pod("a"))
+        told(operator, UID, 1)
+        await asyncio.sleep(0.1)
+        assert len(store.turns) == 1
+        told(operator, UID, 2)
+        await asyncio.sleep(0.1)
+        assert len(store.turns) == 2
 
 
 async def test_a_deleted_pod_is_news_for_its_round() -> None:
@@ -122,13 +145,14 @@ async def test_a_deleted_pod_is_news_for_its_round() -> None:
         operator.pod_deleted(a_pod("a"))
         operator.pod_deleted(a_pod("unknown"))
         await asyncio.sleep(0.1)
-        assert store.reads == 3
+        assert len(store.turns) == 3
 
 
 class RunningRound(GoneRound):
     """A store of a round that pod a computes; ``there`` are the pods that exist."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.there = [a_pod("a")]
         self.lists = 0
         self.written = asyncio.Event()

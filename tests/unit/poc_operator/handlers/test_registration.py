@@ -28,7 +28,7 @@ def test_the_program_registers_every_handler() -> None:
     found = json.loads(subprocess.run(program, check=True, capture_output=True, env=environment).stdout)
     plurals = [kind.resource.KIND.plural for kind in PLANNERS]
     assert len(plurals) == 3
-    assert {"startup", "cleanup", "probe"} <= {kind.rsplit(".", 1)[-1].lower() for kind in found["activities"]}
+    assert {"startup", "cleanup"} <= {kind.rsplit(".", 1)[-1].lower() for kind in found["activities"]}
     assert found["daemons"] == [], "the loops are the manager's"
     assert found["events"] == [*(f"event-{plural}" for plural in plurals), "pod_event"]
     assert found["changes"] == [f"hold-{plural}" for plural in plurals]

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A background task that dies takes the process with it, and says so: an idle process would only look alive."""
+"""What ends the process is told: a background task that died, and what its health says."""
 
 import asyncio
 import os
 import subprocess
 import sys
 
+import httpx
 import pytest
 
-from poc_operator.controller.supervision import supervised
+from poc_operator.controller.health import serve_health, supervised
+from tests.support.servers.http_server import free_port
 
 PROGRAM = """
 import asyncio, logging, sys
-from poc_operator.controller.supervision import supervised
+from poc_operator.controller.health import supervised
 
 async def fail():
     raise RuntimeError("a defect")
@@ -55,3 +57,22 @@ async def test_a_cancelled_task_ends_nothing() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_health_is_told_over_both_protocols(host: str) -> None:
+    findings, port = list[str](), free_port()
+    async with serve_health(lambda: findings, port), httpx.AsyncClient() as client:
+        answer = await client.get(f"http://{host}:{port}/healthz")
+        assert (answer.status_code, answer.text) == (200, "ok")
+        findings += ["the Lease is not renewed", "pod ns/a is not what the watch told"]
+        answer = await client.get(f"http://{host}:{port}/healthz")
+        assert (answer.status_code, answer.text.splitlines()) == (503, findings)
+
+
+async def test_a_port_that_is_taken_is_an_error() -> None:
+    port = free_port()
+    async with serve_health(list, port, host="127.0.0.1"):
+        with pytest.raises(OSError, match="in use"):
+            async with serve_health(list, port, host="127.0.0.1"):
+                pass

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One object as the API server has it: read from what its watch tells, and its status written.
+
+A turn asks the API server for nothing. What the watch tells late does no harm: a plan is recorded against the version
+that it was made from. One of an outdated object is refused, and the object is read before it is planned again.
+
+A write for every turn of every round would be most of the API server's work. So a status in which only counters moved
+is held back for some seconds. It is lost with the process, and the next one asks the pods anyway.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic
+
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import WorkStatus
+from poc_operator.clients.kube.objects import ObjectStore, parse_object
+from poc_operator.controller.kinds import WorkT
+from poc_operator.controller.logs import ObjectRef
+from poc_operator.planning.snapshot import Work
+
+#: Seconds for which the watch is relied on alone: it may be stale.
+READ_SECONDS = 60.0
+#: Seconds between two writes of a status in which only counters moved.
+COUNTERS_SECONDS = 15.0
+
+Body = Mapping[str, Any]
+
+
+class ObjectReader(Generic[WorkT]):
+    """The newest that is known of one object. ``clock`` returns seconds of any monotonic clock."""
+
+    def __init__(self, resource: type[WorkT], ref: ObjectRef, store: ObjectStore, clock: Callable[[], float]) -> None:
+        self._resource = resource
+        self._ref = ref
+        self._store = store
+        self._clock = clock
+        self._known: WorkT | None = None
+        self._told: Body | None = None  # by the watch, and not understood yet
+        self._read_at = clock()
+
+    def tell(self, body: Body) -> None:
+        """Remember what the watch tells of the object."""
+        self._told = body
+
+    def remember(self, work: WorkT | None) -> None:
+        """Remember the object as it was written; without it, it is read next."""
+        self._known = work
+
+    def forget(self) -> None:
+        """Read the object next: it is not what was known of it."""
+        self._known = self._told = None
+
+    async def read(self) -> WorkT | None:
+        """Return the object; None if it does not exist, or another one has its name.
+
+        UnreadableObject if it cannot be understood; errors as from `ObjectStore.get` if it must be asked for.
+        """
+        told, self._told = self._told, None
+        known, self._known = self._known, None  # if it cannot be understood, it is not what it was either
+        if self._clock() - self._read_at >= READ_SECONDS or (known is None and told is None):
+            known = await self._store.get(self._resource, self._ref.namespace, self._ref.name)
+            self._read_at = self._clock()
+        elif told is not None and (known is None or _is_newer(told, known)):
+            known = parse_object(self._resource, told)
+        self._known = known if known is not None and known.metadata.uid == self._ref.uid else None
+        return self._known
+
+
+def _is_newer(told: Body, known: Work) -> bool:
+    """Whether the watch tells of a later version. Kubernetes lets the versions of one resource be compared."""
+    return int(told["metadata"]["resourceVersion"]) > int(known.metadata.resource_version)
+
+
+class StatusRecorder(Generic[WorkT]):
+    """Writes the status of one object. ``clock`` returns seconds of any monotonic clock."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._written = float("-inf")
+        # The newest status, with the stored one that it was made from or is stored as: what is stored has its errors
+        # cut, and may lag behind by what was held back.
+        self._known: tuple[WorkStatus, WorkStatus] | None = None
+        self._held_back = False  # whether the newest status is still to be written
+
+    def newest(self, stored: WorkT) -> WorkT:
+        """Return the object with the status that was recorded last, unless somebody has written another one since."""
+        if self._known is None or self._known[0] != stored.status:
+            return stored
+        newest: Any = stored.model_copy(update={"status": self._known[1]})
+        found: WorkT = newest
+        return found
+
+    async def record(self, stored: WorkT, status: WorkStatus) -> WorkT | None:
+        """Write the status, or hold it back. Return what is stored from now on; None if that must be read.
+
+        Errors as from `ObjectStore.write_status`.
+        """
+        if status == self.newest(stored).status and not self._held_back:
+            return stored
+        written = _as_stored(status)
+        fresh = self._clock() - self._written < COUNTERS_SECONDS
+        if written == stored.status or (fresh and _differ_in_counters(written, stored.status)):
+            self._known, self._held_back = (stored.status, status), written != stored.status
+            return stored
+        version = await self._store.write_status(stored, status)
+        self._written, self._known, self._held_back = self._clock(), (written, status), False
+        if version is None:
+            return None
+        metadata = stored.metadata.model_copy(update={"resource_version": version})
+        written_object: Any = stored.model_copy(update={"metadata": metadata, "status": written})
+        found: WorkT = written_object
+        return found
+
+
+def _as_stored(status: WorkStatus) -> WorkStatus:
+    """Return the status as it will be read again."""
+    return type(status).model_validate(status.stored())
+
+
+def _differ_in_counters(one: WorkStatus, other: WorkStatus) -> bool:
+    """Whether only counters differ, which are held back for rounds alone: the others have few."""
+    if not isinstance(one, RoundStatus) or not isinstance(other, RoundStatus):
+        return False
+    return one.without_counters() == other.without_counters()
