@@ -269,7 +269,8 @@ def _with_restarts(view: SlotView, slot: Assignment) -> Assignment:
     """Remember how often the server of a pod that answers has restarted: once more, and it has lost the slot."""
     if view.status is None or view.pod is None or slot.uid != view.pod.uid or not slot.state.active:
         return slot
-    return slot.model_copy(update={"restarts": view.pod.container(view.snapshot.round.spec.port).restarts})
+    restarts = view.pod.container(view.snapshot.round.spec.port).restarts
+    return slot if slot.restarts == restarts else slot.model_copy(update={"restarts": restarts})
 
 
 def _confirm(slot: Assignment, session: str) -> Assignment:
