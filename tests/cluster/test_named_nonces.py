@@ -14,7 +14,7 @@ from hack.deploy.releases import NAMESPACE
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.calibrations.target import valid_rate
+from poc_operator.calibrations.plan import valid_rate
 from tests.cluster.objects import ARTIFACT, BLOCK, Objects, Rounds
 from tests.cluster.results import Value, items
 from tests.support.fakes.receiver import Receiver, receiving

@@ -30,8 +30,6 @@ SHORT_MODULES = {
     "operator/poc_operator/clients/http.py": "what the siblings beside it share",
     "operator/poc_operator/controller/logs.py": "all modules of the package use it",
     "operator/poc_operator/leases.py": "what polls, which plans do not know, share with plans, which do no I/O",
-    "operator/poc_operator/planning/pod_requests.py": "what the three kinds order alike",
-    "operator/poc_operator/validations/proofs.py": "what a list of proofs must be, for inline and ConfigMap",
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from poc_operator.calibrations.target import valid_rate
+from poc_operator.calibrations.plan import valid_rate
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ to that slice is the same for all nonces of a block, so that each block hash has
 
 import torch
 
-from poc_operator.calibrations.target import cap_share, cosine
+from poc_operator.calibrations.plan import cap_share, cosine
 from vllm_poc.maths.distance import random_head, round_target
 
 

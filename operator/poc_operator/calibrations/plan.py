@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chain of policies of a PoCCalibration: ``POLICIES``, read from top to bottom, is what the operator does.
 
-Each sample has a block hash of its own, derived from the calibration's.
+Each sample has a block hash of its own, derived from the calibration's, since each hash has a valid rate of its own.
+How the samples' rates differ gives the confidence interval.
+
+By theory, outputs and target are independent and uniform on the unit sphere of 8192 dimensions. The outputs of one
+block hash lie on a slice of it, of the model's hidden size. The theory is about the mean of all hashes.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import sqrt
+from statistics import stdev
 
 from poc_operator.apis.v1alpha1.calibration import (
     CalibrationSample,
     CalibrationSpec,
     CalibrationStatus,
+    FoundTarget,
     PoCCalibration,
 )
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
-from poc_operator.calibrations.target import found_target
 from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.lifecycle import LIMITS, close, complete, end_by, expire, failed, suspend
-from poc_operator.planning.pod_requests import named_nonces
 from poc_operator.planning.samples import (
     PodResult,
     ask_pods,
@@ -32,8 +39,65 @@ from poc_operator.planning.samples import (
     pace,
     samples_failed,
 )
-from poc_operator.planning.snapshot import Snapshot, Step
+from poc_operator.planning.snapshot import Snapshot, Step, named_nonces
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest
+
+#: Half the width of the 95 % confidence interval in standard errors: Student's t with 19 degrees of freedom.
+STUDENT_95 = 2.093
+#: Standard errors by which measurement and theory may differ: once in 350 calibrations they differ by more,
+#: Student's t.
+STUDENT_DISAGREES = 3.4
+#: Rows of the random head that makes the distance protocol's outputs.
+OUTPUT_DIM = 8192
+_STEPS = 4000
+
+
+def cap_share(dimensions: int, cosine: float) -> float:
+    """Return the share of the unit sphere on which x·t exceeds ``cosine``, for any unit vector t.
+
+    The density of x·t is proportional to (1 - c²)^((dimensions - 3) / 2).
+    """
+    edges = [cosine * step / _STEPS for step in range(_STEPS + 1)]
+    power, scale = (dimensions - 3) / 2, math.lgamma(dimensions / 2) - math.lgamma((dimensions - 1) / 2)
+    middles = ((low + high) / 2 for low, high in pairwise(edges))
+    inner = math.fsum(math.exp(scale + power * math.log1p(-middle * middle)) for middle in middles)
+    return 0.5 - inner * cosine / _STEPS / math.sqrt(math.pi)
+
+
+def cosine(distance: float) -> float:
+    """Return x·t of unit vectors that lie ``distance`` apart."""
+    return 1 - distance * distance / 2
+
+
+def valid_rate(r_target: float) -> float:
+    """Return the expected share of distances below ``r_target`` over many block hashes."""
+    return cap_share(OUTPUT_DIM, cosine(r_target))
+
+
+def found_target(spec: CalibrationSpec, samples: Sequence[Sequence[float]]) -> FoundTarget:
+    """Return the target for the distances of some samples, none of which is empty."""
+    rate = float(spec.valid_rate)
+    everything = sorted(distance for sample in samples for distance in sample)
+    r_target = _quantile(everything, rate)
+    shares = [sum(distance < r_target for distance in sample) / len(sample) for sample in samples]
+    error = stdev(shares) / sqrt(len(shares))
+    expected = valid_rate(r_target)
+    return FoundTarget(
+        r_target=f"{r_target:.6f}",
+        low=f"{_quantile(everything, rate - STUDENT_95 * error):.6f}",
+        high=f"{_quantile(everything, rate + STUDENT_95 * error):.6f}",
+        valid_rate=spec.valid_rate,
+        theory_rate=f"{expected:.4f}",
+        nonces=len(everything),
+        agrees=abs(expected - rate) <= STUDENT_DISAGREES * error,
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Return a number that this share of the ordered numbers lies below: halfway between two of them."""
+    index = min(max(round(share * len(ordered)), 1), len(ordered) - 1)
+    return (ordered[index - 1] + ordered[index]) / 2
+
 
 #: Samples of a calibration, each with a block hash of its own.
 SAMPLES = 20

@@ -10,7 +10,7 @@
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
 - ``other_rounds``: what rounds know of each other, so that they queue for pods.
 - ``reaper``: stops in pods what no round needs any more. ``uninstall``: suspends all before the operator goes.
-- ``leader_election``, ``stale_watches``, ``health``, ``metrics``, ``logs``: what the process owes its cluster.
+- ``leader_election``, ``health``, ``metrics``, ``logs``: what the process owes its cluster.
 
 What to do is decided in the plans, how to ask stands in ``clients``, kopf is in ``handlers``::
 

@@ -31,7 +31,7 @@ from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.leaving import renewal
 from poc_operator.rounds.snapshot import RoundSnapshot
 from poc_operator.validations import plan as validations
-from poc_operator.validations.proofs import in_order, parse_proofs
+from poc_operator.validations.plan import in_order, parse_proofs
 from vllm_poc.wire.messages import Protocol
 
 WorkT = TypeVar("WorkT", bound=Work)

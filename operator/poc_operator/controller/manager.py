@@ -21,7 +21,7 @@ from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import Emit
-from poc_operator.controller.health import supervised
+from poc_operator.controller.health import CHECK_SECONDS, StaleWatchCheck, supervised
 from poc_operator.controller.kinds import PLANNERS, Planner, Sources
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.logs import ObjectRef
@@ -30,7 +30,6 @@ from poc_operator.controller.observing import PodCache, PodPoller
 from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
-from poc_operator.controller.stale_watches import CHECK_SECONDS, StaleWatchCheck
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import PodView

@@ -5,8 +5,8 @@ A plan is a chain of policies. Each takes a `Snapshot` (the object, its pods, th
 so far (status, actions, events), and returns the next step. There is no I/O and no clock. What only one kind needs
 belongs into ``rounds``, ``validations`` or ``calibrations``. ``reaping`` judges what pods compute for nobody.
 
-`readiness` says which pods load or cannot work, `queue` which round gets a pod that several want. `lifecycle`,
-`conditions`, `waiting` and `samples` are parts of the chains.
+`eligibility` says which pods can work, load, or never will, `queue` which round gets a pod that several want.
+`lifecycle`, `conditions`, `waiting` and `samples` are parts of the chains.
 
 States of every kind (`State`)::
 

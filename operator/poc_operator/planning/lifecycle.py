@@ -13,8 +13,7 @@ from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy
-from poc_operator.planning.eligibility import busy_pods
-from poc_operator.planning.readiness import loading_seconds, loads
+from poc_operator.planning.eligibility import busy_pods, loading_seconds, loads
 from poc_operator.planning.snapshot import DeleteWork, Snapshot, StatusT, Step, Work, WorkEvent
 from poc_operator.planning.waiting import holders
 

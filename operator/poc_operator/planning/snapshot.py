@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is made from and what it consists of."""
+"""What a plan is made from and what it consists of, with the parts of orders to pods that several kinds have."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,15 +9,17 @@ from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.fields import SeededModel
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.apis.v1alpha1.work import ProtocolSpec, WorkSpec
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import Grant
 from poc_operator.observed import Decision, PodReport, PodView
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
+from vllm_poc.wire.messages import ArtifactParams, ExtendRequest, InitGenerateRequest
 
 #: An object that asks pods to work.
 Work = PoCRound | PoCValidation | PoCCalibration
@@ -249,3 +251,36 @@ class Step(Generic[StatusT]):
             actions=[*self.actions, *actions],
             events=[*self.events, *events],
         )
+
+
+#: Every distance lies below it.
+LARGEST_DISTANCE = 2.0
+
+
+def artifact_params(spec: WorkSpec) -> ArtifactParams | None:
+    """Return the parameters of the artifact protocol, if the work is of it."""
+    if not isinstance(spec, ProtocolSpec) or spec.artifact is None:
+        return None
+    return ArtifactParams(model=spec.model.name, seq_len=spec.model.seq_len, k_dim=spec.artifact.k_dim)
+
+
+def named_nonces(
+    spec: WorkSpec, nonces: Sequence[int], *, block_hash: str | None = None, beside_round: bool = False
+) -> GenerateRequest:
+    """Ask for the artifacts or distances of these nonces, and wait for them."""
+    artifact = artifact_params(spec)
+    told = spec.r_target if isinstance(spec, ProtocolSpec) else None
+    r_target = float(told) if told is not None else LARGEST_DISTANCE
+    return GenerateRequest(
+        block_hash=block_hash or spec.block_hash,
+        block_height=spec.block_height,
+        public_key=spec.public_key,
+        batch_size=spec.batch_size,
+        nonces=list(nonces),
+        wait=True,
+        beside_round=beside_round,
+        poc_stronger_rng=isinstance(spec.model, SeededModel) and spec.model.strong_rng,
+        params=artifact,
+        r_target=None if artifact else r_target,
+        seq_len=None if artifact else spec.model.seq_len,
+    )

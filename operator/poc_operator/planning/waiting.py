@@ -11,10 +11,11 @@ from poc_operator.planning.eligibility import (
     computes_other_work,
     holder,
     incompatibility,
+    named,
     usable_pods,
+    why_not_ready,
 )
 from poc_operator.planning.queue import first_in_line, in_turn
-from poc_operator.planning.readiness import named, why_not_ready
 from poc_operator.planning.snapshot import Snapshot, Work
 
 Wait = tuple[bool, Reason, str]

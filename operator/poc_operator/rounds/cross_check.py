@@ -14,8 +14,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, CrossCheck, CrossCheckStatus, Deviation, RoundSpec
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import Answer, PodReport
-from poc_operator.planning.pod_requests import named_nonces
-from poc_operator.planning.snapshot import AskPod, WorkEvent
+from poc_operator.planning.snapshot import AskPod, WorkEvent, named_nonces
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.artifacts import decode_vector

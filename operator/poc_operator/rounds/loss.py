@@ -11,8 +11,8 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RetryPolicy, StallAction
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodView, is_container_session
+from poc_operator.planning.eligibility import loads
 from poc_operator.planning.queue import taken_over
-from poc_operator.planning.readiness import loads
 from poc_operator.planning.snapshot import Action, DeletePod, Loss, StopPod, WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 

@@ -11,9 +11,8 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
-from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
+from poc_operator.planning.eligibility import computes_other_work, holder, may_replace, why_not_ready
 from poc_operator.planning.queue import taken_over
-from poc_operator.planning.readiness import why_not_ready
 from poc_operator.planning.snapshot import Loss, WorkEvent
 from poc_operator.rounds.counters import (
     contradiction,

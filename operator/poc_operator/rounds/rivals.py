@@ -12,8 +12,7 @@ from datetime import timedelta
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RivalCheckStatus, RivalDecision, RoundSpec, RoundStatus
 from poc_operator.observed import Decision, PodView, RivalNonce, RivalResult, Truth
-from poc_operator.planning.pod_requests import named_nonces
-from poc_operator.planning.snapshot import AskPod, DecideRivals, WorkEvent
+from poc_operator.planning.snapshot import AskPod, DecideRivals, WorkEvent, named_nonces
 from poc_operator.rounds.cross_check import PATIENCE, alike, max_difference, may_be_asked, values_of, vector_of
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 

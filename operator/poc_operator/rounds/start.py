@@ -15,8 +15,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import Grant
 from poc_operator.observed import PodView
-from poc_operator.planning.pod_requests import artifact_params
-from poc_operator.planning.snapshot import StartPod
+from poc_operator.planning.snapshot import StartPod, artifact_params
 from poc_operator.rounds.counters import PATIENCE, counted
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import computed_slots

@@ -9,9 +9,8 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import CollectedSlot, is_container_session
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import given_up, set_conditions
-from poc_operator.planning.eligibility import Finding
+from poc_operator.planning.eligibility import Finding, unusable_pods
 from poc_operator.planning.lifecycle import tally
-from poc_operator.planning.readiness import unusable_pods
 from poc_operator.rounds.counters import is_doubted
 from poc_operator.rounds.cross_check import describe
 from poc_operator.rounds.rivals import under_way

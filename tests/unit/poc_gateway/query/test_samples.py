@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from poc_gateway.query import summary
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.validation import Proof
-from poc_operator.validations.proofs import parse_proofs
+from poc_operator.validations.plan import parse_proofs
 from tests.support.builders.deliveries import a_round, encoded
 from tests.support.builders.stored import distance, store
 from vllm_poc.wire.messages import Protocol

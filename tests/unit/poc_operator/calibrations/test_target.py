@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from poc_operator.calibrations import target
+from poc_operator.calibrations import plan as target
 from poc_operator.calibrations.plan import SAMPLES
 from tests.unit.poc_operator.build import a_calibration
 

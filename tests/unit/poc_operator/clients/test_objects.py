@@ -164,7 +164,8 @@ async def test_a_list_that_fails_is_no_empty_one(
 async def test_a_pod_is_found_by_its_name(api: tuple[Api, ObjectStore]) -> None:
     server, store = api
     assert await store.pod("ns", "a") is None
-    assert server.seen[0][:3] == ("GET", "/api/v1/namespaces/ns/pods", {"fieldSelector": "metadata.name=a"})
+    method, path, query, _ = server.seen[0]
+    assert (method, path, query["fieldSelector"]) == ("GET", "/api/v1/namespaces/ns/pods", "metadata.name=a")
     server.pods = [{"metadata": {"name": "a", "namespace": "ns", "uid": "u"}}]
     found = await store.pod("ns", "a")
     assert found is not None

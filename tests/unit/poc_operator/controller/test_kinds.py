@@ -11,7 +11,7 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller import kinds
 from poc_operator.controller.kinds import Sources, ValidationPlanner
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
-from poc_operator.validations import proofs
+from poc_operator.validations import plan as validations
 from tests.unit.poc_operator.build import UID, a_validation
 
 PROOFS = json.dumps([{"nonce": nonce, "vector": "AAAA"} for nonce in (1, 2)])
@@ -39,7 +39,7 @@ class Asked:
         log = cast(ObjectLogger, None)
         sources = Sources(store=cast(ObjectStore, self.maps))
         self.planner = ValidationPlanner(sources, ObjectRef("ns", "v", UID), log)
-        parse = proofs.parse_proofs
+        parse = validations.parse_proofs
 
         def counting(*arguments: Any) -> Any:  # noqa: ANN401
             self.parsed += 1

@@ -11,8 +11,8 @@ from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.controller.health import StaleWatchCheck
 from poc_operator.controller.observing import PodCache
-from poc_operator.controller.stale_watches import StaleWatchCheck
 from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 

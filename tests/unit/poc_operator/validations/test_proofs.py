@@ -4,7 +4,7 @@
 import pytest
 
 from poc_operator.apis.v1alpha1.validation import Proof
-from poc_operator.validations.proofs import digest, in_order, parse_proofs
+from poc_operator.validations.plan import digest, in_order, parse_proofs
 from vllm_poc.wire.messages import Protocol
 
 
