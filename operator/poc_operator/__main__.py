@@ -64,6 +64,12 @@ def main() -> None:
         "without waiting (default: the host's name and a random word)",
     )
     parser.add_argument(
+        "--pod-token-secret",
+        metavar="NAME",
+        help="name of the Secret, in each namespace of pods, whose key token these get as a bearer token "
+        "(default: none)",
+    )
+    parser.add_argument(
         "--gateway-url",
         type=gateway_url,
         help="http://HOST:PORT of the gateway: pods deliver there, and it forwards to the rounds' callback addresses "

@@ -75,6 +75,7 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
         ({"rbac": {"deletePods": True}}, {DELETES_PODS}, set()),
         ({"rbac": {"readConfigMaps": False}}, set(), {("/configmaps", "get")}),
         ({"rbac": {"readSecrets": True}, "gateway": {"enabled": False}}, {("/secrets", "get")}, set()),
+        ({"auth": {"existingSecret": "token"}}, {("/secrets", "get")}, set()),
     ],
 )
 def test_the_role_grants_what_the_table_says(
@@ -95,6 +96,12 @@ def test_the_role_grants_what_the_table_says(
     named = {("/namespaces", "get")}  # of kube-system alone
     assert granted == {(what, verb) for what, verbs in ALLOWED.items() for verb in verbs} - less | more | named
     assert [rule["resourceNames"] for rule in role["rules"] if "namespaces" in rule["resources"]] == [["kube-system"]]
+
+
+def test_the_operator_reads_the_secret_of_the_pods_token_and_no_other(kube: Kube) -> None:
+    bodies = objects(kube, OPERATOR_CHART, {"auth": {"existingSecret": "token"}})
+    rules = [rule for body in bodies for rule in body.get("rules", []) if "secrets" in rule["resources"]]
+    assert rules == [{"apiGroups": [""], "resources": ["secrets"], "resourceNames": ["token"], "verbs": ["get"]}]
 
 
 def test_with_a_gateway_it_alone_reads_secrets(kube: Kube) -> None:

@@ -59,7 +59,7 @@ class Cluster:
     async def operator(self) -> Manager:
         """Start another operator process, as it were."""
         lease = cast(LeaderElection, SimpleNamespace(held=True, uid="lease-uid"))
-        made = Manager(cast(ObjectStore, self.store), lease, PodClient(), reaper_client=PodClient())
+        made = Manager(cast(ObjectStore, self.store), lease, PodClient(), reaper_clients=PodClient())
         await made.identify()
         for host in HOSTS:
             served = Container(id="vllm", ports=frozenset({self._port}))

@@ -143,6 +143,13 @@ pocrounds, pocvalidations, poccalibrations
   resources: [secrets]
   verbs: [get]
 {{- end }}
+{{- with .Values.auth.existingSecret }}
+# The token of a namespace's pods.
+- apiGroups: [""]
+  resources: [secrets]
+  resourceNames: [{{ . }}]
+  verbs: [get]
+{{- end }}
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

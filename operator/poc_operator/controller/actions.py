@@ -14,7 +14,7 @@ from pydantic import AnyHttpUrl
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import EvictionRefused, PodBusy, PodError, PodRefused, StoreError, StoreForbidden
-from poc_operator.clients.pods.client import PodClient, base_url
+from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger
 from poc_operator.observed import Answer, PodReport, PodView
@@ -83,7 +83,7 @@ class PodActions:
         self,
         *,
         sources: Sources,
-        client: PodClient,
+        clients: ClientOf,
         emit: Emit,
         wake: asyncio.Event,
         log: ObjectLogger,
@@ -92,7 +92,7 @@ class PodActions:
         self._store = sources.store
         self._gateway = sources.gateway
         self._owner = sources.owner
-        self._client = client
+        self._clients = clients
         self._emit = emit
         self._wake = wake
         self._log = log
@@ -164,7 +164,9 @@ class PodActions:
     async def _start(self, port: int, start: StartPod) -> None:
         pod = start.pod
         try:
-            answer = await self._client.start(base_url(pod.ip or "", port), self._signed(start))
+            answer = await (await self._clients.of(pod.namespace)).start(
+                base_url(pod.ip or "", port), self._signed(start)
+            )
             self._started[pod.uid] = (
                 answer.pow_status.session_id if isinstance(answer, CommandResponse) else pod.server(port)
             )
@@ -196,14 +198,16 @@ class PodActions:
 
     async def _extend(self, port: int, extend: ExtendPod) -> None:
         try:
-            await self._client.extend(base_url(extend.pod.ip or "", port), extend.request)
+            client = await self._clients.of(extend.pod.namespace)
+            await client.extend(base_url(extend.pod.ip or "", port), extend.request)
         except PodError as error:
             # What became of its round, or of the limit, the next poll tells.
             self._log.info("extend: %s", error)
 
     async def _stop(self, port: int, stop: StopPod) -> None:
         try:
-            await self._client.stop(base_url(stop.pod.ip or "", port), stop.round_id)
+            client = await self._clients.of(stop.pod.namespace)
+            await client.stop(base_url(stop.pod.ip or "", port), stop.round_id)
             self._wake.set()
         except PodBusy:
             self._log.info("stop: the pod computes another round by now")
@@ -239,8 +243,8 @@ _Key = tuple[str, str]  # pod uid, key of the ask
 class PodAsks:
     """What one object asks its pods. ``wake`` is set when one has a result."""
 
-    def __init__(self, *, client: PodClient, wake: asyncio.Event) -> None:
-        self._client = client
+    def __init__(self, *, clients: ClientOf, wake: asyncio.Event) -> None:
+        self._clients = clients
         self._wake = wake
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
         self._answers: dict[str, Answer] = {}  # the last one of each pod, by uid
@@ -265,7 +269,8 @@ class PodAsks:
 
     async def _ask(self, port: int, ask: AskPod) -> None:
         try:
-            result = await self._client.generate(base_url(ask.pod.ip or "", port), ask.request)
+            client = await self._clients.of(ask.pod.namespace)
+            result = await client.generate(base_url(ask.pod.ip or "", port), ask.request)
         except PodError as error:
             # No news: the next turn is early enough, so that tries have a pause between them.
             self._answers[ask.pod.uid] = Answer(key=ask.key, error=str(error))

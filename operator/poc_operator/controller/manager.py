@@ -19,7 +19,8 @@ from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.connection import connect
 from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.objects import ObjectStore
-from poc_operator.clients.pods.client import PodClient
+from poc_operator.clients.pods.client import ClientOf
+from poc_operator.clients.pods.tokens import PodClients
 from poc_operator.controller.actions import Emit
 from poc_operator.controller.health import CHECK_SECONDS, StaleWatchCheck, supervised
 from poc_operator.controller.kinds import PLANNERS, Planner, Sources
@@ -28,6 +29,7 @@ from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller
 from poc_operator.controller.other_rounds import OtherRounds
+from poc_operator.controller.reaper import CONNECTIONS as REAPER_CONNECTIONS
 from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
 from poc_operator.credentials import RATE_LIMIT
@@ -73,17 +75,17 @@ class Manager:
         self,
         store: ObjectStore,
         lease: LeaderElection,
-        client: PodClient,
+        clients: ClientOf,
         gateway: GatewayClient | None = None,
         rate_limit: int = RATE_LIMIT,
         *,
-        reaper_client: PodClient | None = None,
-        strangers: PodClient | None = None,
+        reaper_clients: ClientOf | None = None,
+        strangers: ClientOf | None = None,
         events: EventPoster | None = None,
         holds_deleted: bool = True,
         lease_seconds: int = LEASE_SECONDS,
     ) -> None:
-        """``reaper_client`` has connections of its own, so that the reaper takes none from the rounds.
+        """``reaper_clients`` has connections of its own, so that the reaper takes none from the rounds.
 
         ``strangers`` has no token: it is for pods that no object selects.
         """
@@ -91,8 +93,8 @@ class Manager:
         self.holds_deleted = holds_deleted
         self._store = store
         self.lease = lease
-        self._client = client
-        self._poller = PodPoller(client, time.monotonic)
+        self._clients = clients
+        self._poller = PodPoller(clients, time.monotonic)
         self._gateway = gateway
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit, lease_seconds=lease_seconds)
         self._pods = PodCache(time.monotonic)
@@ -103,11 +105,11 @@ class Manager:
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._released = set[str]()  # deleted objects whose loop has ended, until they are gone
-        self._reaper_client = reaper_client or client
-        self._strangers = strangers or self._reaper_client
+        self._reaper_clients = reaper_clients or clients
+        self._strangers = strangers or self._reaper_clients
         self.reaper = Reaper(
             store=store,
-            client=self._reaper_client,
+            clients=self._reaper_clients,
             strangers=self._strangers,
             events=events,
             pods=self._pods,
@@ -122,32 +124,33 @@ class Manager:
     @classmethod
     async def create(
         cls,
-        client: PodClient,
         gateway: GatewayClient | None,
         lease_namespace: str | None,
         identity: str | None,
         *,
-        reaper_client: PodClient | None = None,
-        strangers: PodClient | None = None,
+        token_secret: str | None = None,
         rate_limit: int = RATE_LIMIT,
         holds_deleted: bool = True,
         lease_seconds: int = LEASE_SECONDS,
     ) -> Self:
         """Connect to the API server. Without ``gateway`` pods deliver to the rounds' own callback addresses.
 
-        ``identity`` is the name in the Lease, if it is not to be one that no other process ever has.
+        ``identity`` is the name in the Lease, if it is not to be one that no other process ever has. ``token_secret``
+        names the Secret, in the namespace of the pods, whose token they get.
         """
         api, namespace = await connect()
+        store = ObjectStore(api)
+        read = partial(store.pod_token, token_secret) if token_secret is not None else None
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         lease = LeaderElection(api, lease_namespace or namespace, identity or unique, time.monotonic)
         return cls(
-            ObjectStore(api),
+            store,
             lease,
-            client,
+            PodClients(read),
             gateway,
             rate_limit,
-            reaper_client=reaper_client,
-            strangers=strangers,
+            reaper_clients=PodClients(read, connections=REAPER_CONNECTIONS),
+            strangers=PodClients(connections=REAPER_CONNECTIONS),
             events=EventPoster(api),
             holds_deleted=holds_deleted,
             lease_seconds=lease_seconds,
@@ -165,8 +168,8 @@ class Manager:
         """End all loops and close all connections."""
         await self.stop()
         await self._poller.close()
-        await self._client.close()
-        await self._reaper_client.close()
+        await self._clients.close()
+        await self._reaper_clients.close()
         await self._strangers.close()
         if self._gateway is not None:
             await self._gateway.close()
@@ -290,7 +293,7 @@ class Manager:
             kind,
             ref,
             sources=self._sources,
-            client=self._client,
+            clients=self._clients,
             poller=self._poller,
             pods=self._pods,
             metrics=self.metrics,

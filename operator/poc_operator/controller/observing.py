@@ -17,7 +17,7 @@ from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import GatewayError, PodError, PodRefused, PodTimeout
 from poc_operator.clients.gateway import GatewayClient
-from poc_operator.clients.pods.client import PodClient, base_url
+from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.leases import Renewal
@@ -117,8 +117,8 @@ class PodPoller:
              └───── it answers or refuses, or changes ────┘
     """
 
-    def __init__(self, client: PodClient, clock: Callable[[], float]) -> None:
-        self._client = client
+    def __init__(self, clients: ClientOf, clock: Callable[[], float]) -> None:
+        self._clients = clients
         self._clock = clock
         self._silent: dict[tuple[str, int], _Silent] = {}  # by uid and port
         self._probes = asyncio.Semaphore(_PROBES)
@@ -141,7 +141,8 @@ class PodPoller:
             async with limit:
                 try:
                     # Not before it is sent: it may have waited.
-                    answer = await self._client.status(base_url(ip, port), _renewed(renewal, pod))
+                    client = await self._clients.of(pod.namespace)
+                    answer = await client.status(base_url(ip, port), _renewed(renewal, pod))
                     return pod.uid, _report(answer, pod, work)
                 except PodError as error:
                     failed(error)
@@ -179,13 +180,14 @@ class PodPoller:
         return None
 
     def _silence(self, pod: PodView, ip: str, port: int, error: PodError) -> None:
-        probe = asyncio.create_task(self._probe(base_url(ip, port)))
+        probe = asyncio.create_task(self._probe(pod.namespace, base_url(ip, port)))
         self._silent[pod.uid, port] = _Silent(pod, error, probe, self._clock())
 
-    async def _probe(self, base: str) -> PodError | None:
+    async def _probe(self, namespace: str, base: str) -> PodError | None:
         async with self._probes:
             try:
-                await self._client.status(base)
+                client = await self._clients.of(namespace)
+                await client.status(base)
             except PodError as error:
                 return error
             return None

@@ -31,7 +31,7 @@ from poc_operator.apis.v1alpha1.work import DEFAULT_PORT
 from poc_operator.clients.errors import PodBusy, PodError, StoreError
 from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.objects import ObjectStore, readable
-from poc_operator.clients.pods.client import PodClient, base_url
+from poc_operator.clients.pods.client import ClientOf, PodClient, base_url
 from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
@@ -112,8 +112,8 @@ class Reaper:
         self,
         *,
         store: ObjectStore,
-        client: PodClient,
-        strangers: PodClient,
+        clients: ClientOf,
+        strangers: ClientOf,
         events: EventPoster | None,
         pods: PodCache,
         metrics: Metrics,
@@ -122,7 +122,7 @@ class Reaper:
         clock: Callable[[], float],
     ) -> None:
         self._store = store
-        self._client = client
+        self._clients = clients
         self._strangers = strangers
         self._events = events
         self._pods = pods
@@ -227,10 +227,11 @@ class Reaper:
 
         async def ask(key: tuple[str, int]) -> None:
             pod, port = targets[key], key[1]
-            client = self._strangers if key in self._unknown else self._client
+            clients: ClientOf = self._strangers if key in self._unknown else self._clients
             async with limit:
                 self._silent[key] = self._clock()
                 try:
+                    client = await clients.of(pod.namespace)
                     answer = await client.status(base_url(pod.ip or "", port))
                 except PodError:
                     return

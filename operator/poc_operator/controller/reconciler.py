@@ -18,7 +18,7 @@ from typing import Any, Generic
 
 from poc_operator.apis.v1alpha1.status import State, WorkStatus
 from poc_operator.clients.errors import ObjectGone, StaleObject, UnreadableObject
-from poc_operator.clients.pods.client import PodClient
+from poc_operator.clients.pods.client import ClientOf
 from poc_operator.controller.actions import Emit, PodActions, PodAsks
 from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBackoff, pods_left
 from poc_operator.controller.kinds import Planner, Sources, WorkT
@@ -62,7 +62,7 @@ class Reconciler(Generic[WorkT]):
         ref: ObjectRef,
         *,
         sources: Sources,
-        client: PodClient,
+        clients: ClientOf,
         poller: PodPoller,
         pods: PodCache,
         metrics: Metrics,
@@ -72,7 +72,6 @@ class Reconciler(Generic[WorkT]):
         self._resource = kind.resource
         self._ref = ref
         self._store = sources.store
-        self._client = client
         self._poller = poller
         self._pods = pods
         self._metrics = metrics
@@ -91,8 +90,8 @@ class Reconciler(Generic[WorkT]):
         self.rest_seconds = 0.0
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
-        self._actions = PodActions(sources=sources, client=client, emit=emit, wake=self.wake, log=self.log)
-        self._asks = PodAsks(client=client, wake=self.wake)
+        self._actions = PodActions(sources=sources, clients=clients, emit=emit, wake=self.wake, log=self.log)
+        self._asks = PodAsks(clients=clients, wake=self.wake)
         self._deleted_since: float | None = None  # by the monotonic clock
         self._others = others or OtherRounds(time.monotonic)
         self._knows_pods = False  # whether the watch has told of those that worked when this process began

@@ -11,12 +11,10 @@ import kopf
 
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FINALIZER, GROUP
 from poc_operator.clients.gateway import GatewayClient
-from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.health import serve_health, supervised
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.metrics import serve_metrics
-from poc_operator.controller.reaper import CONNECTIONS
 from poc_operator.credentials import secrets_of
 
 log = logging.getLogger(__name__)
@@ -48,14 +46,11 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     settings.watching.chunk_size = 500
     settings.execution.default_backoff = 2
     memo.until_end = stack = AsyncExitStack()
-    token = os.environ.get("POC_POD_TOKEN") or None
     memo.manager = manager = await Manager.create(
-        PodClient(token),
         _gateway(memo.options.gateway_url),
         memo.options.lease_namespace,
         memo.options.identity,
-        reaper_client=PodClient(token, connections=CONNECTIONS),
-        strangers=PodClient(connections=CONNECTIONS),
+        token_secret=memo.options.pod_token_secret,
         rate_limit=memo.options.max_nonces_per_second,
         # With the rights of Roles alone a finalizer may outlive them: whoever deletes the namespace deletes both.
         holds_deleted=not memo.options.namespace,

@@ -124,7 +124,7 @@ class Fleet(Generic[WorkT]):
             self._kind,
             ObjectRef("ns", "r", UID),
             sources=Sources(store=cast(ObjectStore, self.store), gateway=self.collector),
-            client=self._client,
+            clients=self._client,
             poller=PodPoller(self._client, time.monotonic),
             pods=self._pods,
             metrics=self.metrics,

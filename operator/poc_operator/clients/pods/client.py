@@ -2,7 +2,7 @@
 """Typed calls to one pod. Every call has a time limit, every answer a size limit."""
 
 from http import HTTPStatus
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import aiohttp
 from pydantic import TypeAdapter, ValidationError
@@ -54,6 +54,18 @@ _GPUS: TypeAdapter[GpusResponse] = TypeAdapter(GpusResponse)
 _RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(GeneratedResponse | ValidatedResponse)
 
 
+class ClientOf(Protocol):
+    """Has a client for the pods of each namespace. Errors are of ``clients.errors``."""
+
+    async def of(self, namespace: str) -> "PodClient":
+        """Return the client for the pods of a namespace. PodUnreachable while it is not known which token they get."""
+        ...
+
+    async def close(self) -> None:
+        """Close all connections."""
+        ...
+
+
 def new_session(connections: int) -> aiohttp.ClientSession:
     """Return a session for pods with so many connections at most."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=connections), trust_env=False)
@@ -75,6 +87,11 @@ class PodClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._owns_session = session is None
         self._session = session or new_session(connections)
+
+    async def of(self, namespace: str) -> Self:
+        """Return this client: it sends the pods of all namespaces the same."""
+        assert namespace  # noqa: S101 - as every pod has one
+        return self
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -75,6 +75,10 @@ class Pods:
         self.answers = True
         self.orders: list[str] = []
         self.polls = 0
+
+    async def of(self, _: str) -> Self:
+        """Be the client for all namespaces."""
+        return self
 
     async def status(self, base: str, renewal: object = None) -> object:
         """Answer a poll."""

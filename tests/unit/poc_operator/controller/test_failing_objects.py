@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -106,6 +106,10 @@ class Rounds:
 
 class Answering:
     """A pod that is idle."""
+
+    async def of(self, _: str) -> Self:
+        """Be the client for all namespaces."""
+        return self
 
     async def status(self, base: str, renewal: object = None) -> object:
         """Answer a poll."""

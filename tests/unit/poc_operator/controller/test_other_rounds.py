@@ -3,7 +3,7 @@
 
 import asyncio
 import time
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -144,6 +144,10 @@ class OnePod:
         self.pod = SimPod("p")
         self.started: list[tuple[str | None, float]] = []
         self.stopped = 0.0
+
+    async def of(self, _: str) -> Self:
+        """Be the client for all namespaces."""
+        return self
 
     async def status(self, base: str, renewal: object = None) -> object:
         """Answer a poll."""

@@ -4,7 +4,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -58,6 +58,10 @@ class World:
             raise self.list_error
         return [body for body in self.bodies if body["metadata"]["namespace"] in namespaces]
 
+    async def of(self, _: str) -> Self:
+        """Be the client for all namespaces."""
+        return self
+
     async def status(self, base: str) -> object:
         """Answer as the pod of this address does."""
         host = base.removeprefix("http://").removesuffix("/api/v1/pow")
@@ -90,7 +94,7 @@ class World:
             cache.put(pod)
         made = Reaper(
             store=cast(ObjectStore, self),
-            client=cast(PodClient, self),
+            clients=cast(PodClient, self),
             strangers=cast(PodClient, Strangers(self)),
             events=cast(EventPoster, self),
             pods=cache,
@@ -108,6 +112,10 @@ class Strangers:
     """The client without a token."""
 
     world: World
+
+    async def of(self, _: str) -> Self:
+        """Be the client for all namespaces."""
+        return self
 
     async def status(self, base: str) -> object:
         """Answer as the pod does."""

@@ -47,7 +47,7 @@ async def test_a_pod_that_may_not_be_evicted_is_told_of_once_and_tried_again_lat
     log = ObjectLogger(logging.getLogger(__name__), PoCRound.KIND, ObjectRef("ns", "r", "uid"))
     orders = PodActions(
         sources=Sources(store=cast(ObjectStore, store)),
-        client=cast(PodClient, None),
+        clients=cast(PodClient, None),
         emit=events.append,
         wake=asyncio.Event(),
         log=log,
