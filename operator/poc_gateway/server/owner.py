@@ -96,7 +96,7 @@ class Owner:
                     *archiving(database, self._settings),
                     tenure.end_hung,
                     partial(self._commands.obey, database, tenure.outbox),
-                    partial(_compute_jobs, database, self._ml_nodes),
+                    *computing(database, self._ml_nodes),
                 )
             finally:
                 self.owns = False
@@ -147,12 +147,15 @@ class _Tenure:
         return self._fence.is_certain
 
 
-async def _compute_jobs(database: Database, ml_nodes: Sequence[NodeApi]) -> None:
-    """Compute what is queued for the ML nodes; what has been queued for others for long fails, since nobody would."""
-    async with asyncio.TaskGroup() as tasks:
-        for node in ml_nodes:
-            tasks.create_task(node.jobs.run_queued())
-        await _fail_foreign_jobs(database, [node.ml_node.name for node in ml_nodes])
+def computing(database: Database, ml_nodes: Sequence[NodeApi]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    """Return what computes the jobs that are queued for the ML nodes, and fails those that nobody would compute.
+
+    Each is a work of its own: in a group of tasks a lost fence would be an ExceptionGroup, which nobody expects.
+    """
+    if not ml_nodes:
+        return []
+    names = [node.ml_node.name for node in ml_nodes]
+    return [*(node.jobs.run_queued for node in ml_nodes), partial(_fail_foreign_jobs, database, names)]
 
 
 async def _fail_foreign_jobs(database: Database, names: Sequence[str]) -> None:
@@ -162,7 +165,7 @@ async def _fail_foreign_jobs(database: Database, names: Sequence[str]) -> None:
     next owner does, so what is queued for it waits.
     """
     fail = partial(fail_foreign_jobs, ml_nodes=names, after_seconds=FOREIGN_SECONDS)
-    while names:
+    while True:
         try:
             lost = await database.write(fail)
         except FenceLost:
@@ -173,4 +176,3 @@ async def _fail_foreign_jobs(database: Database, names: Sequence[str]) -> None:
             if lost:
                 _log.warning("%d requests for named nonces have failed: their ML nodes are not listed any more", lost)
         await asyncio.sleep(FOREIGN_LOOK_SECONDS)
-    await asyncio.Event().wait()
