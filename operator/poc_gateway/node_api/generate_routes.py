@@ -65,7 +65,7 @@ async def relay(token: str, suffix: str, body: Callback, request: Request, servi
 
 @routes.get("/generate")
 async def queued(service: Service) -> QueuedRequests:
-    """List the queued work that has not ended, the oldest first: at most a thousand requests, and how many there are."""
+    """List queued work that has not ended, the oldest first: a thousand requests at most, and how many there are."""
     return await service.jobs.unfinished()
 
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from poc_gateway.node_api.jobs import fail_foreign_jobs
@@ -38,6 +39,8 @@ RETRY_SECONDS = 3.0
 FOREIGN_SECONDS, FOREIGN_LOOK_SECONDS = 600.0, 60.0
 #: Seconds between two looks for sessions that hang.
 HUNG_LOOK_SECONDS = 5.0
+#: What archives rounds, which is imported when it is needed.
+ARCHIVE_MODULE = "poc_gateway.query.archive"
 _SERVES = "another gateway owns the database, and forwards: this one serves, and takes over when that has ended"
 
 
@@ -108,10 +111,14 @@ def archiving(database: Database, settings: Settings) -> list[Callable[[], Corou
     """Return what archives rounds in the process that owns the database; nothing without an archive."""
     if settings.archive_bucket is None:
         return []
-    # A gateway without an archive starts sooner without what that needs.
-    from poc_gateway.query.archive import Archive  # noqa: PLC0415
+    return [partial(_archive, database, settings)]
 
-    return [Archive(database, settings).run]
+
+async def _archive(database: Database, settings: Settings) -> None:
+    # A gateway without an archive starts sooner without what that needs. To import it takes half a second, and nothing
+    # else would go on meanwhile.
+    module = await asyncio.to_thread(import_module, ARCHIVE_MODULE)
+    await module.Archive(database, settings).run()
 
 
 class _Tenure:
