@@ -115,7 +115,6 @@ class Jobs:
         self._prefix = prefix_of(ml_node)
         self._is_first = first
         self._settings = settings
-        self._clock = Clock(database)
         self._dispatcher = Dispatcher(ready_pods)
         self._works: dict[str, Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,12 +125,15 @@ class Jobs:
         self._spawn(self._dispatcher.run())
         if not self._is_shared:
             await self._take_up()
-            self._spawn(self._expire())
+            self._spawn(self._expire(Clock(self._database)))
 
-    async def run_queued(self) -> None:
-        """Compute what any process has queued, until cancelled; what is not done then is for the next owner."""
+    async def run_queued(self, clock: Clock | None = None) -> None:
+        """Compute what any process has queued, until cancelled; what is not done then is for the next owner.
+
+        ``clock`` is the owner's: no two should write down how it runs.
+        """
         told = set[str]()
-        expiring = asyncio.create_task(self._expire())
+        expiring = asyncio.create_task(self._expire(clock or Clock(self._database)))
         try:
             while True:
                 self._news.clear()
@@ -172,18 +174,18 @@ class Jobs:
             else:
                 self._follow(job_id, parsed, self._dispatcher.add(job_id, parsed))
 
-    async def _expire(self) -> None:
+    async def _expire(self, clock: Clock) -> None:
         """End what has waited for too long, once a minute until cancelled."""
         while True:
             try:
-                await self._end_old()
+                await self._end_old(clock)
             except DatabaseError as error:
                 _log.warning("requests that have expired cannot be looked for yet: %s", error)
             await asyncio.sleep(EXPIRY_LOOK_SECONDS)
 
-    async def _end_old(self) -> None:
+    async def _end_old(self, clock: Clock) -> None:
         seconds = self._settings.delivery_seconds
-        if not seconds or not await self._clock.is_steady(STEADY_SECONDS):
+        if not seconds or not await clock.is_steady(STEADY_SECONDS):
             return
         old = await self._database.read(partial(unfinished_ids, before=ledger.now() - seconds * 1_000))
         why = f"the pods did not compute it within {seconds} s (POC_GATEWAY_DELIVERY_SECONDS): send it again"

@@ -99,7 +99,7 @@ class Owner:
                     *archiving(database, self._settings),
                     tenure.end_hung,
                     partial(self._commands.obey, database, tenure.outbox),
-                    *computing(database, self._ml_nodes),
+                    *computing(database, self._ml_nodes, tenure.clock),
                 )
             finally:
                 self.owns = False
@@ -129,9 +129,9 @@ class _Tenure:
     ) -> None:
         self._fence = fence
         self._database = database
-        clock = Clock(database)
-        self.outbox = Outbox(database, settings, clock, read_secret, self._may_post)
-        self.retention = Retention(database, settings, rounds.forget, clock)
+        self.clock = Clock(database)
+        self.outbox = Outbox(database, settings, self.clock, read_secret, self._may_post)
+        self.retention = Retention(database, settings, rounds.forget, self.clock)
 
     async def forward(self) -> None:
         """Forward, when it is certain that the owner before does not any more."""
@@ -154,7 +154,9 @@ class _Tenure:
         return self._fence.is_certain
 
 
-def computing(database: Database, ml_nodes: Sequence[NodeApi]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+def computing(
+    database: Database, ml_nodes: Sequence[NodeApi], clock: Clock
+) -> list[Callable[[], Coroutine[Any, Any, None]]]:
     """Return what computes the jobs that are queued for the ML nodes, and fails those that nobody would compute.
 
     Each is a work of its own: in a group of tasks a lost fence would be an ExceptionGroup, which nobody expects.
@@ -162,7 +164,8 @@ def computing(database: Database, ml_nodes: Sequence[NodeApi]) -> list[Callable[
     if not ml_nodes:
         return []
     names = [node.ml_node.name for node in ml_nodes]
-    return [*(node.jobs.run_queued for node in ml_nodes), partial(_fail_foreign_jobs, database, names)]
+    computed = [partial(node.jobs.run_queued, clock) for node in ml_nodes]
+    return [*computed, partial(_fail_foreign_jobs, database, names)]
 
 
 async def _fail_foreign_jobs(database: Database, names: Sequence[str]) -> None:

@@ -394,9 +394,8 @@ async def states(world: World, ids: list[str]) -> list[str]:
 async def test_nothing_expires_by_a_clock_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "EXPIRY_LOOK_SECONDS", 0.05)
     async with running_world(tmp_path, pods=0, POC_GATEWAY_DELIVERY_SECONDS="60") as world:
-        await world.database.write(
-            lambda one: one.execute(schema.clock.insert().values(id=1, seen_at=ledger.now(), steady=0)) and None
-        )
+        await until(lambda: bool(world.rows(select(schema.clock))))  # which it writes at its first look
+        await world.database.write(lambda one: one.execute(schema.clock.update().values(steady=0)) and None)
         await world.close()
         await world.open()
         queued = (await world.post(PATH, validation())).json()["request_id"]

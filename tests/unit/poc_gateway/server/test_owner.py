@@ -30,6 +30,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store import migrations
 from poc_gateway.store.database import Database, FenceLost
 from poc_gateway.store.fence import next_epoch
+from poc_gateway.store.retention import Clock
 from poc_gateway.store.rounds import Rounds
 from poc_gateway.store.schema import jobs, slots
 from poc_operator.observed import Truth
@@ -395,7 +396,7 @@ async def test_a_request_for_an_ml_node_that_is_not_listed_fails_when_it_has_wai
 
 
 class _IdleJobs:
-    async def run_queued(self) -> None:
+    async def run_queued(self, _: Clock) -> None:
         await asyncio.Event().wait()
 
 
