@@ -5,6 +5,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
 from functools import partial
 
@@ -79,20 +80,27 @@ def _perform(arguments: argparse.Namespace, settings: Settings) -> None:
 def main() -> None:
     """Read the settings and do what the arguments say: run until told to stop, unless they name another command."""
     logs.configure()
-    arguments = _arguments()
+    arguments, settings, status = _arguments(), None, 0
     try:
         settings = _settings()
         logs.configure(settings.log_format)
         if arguments.command in ("archive", "backup", "restore"):
             _perform(arguments, settings)
-            return
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(settings))
-        leave(settings)
+        else:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_run(settings))
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
     except (ValueError, DatabaseError, ConfigException, OSError) as error:
         what = "cannot run" if arguments.command in (None, "run") else f"cannot {arguments.command}"
         _log.error("the gateway %s: %s", what, error)
-        sys.exit(1)
+        status = 1
+    except Exception:
+        _log.exception("the gateway has failed")
+        status = 1
+    if settings is not None:
+        leave(settings, status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

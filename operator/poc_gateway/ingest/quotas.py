@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one round may store, so that it leaves room for the others."""
+"""How much one round may store, so that it leaves room for the others, and one slot, for the round's others.
+
+Half of a round's limit is kept for its slots, for each as much; the other half is for whichever needs it. So a pod that
+delivers more than it can have computed fills that half, and no other slot's share.
+"""
 
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from poc_gateway.errors import RETRY_AFTER, Refusal
 from poc_gateway.ingest.deliveries import Delivery
 from poc_gateway.store import schema
 from poc_gateway.store.reserve import Room, result_bytes
-from poc_gateway.store.rounds import KnownRound, RoundTerms
+from poc_gateway.store.rounds import MOST_KNOWN, RoundTerms
 from vllm_poc.logs import bound
 
 _log = logging.getLogger(__name__)
@@ -62,12 +67,34 @@ class Quota:
 
 @dataclass
 class Allowance:
-    """How many more results a round may store. ``told`` is what its row says of a limit that it has reached."""
+    """What a round may store. ``told`` is what its row says of a limit that it has reached.
 
-    left: int
+    ``slots`` has the first nonces of its slots and ``stored`` their results, both by the slots' ids; ``full`` are the
+    slots whose last new results were refused.
+    """
+
     limit: Limit
     told: str | None
     counted: float
+    slots: dict[int, int] = field(default_factory=dict)
+    stored: Counter[int] = field(default_factory=Counter)
+    full: set[int] = field(default_factory=set)
+
+    @property
+    def why(self) -> str:
+        """Which limit the round has reached, and by whom."""
+        if len(self.slots) < 2:  # noqa: PLR2004 - nothing to choose from
+            return self.limit.why
+        most = max(self.slots, key=lambda one: (self.stored[one], -one))
+        return f"{self.limit.why}, of which half is kept for the slots in equal parts. Slot {self.slots[most]} has most"
+
+    def left(self, slot_id: int, also: Counter[int]) -> int:
+        """Return how many more results may be stored of a slot, when those of ``also`` are stored as well."""
+        stored = {one: self.stored[one] + also[one] for one in self.slots}
+        share, mine = self.limit.results // (2 * max(len(stored), 1)), stored.pop(slot_id, 0)
+        unused = self.limit.results - mine - sum(stored.values())
+        beyond_shares = self.limit.results - mine - sum(max(one, share) for one in stored.values())
+        return max(0, min(unused, max(beyond_shares, share - mine)))
 
 
 class Allowances:
@@ -81,6 +108,7 @@ class Allowances:
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
         self._known: dict[int, Allowance] = {}  # by the round's id
+        self._full: dict[int, set[int]] = {}  # also those of rounds that are not counted at the moment
 
     def of(self, connection: Connection, deliveries: Sequence[Delivery]) -> Mapping[int, Allowance]:
         """Return the allowances of the deliveries' rounds by their ids; a round that is deleted has none."""
@@ -94,13 +122,22 @@ class Allowances:
         self._known = found
         return found
 
-    def learn(self, known: KnownRound, stored: int | None) -> None:
-        """Learn how many results of a delivery are stored, None if they were refused; log what changes for a round."""
+    def learn(self, delivery: Delivery, stored: Counter[int] | None) -> None:
+        """Learn how many results of a delivery are stored, by slot; None if they were refused.
+
+        What changes for its round is logged.
+        """
+        known = delivery.known
         one = self._known.get(known.id)
-        if one is None or stored == 0:
+        if one is None or stored == Counter():
             return
-        before, one.told = one.told, None if stored is not None else one.limit.why
-        one.left -= stored or 0
+        if stored is None:
+            one.full.update(found.slot_id for found in delivery.checked)
+        else:
+            one.full.difference_update(stored)
+            one.stored += stored
+        self._remember(known.id, one.full)
+        before, one.told = one.told, one.why if one.full else None
         if one.told != before:
             with bound(round=known.terms.uid):
                 if one.told is not None:
@@ -108,21 +145,32 @@ class Allowances:
                 else:
                     _log.info("new results of the round are stored again")
 
+    def _remember(self, round_id: int, full: set[int]) -> None:
+        self._full.pop(round_id, None)
+        if full:
+            self._full[round_id] = full
+        if len(self._full) > MOST_KNOWN:
+            del self._full[next(iter(self._full))]
+
     def _count(self, connection: Connection, rounds: Mapping[int, RoundTerms], now: float) -> dict[int, Allowance]:
         slots, of_round = schema.slots.c, schema.rounds.c
-        stored = select(func.sum(slots.stored)).where(slots.round_id == of_round.id).scalar_subquery()
-        query = select(of_round.id, of_round.limit_reached, stored).where(of_round.id.in_(rounds))
+        query = select(of_round.id, of_round.limit_reached, slots.id, slots.slot, slots.stored)
         found = dict[int, Allowance]()
-        for id_, told, count in connection.execute(query):
-            limit = self._quota.limit(rounds[id_].k_dim)
-            found[id_] = Allowance(max(0, limit.results - int(count or 0)), limit, told, now)
+        for id_, told, slot_id, slot, count in connection.execute(
+            query.join(schema.slots, slots.round_id == of_round.id).where(of_round.id.in_(rounds))
+        ):
+            if (one := found.get(id_)) is None:
+                limit, full = self._quota.limit(rounds[id_].k_dim), self._full.get(id_, set())
+                one = found[id_] = Allowance(limit, told, now, full=set(full))
+            one.slots[slot_id], one.stored[slot_id] = slot, count
         return found
 
 
-def round_full(terms: RoundTerms, new: int, left: int, limit: Limit) -> Refusal:
-    """Return the refusal of ``new`` results of a round that may store ``left`` more."""
+def round_full(terms: RoundTerms, new: int, left: int, why: str) -> Refusal:
+    """Return the refusal of ``new`` results of a slot, of which its round may store ``left`` more."""
     detail = (
         f"{new} new results are too many for the round {terms.namespace}/{terms.name} ({terms.uid}), which may store "
-        f"{left} more: {limit.why}. Raise that or end the round; the pod keeps its results and delivers them again"
+        f"{left} more of this slot: {why}. Raise that or end the round; the pod keeps its results and delivers them "
+        "again"
     )
     return Refusal(HTTPStatus.INSUFFICIENT_STORAGE, "RoundFull", detail, headers=RETRY_AFTER)

@@ -54,11 +54,15 @@ Key = tuple[int, int]
 
 @dataclass
 class StoreResult:
-    """What became of a delivery: counts, and the nonces whose stored content is another."""
+    """What became of a delivery: counts, and the nonces whose stored content is another.
+
+    ``by_slot`` says of which slots the stored results are.
+    """
 
     stored: int = 0
     duplicates: int = 0
     conflicts: list[int] = field(default_factory=list)
+    by_slot: Counter[int] = field(default_factory=Counter, compare=False)
 
 
 #: What becomes of a delivery: the Refusal if its round has reached a limit, None if the round was deleted meanwhile.
@@ -130,7 +134,7 @@ class Intake:
             return
         for (delivery, done), outcome in zip(batch, outcomes, strict=True):
             if outcome is not None:
-                self._allowances.learn(delivery.known, None if isinstance(outcome, Refusal) else outcome.stored)
+                self._allowances.learn(delivery, None if isinstance(outcome, Refusal) else outcome.by_slot)
             if not done.done():
                 done.set_result(outcome)
 
@@ -176,7 +180,7 @@ class _Transaction:
         self._known = known
         self._now = now
         self._allowances = allowances
-        self._stored = Counter[int]()  # by the round's id
+        self._stored = Counter[int]()  # by the slot's id
         self._told = dict[int, str | None]()  # what the rows of rounds say from now on of limits
         self._artifacts: list[Row] = []
         self._conflicts: list[Row] = []
@@ -208,9 +212,11 @@ class _Transaction:
             self._known[slot_id, nonce] = value
             self._artifacts.append(_row(found, now, author))
             slot.stored += 1
-            result.stored += 1
-        if result.stored and delivery.known.id in self._allowances:
-            self._stored[delivery.known.id] += result.stored
+            result.by_slot[slot_id] += 1
+        result.stored = result.by_slot.total()
+        self._stored += result.by_slot
+        allowance = self._allowances.get(delivery.known.id)
+        if result.stored and allowance is not None and not allowance.full - result.by_slot.keys():
             self._told.setdefault(delivery.known.id, None)
         return result
 
@@ -220,12 +226,15 @@ class _Transaction:
         allowance = self._allowances.get(known.id)
         if allowance is None:
             return None
-        left, new = allowance.left - self._stored[known.id], len(checked)
-        if new > left:
-            new = len({(one.slot_id, one.nonce) for one in checked} - self._known.keys())
-        if new > left:
-            self._told[known.id] = allowance.limit.why
-            return round_full(known.terms, new, left, allowance.limit)
+        also, new = self._stored.copy(), Counter(one.slot_id for one in checked)
+        if any(count > allowance.left(slot_id, also) for slot_id, count in new.items()) or len(new) > 1:
+            new = Counter(slot_id for slot_id, _ in {(one.slot_id, one.nonce) for one in checked} - self._known.keys())
+        for slot_id, count in new.items():
+            left = allowance.left(slot_id, also)
+            if count > left:
+                self._told[known.id] = allowance.why
+                return round_full(known.terms, count, left, allowance.why)
+            also[slot_id] += count
         return None
 
     def write(self, connection: Connection) -> None:

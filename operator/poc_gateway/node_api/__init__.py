@@ -11,7 +11,8 @@ What does not: results of rounds, which pods deliver to `poc_gateway.ingest`, an
 A job of ``POST generate``::
 
     queued ── a pod has begun a chunk ──> running ──┬──> completed: its result, and callbacks in the ledger
-       ^                                     │      └──> failed: the request is at fault, or ten pods in a row
+       ^                                     │      ├──> failed: the request is at fault, ten pods in a row, or a day
+       │                                     │      └──> cancelled: by ``DELETE generate/ID``
        └──────── the gateway restarts ───────┘
 
 A result is forgotten after its time, with the callbacks that have gone out.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named nonces, given out to the pods that are free: first come first served, each pod a chunk at a time.
+"""Named nonces, given out to the pods that are free, each pod a chunk at a time.
+
+What is about the latest block comes first, since the network judges a block's results for a while only: after an outage
+what has waited for long holds up nothing new. Of one block it is first come first served.
 
 A pod that fails gives its chunk back, and rests; the next free pod takes it. Pods that generate a round compute
 named nonces beside it. While no pod answers, work waits.
@@ -7,6 +10,7 @@ named nonces beside it. While no pod answers, work waits.
 
 import asyncio
 import logging
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -91,6 +95,10 @@ class Work:
         if len(self.values) == len(self.request.nonces) and not self.done.done():
             self.done.set_result(None)
 
+    def give_up(self, why: str) -> None:
+        """End the work if it has not ended: nobody asks for it any more."""
+        self._fail(HTTPStatus.GONE, "GivenUp", why)
+
     def _fail(self, status: HTTPStatus, reason: str, detail: str) -> None:
         if not self.done.done():
             headers = RETRY_AFTER if status is HTTPStatus.SERVICE_UNAVAILABLE else None
@@ -121,9 +129,9 @@ class Dispatcher:
         return tuple(self._works)
 
     def add(self, id_: str, request: GenerateRequest) -> Work:
-        """Queue a request, behind those that are there."""
+        """Queue a request, behind those about the same block and before those about earlier ones."""
         work = Work(id_, request, asyncio.get_running_loop().create_future(), deque(request.nonces))
-        self._works.append(work)
+        insort(self._works, work, key=lambda one: -one.request.block_height)
         self._wake.set()
         return work
 

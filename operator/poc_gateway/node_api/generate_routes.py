@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from poc_gateway.errors import RETRY_AFTER, Refusal, documented
 from poc_gateway.node_api.base_url import Service
-from poc_gateway.node_api.messages import NetworkGenerate
+from poc_gateway.node_api.messages import NetworkGenerate, QueuedRequests
 from vllm_poc.wire.callbacks import Callback
 from vllm_poc.wire.client_gone import ClientGone, while_connected
 from vllm_poc.wire.generate import GeneratedResponse, JobResponse, ValidatedResponse
@@ -63,7 +63,19 @@ async def relay(token: str, suffix: str, body: Callback, request: Request, servi
     return Response(status_code=await service.relay(token, suffix, await request.body()))
 
 
-@routes.get("/generate/{request_id}", response_model=_Work, responses=documented(404, 422))
+@routes.get("/generate")
+async def queued(service: Service) -> QueuedRequests:
+    """List queued work that has not ended, the oldest first: a thousand requests at most, and how many there are."""
+    return await service.jobs.unfinished()
+
+
+@routes.delete("/generate/{request_id}", response_model=_Work, responses=documented(400, 404, 422))
+async def give_up(request_id: str, service: Service) -> Response:
+    """Give queued work up, and tell its state; what has ended keeps its result."""
+    return _json(await service.jobs.give_up(request_id))
+
+
+@routes.get("/generate/{request_id}", response_model=_Work, responses=documented(400, 404, 422))
 async def generate_result(request_id: str, service: Service) -> Response:
     """Tell the state or the result of queued work."""
     return _json(await service.jobs.find(request_id))

@@ -4,8 +4,9 @@
 A job's id names its ML node, which alone tells of it and takes it up. Ids from before there were several name none: the
 first ML node of the list is the one that the gateway had then.
 
-queued -> completed or failed; a queued job of which a pod has begun a chunk is told as running. A result and its
-callbacks become durable together, so that neither is there without the other.
+queued -> completed, failed or cancelled; a queued job of which a pod has begun a chunk is told as running. A result and
+its callbacks become durable together, so that neither is there without the other. A job that has not ended when a
+callback of its age would expire has failed, so that each ends some day.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -28,12 +30,13 @@ from poc_gateway.metrics import JOBS_ENDED, JobKind, JobResult
 from poc_gateway.node_api.cluster import ReadyPods
 from poc_gateway.node_api.dispatch import Dispatcher, Work
 from poc_gateway.node_api.job_results import Result, callbacks_of, check_validation, result_of
-from poc_gateway.node_api.messages import FIRST_PORT
+from poc_gateway.node_api.messages import FIRST_PORT, QueuedRequest, QueuedRequests
 from poc_gateway.outbox import callback_ledger, ledger
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError
+from poc_gateway.store.retention import STEADY_SECONDS, Clock
 from poc_gateway.store.schema import one_line
 from vllm_poc.logs import bound
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, JobState, ValidatedResponse
@@ -46,6 +49,11 @@ MAX_QUEUED_NONCES = 100_000
 _RETRY_SECONDS = 1.0
 #: Seconds between two looks for what other processes have queued.
 _LOOK_SECONDS = 1.0
+#: Seconds between two looks for requests that have expired.
+EXPIRY_LOOK_SECONDS = 60.0
+#: Most requests that are listed.
+MOST_LISTED = 1_000
+_CANCELLED = "it was given up by DELETE generate/ID"
 #: Seconds that a result is kept.
 KEEP_SECONDS = 300
 
@@ -64,12 +72,23 @@ class JobRow:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended: with a result (JSON) and its callbacks (URL and JSON), or with an error."""
+    """How a job ended: with a result (JSON) and its callbacks (URL and JSON), or with an error.
+
+    ``cancelled`` if somebody has given it up.
+    """
 
     job_id: str
     result: str | None = None
     error: str | None = None
     callbacks: Sequence[tuple[str, str]] = ()
+    cancelled: bool = False
+
+    @property
+    def state(self) -> JobState:
+        """The state of a job that ended so."""
+        if self.cancelled:
+            return JobState.CANCELLED
+        return JobState.COMPLETED if self.error is None else JobState.FAILED
 
 
 class Jobs:
@@ -106,10 +125,15 @@ class Jobs:
         self._spawn(self._dispatcher.run())
         if not self._is_shared:
             await self._take_up()
+            self._spawn(self._expire(Clock(self._database)))
 
-    async def run_queued(self) -> None:
-        """Compute what any process has queued, until cancelled; what is not done then is for the next owner."""
+    async def run_queued(self, clock: Clock | None = None) -> None:
+        """Compute what any process has queued, until cancelled; what is not done then is for the next owner.
+
+        ``clock`` is the owner's: no two should write down how it runs.
+        """
         told = set[str]()
+        expiring = asyncio.create_task(self._expire(clock or Clock(self._database)))
         try:
             while True:
                 self._news.clear()
@@ -125,7 +149,7 @@ class Jobs:
                     async with asyncio.timeout(_LOOK_SECONDS):
                         await self._news.wait()
         finally:
-            followed = list(self._followed)
+            followed = [*self._followed, expiring]
             for task in followed:
                 task.cancel()
             await asyncio.gather(*followed, return_exceptions=True)
@@ -133,6 +157,8 @@ class Jobs:
     async def _take_up(self) -> None:
         known = set(self._works)  # of which some may end while the others are looked for
         waiting = [job_id for job_id in await self._database.read(unfinished_ids) if self.has(job_id)]
+        for job_id in known.difference(waiting):
+            self._drop(job_id, _CANCELLED)  # by way of another process, unless it has just ended
         for job_id in waiting:
             if job_id in known:
                 continue
@@ -147,6 +173,32 @@ class Jobs:
                 await self._database.write(partial(finish_job, end=end))
             else:
                 self._follow(job_id, parsed, self._dispatcher.add(job_id, parsed))
+
+    async def _expire(self, clock: Clock) -> None:
+        """End what has waited for too long, once a minute until cancelled."""
+        while True:
+            try:
+                await self._end_old(clock)
+            except DatabaseError as error:
+                _log.warning("requests that have expired cannot be looked for yet: %s", error)
+            await asyncio.sleep(EXPIRY_LOOK_SECONDS)
+
+    async def _end_old(self, clock: Clock) -> None:
+        seconds = self._settings.delivery_seconds
+        if not seconds or not await clock.is_steady(STEADY_SECONDS):
+            return
+        old = await self._database.read(partial(unfinished_ids, before=ledger.now() - seconds * 1_000))
+        why = f"the pods did not compute it within {seconds} s (POC_GATEWAY_DELIVERY_SECONDS): send it again"
+        expired = [job_id for job_id in old if self.has(job_id)]
+        for job_id in expired:
+            await self._database.write(partial(finish_job, end=JobEnd(job_id, error=why)))
+            self._drop(job_id, why)
+        if expired:
+            _log.error("%d requests for named nonces have expired: pods did not compute them in time", len(expired))
+
+    def _drop(self, job_id: str, why: str) -> None:
+        if (work := self._works.get(job_id)) is not None:
+            work.give_up(why)
 
     async def close(self) -> None:
         """Stop the work; queued jobs are taken up by the next process."""
@@ -184,7 +236,8 @@ class Jobs:
         # Counted from here on, since the next request may come while this one is written.
         work = self._dispatcher.add(job_id, request)
         try:
-            await self._database.write(partial(insert_job, job_id=job_id, request=text), grows=True)
+            insert = partial(insert_job, job_id=job_id, request=text, nonces=len(request.nonces))
+            await self._database.write(insert, grows=True)
         except BaseException:
             self._dispatcher.drop(work)
             raise
@@ -197,7 +250,10 @@ class Jobs:
         return Counter((_kind(work.request), "running" if work.begun else "queued") for work in works)
 
     async def find(self, job_id: str) -> str:
-        """Return the JSON of a job's state or result; refused with 404 if there is none."""
+        """Return the JSON of a job's state or result; refused with 404 if there is none, 400 if that is no id."""
+        if ":" not in job_id:
+            detail = f"request_id: must be {FIRST_PORT}:ID, as POST generate answered it"
+            raise Refusal(HTTPStatus.BAD_REQUEST, "InvalidRequest", detail)
         row = None
         if self.has(job_id):
             row = await self._database.read(lambda connection: find_job(connection, job_id))
@@ -210,6 +266,23 @@ class Jobs:
         state = JobState.RUNNING if work is not None and work.begun else JobState(row.state)
         fields = {"status": state, "request_id": job_id, "error": row.error}
         return JobResponse.model_validate(fields).model_dump_json(exclude_none=True)
+
+    async def give_up(self, job_id: str) -> str:
+        """End a job that has not ended; return what `find` does."""
+        if self.has(job_id):
+            await self._database.write(partial(finish_job, end=JobEnd(job_id, error=_CANCELLED, cancelled=True)))
+            self._drop(job_id, _CANCELLED)
+        return await self.find(job_id)
+
+    async def unfinished(self) -> QueuedRequests:
+        """Return the jobs that have not ended, the oldest first."""
+        found = [one for one in await self._database.read(unfinished_jobs) if self.has(one.request_id)]
+        begun = {job_id for job_id, work in self._works.items() if work.begun}
+        listed = [
+            one.model_copy(update={"status": JobState.RUNNING}) if one.request_id in begun else one
+            for one in found[:MOST_LISTED]
+        ]
+        return QueuedRequests(total=len(found), requests=listed)
 
     async def receivers(self) -> Set[str]:
         """Return the addresses that results go to, those of requests that are over included while these are kept."""
@@ -326,6 +399,23 @@ def unfinished_ids(connection: Connection, before: int | None = None) -> Sequenc
     return connection.scalars(found if before is None else found.where(_jobs.created_at <= before)).all()
 
 
+def unfinished_jobs(connection: Connection) -> list[QueuedRequest]:
+    """Return the jobs that have not ended, oldest first."""
+    columns = select(_jobs.id, _jobs.state, _jobs.nonces, _jobs.created_at)
+    rows = connection.execute(columns.where(_jobs.finished_at.is_(None)).order_by(_jobs.created_at, _jobs.id))
+    return [
+        QueuedRequest.model_validate(
+            {
+                "request_id": id_,
+                "status": state,
+                "nonces": nonces,
+                "created_at": datetime.fromtimestamp(at / 1_000, UTC),
+            }
+        )
+        for id_, state, nonces, at in rows
+    ]
+
+
 def request_of(connection: Connection, job_id: str) -> str | None:
     """Return the JSON of a job that has not ended; None if it has."""
     return connection.scalar(select(_jobs.request).where(_jobs.id == job_id, _jobs.finished_at.is_(None)))
@@ -356,7 +446,7 @@ def finish_job(connection: Connection, end: JobEnd) -> None:
     Its request is dropped, since it may be large.
     """
     ended = {
-        "state": JobState.COMPLETED if end.error is None else JobState.FAILED,
+        "state": end.state,
         "result": end.result,
         # A pod's words are in it.
         "error": one_line(end.error) if end.error is not None else None,

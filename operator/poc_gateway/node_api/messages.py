@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network's requests and answers, where they differ from a pod's."""
 
+from datetime import datetime
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from vllm_poc.wire.answers import RoundConfig, RoundStats
-from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.generate import GenerateRequest, JobState
 from vllm_poc.wire.messages import InitGenerateRequest, WireMessage
 
 #: The reference's node numbers its backends from this port on; clients show it and ask for jobs by it.
@@ -35,6 +36,22 @@ class NetworkGenerate(GenerateRequest):
 
     What ``stat_test`` does not say is decided by `poc_gateway.node_api.job_results.stat_test_of`.
     """
+
+
+class QueuedRequest(WireMessage):
+    """A request for named nonces that has not ended. ``nonces`` is 0 if a release before this one took it."""
+
+    request_id: str
+    status: Literal[JobState.QUEUED, JobState.RUNNING]
+    nonces: int
+    created_at: datetime
+
+
+class QueuedRequests(WireMessage):
+    """``GET pow/generate``: the oldest requests that have not ended, and how many there are."""
+
+    total: int
+    requests: list[QueuedRequest]
 
 
 class UpRequest(WireMessage):

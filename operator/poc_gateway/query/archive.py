@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import pyarrow as pa
-from sqlalchemy import Connection, Select, select, update
+from sqlalchemy import ColumnElement, Connection, Select, select, update
 
 from poc_gateway import __version__, metrics
 from poc_gateway.query.cursor import Position, Positions, cursor_of
@@ -70,6 +70,8 @@ _FAILURES = (OSError, pa.ArrowException)
 BUCKET_THREAD = "archive"
 #: A bucket that was closed may take so long to end what is under way.
 _LEAVE_SECONDS = 1.0
+#: Rounds that a process was writing which has ended, or lost the database: one process archives, one after the other.
+_INTERRUPTED = schema.rounds.c.archiving_since.is_not(None)
 
 
 class ArchiveError(ValueError):
@@ -346,6 +348,7 @@ class Archive:
 
     async def sweep(self) -> None:
         """Archive what has ended and is not archived, but for rounds that wait after a failure."""
+        await self._write(_INTERRUPTED, archiving_since=None)
         quiet = (time.time() - self._settings.archive_after_seconds) * 1000
         due = await self._database.read(lambda one: one.execute(unarchived(int(quiet))).all())
         self._retries = {id_: self._retries[id_] for id_, _ in due if id_ in self._retries}
@@ -358,13 +361,13 @@ class Archive:
                 metrics.ARCHIVE_WAITING.set(left)
 
     async def _archive(self, id_: int, uid: str) -> bool:
-        begun = time.time_ns() // 1_000_000
+        begun, of_round = time.time_ns() // 1_000_000, schema.rounds.c.id == id_
         with bound(round=uid):
             try:
                 known = await self._database.read(lambda connection: load(connection, uid))
                 if known is None:
                     return True
-                await self._write(id_, archiving_since=begun)
+                await self._write(of_round, archiving_since=begun)
                 found = await copy(self._database, self._bucket, known, gently=True)
             except (DatabaseAway, FenceLost):
                 raise
@@ -372,7 +375,7 @@ class Archive:
                 await self._failed(id_, error)
                 return False
             done = {"archived_version": found.version, "archived_at": time.time_ns() // 1_000_000}
-            await self._write(id_, **done, archiving_since=None, archive_error=None)
+            await self._write(of_round, **done, archiving_since=None, archive_error=None)
             self._retries.pop(id_, None)
             metrics.ARCHIVED.inc()
             _log.info("the round is archived: %s", found.uri)
@@ -385,11 +388,11 @@ class Archive:
         metrics.ARCHIVE_FAILURES.inc()
         why = one_line(str(error) or type(error).__name__)[:MAX_TEXT]
         _log.error("the round could not be archived, which is tried again in %.0f s: %s", pause, why)
-        await self._write(id_, archiving_since=None, archive_error=why)
+        await self._write(schema.rounds.c.id == id_, archiving_since=None, archive_error=why)
 
-    async def _write(self, id_: int, **values: object) -> None:
-        of_round = update(schema.rounds).where(schema.rounds.c.id == id_).values(**values)
-        await self._database.write(lambda connection: connection.execute(of_round) and None)
+    async def _write(self, of_rounds: ColumnElement[bool], **values: object) -> None:
+        change = update(schema.rounds).where(of_rounds).values(**values)
+        await self._database.write(lambda connection: connection.execute(change) and None)
 
 
 def unarchived(quiet_since: int) -> Select[int, str]:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from poc_gateway.node_api.jobs import fail_foreign_jobs
@@ -38,6 +39,8 @@ RETRY_SECONDS = 3.0
 FOREIGN_SECONDS, FOREIGN_LOOK_SECONDS = 600.0, 60.0
 #: Seconds between two looks for sessions that hang.
 HUNG_LOOK_SECONDS = 5.0
+#: What archives rounds, which is imported when it is needed.
+ARCHIVE_MODULE = "poc_gateway.query.archive"
 _SERVES = "another gateway owns the database, and forwards: this one serves, and takes over when that has ended"
 
 
@@ -96,7 +99,7 @@ class Owner:
                     *archiving(database, self._settings),
                     tenure.end_hung,
                     partial(self._commands.obey, database, tenure.outbox),
-                    partial(_compute_jobs, database, self._ml_nodes),
+                    *computing(database, self._ml_nodes, tenure.clock),
                 )
             finally:
                 self.owns = False
@@ -108,10 +111,14 @@ def archiving(database: Database, settings: Settings) -> list[Callable[[], Corou
     """Return what archives rounds in the process that owns the database; nothing without an archive."""
     if settings.archive_bucket is None:
         return []
-    # A gateway without an archive starts sooner without what that needs.
-    from poc_gateway.query.archive import Archive  # noqa: PLC0415
+    return [partial(_archive, database, settings)]
 
-    return [Archive(database, settings).run]
+
+async def _archive(database: Database, settings: Settings) -> None:
+    # A gateway without an archive starts sooner without what that needs. To import it takes half a second, and nothing
+    # else would go on meanwhile.
+    module = await asyncio.to_thread(import_module, ARCHIVE_MODULE)
+    await module.Archive(database, settings).run()
 
 
 class _Tenure:
@@ -122,9 +129,9 @@ class _Tenure:
     ) -> None:
         self._fence = fence
         self._database = database
-        clock = Clock(database)
-        self.outbox = Outbox(database, settings, clock, read_secret, self._may_post)
-        self.retention = Retention(database, settings, rounds.forget, clock)
+        self.clock = Clock(database)
+        self.outbox = Outbox(database, settings, self.clock, read_secret, self._may_post)
+        self.retention = Retention(database, settings, rounds.forget, self.clock)
 
     async def forward(self) -> None:
         """Forward, when it is certain that the owner before does not any more."""
@@ -147,12 +154,18 @@ class _Tenure:
         return self._fence.is_certain
 
 
-async def _compute_jobs(database: Database, ml_nodes: Sequence[NodeApi]) -> None:
-    """Compute what is queued for the ML nodes; what has been queued for others for long fails, since nobody would."""
-    async with asyncio.TaskGroup() as tasks:
-        for node in ml_nodes:
-            tasks.create_task(node.jobs.run_queued())
-        await _fail_foreign_jobs(database, [node.ml_node.name for node in ml_nodes])
+def computing(
+    database: Database, ml_nodes: Sequence[NodeApi], clock: Clock
+) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    """Return what computes the jobs that are queued for the ML nodes, and fails those that nobody would compute.
+
+    Each is a work of its own: in a group of tasks a lost fence would be an ExceptionGroup, which nobody expects.
+    """
+    if not ml_nodes:
+        return []
+    names = [node.ml_node.name for node in ml_nodes]
+    computed = [partial(node.jobs.run_queued, clock) for node in ml_nodes]
+    return [*computed, partial(_fail_foreign_jobs, database, names)]
 
 
 async def _fail_foreign_jobs(database: Database, names: Sequence[str]) -> None:
@@ -162,7 +175,7 @@ async def _fail_foreign_jobs(database: Database, names: Sequence[str]) -> None:
     next owner does, so what is queued for it waits.
     """
     fail = partial(fail_foreign_jobs, ml_nodes=names, after_seconds=FOREIGN_SECONDS)
-    while names:
+    while True:
         try:
             lost = await database.write(fail)
         except FenceLost:
@@ -173,4 +186,3 @@ async def _fail_foreign_jobs(database: Database, names: Sequence[str]) -> None:
             if lost:
                 _log.warning("%d requests for named nonces have failed: their ML nodes are not listed any more", lost)
         await asyncio.sleep(FOREIGN_LOOK_SECONDS)
-    await asyncio.Event().wait()

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from poc_gateway.server.middleware import (
     inside_access,
     network_access,
 )
-from poc_gateway.server.owner import Owner, archiving
+from poc_gateway.server.owner import ARCHIVE_MODULE, Owner, archiving
 from poc_gateway.server.standby import Gate, first_of, opened, reached, taken, while_owner
 from poc_gateway.server.telemetry import AccessLog, RouteNames, Telemetry, templates_of
 from poc_gateway.server.tls import Certificate, TlsListener
@@ -166,19 +167,19 @@ async def run(
     await first_of(servers.serve(), live(settings, read_round, cluster_of, read_secret, gates), stop=servers.stop)
 
 
-def leave(settings: Settings) -> None:
+def leave(settings: Settings, status: int = 0) -> None:
     """End the process at once if S3 hangs: Python, and Arrow after it, would wait for minutes until it is given up.
 
-    To be called when all else has ended in order.
+    To be called when all else has ended, in order or with an error: the process ends with this ``status``.
     """
-    if settings.archive_bucket is None:
+    if settings.archive_bucket is None or ARCHIVE_MODULE not in sys.modules:
         return
     from poc_gateway.query.archive import hangs  # noqa: PLC0415 - a gateway without an archive starts sooner
 
     if hangs():
-        _log.warning("S3 does not answer: the gateway ends without it, and the round is archived later")
+        _log.warning("S3 does not answer: the process ends without it, and the round is archived later")
         logging.shutdown()
-        os._exit(0)
+        os._exit(status)
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ def content_version() -> ScalarSelect[int]:
 
 
 def is_archived() -> ColumnElement[bool]:
-    """Return the condition that all that is stored of a round is in its archive."""
+    """Return the condition that all results of a round are in its archive, which has nothing else of it."""
     return func.coalesce(schema.rounds.c.archived_version, 0) == content_version()
 
 

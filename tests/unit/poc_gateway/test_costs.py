@@ -4,6 +4,7 @@
 The databases count for us: SQLite the steps of its machine, PostgreSQL the rows that it reads of the artifacts.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,7 +71,7 @@ def _continue(connection: Connection, known: KnownRound) -> object:
 def _count(connection: Connection, known: KnownRound) -> object:
     quota = Quota(Room(None), results=10, percent=0)
     found = Allowances(quota).of(connection, [Delivery(known, checked=[])])
-    assert found[known.id].left == 0
+    assert found[known.id].left(known.slots[0], Counter()) == 0
     return found
 
 

@@ -3,6 +3,7 @@
 
 import asyncio
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -151,6 +152,48 @@ def test_what_is_acknowledged_is_stored_and_never_more_than_the_limit(
     database: Database, seed: int, limit: int
 ) -> None:
     asyncio.run(a_life(database, seed, limit))
+
+
+async def test_a_slot_that_fills_its_part_leaves_the_others_theirs(start: Start) -> None:
+    """A pod that makes results up is not the end of its round: the others have their share, and it is named."""
+    async with start(a_round(groups=2), round_results=40) as gateway:
+        assert await gateway.deliver(artifacts(range(1, 61, 2)[:30])) == (200, receipt(stored=30))
+        status, body = await gateway.deliver(artifacts([61]))
+        assert (status, body["reason"]) == (507, "RoundFull")
+        assert "which may store 0 more of this slot" in body["detail"]
+        for begin in range(0, 20, 4):
+            assert await gateway.deliver(artifacts([begin, begin + 2])) == (200, receipt(stored=2))
+            told = await limit_reached(gateway) or ""
+            assert "Slot 1 has most" in told, "it does not go away while the slot is refused"
+        assert (await gateway.deliver(artifacts([100])))[0] == 507, "the round is full"
+        stored = [row.nonce for row in await gateway.rows(schema.artifacts)]
+        assert (len(stored), len([nonce for nonce in stored if nonce % 2])) == (40, 30)
+
+
+@hypothesis_settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), limit=st.integers(1, 60), slots=st.integers(2, 5))
+def test_whatever_a_slot_delivers_the_others_can_store_their_share(
+    database: Database, seed: int, limit: int, slots: int
+) -> None:
+    async def life() -> None:
+        random, taken = Random(seed), Counter[int]()  # noqa: S311
+        round_ = a_round(f"uid-{seed}-{limit}-{slots}-{random.random()}", groups=slots)
+        known = await database.write(lambda connection: write_down(connection, round_))
+        intake = Intake(database, Quota(database.room, results=limit, percent=0))
+        share = limit // (2 * slots)
+        for _ in range(40):
+            slot, size = random.choice([0, 0, 0, *range(slots)]), random.randrange(1, 6)
+            nonces = [slot + slots * (taken[slot] + number) for number in range(size)]
+            delivery = Delivery(known, checked=[CheckedArtifact(known.slots[slot], n, vector(n)) for n in nonces])
+            outcome = await intake.store(delivery)
+            if isinstance(outcome, StoreResult):
+                taken[slot] += size
+            else:
+                assert taken[slot] + size > share, "its share is its own"
+            assert taken.total() <= limit
+            assert taken[slot] <= limit - (slots - 1) * share
+
+    asyncio.run(life())
 
 
 async def test_a_crowd_of_pods_does_not_exceed_the_limit_together(database: Database) -> None:

@@ -278,7 +278,7 @@ async def test_two_that_reach_the_limit_of_a_round_do_not_wait_for_each_other(
     limit, met, lock_slots = Limit(0, "the test allows none"), threading.Barrier(2, timeout=5), ledger.slots_of
 
     def refuse(database: Database, nonce: int) -> Outcome:
-        allowances = {known.id: Allowance(0, limit, None, 0.0)}
+        allowances = {known.id: Allowance(limit, None, 0.0)}
         with database.engine.begin() as connection:
             (outcome,) = store_all(connection, [delivery(known, [nonce])], 1, allowances)
         return outcome

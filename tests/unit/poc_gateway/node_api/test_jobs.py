@@ -133,7 +133,7 @@ def fill_older(folder: Path, rows: list[tuple[Any, ...]]) -> None:
         config.attributes["connection"] = connection
         command.upgrade(config, "0004")
         for row in rows:
-            connection.exec_driver_sql(f"INSERT INTO jobs ({columns}) VALUES (?, ?, ?, ?, ?, 1)", row)  # noqa: S608
+            connection.exec_driver_sql(f"INSERT INTO jobs ({columns}) VALUES (?, ?, ?, ?, ?, {ledger.now()})", row)  # noqa: S608
     engine.dispose()
 
 
@@ -200,7 +200,7 @@ async def test_results_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> 
     await asyncio.sleep(0.01)
     error_of(await world.get(f"{PATH}/{first}"), 404, "JobNotFound")
     # A long id must not push what it means out of the sentence.
-    assert "results are kept" in error_of(await world.get(f"{PATH}/{'x' * 600}"), 404, "JobNotFound").detail
+    assert "results are kept" in error_of(await world.get(f"{PATH}/5001:{'x' * 600}"), 404, "JobNotFound").detail
     await world.post(PATH, validation())
     # Its callback has yet to go out.
     assert first in [row["id"] for row in world.rows(select(schema.jobs))]
@@ -290,17 +290,7 @@ async def test_what_one_process_queues_the_owner_computes_and_all_tell_of_it(
         pod.engine.seconds_per_batch = 2.0
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(PodClient())
-        one, other = (
-            NodeApi(
-                cluster=world.cluster,
-                ml_node=world.ml_node,
-                client=client,
-                database=world.database,
-                settings=world.settings,
-                shared=True,
-            ).jobs
-            for _ in range(2)
-        )
+        one, other = (shared_jobs(world, client) for _ in range(2))
         for each in (one, other):
             await each.start()
             stack.push_async_callback(each.close)
@@ -355,3 +345,132 @@ async def test_what_all_processes_have_queued_has_one_limit(
         5,
     ]
     assert len(await database.read(jobs.unfinished_ids)) == 3
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_what_is_no_id_of_a_request_is_told_from_one_that_is_gone(podless: World, method: str) -> None:
+    for base in (PATH, "pow/generate"):
+        answer = await podless.http.request(method, f"/api/v1/{base}/abc")
+        assert error_of(answer, 400, "InvalidRequest").detail.startswith("request_id: must be 5001:ID")
+        error_of(await podless.http.request(method, f"/api/v1/{base}/5001:abc"), 404, "JobNotFound")
+
+
+def age(world: World, seconds: float) -> None:
+    """Let all jobs be so much older."""
+    created_at = schema.jobs.c.created_at
+    with world.database.engine.begin() as connection:
+        connection.execute(schema.jobs.update().values(created_at=created_at - int(seconds * 1_000)))
+
+
+@pytest.mark.parametrize("delivery_seconds", [3_600, 0])
+async def test_what_no_pod_computes_expires_and_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delivery_seconds: int
+) -> None:
+    monkeypatch.setattr(jobs, "EXPIRY_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(jobs, "MAX_QUEUED_NONCES", 400)
+    async with running_world(tmp_path, pods=0, POC_GATEWAY_DELIVERY_SECONDS=str(delivery_seconds)) as world:
+        ids = [(await world.post(PATH, validation())).json()["request_id"] for _ in range(2)]
+        error_of(await world.post(PATH, validation()), 429, "QueueFull")
+        age(world, 3_500)
+        await asyncio.sleep(0.3)
+        assert await states(world, ids) == ["queued", "queued"]
+        age(world, 200)
+        await asyncio.sleep(0.5)
+        if not delivery_seconds:
+            assert await states(world, ids) == ["queued", "queued"], "0 is for ever"
+            return
+        assert await states(world, ids) == ["failed", "failed"]
+        assert "POC_GATEWAY_DELIVERY_SECONDS" in (await world.get(f"{PATH}/{ids[0]}")).json()["error"]
+        assert waiting(world) == {}
+        new = (await world.post(PATH, validation())).json()["request_id"]
+        await world.add_pod("127.0.0.1")
+        assert (await finished(world, new))["status"] == "completed"
+
+
+async def states(world: World, ids: list[str]) -> list[str]:
+    return [(await world.get(f"{PATH}/{job_id}")).json()["status"] for job_id in ids]
+
+
+async def test_nothing_expires_by_a_clock_that_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "EXPIRY_LOOK_SECONDS", 0.05)
+    async with running_world(tmp_path, pods=0, POC_GATEWAY_DELIVERY_SECONDS="60") as world:
+        await until(lambda: bool(world.rows(select(schema.clock))))  # which it writes at its first look
+        await world.database.write(lambda one: one.execute(schema.clock.update().values(steady=0)) and None)
+        await world.close()
+        await world.open()
+        queued = (await world.post(PATH, validation())).json()["request_id"]
+        age(world, 3_600)
+        await asyncio.sleep(0.5)
+        assert await states(world, [queued]) == ["queued"]
+
+
+async def test_queued_requests_are_listed_and_given_up(tmp_path: Path) -> None:
+    async with running_world(tmp_path, pods=0, also={"other": {}}) as world:
+        base = f"/nodes/one/api/v1/{PATH}"
+        ids = [(await world.http.post(base, json=validation())).json()["request_id"] for _ in range(3)]
+        listed = (await world.http.get(base)).json()
+        assert listed["total"] == 3
+        assert [(one["request_id"], one["status"], one["nonces"]) for one in listed["requests"]] == [
+            (job_id, "queued", 200) for job_id in ids
+        ]
+        assert (await world.http.get(f"/nodes/other/api/v1/{PATH}")).json() == {"total": 0, "requests": []}
+        error_of(await world.http.delete(f"/nodes/other/api/v1/{PATH}/{ids[0]}"), 404, "JobNotFound")
+        for _ in range(2):  # every order is safe to repeat
+            gone = (await world.http.delete(f"{base}/{ids[0]}")).json()
+            assert (gone["status"], "DELETE" in gone["error"]) == ("cancelled", True)
+        await until(lambda: waiting(world) == {("validate", "queued"): 2})
+        await world.close()
+        await world.open()
+        assert [one["request_id"] for one in (await world.http.get(base)).json()["requests"]] == ids[1:]
+        await world.add_pod("127.0.0.1")
+        done = await finished(world, ids[1], base="/nodes/one")
+        assert done["status"] == "completed"
+        assert (await world.http.delete(f"{base}/{ids[1]}")).json() == done, "what has ended keeps its result"
+
+
+async def test_the_latest_block_comes_first(world: World) -> None:
+    """After an outage what has waited for long holds up nothing new; of one block the first comes first."""
+    pods = list(world.cluster.pods)
+    world.cluster.pods.clear()
+    ids = dict[str, int]()
+    for place, height in enumerate([5, 9, 7, 9]):
+        ids[(await world.post(PATH, validation(block_height=height))).json()["request_id"]] = place
+    world.cluster.pods[:] = pods[:1]
+    for job_id in ids:
+        await finished(world, job_id)
+    ended = world.rows(select(schema.jobs.c.id).order_by(schema.jobs.c.finished_at))
+    assert [ids[row["id"]] for row in ended] == [1, 3, 2, 0]
+
+
+async def test_what_was_given_up_elsewhere_the_owner_drops(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_LOOK_SECONDS", 0.1)
+    for pod in world.pods.values():
+        pod.engine.seconds_per_batch = 2.0
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(PodClient())
+        one, other = (shared_jobs(world, client) for _ in range(2))
+        for each in (one, other):
+            await each.start()
+            stack.push_async_callback(each.close)
+        request = GenerateRequest.model_validate(ARTIFACTS | {"nonces": list(range(100))})
+        queued = await one.submit(request)
+        owner = asyncio.create_task(other.run_queued())
+        await until(lambda: state(one, queued.request_id, "running"))
+        assert json.loads(await one.give_up(queued.request_id))["status"] == "cancelled"
+        await until(lambda: not other.counts())
+        owner.cancel()
+        await asyncio.wait([owner])
+    (row,) = world.rows(select(schema.jobs.c.state))
+    assert row["state"] == "cancelled"
+
+
+def shared_jobs(world: World, client: PodClient) -> jobs.Jobs:
+    """What one of several processes on the database has of the ML node."""
+    return NodeApi(
+        cluster=world.cluster,
+        ml_node=world.ml_node,
+        client=client,
+        database=world.database,
+        settings=world.settings,
+        shared=True,
+    ).jobs

@@ -598,6 +598,64 @@ async def test_a_gateway_ends_while_the_server_hangs(
         go_on.set()
 
 
+_FAILS = """
+import asyncio, sys
+from poc_gateway import __main__
+from poc_gateway.query.archive import Bucket
+
+async def fail(settings):
+    bucket = Bucket(settings)
+    bucket.later(lambda: bucket.has("folder"))
+    sys.stdin.read(1)
+    bucket.close()
+    raise OSError("the port is taken")
+
+__main__._run = fail
+sys.argv = ["poc_gateway"]
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("how", ["an error", "by hand"])
+async def test_a_process_ends_while_the_server_hangs_however_it_ends(
+    database: Database, database_url: str, s3: S3Server, how: str
+) -> None:
+    await store(database, a_round(), range(100))
+    go_on, hangs = threading.Event(), threading.Event()
+
+    def hang(_: str, __: str) -> int:
+        hangs.set()
+        go_on.wait(60)
+        return 503
+
+    s3.fault = hang
+    by_hand = how == "by hand"
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("operator", "image", "."))
+    variables = {**os.environ, **s3.settings, "PYTHONPATH": path, "POC_GATEWAY_DATABASE": database_url}
+    arguments = ["-m", "poc_gateway", "archive", "uid-1"] if by_hand else ["-c", _FAILS]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, *arguments], env=variables, stdin=pipe, stderr=pipe)  # noqa: ASYNC220
+    try:
+        await until(hangs.is_set, seconds=60)
+        if by_hand:
+            process.send_signal(signal.SIGINT)
+        _, log = await asyncio.to_thread(process.communicate, b"x", 10)
+        assert process.returncode == (130 if by_hand else 1)
+        assert b"S3 does not answer" in log
+    finally:
+        go_on.set()
+        process.kill()
+
+
+async def test_what_was_interrupted_is_not_told_as_being_written(database: Database, s3: S3Server) -> None:
+    """Its process was killed, or lost the database; and since then the round waits again, for its receiver."""
+    await store(database, a_round(callbackURL="http://receiver"), range(20))
+    await database.write(lambda one: one.execute(update(schema.rounds).values(archiving_since=1)) and None)
+    await sweep(database, s3)
+    assert await columns(database, "archiving_since", "archived_at") == [(None, None)]
+
+
 async def test_a_round_is_archived_by_hand_and_the_gateway_finds_it(
     database: Database, database_url: str, s3: S3Server, tmp_path: Path
 ) -> None:

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import psycopg
@@ -20,11 +21,17 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import create_engine, insert, make_url, select, update
 
+from poc_gateway.node_api.service import NodeApi
 from poc_gateway.outbox import ledger
-from poc_gateway.server import owner
-from poc_gateway.server.owner import FOREIGN_SECONDS
+from poc_gateway.outbox.commands import Commands
+from poc_gateway.server import owner, standby
+from poc_gateway.server.owner import FOREIGN_SECONDS, Owner
+from poc_gateway.settings import Settings
 from poc_gateway.store import migrations
 from poc_gateway.store.database import Database, FenceLost
+from poc_gateway.store.fence import next_epoch
+from poc_gateway.store.retention import Clock
+from poc_gateway.store.rounds import Rounds
 from poc_gateway.store.schema import jobs, slots
 from poc_operator.observed import Truth
 from tests.simulation.gateway_process import GatewayProcess, gateway
@@ -383,6 +390,37 @@ async def test_a_request_for_an_ml_node_that_is_not_listed_fails_when_it_has_wai
         assert await failed() == ["5001:b.old"], "gateways of another release may know its ML node"
         await database.write(lambda one: one.execute(update(jobs).values(created_at=1)) and None)
         await until(lambda: has_failed(["5001:b.new", "5001:b.old"]))
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+class _IdleJobs:
+    async def run_queued(self, _: Clock) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_fence_that_any_of_its_works_finds_lost_makes_the_owner_stand_by(
+    database: Database, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a process hung for a minute: the look for foreign jobs is the first that writes."""
+    monkeypatch.setattr(owner, "FOREIGN_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(standby, "LOOK_SECONDS", 5.0)  # so that no other work finds it first
+
+    async def no_round(*_: str) -> None:
+        return None
+
+    node = cast("NodeApi", SimpleNamespace(ml_node=SimpleNamespace(name="a"), jobs=_IdleJobs()))
+    settings = Settings.from_environment({"POC_GATEWAY_DATABASE": database_url})
+    one = Owner(settings, commands=Commands(database), rounds=Rounds(database, no_round), ml_nodes=[node])
+    task = asyncio.create_task(one.run())
+    try:
+        for _ in range(2):
+            await until(lambda: one.owns or task.done(), 20)
+            await database.write(lambda connection: next_epoch(connection) and None)  # another process owns it
+            await until(lambda: not one.owns, 20)
+            assert not task.done(), task.exception()
+        await until(lambda: one.owns, 20)
     finally:
         task.cancel()
         await asyncio.wait([task])
