@@ -219,7 +219,8 @@ def _given_up(error: str, count: int) -> Refusal:
 
 def _failed(connection: Connection, id_: int, error: Exception) -> None:
     """Count a failure; the command that has failed so often that it will again has ended with it."""
-    told = one_line(f"{type(error).__name__}: {error}")[:ERROR_CHARACTERS]
+    cause = getattr(error, "orig", None) or error  # of SQLAlchemy's, without the statement
+    told = one_line(f"{type(error).__name__}: {cause}")[:ERROR_CHARACTERS]
     failures = {"failures": commands.c.failures + 1}
     counted = update(commands).where(commands.c.id == id_).values(failures).returning(commands.c.failures)
     if (connection.scalar(counted) or 0) >= MOST_FAILURES:
