@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from poc_operator.basic_auth import BasicAuth
 from vllm_poc.wire.answers import StatusResponse
@@ -311,6 +311,16 @@ class Decision(BaseModel):
     alike: list[Count] = Field(default_factory=list, max_length=MOST_OTHERS)
     up_to: Count
     pod: ShortText
+
+    @model_validator(mode="after")
+    def _names_the_honest_one(self) -> Self:
+        if (self.conflict is not None) != (self.truth is Truth.OTHER):
+            raise ValueError(
+                f"conflict: name the honest result's with truth {Truth.OTHER}, and none with another truth"
+            )
+        if self.conflict is not None and self.conflict > self.up_to:
+            raise ValueError(f"conflict: {self.conflict} is above up_to, {self.up_to}: name one that was compared")
+        return self
 
 
 class Forger(_FromGateway):

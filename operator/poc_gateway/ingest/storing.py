@@ -30,7 +30,8 @@ COMMIT_ARTIFACTS = 4_096
 #: Most artifacts that wait: some seconds' worth, in memory as much as a hundred megabytes.
 MOST_WAITING = 250_000
 
-#: Conflicts of a slot that are kept; more are only counted: who sends many different results must not fill the disk.
+#: Conflicts of a slot that are kept whatever they are of. From then on a pod's first one for each nonce is kept alone,
+#: and others are only counted: who sends many different results must not fill the disk, nor use up what others need.
 MOST_CONFLICTS = 1_000
 
 _COLUMNS = ("slot_id", "nonce", "vector", "distance", "received_at", "author")
@@ -50,6 +51,8 @@ _TELLS_LIMIT = update(schema.rounds).where(schema.rounds.c.id.in_(_NOT_HELD)).va
 Row = tuple[int, int, bytes | None, float | None, int, int | None]
 #: slot_id, nonce
 Key = tuple[int, int]
+#: slot_id, nonce, author
+ConflictKey = tuple[int, int, int | None]
 
 
 @dataclass
@@ -184,7 +187,7 @@ class _Transaction:
         self._told = dict[int, str | None]()  # what the rows of rounds say from now on of limits
         self._artifacts: list[Row] = []
         self._conflicts: list[Row] = []
-        self._rivals: list[Key] = []  # of those that are to be forwarded
+        self._forwards = set[int]()  # slots of conflicts that are to be forwarded
         self._filled = dict[int, int]()  # slots whose first missing nonce has come, with their strides
 
     def take(self, delivery: Delivery) -> Outcome:
@@ -240,18 +243,31 @@ class _Transaction:
     def write(self, connection: Connection) -> None:
         if self._artifacts:
             _insert_artifacts(connection, self._artifacts)
-        if self._conflicts:
-            rows = [dict(zip(_COLUMNS, row, strict=True)) for row in self._conflicts]
-            connection.execute(schema.conflicts.insert(), rows)
+        kept = self._kept_conflicts(connection)
+        if kept:
+            connection.execute(schema.conflicts.insert(), [dict(zip(_COLUMNS, row, strict=True)) for row in kept])
         for slot_id, stride in self._filled.items():
             slot = self._slots[slot_id]
             if slot.missing <= slot.last:
                 slot.missing = _missing(connection, slot_id, slot.missing, stride)
         ledger.arrived(connection, self._slots, self._now)
-        rivals.hold(connection, self._rivals)
+        rivals.hold(connection, {(slot_id, nonce) for slot_id, nonce, *_ in kept if slot_id in self._forwards})
         for round_id, told in self._told.items():
             if told != self._allowances[round_id].told:
                 connection.execute(_TELLS_LIMIT, {"of": round_id, "told": told})
+
+    def _kept_conflicts(self, connection: Connection) -> list[Row]:
+        """Return the conflicts that are kept: `MOST_CONFLICTS` of a slot, and each author's first one for a nonce."""
+        counts = Counter({slot_id: slot.conflicts_before for slot_id, slot in self._slots.items()})
+        kept, beyond = list[Row](), list[Row]()
+        for row in self._conflicts:
+            counts[row[0]] += 1
+            (kept if counts[row[0]] <= MOST_CONFLICTS else beyond).append(row)
+        if beyond:
+            known = _conflict_keys(connection, {row[:2] for row in beyond}) | {_conflict_key(row) for row in kept}
+            first = {_conflict_key(row): row for row in reversed(beyond)}
+            kept += [row for key, row in first.items() if key not in known]
+        return kept
 
     def _met_again(self, delivery: Delivery, found: CheckedArtifact, known: Value, result: StoreResult) -> None:
         slot = self._slots[found.slot_id]
@@ -259,12 +275,29 @@ class _Transaction:
             slot.duplicates += 1
             result.duplicates += 1
         else:
-            if slot.conflicts_before + slot.conflicts < MOST_CONFLICTS:
-                self._conflicts.append(_row(found, self._now, delivery.author))
-                if delivery.known.terms.receiver is not None:
-                    self._rivals.append((found.slot_id, found.nonce))
+            self._conflicts.append(_row(found, self._now, delivery.author))
+            if delivery.known.terms.receiver is not None:
+                self._forwards.add(found.slot_id)
             slot.conflicts += 1
             result.conflicts.append(found.nonce)
+
+
+def _conflict_key(row: Row) -> ConflictKey:
+    slot_id, nonce, _, _, _, author = row
+    return slot_id, nonce, author
+
+
+def _conflict_keys(connection: Connection, keys: Collection[Key]) -> set[ConflictKey]:
+    """Return of which authors there are conflicts for these nonces."""
+    nonces, columns = defaultdict[int, list[int]](list), schema.conflicts.c
+    for slot_id, nonce in sorted(keys):
+        nonces[slot_id].append(nonce)
+    query, found = select(columns.slot_id, columns.nonce, columns.author).distinct(), set[ConflictKey]()
+    for slot_id, of_slot in nonces.items():
+        for some in ledger.in_parts(of_slot):
+            rows = connection.execute(query.where(columns.slot_id == slot_id, columns.nonce.in_(some)))
+            found.update((slot_id, nonce, author) for _, nonce, author in rows)
+    return found
 
 
 def _row(found: CheckedArtifact, now: int, author: int | None) -> Row:

@@ -19,7 +19,7 @@ from poc_gateway import metrics
 from poc_gateway.outbox import callback_ledger
 from poc_gateway.outbox.callback_ledger import CallbackWork
 from poc_gateway.outbox.pace import CircuitBreaker, pause_seconds
-from poc_gateway.outbox.post import Answer, Outcome, SecretPoster
+from poc_gateway.outbox.post import NOTHING, Answer, Outcome, SecretPoster
 from poc_gateway.outbox.round_sender import record
 from poc_gateway.outbox.states import Event
 from poc_gateway.settings import Settings
@@ -86,14 +86,16 @@ class CallbackSender:
                         await news.wait()
 
     async def _send(self, id_: int) -> None:
-        while (work := await self._database.read(partial(callback_ledger.callback_work, id_=id_))) is not None:
-            answer = await self._circuit.call(partial(self._settle, id_, work))
-            # Without a connection none would fare better: the order is kept.
-            if answer.outcome is not Outcome.UNREACHABLE:
-                return
+        while (await self._circuit.call(partial(self._settle, id_))).outcome is Outcome.UNREACHABLE:
+            pass  # without a connection none would fare better: the order is kept
 
-    async def _settle(self, id_: int, work: CallbackWork) -> Answer:
-        """Post the callback and write down what became of it."""
+    async def _settle(self, id_: int) -> Answer:
+        """Post the callback, unless it has ended while it waited for its turn, and write down what became of it."""
+        await self._poster.turn()
+        work = await self._database.read(partial(callback_ledger.callback_work, id_=id_))
+        return await self._post(id_, work) if work is not None else NOTHING
+
+    async def _post(self, id_: int, work: CallbackWork) -> Answer:
         answer = await self._poster.post(self._url, work.body, namespace=work.namespace, secret=work.receiver_secret)
         match answer.outcome:
             case Outcome.ACCEPTED:

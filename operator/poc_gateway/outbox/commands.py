@@ -2,7 +2,8 @@
 """What is asked of the outbox at a process that may not own the database: written down, and carried out by the owner.
 
 A command is durable before anything of it is done. An owner that ends in the middle of one leaves it to the next, which
-does the rest. Its count is written with each change that it counts, so that it is of all of them together.
+does the rest. Its count is written with each change that it counts, so that it is of all of them together. One that
+fails again and again is given up, and who asked is told why; one that the database cannot take yet waits.
 
 The owner looks for commands, and for what other processes have stored, about once a second. PostgreSQL could notify it,
 but all transactions that notify commit one after the other, and nobody here waits for a second.
@@ -31,7 +32,7 @@ from poc_gateway.outbox.states import State
 from poc_gateway.store.database import Database, FenceLost
 from poc_gateway.store.engine import DatabaseAway, DatabaseError
 from poc_gateway.store.rounds import KnownRound, by_id
-from poc_gateway.store.schema import commands
+from poc_gateway.store.schema import commands, one_line
 from poc_operator.observed import Decision
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ LOOK_SECONDS, ANSWER_SECONDS = 0.5, 0.1
 WAIT_SECONDS = 50.0
 #: What was done is kept for so long, for those who still wait.
 KEEP_SECONDS = 3_600
+#: One that fails for another reason than the database is tried so often; of the reason so much is kept.
+MOST_FAILURES, ERROR_CHARACTERS = 5, 500
 _DECISIONS = TypeAdapter(list[Decision])
 
 
@@ -86,6 +89,7 @@ class Commands:
         self._database = database
         self._outbox: Outbox | None = None
         self._news = asyncio.Event()
+        self._unknown = set[int]()  # commands of another release that the log tells of
 
     def wake(self) -> None:
         """Tell the outbox of this process, if it forwards; another's looks for itself."""
@@ -121,7 +125,9 @@ class Commands:
         self._news.set()
         deadline = monotonic() + WAIT_SECONDS
         while monotonic() < deadline:
-            done, count = await self._database.read(partial(_progress, id_=id_))
+            done, count, error = await self._database.read(partial(_progress, id_=id_))
+            if error is not None:
+                raise _given_up(error, count)
             if done:
                 return count
             await asyncio.sleep(ANSWER_SECONDS)
@@ -138,7 +144,7 @@ class Commands:
             while True:
                 self._news.clear()
                 try:
-                    await _obey(database, outbox)
+                    await self._obey(database, outbox)
                 except DatabaseError as error:
                     _log.warning("what is asked of the outbox cannot be done yet: %s", error)
                 with suppress(TimeoutError):
@@ -147,32 +153,35 @@ class Commands:
         finally:
             self._outbox = None
 
-
-async def _obey(database: Database, outbox: Outbox) -> None:
-    for command in await database.read(_open):
-        try:
-            await _perform(database, outbox, command)
-        except (DatabaseAway, FenceLost):
-            raise
-        except Exception:  # which must not keep the others from being done
-            _log.exception("command %d, to %s, failed, and is tried again", command.id, command.kind)
+    async def _obey(self, database: Database, outbox: Outbox) -> None:
+        for command in await database.read(_open):
+            if command.kind not in set(Kind):
+                if command.id not in self._unknown:
+                    _log.error("command %d waits for a newer gateway: this one cannot %s", command.id, command.kind)
+                self._unknown.add(command.id)
+                continue
+            try:
+                await _perform(database, outbox, command)
+            except (DatabaseAway, FenceLost):
+                raise
+            except DatabaseError as error:  # which must not keep the others from being done
+                _log.warning("command %d, to %s, cannot be done yet: %s", command.id, command.kind, error)
+            except Exception as error:
+                _log.exception("command %d, to %s, failed", command.id, command.kind)
+                await database.write(partial(_failed, id_=command.id, error=error))
 
 
 async def _perform(database: Database, outbox: Outbox, command: _Command) -> None:
     known = await database.read(partial(by_id, round_id=command.round_id))
     body, tally = json.loads(command.body), partial(_tally, command.id)
     if known is not None:  # else it is being deleted, and there is nothing to do
-        match command.kind:
+        match Kind(command.kind):
             case Kind.ABANDON:
                 await outbox.abandon(known, body["reason"], tally)
             case Kind.REPLAY:
                 await outbox.replay(known, State(body["state"]), tally)
             case Kind.DECIDE:
                 await outbox.decide(known, _DECISIONS.validate_python(body["decisions"]), tally)
-            case _:
-                raise ValueError(
-                    f"this release knows no command {command.kind}: a newer gateway has to own the database"
-                )
     await database.write(partial(_end, id_=command.id))
 
 
@@ -193,10 +202,29 @@ def _open(connection: Connection) -> Sequence[_Command]:
     return [_Command(*row) for row in rows]
 
 
-def _progress(connection: Connection, id_: int) -> tuple[bool, int]:
-    row = connection.execute(select(commands.c.ended_at, commands.c.done).where(commands.c.id == id_)).first()
+def _progress(connection: Connection, id_: int) -> tuple[bool, int, str | None]:
+    columns = select(commands.c.ended_at, commands.c.done, commands.c.error)
+    row = connection.execute(columns.where(commands.c.id == id_)).first()
     # With its round it was deleted, and there is nothing to do.
-    return (row.ended_at is not None, row.done) if row is not None else (True, 0)
+    return (row.ended_at is not None, row.done, row.error) if row is not None else (True, 0, None)
+
+
+def _given_up(error: str, count: int) -> Refusal:
+    detail = (
+        f"this failed {MOST_FAILURES} times and was given up after {count} items, the last time with: {error}. Correct "
+        "what it says and ask again; the log of the gateway that forwards has more"
+    )
+    return Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "CommandFailed", detail)
+
+
+def _failed(connection: Connection, id_: int, error: Exception) -> None:
+    """Count a failure; the command that has failed so often that it will again has ended with it."""
+    cause = getattr(error, "orig", None) or error  # of SQLAlchemy's, without the statement
+    told = one_line(f"{type(error).__name__}: {cause}")[:ERROR_CHARACTERS]
+    failures = {"failures": commands.c.failures + 1}
+    counted = update(commands).where(commands.c.id == id_).values(failures).returning(commands.c.failures)
+    if (connection.scalar(counted) or 0) >= MOST_FAILURES:
+        _end(connection, id_, told)
 
 
 def _tally(id_: int, connection: Connection, count: int) -> None:
@@ -205,6 +233,6 @@ def _tally(id_: int, connection: Connection, count: int) -> None:
         connection.execute(update(commands).where(commands.c.id == id_).values(more))
 
 
-def _end(connection: Connection, id_: int) -> None:
-    connection.execute(update(commands).where(commands.c.id == id_).values(ended_at=ledger.now()))
+def _end(connection: Connection, id_: int, error: str | None = None) -> None:
+    connection.execute(update(commands).where(commands.c.id == id_).values(ended_at=ledger.now(), error=error))
     connection.execute(delete(commands).where(commands.c.ended_at < ledger.now() - KEEP_SECONDS * 1_000))

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from poc_gateway import metrics
 from poc_gateway.outbox import callback_ledger, endings, ledger, rivals
 from poc_gateway.outbox.callback_sender import POLL_SECONDS, CallbackSender
-from poc_gateway.outbox.pace import Pauses, Receivers, Trouble
+from poc_gateway.outbox.pace import FINISH_SECONDS, Pauses, Receivers, Trouble
 from poc_gateway.outbox.post import MayPost, Poster, SecretPoster
 from poc_gateway.outbox.round_sender import LINGER_SECONDS, Forwarder
 from poc_gateway.outbox.states import Event, State
@@ -178,6 +178,10 @@ class Outbox:
             self._held = round_id
             try:
                 if (task := self._tasks.get(round_id)) is not None:
+                    # To cut the post off would be to make it again, perhaps each time.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._settings.forward_seconds + FINISH_SECONDS):
+                            await self._forwarders[round_id].halt()
                     task.cancel()
                     await asyncio.wait([task])
                 yield

@@ -11,8 +11,8 @@ a whole, and before everything that a later one stores: whoever reads up to a no
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 from sqlalchemy import (
     ColumnElement,
@@ -186,11 +186,6 @@ class Part:
     late: bool
     items: Sequence[Item]
 
-    def halves(self) -> tuple[Self, Self]:
-        """Return the first and the second half."""
-        middle = len(self.items) // 2
-        return replace(self, items=self.items[:middle]), replace(self, items=self.items[middle:])
-
 
 class SlotWork(NamedTuple):
     """What a slot has to send: artifacts in order, late items, or both. ``slot`` is its first nonce."""
@@ -272,27 +267,32 @@ def pass_over(connection: Connection, slot: SlotWork) -> None:
 
 
 def accepted(connection: Connection, part: Part) -> None:
-    """Write down that the receiver has accepted the part."""
+    """Write down that the receiver has accepted the part. It counts once, also if a commit's answer is lost.
+
+    The slot is locked first: a rival that comes now finds that it is too late.
+    """
     of_slot = update(slots).where(slots.c.id == part.slot_id)
-    of_slot = of_slot.values(forwarded=slots.c.forwarded + len(part.items))
-    if not part.late:
-        of_slot = of_slot.values(forwarded_nonce=part.items[-1].nonce)
-    # First, since it locks the slot: a rival that comes now finds that it is too late.
-    connection.execute(of_slot)
     if part.late:
-        # One statement per nonce: SQLite limits the parameters of one.
-        sent = delete(late_items).where(late_items.c.slot_id == part.slot_id, late_items.c.nonce == bindparam("sent"))
-        connection.execute(sent, [{"sent": item.nonce} for item in part.items])
-    else:
-        _forget_rivals(connection, part)
+        lock_slots(connection, slots.c.id == part.slot_id)
+        deleted = _delete_late(connection, part)
+        connection.execute(of_slot.values(forwarded=slots.c.forwarded + deleted))
+        return
+    last = part.items[-1].nonce
+    passed = of_slot.where(slots.c.forwarded_nonce < last)
+    more = {"forwarded": slots.c.forwarded + len(part.items), "forwarded_nonce": last}
+    if connection.execute(passed.values(more)).rowcount:
+        _delete_late(connection, part)  # of those whose rivals came while they were on their way
 
 
-def _forget_rivals(connection: Connection, part: Part) -> None:
-    """Delete the late items of artifacts whose rivals came while they were on their way."""
+def _delete_late(connection: Connection, part: Part) -> int:
+    """Delete the part's late items; return how many there were."""
     of_slot, nonces = late_items.c.slot_id == part.slot_id, [item.nonce for item in part.items]
     between = select(late_items.c.nonce).where(of_slot, late_items.c.nonce.between(nonces[0], nonces[-1]))
-    for nonce in set(connection.scalars(between)).intersection(nonces):
-        connection.execute(delete(late_items).where(of_slot, late_items.c.nonce == nonce))
+    found = [{"sent": nonce} for nonce in sorted(set(connection.scalars(between)).intersection(nonces))]
+    if found:
+        # One statement per nonce: SQLite limits the parameters of one.
+        connection.execute(delete(late_items).where(of_slot, late_items.c.nonce == bindparam("sent")), found)
+    return len(found)
 
 
 def refused(connection: Connection, part: Part, reason: str) -> None:
@@ -305,7 +305,7 @@ def refused(connection: Connection, part: Part, reason: str) -> None:
         is_refused = (late_items.c.slot_id == part.slot_id) & (late_items.c.nonce == item.nonce)
         connection.execute(update(late_items).where(is_refused).values(values))
     else:
-        _forget_rivals(connection, part)
+        _delete_late(connection, part)
         connection.execute(insert(late_items).values(key | values))
         connection.execute(update(slots).where(slots.c.id == part.slot_id).values(forwarded_nonce=item.nonce))
 

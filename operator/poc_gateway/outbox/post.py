@@ -57,6 +57,8 @@ class Outcome(Enum):
     BUSY = auto()
     #: To be tried again, as everything for this address: there is no connection to it.
     UNREACHABLE = auto()
+    #: There was nothing to post any more when its turn came.
+    NOTHING = auto()
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,16 @@ class Answer:
     was_sent: bool = True
     #: What the receiver answered, if it answered.
     status: int | None = None
+    #: How many artifacts were posted.
+    size: int = 0
 
     @property
     def pauses_address(self) -> bool:
         """Whether everything for the address waits."""
         return self.outcome in {Outcome.BUSY, Outcome.UNREACHABLE}
 
+
+NOTHING = Answer(Outcome.NOTHING, was_sent=False)
 
 #: Whether this process may post at the moment, since no other one does. Raises if it may not any more.
 MayPost = Callable[[], bool]
@@ -133,11 +139,15 @@ class Poster:
         """Close all connections."""
         await self._session.close()
 
+    async def turn(self) -> None:
+        """Wait until this process may post."""
+        while not self._may_post():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(_MAY_POST_SECONDS)
+
     async def post(self, url: str, body: str, auth: BasicAuth | None = None) -> Answer:
         """Post JSON once, with a user and a password if there are some; every way to fail is an answer."""
         while True:
-            while not self._may_post():  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(_MAY_POST_SECONDS)
+            await self.turn()
             content = _Body(body, self._may_post)
             answer = await self._post(url, content, auth)
             if not content.is_held_back or self._may_post():
@@ -176,6 +186,10 @@ class SecretPoster:
         self._poster = poster
         self._read = read
         self._readers: dict[tuple[str, str], CallbackSecretReader] = {}
+
+    async def turn(self) -> None:
+        """Wait until this process may post."""
+        await self._poster.turn()
 
     async def post(self, url: str, body: str, *, namespace: str | None, secret: str | None) -> Answer:
         """Post JSON once, or twice if the Secret has changed meanwhile. Every way to fail is an answer."""

@@ -6,13 +6,13 @@ for a second result. So then the decision only tells who lied.
 """
 
 from base64 import b64encode
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Select, and_, func, insert, select, update
 
-from poc_gateway.outbox.ledger import late_may, lock_slots, now, number_again
+from poc_gateway.outbox.ledger import in_parts, late_may, lock_slots, now, number_again
 from poc_gateway.outbox.states import Event, State, target
 from poc_gateway.store.rounds import KnownRound
 from poc_gateway.store.schema import artifacts, authors, conflicts, late_items, one_line, slots
@@ -27,13 +27,20 @@ _SAME_NONCE = and_(artifacts.c.slot_id == conflicts.c.slot_id, artifacts.c.nonce
 
 def hold(connection: Connection, keys: Collection[tuple[int, int]]) -> None:
     """Let what has a rival now wait for the decision, by slot id and nonce, unless it was sent or has ended."""
-    for slot_id, nonce in sorted(set(keys)):
-        here = (late_items.c.slot_id == slot_id) & (late_items.c.nonce == nonce)
-        values = {"state": target(Event.DISPUTED), "reason": "pods differ", "since": now()}
-        if connection.scalar(select(late_items.c.nonce).where(here)) is not None:
-            connection.execute(update(late_items).where(here, late_may(Event.DISPUTED)).values(values))
-        elif connection.execute(select(slots.c.forwarded_nonce).where(slots.c.id == slot_id)).scalar_one() < nonce:
-            connection.execute(insert(late_items).values(slot_id=slot_id, nonce=nonce, **values))
+    values = {"state": target(Event.DISPUTED), "reason": "pods differ", "since": now()}
+    of_slots = defaultdict[int, set[int]](set)
+    for slot_id, nonce in keys:
+        of_slots[slot_id].add(nonce)
+    for slot_id, nonces in of_slots.items():
+        passed = connection.execute(select(slots.c.forwarded_nonce).where(slots.c.id == slot_id)).scalar_one()
+        for some in in_parts(sorted(nonces)):
+            here = (late_items.c.slot_id == slot_id) & late_items.c.nonce.in_(some)
+            late = set(connection.scalars(select(late_items.c.nonce).where(here)))
+            if late:
+                connection.execute(update(late_items).where(here, late_may(Event.DISPUTED)).values(values))
+            if unsent := [nonce for nonce in some if nonce > passed and nonce not in late]:
+                rows = [{"slot_id": slot_id, "nonce": nonce, **values} for nonce in unsent]
+                connection.execute(insert(late_items), rows)
 
 
 def undecided(connection: Connection, known: KnownRound, limit: int) -> list[RivalNonce]:
@@ -94,6 +101,8 @@ def _decide(connection: Connection, known: KnownRound, decision: Decision) -> bo
     if slot_id is None or not rows:
         return False
     chosen = next((row for row in rows if row["id"] == decision.conflict), None)
+    if (chosen is not None) is not (decision.truth is Truth.OTHER):
+        return False  # what is said to be honest is not known, or was decided before
     replaced = chosen is not None and not _is_delivered(connection, slot_id, decision.nonce)
     for row in rows:
         truth = Truth.STORED if replaced or chosen is None else Truth.NEITHER
@@ -101,7 +110,7 @@ def _decide(connection: Connection, known: KnownRound, decision: Decision) -> bo
             truth = Truth.NEITHER if decision.truth is Truth.NEITHER else Truth.BOTH
         elif row is chosen and not replaced:
             truth = Truth.OTHER
-        values = {"truth": truth, "decided_by": decision.pod, "decided_at": now()}
+        values = {"truth": truth, "decided_by": one_line(decision.pod), "decided_at": now()}
         connection.execute(update(conflicts).where(conflicts.c.id == row["id"]).values(values))
     if replaced and chosen is not None:
         _swap(connection, chosen)

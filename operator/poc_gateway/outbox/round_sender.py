@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards the artifacts of one round: one payload in flight, slots taking turns, each in the order of its nonces.
 
+A payload is read when its post may begin, after every pause: what is disputed or has ended by then does not go out.
 What a receiver has accepted is written down before the next payload goes out, and never sent again. A gateway that is
 killed between the receiver's answer and that commit sends this one payload twice; receivers drop nonces they have.
 """
@@ -18,7 +19,7 @@ from poc_gateway import metrics
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import Part, SlotWork
 from poc_gateway.outbox.pace import Backoff, CircuitBreaker, Pauses, Receivers, Trouble, scope_of
-from poc_gateway.outbox.post import Answer, Outcome, SecretPoster
+from poc_gateway.outbox.post import NOTHING, Answer, Outcome, SecretPoster
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database, FenceLost
 from poc_gateway.store.engine import DatabaseError
@@ -36,6 +37,8 @@ SEARCH_LIMIT = 64
 LINGER_SECONDS = 0.5
 #: Pause before a receiver's answer is written again that the database did not take.
 RECORD_SECONDS = 1.0
+#: Reads what a slot is to send next, of so many artifacts at most.
+Find = Callable[[Connection, SlotWork, int], Part]
 
 
 class Forwarder:
@@ -62,6 +65,8 @@ class Forwarder:
         self._limit = settings.payload_artifacts
         self._backoff = Backoff(settings, scope_of(round_id), pauses)
         self._refused_in_a_row = 0
+        self._settling = asyncio.Lock()
+        self._is_halted = False
 
     @property
     def trouble(self) -> Trouble:
@@ -86,6 +91,12 @@ class Forwarder:
                 if not any(full):
                     await asyncio.sleep(LINGER_SECONDS)
 
+    async def halt(self) -> None:
+        """Begin no other post; return when the one on its way was answered, and the answer written down."""
+        self._is_halted = True
+        async with self._settling:
+            pass
+
     async def _turn(self, slot: SlotWork) -> bool:
         """Send a payload of the slot's own, then one of its late items; return whether one of them was full."""
         sizes = [0]
@@ -98,29 +109,41 @@ class Forwarder:
                 sizes.append(await self._send(ledger.next_late, slot))
         return max(sizes) == self._limit
 
-    async def _send(self, find: Callable[[Connection, SlotWork, int], Part], slot: SlotWork) -> int:
-        """Send a payload, halved for as long as the receiver refuses it; return its size.
+    async def _send(self, find: Find, slot: SlotWork) -> int:
+        """Send a payload, halved for as long as the receiver refuses it; return the largest size.
 
         After a failure what is left waits for the slot's next turn, so that one slot's trouble is not every slot's.
         """
-        limit = self._limit if self._refused_in_a_row < SEARCH_LIMIT else 1
-        whole = await self._database.read(lambda connection: find(connection, slot, limit))
-        parts = [whole] if whole.items else []
-        while parts:
-            part = parts.pop()
-            await asyncio.sleep(self._backoff.seconds_left)
-            answer = await self._circuit.call(partial(self._settle, part))
+        sizes = [self._limit if self._refused_in_a_row < SEARCH_LIMIT else 1]
+        largest = 0
+        await asyncio.sleep(self._backoff.seconds_left)
+        while sizes:
+            # Nothing is kept in memory between two posts: what was to be sent may be disputed by now.
+            answer = await self._circuit.call(partial(self._settle, find, slot, sizes.pop()))
+            largest = max(largest, answer.size)
+            if answer.outcome is Outcome.NOTHING:
+                break
             if answer.outcome is Outcome.FAILED or answer.pauses_address:
                 await self._failed(answer)
                 break
-            if answer.outcome is Outcome.REFUSED and len(part.items) > 1:
-                parts += reversed(part.halves())
+            if answer.outcome is Outcome.REFUSED and answer.size > 1:
+                sizes += [answer.size - answer.size // 2, answer.size // 2]
             else:
                 await self._backoff.succeeded()
-        return len(whole.items)
+        return largest
 
-    async def _settle(self, part: Part) -> Answer:
-        """Post the part and write down what became of it."""
+    async def _settle(self, find: Find, slot: SlotWork, limit: int) -> Answer:
+        """Read a part, post it and write down what became of it."""
+        async with self._settling:
+            if self._is_halted:
+                return NOTHING
+            await self._poster.turn()
+            part = await self._database.read(lambda connection: find(connection, slot, limit))
+            if not part.items:
+                return NOTHING
+            return replace(await self._post(part), size=len(part.items))
+
+    async def _post(self, part: Part) -> Answer:
         terms = self._terms
         body = _generated(terms, part)
         answer = await self._poster.post(self._url, body, namespace=terms.namespace, secret=terms.receiver_secret)

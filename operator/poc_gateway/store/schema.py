@@ -124,8 +124,9 @@ artifacts = Table(
     sqlite_with_rowid=False,
 )
 
-#: Other results that arrived for a nonce which is stored already: a sick or a cheating pod. The first ones of a slot;
-#: its counter goes on. ``truth`` is a `poc_operator.observed.Truth` once a pod, ``decided_by``, has computed the nonce.
+#: Other results that arrived for a nonce which is stored already: a sick or a cheating pod. The first ones of a slot,
+#: and each author's first for a nonce; the slot's counter goes on. ``truth`` is a `poc_operator.observed.Truth` once a
+#: pod, ``decided_by``, has computed the nonce.
 conflicts = Table(
     "conflicts",
     metadata,
@@ -139,6 +140,7 @@ conflicts = Table(
     Column("truth", Text),
     Column("decided_by", Text),
     Column("decided_at", BigInteger),
+    Index("ix_conflicts_nonce", "slot_id", "nonce"),
 )
 
 #: Artifacts that are not forwarded in the order of their nonces, each with a state of `poc_gateway.outbox.states`:
@@ -239,7 +241,8 @@ clock = Table(
 )
 
 #: What is to be done with a round by the process that owns the database (`poc_gateway.outbox.commands`): ``kind`` says
-#: what, ``body`` is JSON, ``done`` counts the items that were changed so far.
+#: what, ``body`` is JSON, ``done`` counts the items that were changed so far. It was given up if it has ended with an
+#: ``error``, after so many ``failures``.
 commands = Table(
     "commands",
     metadata,
@@ -250,6 +253,8 @@ commands = Table(
     Column("created_at", BigInteger, nullable=False),
     Column("done", BigInteger, nullable=False, server_default="0"),
     Column("ended_at", BigInteger),
+    Column("failures", Integer, nullable=False, server_default="0"),
+    Column("error", Text),
     Index("ix_commands_ended_at", "ended_at"),
     Index("ix_commands_round_id", "round_id"),
     sqlite_autoincrement=True,  # who asked waits for the id

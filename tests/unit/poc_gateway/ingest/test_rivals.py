@@ -19,7 +19,7 @@ from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.observed import Decision, Truth
 from tests.support.builders.deliveries import JSON, a_round, artifacts, encoded, path
-from tests.support.builders.forwarding import Receiver, running, settings, until
+from tests.support.builders.forwarding import Post, Receiver, running, settings, until
 from tests.support.builders.secrets import OPERATOR, OPERATOR_TOKEN, PEOPLE, SECRETS, a_grant, pod_headers
 from tests.unit.poc_gateway.ingest.conftest import Gateway, Start
 
@@ -161,6 +161,112 @@ async def test_a_rival_that_comes_while_a_result_is_on_its_way_sends_nothing_twi
         await forwarded(gateway)
         assert sent(receiver) == [(0, encoded(0)), (1, encoded(1))]
         assert (await gateway.database.read(lambda one: listing.counts(one, 1))).backlog == 0
+
+
+@pytest.mark.parametrize("status", [503, 429])
+async def test_what_is_disputed_in_a_pause_does_not_go_out_after_it(
+    start: Start, receiver: Receiver, status: int
+) -> None:
+    statuses = [status]
+    receiver.answer = lambda _: statuses.pop() if statuses else 200
+    async with start(a_round(callbackURL=receiver.url), **SECRETS) as gateway:
+        await deliver(gateway, artifacts([0]), "a")
+        await deliver(gateway, lying(1), "a")
+        async with running(Outbox(gateway.database, settings(retry_first_seconds=3, retry_limit_seconds=3))):
+            await until(lambda: len(receiver.posts) == 1)
+            await asyncio.sleep(1)  # of a pause that takes half as long again at least
+            await deliver(gateway, artifacts([1]), "b")
+            await until(lambda: len(receiver.accepted) > 0)
+        await forwarded(gateway)
+        assert sent(receiver) == [(0, encoded(0))]
+        assert (await progress(gateway))["undecided"] == 1
+
+
+async def test_what_is_disputed_while_a_refused_payload_is_halved_does_not_go_out(
+    start: Start, receiver: Receiver
+) -> None:
+    goes_on = asyncio.Event()
+
+    async def answer(post: Post) -> int:
+        if len(post.body["artifacts"]) == 3:
+            return 400
+        await goes_on.wait()
+        return 200
+
+    receiver.answer = answer
+    async with start(a_round(callbackURL=receiver.url), **SECRETS) as gateway:
+        items = [{"nonce": nonce, "vector_b64": encoded(LIE if nonce == 1 else nonce)} for nonce in range(3)]
+        await deliver(gateway, artifacts([], artifacts=items), "a")
+        async with running(Outbox(gateway.database, settings())):
+            await until(lambda: len(receiver.posts) == 2)
+            await deliver(gateway, artifacts([1]), "b")
+            goes_on.set()
+            await until(lambda: len(receiver.accepted) > 1)
+        await forwarded(gateway)
+        assert sent(receiver) == [(0, encoded(0)), (2, encoded(2))]
+        assert (await progress(gateway))["undecided"] == 1
+
+
+async def test_a_liar_uses_up_no_others_conflicts(start: Start, receiver: Receiver) -> None:
+    """A pod that contradicts itself without end fills no disk, and what others contradict waits all the same."""
+    async with start(a_round(callbackURL=receiver.url), **SECRETS) as gateway:
+        await deliver(gateway, lying(1), "a")
+        for first in range(0, 1_200, 100):
+            values = [0, *range(first + 1, first + 101)]
+            items = [{"nonce": 0, "vector_b64": encoded(8_000 + value)} for value in values]
+            await deliver(gateway, artifacts([], artifacts=items), "a")
+        await deliver(gateway, artifacts([1]), "b")
+        for value in (2, 3):
+            item = {"nonce": 1, "vector_b64": encoded(value)}
+            await deliver(gateway, artifacts([], artifacts=[item]), "b")
+        kept = await gateway.rows(conflicts)
+        assert [row.nonce for row in kept] == [*[0] * 1_000, 1]
+        await forwarded(gateway)
+        assert sent(receiver) == []
+        assert {rival["nonce"]: rival["others"][0]["pod"] for rival in await told(gateway)} == {0: "a", 1: "b"}
+        assert await decide(gateway, truth="other", conflict=kept[-1].id) == 1
+        await forwarded(gateway)
+        assert sent(receiver) == [(1, encoded(1))]
+
+
+@pytest.mark.parametrize("away", [1_000, -1])
+async def test_an_honest_result_that_is_not_known_releases_nothing(start: Start, receiver: Receiver, away: int) -> None:
+    async with start(a_round(callbackURL=receiver.url), **SECRETS) as gateway:
+        for nonce, lie in ((0, lying(0)), (1, lying(1))):
+            await deliver(gateway, lie, "a")
+            await deliver(gateway, artifacts([nonce]), "b")
+        of_1 = max(row.id for row in await gateway.rows(conflicts))
+        assert await decide(gateway, truth="other", conflict=of_1 + away) == 0
+        await forwarded(gateway)
+        assert sent(receiver) == []
+        assert [rival["nonce"] for rival in await told(gateway)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        ({"truth": "other"}, "conflict: name the honest result's"),
+        ({"truth": "stored", "conflict": 1}, "conflict: name the honest result's"),
+        ({"truth": "other", "conflict": 2, "up_to": 1}, "conflict: 2 is above up_to, 1"),
+    ],
+)
+async def test_a_decision_that_cannot_be_meant_is_refused(start: Start, decision: dict[str, Any], message: str) -> None:
+    async with start(a_round(), **SECRETS) as gateway:
+        await deliver(gateway, lying(1), "a")
+        await deliver(gateway, artifacts([1]), "b")
+        body = {"uid": "uid-1", "decisions": [{"nonce": 1, "pod": "c", "up_to": 2**40, **decision}]}
+        async with gateway.session.post(RIVALS, json=body, headers=OPERATOR) as answer:
+            assert answer.status == 422
+            assert message in (await answer.json())["detail"]
+        assert len(await told(gateway)) == 1
+
+
+async def test_the_name_of_who_decides_is_one_line(start: Start) -> None:
+    async with start(a_round(), **SECRETS) as gateway:
+        await deliver(gateway, lying(1), "a")
+        await deliver(gateway, artifacts([1]), "b")
+        assert await decide(gateway, truth="stored", pod="c\0\nd") == 1
+        assert [row.decided_by for row in await gateway.rows(conflicts)] == ["c d"]
 
 
 async def test_without_a_receiver_the_honest_one_takes_its_place(start: Start) -> None:

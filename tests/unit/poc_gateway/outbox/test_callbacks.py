@@ -2,12 +2,15 @@
 """Verdicts and results of jobs."""
 
 import asyncio
+from functools import partial
 
 import pytest
 from sqlalchemy import select, update
 
+from poc_gateway.outbox import callback_ledger
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.ledger import now
+from poc_gateway.outbox.states import Event
 from poc_gateway.store.database import Database
 from poc_gateway.store.schema import callbacks
 from tests.support.builders.forwarding import Receiver, add_callback, running, settings, until
@@ -77,6 +80,26 @@ async def test_each_of_some_that_come_one_after_the_other_is_sent(
             await until(lambda: len(receiver.accepted) > number)  # noqa: B023 - called at once
             await asyncio.sleep(pause)
     assert [post.body["n"] for post in receiver.posts] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("event", [Event.ABANDONED, Event.EXPIRED])
+async def test_one_that_ends_in_the_pause_of_its_address_is_not_sent(
+    database: Database, receiver: Receiver, event: Event
+) -> None:
+    answers = [429]
+    receiver.answer = lambda _: answers.pop() if answers else 200
+    first, second = [await add_callback(database, f"{receiver.url}/validated", {"n": n}) for n in (1, 2)]
+    async with running(Outbox(database, settings(retry_first_seconds=3, retry_limit_seconds=3))):
+        await until(lambda: len(receiver.posts) == 1)
+        await asyncio.sleep(0.5)
+        assert await database.write(partial(callback_ledger.callback_ended, id_=second, event=event))
+        await until(lambda: len(receiver.accepted) > 0)
+
+        async def all_ended() -> bool:
+            return "waiting" not in [state for state, _ in await states(database)]
+
+        await until(all_ended)
+    assert [post.body["n"] for post in receiver.posts] == [1, 1], f"callback {first} alone"
 
 
 async def test_one_that_waits_for_nobody_is_left_alone(database: Database, receiver: Receiver) -> None:

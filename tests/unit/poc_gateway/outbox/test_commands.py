@@ -11,7 +11,7 @@ from sqlalchemy import Connection, insert, select, update
 
 from poc_gateway.errors import Refusal
 from poc_gateway.outbox import commands as module
-from poc_gateway.outbox import endings, listing
+from poc_gateway.outbox import endings, forward, listing, pace
 from poc_gateway.outbox.commands import Commands
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.states import State
@@ -19,6 +19,7 @@ from poc_gateway.store.database import Database, FenceLost
 from poc_gateway.store.engine import DatabaseUnavailable
 from poc_gateway.store.rounds import KnownRound, by_id
 from poc_gateway.store.schema import commands
+from poc_operator.observed import Decision, Truth
 from tests.support.builders.forwarding import Receiver, add_callback, add_round, running, settings, store, until
 
 
@@ -114,6 +115,81 @@ async def test_a_command_whose_writes_fail_keeps_no_other_up(
         assert await asyncio.wait_for(Commands(database).abandon(other, "too late"), 10) == 7
         monkeypatch.setattr(endings, "end_some", end_some)
         assert await asyncio.wait_for(asking, 10) == 10
+
+
+async def test_a_command_that_always_fails_is_given_up_and_says_why(
+    database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, tries = await a_round(database, receiver.url, 10), 0
+
+    def failing(*_: object, **__: object) -> int:
+        nonlocal tries
+        tries += 1
+        raise ValueError("no\nuse")
+
+    monkeypatch.setattr(endings, "end_some", failing)
+    asked = Commands(database)
+    async with obeying(asked, database, Outbox(database, settings())):
+        with pytest.raises(Refusal, match=r"was given up .* ValueError: no use\. Correct what it says") as told:
+            await asyncio.wait_for(asked.abandon(known, "too late"), 20)
+        assert (told.value.status_code, told.value.body.reason) == (500, "CommandFailed")
+        monkeypatch.undo()
+        assert await asyncio.wait_for(asked.abandon(known, "too late"), 10) == 10, "asked again, it is another"
+    assert tries == module.MOST_FAILURES
+
+
+async def test_a_command_that_fails_and_then_does_not_is_done(
+    database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, tries, end_some = await a_round(database, receiver.url, 10), 0, endings.end_some
+
+    def failing(*arguments: object, **named: object) -> int:
+        nonlocal tries
+        tries += 1
+        if tries < module.MOST_FAILURES:
+            raise ValueError("not yet")
+        return end_some(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(endings, "end_some", failing)
+    asked = Commands(database)
+    async with obeying(asked, database, Outbox(database, settings())):
+        assert await asyncio.wait_for(asked.abandon(known, "too late"), 20) == 10
+
+
+async def test_what_is_asked_lets_a_post_that_began_end(
+    database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver that takes its time is sent each payload once, however often something is decided meanwhile."""
+    monkeypatch.setattr(pace, "FINISH_SECONDS", 0.2)
+
+    async def slow(_: object) -> int:
+        await asyncio.sleep(1.5)
+        return 200
+
+    receiver.answer = slow
+    known = await a_round(database, receiver.url, 12)
+    decision = Decision(nonce=0, truth=Truth.STORED, up_to=1, pod="c")
+    outbox, asked = Outbox(database, settings()), Commands(database)
+    async with running(outbox), obeying(asked, database, outbox):
+        while len(receiver.nonces) < 12 and len(receiver.posts) < 12:
+            await asked.decide(known, [decision])
+            await asyncio.sleep(0.3)
+        await until(lambda: len(receiver.nonces) >= 12)
+    assert sorted(receiver.nonces) == list(range(12))
+    assert len(receiver.posts) == len(receiver.accepted)
+
+
+async def test_a_post_without_end_holds_up_what_is_asked_no_longer_than_it_may_take(
+    database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "FINISH_SECONDS", 0.2)
+    monkeypatch.setattr(forward, "FINISH_SECONDS", 0.2)
+    known = await a_round(database, receiver.url, 4)
+    outbox = Outbox(database, settings(forward_seconds=0.5), may_post=lambda: False)  # for which a post waits
+    async with running(outbox):
+        await asyncio.sleep(0.5)
+        assert await asyncio.wait_for(outbox.abandon(known, "too late"), 5) == 4
+    assert not receiver.posts
 
 
 async def test_a_command_that_an_owner_began_is_finished_by_the_next(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that arrive late while the slot has more to send than one payload takes: sent once, and counted once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -10,6 +11,7 @@ from poc_gateway.outbox import ledger, listing
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.listing import Counts
 from poc_gateway.store.database import Database
+from poc_gateway.store.engine import DatabaseUnavailable
 from poc_gateway.store.schema import late_items
 from tests.support.builders.forwarding import Receiver, add_round, running, settings, store, until
 
@@ -58,3 +60,25 @@ async def test_a_late_result_that_is_refused_is_one_dead_letter(database: Databa
     assert await database.write(lambda connection: ledger.replay(connection, round_id, None)) == 1
     assert await sent(database, round_id) == (0, 20, 0, 0, 0, 0)
     assert sorted(receiver.nonces) == list(range(20))
+
+
+async def test_what_is_committed_without_an_answer_counts_once(
+    database: Database, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each payload's, also of late results and of those that are refused: the gateway writes it again."""
+    attempt, told = database._attempt, set[tuple[int, int]]()
+
+    def losing(writes: Any) -> list[Callable[[], None]]:  # noqa: ANN401
+        answers = attempt(writes)
+        answered = len(receiver.posts), len(receiver.accepted)
+        if answered not in told:
+            told.add(answered)
+            raise DatabaseUnavailable("the server closed the connection after the commit")
+        return answers
+
+    round_id = await late_round(database, receiver)
+    receiver.answer = lambda post: 400 if 13 in post.nonces or 11 in post.nonces else 200
+    monkeypatch.setattr(database, "_attempt", losing)
+    assert await sent(database, round_id) == (0, 18, 2, 0, 0, 0)
+    assert sorted(receiver.nonces) == [nonce for nonce in range(20) if nonce not in {11, 13}]
+    assert len(told) > 5
