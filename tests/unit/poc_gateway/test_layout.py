@@ -34,6 +34,8 @@ def test_only_the_ledger_changes_what_is_to_be_sent() -> None:
     assert found.pop("outbox/callback_ledger.py") == {"callbacks"}
     # A round is written down with its slots, at which nothing has arrived yet.
     assert found.pop("store/rounds.py") == {"slots"}
+    # With a round that is being deleted its slots go, when nothing is left in them.
+    assert found.pop("store/retention.py") == {"slots"}
     assert {path: tables for path, tables in found.items() if tables} == {}
 
 
