@@ -40,7 +40,7 @@ ALL_VALUES: dict[Path, Values] = {
         "watchNamespaces": [NAMESPACE, "default"],
         "rbac": {"aggregate": False, "readSecrets": True},
         "serviceAccount": {"create": True, "name": "own", "annotations": {"example.org/role": "poc"}},
-        "leaderElection": {"namespace": "elsewhere"},
+        "leaderElection": {"namespace": "kube-public"},
         "auth": {"existingSecret": "pod-token"},
         "gateway": {
             "enabled": True,

@@ -167,7 +167,7 @@ def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:
     namespaces = [f"--namespace={NAMESPACE}", "--namespace=default"]
     address = f"--gateway-url=http://{RELEASE}-vllm-poc-operator-gateway.{SYSTEM_NAMESPACE}.svc:8080"
     rate = "--max-nonces-per-second=12345"
-    own = ["--log-format=plain", "--identity=$(POD_NAME)", "--lease-namespace=elsewhere", *namespaces]
+    own = ["--log-format=plain", "--identity=$(POD_NAME)", "--lease-namespace=kube-public", *namespaces]
     pods = ["--pod-lease-seconds=600", "--pod-token-secret=pod-token"]
     assert pod["containers"][0]["args"] == [*own, *pods, address, rate]
 

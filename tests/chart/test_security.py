@@ -134,8 +134,8 @@ def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
     [
         ({}, "kube-system"),
         ({"watchNamespaces": [NAMESPACE]}, SYSTEM_NAMESPACE),
-        ({"leaderElection": {"namespace": "elsewhere"}}, "elsewhere"),
-        ({"watchNamespaces": [NAMESPACE], "leaderElection": {"namespace": "elsewhere"}}, "elsewhere"),
+        ({"leaderElection": {"namespace": "kube-public"}}, "kube-public"),
+        ({"watchNamespaces": [NAMESPACE], "leaderElection": {"namespace": "kube-public"}}, "kube-public"),
     ],
 )
 def test_the_lease_is_where_its_rights_are(kube: Kube, values: Values, namespace: str) -> None:
