@@ -72,9 +72,9 @@ class MemoryStore(Generic[WorkT]):
         """Return the UID of a namespace."""
         return f"uid-of-{name}"
 
-    async def config_map_entry(self, namespace: str, name: str, key: str) -> str | None:
-        """Return the entry."""
-        return self.entry
+    async def config_map_entry(self, namespace: str, name: str, key: str) -> tuple[str, str | None]:
+        """Return the ConfigMap's version, another one for each content, and the entry."""
+        return str(hash(self.entry)), self.entry
 
     async def basic_auth(self, namespace: str, name: str) -> BasicAuth:
         """Return the user and the password."""
