@@ -86,8 +86,8 @@ def test_no_pod_is_ready(elsewhere: Rounds, stuck_pod: str) -> None:
 
 
 def test_a_round_that_nobody_starts_fails_and_says_what_it_waited_for(elsewhere: Rounds) -> None:
-    elsewhere.apply("too-late", startDeadlineSeconds=3)
-    elsewhere.wait("too-late", "condition=Failed", seconds=20)
+    elsewhere.apply("too-late", startDeadlineSeconds=8)  # long enough to be planned once on a busy machine
+    elsewhere.wait("too-late", "condition=Failed", seconds=30)
     message = elsewhere.wait_for_reason("too-late", "Failed", "StartDeadlineExceeded")
-    assert message.startswith("no pod started within 3 s (spec.startDeadlineSeconds); last waited for: no pod in")
+    assert message.startswith("no pod started within 8 s (spec.startDeadlineSeconds); last waited for: no pod in")
     assert elsewhere.get("too-late").status.state == "Failed"
