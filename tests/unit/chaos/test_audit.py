@@ -83,7 +83,8 @@ def test_what_is_wrong_is_found(problem: str, arrived: Iterable[int], sessions: 
         judged(*sessions, arrived=arrived)
 
 
-def test_times_without_an_operator_excuse_old_knowledge() -> None:
+def test_times_without_an_operator_excuse_old_knowledge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.chaos.audit.COUNTERS_SECONDS", 5.0)
     sessions = session(0, 60, 0, [(1, 20), (5, 50)]), session(20, 100, 8)
     with pytest.raises(AssertionError, match=r"known 5\.0 s"):
         judged(*sessions)

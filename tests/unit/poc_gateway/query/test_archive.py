@@ -640,7 +640,7 @@ async def test_a_process_ends_while_the_server_hangs_however_it_ends(
         await until(hangs.is_set, seconds=60)
         if by_hand:
             process.send_signal(signal.SIGINT)
-        _, log = await asyncio.to_thread(process.communicate, b"x", 10)
+        _, log = await asyncio.to_thread(process.communicate, b"x", 30)
         assert process.returncode == (130 if by_hand else 1)
         assert b"S3 does not answer" in log
     finally:

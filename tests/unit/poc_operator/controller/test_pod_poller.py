@@ -2,10 +2,11 @@
 """Polls of pods over HTTP, of which one takes requests and answers none."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from time import monotonic
 from urllib.parse import parse_qsl
 
@@ -123,22 +124,25 @@ async def test_a_pod_that_nobody_asks_for_is_forgotten(world: World) -> None:
     assert len((await world.poll())[0]) == len(world.pods)
 
 
-def a_renewal(uid: str, *, now: datetime | None = None) -> Renewal:
-    end = recorded_end(None, now or datetime.now(UTC), 600)
+def a_renewal(uid: str, *, recorded_before: timedelta = timedelta()) -> Renewal:
+    end = recorded_end(None, datetime.now(UTC) - recorded_before, 600)
     return Renewal(round_id="r1", uids={uid}, seconds=600, end=end)
 
 
 @pytest.mark.parametrize(
     ("renewal", "renewed"),
     [
-        pytest.param(a_renewal("hung"), "r1", id="a pod that is to compute on"),
-        pytest.param(a_renewal("good"), None, id="another one"),
-        pytest.param(None, None, id="nobody"),
-        pytest.param(a_renewal("hung", now=datetime.now(UTC) - timedelta(hours=1)), None, id="recorded too long ago"),
+        # Made when the test begins, since it is good for minutes only.
+        pytest.param(partial(a_renewal, "hung"), "r1", id="a pod that is to compute on"),
+        pytest.param(partial(a_renewal, "good"), None, id="another one"),
+        pytest.param(lambda: None, None, id="nobody"),
+        pytest.param(partial(a_renewal, "hung", recorded_before=timedelta(hours=1)), None, id="recorded too long ago"),
     ],
 )
-async def test_a_poll_renews_what_it_may(world: World, renewal: Renewal | None, renewed: str | None) -> None:
-    world.renewal = renewal
+async def test_a_poll_renews_what_it_may(
+    world: World, renewal: Callable[[], Renewal | None], renewed: str | None
+) -> None:
+    world.renewal = renewal()
     await world.poll()
     assert world.renewed == [renewed]
 
