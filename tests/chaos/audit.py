@@ -129,6 +129,17 @@ def _check_runs(name: str, known: Known, runs: Sequence[Run], findings: Findings
         findings.demand(age <= KNOWLEDGE_SECONDS, why)
 
 
+def check_orphans(world: World, since: float) -> None:
+    """Check that no pod has begun a batch after a time at which no round wanted work any more."""
+    orphans = [
+        f"{session.pod} computes {work.nonces[0]} of block {work.block_hash} {work.began - since:.1f} s later"
+        for session in world.kubelet.sessions
+        for work in session.engine.work[-1:]
+        if work.began > since
+    ]
+    assert not orphans, "\n".join(orphans)
+
+
 def blind_times(gaps: Sequence[Interval], outages: Sequence[Interval]) -> list[Interval]:
     """Return when nothing was recorded for good: the operator or the API server was away.
 

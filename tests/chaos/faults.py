@@ -21,6 +21,8 @@ class Kind(StrEnum):
     RECEIVER_AWAY = "receiver away"
     RECEIVER_FAILING = "receiver failing"
     ROUND_SUSPENDED = "round suspended"
+    POD_RELABELLED = "pod relabelled"
+    POISON = "poison round"
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class _Habit:
 
 
 # How often each fault comes, and how long it lasts: until the operator, gateway, engine or API server is back, the
-# receiver answers, the round is resumed, or the deleted pod has ended.
+# receiver answers, the round is resumed, the deleted pod has ended, the label is back, or the poison round is deleted.
 _HABITS = {
     Kind.OPERATOR_KILLED: _Habit(3, 0, 5),
     Kind.POD_DELETED: _Habit(3, 0, 8),
@@ -42,6 +44,8 @@ _HABITS = {
     Kind.RECEIVER_AWAY: _Habit(1, 1, 6),
     Kind.RECEIVER_FAILING: _Habit(1, 1, 6),
     Kind.ROUND_SUSPENDED: _Habit(2, 0, 10),
+    Kind.POD_RELABELLED: _Habit(2, 0, 20),
+    Kind.POISON: _Habit(1.5, 5, 30),
 }
 
 

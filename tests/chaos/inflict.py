@@ -11,10 +11,22 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from poc_operator.observed import PodView
 from tests.chaos.faults import OUTAGES, Fault, Kind
+from tests.simulation.manifests import LABEL, Manifest, round_manifest
 from tests.simulation.rounds import TROUBLE
 from tests.simulation.world import World
 
 log = logging.getLogger(__name__)
+
+#: The fleet of pods that were taken out of theirs.
+AWAY = "away"
+#: Rounds that trouble an operator: what differs in the spec, and what is written over the status.
+POISON: Sequence[tuple[Manifest, Manifest]] = (
+    ({}, {"state": "Sideways", "startTime": "yesterday", "totals": {"delivered": -1}}),
+    ({}, {"assignments": [{"node": 0, "group": 0, "state": "Levitating"}], "groups": 1}),
+    ({"ttlSecondsAfterFinished": 2**31 - 1, "stop": {"afterNonces": 1}}, {}),
+    ({"nodes": {"first": 0, "last": 2999, "count": 3000}}, {}),
+    ({"selector": {"matchLabels": {LABEL: "first"}}, "callbackURL": "http://localhost:1/nobody"}, {}),
+)
 
 
 class Chaos:
@@ -35,6 +47,8 @@ class Chaos:
             Kind.RECEIVER_AWAY: self._send_receiver_away,
             Kind.RECEIVER_FAILING: self._let_receiver_fail,
             Kind.ROUND_SUSPENDED: self._suspend,
+            Kind.POD_RELABELLED: self._relabel,
+            Kind.POISON: self._poison,
         }
 
     async def run(self, faults: Iterable[Fault]) -> None:
@@ -66,18 +80,30 @@ class Chaos:
             await self._world.kubelet.restart(pod.uid, fault.seconds)
 
     async def _delete(self, fault: Fault) -> None:
-        """Delete a pod with some seconds of grace, or none, as soon as the API server takes orders."""
-        pod = self._victim(fault)
-        while pod is not None:
-            try:
-                await self._world.delete_pod(pod.name, int(fault.seconds))
-                return
-            except ApiException as error:
-                if error.status == 404:
-                    return
-            except TROUBLE:
-                pass
-            await asyncio.sleep(0.5)
+        """Delete a pod with some seconds of grace, or none."""
+        if (pod := self._victim(fault)) is not None:
+            await _insist(lambda: self._world.delete_pod(pod.name, int(fault.seconds)))
+
+    async def _relabel(self, fault: Fault) -> None:
+        """Take a pod out of its round and Deployment, which makes another; every second one comes back."""
+        if (pod := self._victim(fault)) is None:
+            return
+        await _insist(lambda: self._world.relabel_pod(pod.name, AWAY))
+        await asyncio.sleep(fault.seconds)
+        fleet = pod.labels[LABEL]
+        if fault.victim % 2 and fleet != AWAY:
+            await _insist(lambda: self._world.relabel_pod(pod.name, fleet))
+
+    async def _poison(self, fault: Fault) -> None:
+        """Add a round that the operator cannot read, whose end is far beyond time, or that wants others' pods."""
+        name, rounds = f"poison-{int(10 * fault.at)}", self._world.rounds
+        spec, status = POISON[fault.victim % len(POISON)]
+        manifest = round_manifest(name, int(10 * fault.at) + 1000, port=self._world.server.port, **spec)
+        await _insist(lambda: rounds.create(manifest))
+        if status:
+            await _insist(lambda: rounds.write_status(name, status))
+        await asyncio.sleep(fault.seconds)
+        await _insist(lambda: rounds.delete(name))
 
     async def _send_receiver_away(self, fault: Fault) -> None:
         await self._world.receiver.close()
@@ -98,3 +124,19 @@ class Chaos:
         await self._world.rounds.suspend(name, True)
         await asyncio.sleep(fault.seconds)
         await self._world.rounds.suspend(name, False)
+
+
+async def _insist(order: Callable[[], Awaitable[None]]) -> None:
+    """Give the API server an order until it has taken it, or the object is gone or there already."""
+    while True:
+        try:
+            await order()
+            return
+        except ApiException as error:
+            if error.status in (404, 409):
+                return
+            if error.status in (400, 422):
+                raise
+        except TROUBLE:
+            pass
+        await asyncio.sleep(0.5)

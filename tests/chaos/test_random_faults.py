@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random faults for MINUTES (10), of a SEED (1): nothing is lost, and nothing is computed twice without need."""
 
+import asyncio
 import logging
 import os
 from functools import partial
+from time import monotonic
 
 import pytest
 
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState, State
-from tests.chaos.audit import audit
+from tests.chaos.audit import audit, check_orphans
 from tests.chaos.faults import schedule
 from tests.chaos.history import slots_of
 from tests.chaos.inflict import Chaos
@@ -26,6 +28,9 @@ SECONDS = 60 * float(os.environ.get("MINUTES", "10"))
 CALM_SECONDS = 170.0
 #: Seconds until the gateway has forwarded what it stored last.
 FORWARD_SECONDS = 30.0
+#: Seconds after the end of all rounds within which the last pod has stopped, and for how long that is watched.
+ORPHAN_SECONDS = 60.0
+WATCHED_SECONDS = 5.0
 #: The round that is never suspended; it runs until some time after the last fault.
 TIMED = "timed"
 SUSPENDABLE = ("first", "second")
@@ -93,9 +98,14 @@ async def test_nothing_is_lost_whatever_happens() -> None:
             await begin_rounds(fleet)
             await Chaos(fleet, SUSPENDABLE).run(faults)
             await end_rounds(fleet)
+            await asyncio.sleep(ORPHAN_SECONDS)
+            quiet_since = monotonic()
             for name in FLEETS:
                 await fleet.gateway.wait_until_forwarded(fleet.namespace, name, FORWARD_SECONDS)
                 await check_store(fleet, fleet.gateway, name)
+            await asyncio.sleep(WATCHED_SECONDS)
+        check_orphans(fleet, quiet_since)
+        assert not fleet.operator.found_dead, "the liveness probe had the operator killed"
         await fleet.kubelet.end()
         for name in FLEETS:
             round_ = await fleet.rounds.get(name)

@@ -58,6 +58,16 @@ class Rounds:
                 return
             await asyncio.sleep(0.5)
 
+    async def write_status(self, name: str, status: Manifest) -> None:
+        """Change the stored status, whatever the operator thinks of it."""
+        await self._objects.patch_namespaced_custom_object_status(
+            name=name, body={"status": status}, _content_type="application/merge-patch+json", **self._all
+        )
+
+    async def delete(self, name: str) -> None:
+        """Delete a round; the operator lets it go."""
+        await self._objects.delete_namespaced_custom_object(name=name, **self._all)
+
     async def wait_until(self, name: str, reached: Callable[[PoCRound], bool], seconds: float) -> PoCRound:
         """Wait until the round is as wanted; fails after ``seconds``."""
         deadline, last = monotonic() + seconds, None

@@ -23,8 +23,6 @@ from hack.cluster.layout import admin_kubeconfig
 from hack.cluster.up import kubectl, up
 from hack.images.site import ROOT
 from hack.toolchain.common import UserError, exclusive
-from poc_operator.apis.v1alpha1 import meta
-from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.simulation import manifests
 from tests.simulation.api_server import ApiServer
 from tests.simulation.gateway import Gateway
@@ -36,8 +34,7 @@ from tests.simulation.server import FleetServer
 
 READY_SECONDS = 120.0
 NODES = ",".join(f"{key}={value}" for key, value in manifests.NODE_LABEL.items())
-CRD = ROOT / "crds" / "pocrounds.yaml"
-CRD_NAME = f"{PoCRound.KIND.plural}.{meta.GROUP}"
+CRDS = str(ROOT / "crds")
 #: Settings of the simulated pods: a slow fake batch is no reason for smaller ones.
 POD_SETTINGS = {"VLLM_POC_SLICE_SECONDS": "60", "VLLM_POC_RETRY_LIMIT_SECONDS": "2"}
 
@@ -59,6 +56,12 @@ class World:
     async def delete_pod(self, name: str, grace: int = 0) -> None:
         """Delete a pod, which computes on for its grace period; its Deployment makes another one at once."""
         await self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=grace, _request_timeout=5)
+
+    async def relabel_pod(self, name: str, fleet: str) -> None:
+        """Change the label by which rounds and Deployments find a pod."""
+        labels = {"metadata": {"labels": {manifests.LABEL: fleet}}}
+        merge = "application/merge-patch+json"
+        await self.core.patch_namespaced_pod(name, self.namespace, labels, _request_timeout=5, _content_type=merge)
 
     async def lose_node(self, pod: str) -> None:
         """Switch off the node that a pod is on, for good, and take it out of the cluster, as its owner would."""
@@ -132,8 +135,8 @@ def _cluster_up() -> None:
 def _create(namespace: str, fleets: Mapping[str, int], nodes: int) -> None:
     if "vllm-poc-operator" in kubectl("get", "deployments", "--all-namespaces", "--output", "name"):
         raise UserError("An operator is installed in the local cluster and would act too: run make demo-down first.")
-    kubectl("apply", "--server-side", "--filename", str(CRD))
-    kubectl("wait", "--for=condition=Established", f"crd/{CRD_NAME}", "--timeout=30s")
+    kubectl("apply", "--server-side", "--filename", CRDS)
+    kubectl("wait", "--for=condition=Established", "--filename", CRDS, "--timeout=30s")
     for number in range(nodes):
         kubectl("apply", "--filename", "-", stdin=json.dumps(manifests.node(number)))
     kubectl("create", "namespace", namespace)
@@ -153,5 +156,5 @@ async def _remove(made: World) -> None:
     await made.rounds.delete_all()
     await asyncio.to_thread(kubectl, "delete", "namespace", made.namespace, "--timeout=120s", limit=130)
     await asyncio.to_thread(kubectl, "delete", "node", "--selector", NODES)
-    # Helm takes over no CRD that it has not made.
-    await asyncio.to_thread(kubectl, "delete", "crd", CRD_NAME, "--timeout=60s")
+    # Helm takes over no CRDs that it has not made.
+    await asyncio.to_thread(kubectl, "delete", "--filename", CRDS, "--timeout=60s")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audit of a chaos test finds what it is there for."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -8,11 +9,13 @@ from typing import cast
 
 import pytest
 
+from hack.images.site import ROOT
 from poc_operator.apis.v1alpha1.round import Totals
 from poc_operator.apis.v1alpha1.status import SlotState
-from tests.chaos.audit import Findings, audit
+from tests.chaos.audit import Findings, audit, check_orphans
 from tests.chaos.faults import schedule
 from tests.simulation.engine import Work
+from tests.simulation.operator_process import PROBE
 from tests.simulation.session import Poll, Session
 from tests.simulation.world import World
 from tests.unit.poc_operator.build import UID, a_round, a_slot, a_status
@@ -96,6 +99,19 @@ def test_what_was_held_back_is_lost_with_an_operator_that_dies_in_an_outage() ->
     with pytest.raises(AssertionError, match=r"known 5\.0 s"):
         judged(*sessions, outages=[(6, 20)])
     assert judged(*sessions, outages=[(6, 20)], gaps=[(15, 16)]).oldest_knowledge == pytest.approx(0)
+
+
+def test_work_for_a_round_that_is_over_is_found() -> None:
+    world = SimpleNamespace(kubelet=SimpleNamespace(sessions=[session(0, 60, 0)]))
+    check_orphans(cast(World, world), since=6.0)
+    with pytest.raises(AssertionError, match=r"pod computes 100 of block (ab)* 1\.0 s later"):
+        check_orphans(cast(World, world), since=4.0)
+
+
+def test_the_operator_is_probed_as_the_chart_has_it_probed() -> None:
+    template = (ROOT / "charts/vllm-poc-operator/templates/deployment.yaml").read_text()
+    probe = template.partition("livenessProbe:")[2].partition("securityContext:")[0]
+    assert {name: int(value) for name, value in re.findall(r"(\w+): (\d+)", probe)} == PROBE
 
 
 def test_a_seed_decides_everything() -> None:
