@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 AWAY = "away"
 #: Rounds that trouble an operator: what differs in the spec, and what is written over the status.
 POISON: Sequence[tuple[Manifest, Manifest]] = (
-    ({}, {"state": "Sideways", "startTime": "yesterday", "totals": {"delivered": -1}}),
-    ({}, {"assignments": [{"node": 0, "group": 0, "state": "Levitating"}], "groups": 1}),
-    ({"ttlSecondsAfterFinished": 2**31 - 1, "stop": {"afterNonces": 1}}, {}),
+    ({}, {"state": "Sideways", "slots": -1, "groups": 0, "totals": {"delivered": -1}}),
+    ({}, {"state": "Running", "slots": 1, "groups": 1, "assignments": [{"node": -1, "state": "Levitating"}]}),
+    ({"ttlSecondsAfterFinished": 31_536_000, "stop": {"afterNonces": 1}}, {}),
     ({"nodes": {"first": 0, "last": 2999, "count": 3000}}, {}),
     ({"selector": {"matchLabels": {LABEL: "first"}}, "callbackURL": "http://localhost:1/nobody"}, {}),
 )

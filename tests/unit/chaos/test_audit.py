@@ -9,15 +9,19 @@ from typing import cast
 
 import pytest
 
+from hack.generate.crds import schema
 from hack.images.site import ROOT
-from poc_operator.apis.v1alpha1.round import Totals
+from poc_operator.apis.v1alpha1.round import PoCRound, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from tests.chaos.audit import Findings, audit, check_orphans
 from tests.chaos.faults import schedule
+from tests.chaos.inflict import POISON
 from tests.simulation.engine import Work
+from tests.simulation.manifests import Manifest, round_manifest
 from tests.simulation.operator_process import PROBE
 from tests.simulation.session import Poll, Session
 from tests.simulation.world import World
+from tests.support.checks.admission import admitted, flaws
 from tests.unit.poc_operator.build import UID, a_round, a_slot, a_status
 
 HASH = "ab" * 32
@@ -112,6 +116,12 @@ def test_the_operator_is_probed_as_the_chart_has_it_probed() -> None:
     template = (ROOT / "charts/vllm-poc-operator/templates/deployment.yaml").read_text()
     probe = template.partition("livenessProbe:")[2].partition("securityContext:")[0]
     assert {name: int(value) for name, value in re.findall(r"(\w+): (\d+)", probe)} == PROBE
+
+
+@pytest.mark.parametrize(("spec", "status"), POISON)
+def test_the_api_server_takes_poison(spec: Manifest, status: Manifest) -> None:
+    assert not admitted(PoCRound, round_manifest("poison", 1, **spec)["spec"])[1]
+    assert not flaws(status, schema(PoCRound)["properties"]["status"], "status")
 
 
 def test_a_seed_decides_everything() -> None:
