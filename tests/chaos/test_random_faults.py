@@ -40,7 +40,8 @@ pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(SECONDS
 
 
 def works(round_: PoCRound) -> bool:
-    return not round_.status.stop_time and all(slot.state is SlotState.RUNNING for slot in round_.status.assignments)
+    slots = round_.status.assignments
+    return not round_.status.stop_time and bool(slots) and all(slot.state is SlotState.RUNNING for slot in slots)
 
 
 def newest_arrivals(fleet: World, round_: PoCRound) -> dict[int, int]:
@@ -64,8 +65,9 @@ async def begin_rounds(fleet: World) -> None:
         stop = {"stop": stops[name]} if name in stops else {}
         spec = {"port": fleet.server.port, "callbackURL": fleet.receiver.url, **stop}
         await fleet.rounds.create(round_manifest(name, number, **spec))
-    for name in FLEETS:
-        await fleet.rounds.wait_until(name, works, 60)
+    for name, pods in FLEETS.items():
+        round_ = await fleet.rounds.wait_until(name, works, 60)
+        assert round_.status.slots == pods, round_.status
 
 
 async def end_rounds(fleet: World) -> None:

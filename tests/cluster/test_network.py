@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the network's node sends in an epoch, against the gateway, the operator and real vLLM pods."""
 
+import logging
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -16,6 +18,8 @@ from tests.cluster.results import elsewhere, items
 from tests.support.fakes.receiver import Receiver
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
+
+log = logging.getLogger(__name__)
 
 NODE = "/api/v1/inference/pow"
 SAMPLE = 200
@@ -122,6 +126,34 @@ def test_an_epoch_as_the_networks_node_drives_it(kube: Kube, network: httpx.Clie
         (told,) = receiver.verdicts_of(verdict["request_id"])
         assert told.items() >= {"node_id": 2, "public_key": "AqBX", "n_total": SAMPLE}.items()
         assert told["fraud_detected"] is verdict["fraud_detected"]
+
+
+def test_a_challenge_goes_on_with_a_new_block_at_once(network: httpx.Client, receiver: Receiver) -> None:
+    """The network stops and begins anew whenever a block ends; how long that takes is logged."""
+
+    def begin(height: int) -> float:
+        """Ask for the nonces of a block; return the seconds until some were delivered."""
+        begun = monotonic()
+        block = {**BLOCK, "block_hash": f"{height:064x}", "block_height": height, "url": receiver.url}
+        assert post(network, f"{NODE}/init/generate", block)["status"] == "OK"
+        assert wait_until(lambda: any(body["block_height"] == height for body in receiver.bodies), 60)
+        return monotonic() - begun
+
+    firsts = [begin(1)]
+    for height in (2, 3):
+        began = monotonic()
+        post(network, f"{NODE}/stop")
+        assert get(network, f"{NODE}/status")["status"] == "IDLE"
+        log.info("stopped and drained in %.2f s", monotonic() - began)
+        firsts.append(begin(height))
+    log.info("first artifacts after %s s", ", ".join(f"{first:.2f}" for first in firsts))
+    post(network, f"{NODE}/stop")
+    items_of = {
+        height: dict(items([b for b in receiver.bodies if b["block_height"] == height])) for height in (1, 2, 3)
+    }
+    assert all(items_of.values())
+    for one, other in ((1, 2), (2, 3)):
+        assert all(items_of[one][nonce] != items_of[other][nonce] for nonce in items_of[one].keys() & items_of[other])
 
 
 def test_what_this_cluster_cannot_do_is_refused_with_a_sentence(network: httpx.Client) -> None:

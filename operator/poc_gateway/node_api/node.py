@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The area of the ML node itself: its state, what runs on it, whether it serves a model, stop, and its machine.
+"""The area of the ML node itself: its state, what runs on it, whether it serves a model, stop, machine, and weights.
 
 The pods are the cluster's: what they serve is set by a chart, and no call of the network starts or stops them. All of
 them together are the machine. Its GPUs are numbered through all pods, in the order of the pods' names.
+
+The weights too are the cluster's to fetch and to delete. A model counts as downloaded when a ready pod serves it, and
+as being downloaded while pods that will serve it are not ready. The commit is not compared, since a server does not
+tell which one it has loaded.
 """
 
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import APIRouter, Response
 
@@ -22,10 +26,16 @@ from poc_gateway.node_api.messages import (
     GpuDevice,
     GpuDevices,
     GpuDriver,
+    ListedModel,
+    ModelDownload,
+    ModelList,
+    ModelName,
+    ModelStatus,
     NodeState,
     NodeVersions,
     UpRequest,
     UpStatus,
+    WeightsState,
 )
 from poc_gateway.node_api.round_routes import CHANGES, node_status, stopped
 from poc_gateway.node_api.service import NodeApi, models_of
@@ -134,6 +144,44 @@ async def metrics(service: Service) -> Response:
     return Response(await service.metrics.text(), media_type=node_metrics.MEDIA_TYPE)
 
 
+@routes.post("/models/status", responses=documented(422))
+async def model_status(body: ModelName, service: Service) -> ModelStatus:
+    """Tell whether the weights are there."""
+    return ModelStatus(model=body, status=await _weights_of(body.hf_repo, service))
+
+
+@routes.post("/models/download", status_code=202, responses=documented(422))
+async def download(body: ModelName, service: Service) -> ModelDownload:
+    """Tell how far the pods are; a model that they do not serve is not fetched, and the answer is IGNORED."""
+    state = await _weights_of(body.hf_repo, service)
+    told = "IGNORED" if state == "NOT_FOUND" else state
+    return ModelDownload(task_id=body.hf_repo, status=told, model=body)
+
+
+@routes.delete("/models", response_model=None, responses=documented(404, 409, 422))
+async def delete(body: ModelName, service: Service) -> NoReturn:
+    """Refuse: the weights are the cluster's, and pods may be using them."""
+    if await _weights_of(body.hf_repo, service) == "NOT_FOUND":
+        detail = f"hf_repo: this ML node has no weights of {body.hf_repo}"
+        raise Refusal(HTTPStatus.NOT_FOUND, "ModelNotFound", detail)
+    detail = f"hf_repo: pods of this ML node serve {body.hf_repo}, and its weights are removed with them, by the chart"
+    raise Refusal(HTTPStatus.CONFLICT, "ModelInUse", detail)
+
+
+@routes.get("/models/list")
+async def listed(service: Service) -> ModelList:
+    """List the models that ready pods serve."""
+    served = _hub_names(models_of(await service.pods.poll()))
+    return ModelList(models=[ListedModel(model=ModelName(hf_repo=name), status="DOWNLOADED") for name in served])
+
+
+@routes.get("/models/space", response_model=None, responses=documented(404))
+async def space() -> NoReturn:
+    """Refuse: each pod has a cache of its own, which the cluster's volumes bound."""
+    detail = "the ML node's weights lie on volumes of the cluster: look at their size with `kubectl get pvc`"
+    raise Refusal(HTTPStatus.NOT_FOUND, "NotSupported", detail)
+
+
 def state_fields(round_: PoCRound | None, pods: Sequence[ReadyPod]) -> dict[str, Any]:
     """Return POW while a pod computes a round, INFERENCE while pods answer, else STOPPED, and what that is from."""
     answering = any(pod.status is not None for pod in pods)
@@ -172,3 +220,15 @@ def _device(place: int, gpu: Gpu) -> GpuDevice:
 
 def _rounded(value: float | None) -> int | None:
     return round(value) if value is not None else None
+
+
+async def _weights_of(name: str, service: NodeApi) -> WeightsState:
+    if name in models_of(await service.pods.poll()):
+        return "DOWNLOADED"
+    # What pods will serve that are not ready, only the template can tell.
+    awaited = name == service.ml_node.template.model and await service.pods.starting()
+    return "DOWNLOADING" if awaited else "NOT_FOUND"
+
+
+def _hub_names(served: Sequence[str]) -> list[str]:
+    return [name for name in served if not name.startswith("/")]

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends
 from fastapi.security import HTTPBearer
 
 from poc_gateway.errors import Refusal, documented
-from poc_gateway.node_api import generate_routes, node, round_routes, weights
+from poc_gateway.node_api import generate_routes, node, round_routes
 from poc_gateway.node_api.base_url import node_of
 from vllm_poc.wire.messages import API_PREFIX
 
@@ -32,8 +32,7 @@ def router() -> APIRouter:
     for prefix, rounds in ((NODE_PREFIX, round_routes.node), (API_PREFIX, round_routes.pod)):
         for area in (rounds, generate_routes.routes, absent):
             routes.include_router(area, prefix=prefix)
-    for area in (node.routes, weights.routes):
-        routes.include_router(area, prefix="/api/v1")
+    routes.include_router(node.routes, prefix="/api/v1")
     return routes
 
 

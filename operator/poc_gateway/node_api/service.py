@@ -19,7 +19,8 @@ from poc_gateway.node_api.chat import ChatProxy
 from poc_gateway.node_api.cluster import Cluster, ReadyPod, ReadyPods
 from poc_gateway.node_api.create_pocround import NetworkRounds
 from poc_gateway.node_api.job_results import stat_test_of
-from poc_gateway.node_api.jobs import Jobs, fail_foreign_jobs
+from poc_gateway.node_api.job_store import fail_foreign_jobs
+from poc_gateway.node_api.jobs import Jobs
 from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit, NodeVersions
 from poc_gateway.node_api.ml_nodes import MlNode, load_ml_nodes
 from poc_gateway.node_api.node_metrics import NodeMetrics

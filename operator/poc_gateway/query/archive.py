@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Archiving rounds that have ended: their results as Parquet files in an S3 bucket, with a manifest.
+"""Archiving rounds that have ended: all that is stored of them as files in an S3 bucket, with a manifest.
 
 ::
 
-    ended ──> being written: Parquet under temporary names ──> named ──> manifest ──> archived
-      ^                            │                             │          │            │
-      ├── something fails: again after a pause ──────────────────┴──────────┘            │
-      └── results have come, or a decision has replaced one ─────────────────────────────┘
+    ended ──> being written: files under temporary names ──> named ──> manifest ──> archived
+      ^                            │                           │          │            │
+      ├── something fails: again after a pause ────────────────┴──────────┘            │
+      └── results, verdicts, conflicts or decisions have come ─────────────────────────┘
 
 What is in an archive names its folder, and the manifest is written last. So who writes the same again, after a process
 was killed, finds either the manifest, and has nothing left to do, or files without one, which are no archive.
@@ -16,39 +16,33 @@ import asyncio
 import hashlib
 import json
 import logging
-import queue
-import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass
+from contextlib import aclosing
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
-import pyarrow as pa
-from sqlalchemy import ColumnElement, Connection, Select, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, select, update
 
 from poc_gateway import __version__, metrics
+from poc_gateway.query.bucket import MANIFEST, ArchivedFile, Bucket, Upload
 from poc_gateway.query.cursor import Position, Positions, cursor_of
 from poc_gateway.query.export import chunks, public_terms, writer
-from poc_gateway.query.messages import ArtifactsQuery, Format
+from poc_gateway.query.messages import ArtifactsQuery, ConflictsQuery, Format
+from poc_gateway.query.queries import conflict_page, moment
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database, FenceLost
 from poc_gateway.store.engine import DatabaseAway
-from poc_gateway.store.retention import has_ended, is_archived
+from poc_gateway.store.retention import content_version, has_ended, is_archived
 from poc_gateway.store.rounds import KnownRound, RoundTerms, load, newest
 from poc_gateway.store.schema import one_line
 from vllm_poc.logs import bound
 from vllm_poc.wire.messages import MAX_TEXT
 
 _log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 #: Seconds between two looks for rounds that have ended.
 PERIOD_SECONDS = 60.0
@@ -58,187 +52,17 @@ RETRY_SECONDS, RETRY_LIMIT_SECONDS = 30.0, 3_600.0
 MOST_FILE_BYTES = 4 * 2**30
 #: Of the manifest's fields, and of how the files are named.
 SCHEMA_VERSION = 1
-#: Readers of a folder of Parquet pass over names that begin with "_".
-MANIFEST, TEMPORARY = "_manifest.json", ".partial"
-#: S3 may take so long to connect, and to go on with an answer.
-_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 20.0
-#: Errors of S3: pyarrow has some of its own beside Python's.
-_FAILURES = (OSError, pa.ArrowException)
-
-
-#: The name of the threads that wait for S3.
-BUCKET_THREAD = "archive"
-#: A bucket that was closed may take so long to end what is under way.
-_LEAVE_SECONDS = 1.0
+#: Verdicts, conflicts or pods that are read at once.
+PAGE_ROWS = 200
 #: Rounds that a process was writing which has ended, or lost the database: one process archives, one after the other.
 _INTERRUPTED = schema.rounds.c.archiving_since.is_not(None)
+
+#: Reads what follows the row with this id: rows with their ids, which rise.
+Page = Callable[[Connection, KnownRound, int], Sequence[tuple[int, Mapping[str, Any]]]]
 
 
 class ArchiveError(ValueError):
     """A round cannot be archived by hand."""
-
-
-@dataclass(frozen=True)
-class ArchivedFile:
-    """One Parquet file of an archive, and the SHA-256 of its bytes in hexadecimal."""
-
-    name: str
-    results: int
-    bytes: int
-    sha256: str
-
-
-class Bucket:
-    """The bucket of the archive. What it does waits for the network, in a thread of its own, one after the other.
-
-    A server that hangs is given up after minutes only: a process that ends need not wait for the thread
-    (`poc_gateway.server.process.leave`).
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=BUCKET_THREAD, daemon=True).start()
-        self._root = "/".join(part for part in (settings.archive_bucket, settings.archive_prefix.strip("/")) if part)
-        self._files: Any = None  # pyarrow has no types
-        #: No two processes write to the same temporary name: one may still end what the other has taken over.
-        self.suffix = f".{secrets.token_hex(4)}{TEMPORARY}"
-
-    async def do(self, work: Callable[[], Result]) -> Result:
-        """Call ``work`` in the bucket's thread. OSError or pa.ArrowException if S3 fails or refuses."""
-        return await asyncio.wrap_future(self.later(work))
-
-    def later(self, work: Callable[[], Result]) -> Future[Result]:
-        """Let ``work`` be done after what is under way, and do not wait for it."""
-        done: Future[Result] = Future()
-        self._waiting.put((done, work))
-        return done
-
-    def close(self) -> None:
-        """Let the thread end after what is under way."""
-        self._waiting.put(None)
-
-    def _run(self) -> None:
-        while (next_ := self._waiting.get()) is not None:
-            done, work = next_
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                done.set_result(work())
-            except BaseException as error:  # who waits for it gets it
-                done.set_exception(error)
-
-    def path(self, name: str) -> str:
-        """Return where an object is, as pyarrow has it: the bucket, and the key."""
-        return f"{self._root}/{name}"
-
-    @property
-    def files(self) -> Any:  # noqa: ANN401 - pyarrow has no types
-        """The file system, made when it is first needed."""
-        if self._files is None:
-            # A gateway without an archive starts sooner without it.
-            from pyarrow import fs  # noqa: PLC0415
-
-            settings = self._settings
-            options: dict[str, object] = {"region": settings.archive_region, "background_writes": False}
-            if settings.archive_endpoint is not None:
-                endpoint = urlsplit(settings.archive_endpoint)
-                options |= {"scheme": endpoint.scheme, "endpoint_override": endpoint.netloc}
-            if settings.archive_access_key is not None and settings.archive_secret_key is not None:
-                options["access_key"] = settings.archive_access_key.get_secret_value()
-                options["secret_key"] = settings.archive_secret_key.get_secret_value()
-            self._files = fs.S3FileSystem(connect_timeout=_CONNECT_SECONDS, request_timeout=_ANSWER_SECONDS, **options)
-        return self._files
-
-    def has(self, folder: str) -> bool:
-        """Whether the archive in a folder is complete: its manifest is there, and what that names."""
-        manifest = self.path(f"{folder}/{MANIFEST}")
-        if self._size(manifest) is None:
-            return False
-        with self.files.open_input_stream(manifest) as stream:
-            text = stream.read()
-        try:
-            listed = {str(one["name"]): one["bytes"] for one in json.loads(text)["files"]}
-        except (ValueError, KeyError, TypeError) as error:
-            _log.warning("%s cannot be read, and is written anew: %s", manifest, error)
-            return False
-        return all(self._size(self.path(f"{folder}/{name}")) == size for name, size in listed.items())
-
-    def write_manifest(self, folder: str, manifest: Mapping[str, object]) -> None:
-        """Write the manifest: from then on the archive is complete."""
-        text = json.dumps(manifest, indent=2).encode()
-        with self.files.open_output_stream(self.path(f"{folder}/{MANIFEST}")) as stream:
-            stream.write(text)
-
-    def rename(self, temporary: str, final: str, size: int) -> None:
-        """Give a whole object of ``size`` bytes its name; OSError if it is not whole."""
-        self.files.move(temporary, final)
-        found = self._size(final)
-        if found != size:
-            raise OSError(f"{final} has {found} bytes in place of {size}")
-
-    def clean(self, folder: str) -> None:
-        """Delete what an earlier process has left unfinished in a folder and those below it."""
-        from pyarrow import fs  # noqa: PLC0415
-
-        selector = fs.FileSelector(self.path(folder), allow_not_found=True, recursive=True)
-        for found in self.files.get_file_info(selector):
-            if found.path.endswith(TEMPORARY):
-                self.files.delete_file(found.path)
-
-    def _size(self, path: str) -> int | None:
-        found = self.files.get_file_info(path)
-        return int(found.size) if found.is_file else None
-
-
-def hangs() -> bool:
-    """Whether a call to S3 goes on, a moment after its bucket was closed."""
-    threads = [thread for thread in threading.enumerate() if thread.name == BUCKET_THREAD]
-    for thread in threads:
-        thread.join(_LEAVE_SECONDS)
-    return any(thread.is_alive() for thread in threads)
-
-
-class _Upload:
-    """A Parquet file on its way to the bucket, under a temporary name until all of it is there.
-
-    pyarrow completes an upload whatever happened before, so what is not whole must have another name.
-    """
-
-    def __init__(self, bucket: Bucket, terms: RoundTerms, folder: str, name: str) -> None:
-        self._bucket = bucket
-        self._name = name
-        self._final = bucket.path(f"{folder}/{name}")
-        self._temporary = bucket.path(f"{folder}/_{name}{bucket.suffix}")
-        self._hash = hashlib.sha256()
-        self._parquet = writer(Format.PARQUET, terms)
-        self._results = 0
-        self.size = 0
-        self._stream = bucket.files.open_output_stream(self._temporary)
-
-    def add(self, table: pa.Table) -> None:
-        """Write a table as one row group."""
-        self._results += table.num_rows
-        self._write(self._parquet.chunk(table))
-
-    def finish(self) -> ArchivedFile:
-        """Complete the file and give it its name."""
-        self._write(self._parquet.end())
-        self._stream.close()
-        self._bucket.rename(self._temporary, self._final, self.size)
-        return ArchivedFile(self._name, self._results, self.size, self._hash.hexdigest())
-
-    def discard(self) -> None:
-        """Leave nothing of the file, as far as S3 lets us."""
-        with suppress(*_FAILURES):
-            self._stream.close()
-        with suppress(*_FAILURES):
-            self._bucket.files.delete_file(self._temporary)
-
-    def _write(self, data: bytes) -> None:
-        self._hash.update(data)
-        self.size += len(data)
-        self._stream.write(data)
 
 
 class Copy(NamedTuple):
@@ -263,62 +87,145 @@ async def copy(database: Database, bucket: Bucket, known: KnownRound, *, gently:
     OSError or pa.ArrowException if S3 fails, DatabaseError if the database does or the round is deleted meanwhile.
     """
     terms, content = known.terms, await database.read(partial(_content, known=known))
-    digest = hashlib.sha256(content.cursor.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{content.cursor} {content.version}".encode()).hexdigest()[:16]
     of_round = f"{terms.namespace}/{terms.name}/{terms.uid}"
     folder = f"{of_round}/{digest}"
     if not await bucket.do(partial(bucket.has, folder)):
         if gently:
             await bucket.do(partial(bucket.clean, of_round))
-        files = await _write_files(database, bucket, known, folder, content.end, gently=gently)
+        files = await _write_results(database, bucket, known, folder, content.end, gently=gently)
+        for name, page in _BESIDE.items():
+            files += await _write_lines(database, bucket, known, folder, name, page)
         await bucket.do(partial(bucket.write_manifest, folder, _manifest(terms, content, files)))
     return Copy(f"s3://{bucket.path(folder)}/{MANIFEST}", content.version)
 
 
-async def _write_files(
+class _Results:
+    """Results on their way to a Parquet file."""
+
+    def __init__(self, bucket: Bucket, terms: RoundTerms, folder: str, number: int) -> None:
+        self._parquet = writer(Format.PARQUET, terms)
+        self._upload = Upload(bucket, folder, f"results-{number:05}.parquet")
+
+    @property
+    def is_full(self) -> bool:
+        return self._upload.size >= MOST_FILE_BYTES
+
+    def add(self, table: Any) -> None:  # noqa: ANN401 - pyarrow has no types
+        """Write a table as one row group."""
+        self._upload.add(self._parquet.chunk(table), table.num_rows)
+
+    def finish(self) -> ArchivedFile:
+        self._upload.add(self._parquet.end())
+        return self._upload.finish()
+
+    def discard(self) -> None:
+        self._upload.discard()
+
+
+async def _write_results(
     database: Database, bucket: Bucket, known: KnownRound, folder: str, end: Positions, *, gently: bool
 ) -> list[ArchivedFile]:
     files = list[ArchivedFile]()
 
-    async def begin() -> _Upload:
-        return await bucket.do(partial(_Upload, bucket, known.terms, folder, f"results-{len(files):05}.parquet"))
+    async def begin() -> _Results:
+        return await bucket.do(partial(_Results, bucket, known.terms, folder, len(files)))
 
-    upload = await begin()
+    results = await begin()
     try:
         async with aclosing(chunks(database, known, ArtifactsQuery(), {}, end)) as tables:
             begun = time.monotonic()
             async for table in tables:
-                if upload.size >= MOST_FILE_BYTES:
-                    files.append(await bucket.do(upload.finish))
-                    upload = await begin()
-                await bucket.do(partial(upload.add, table))
+                if results.is_full:
+                    files.append(await bucket.do(results.finish))
+                    results = await begin()
+                await bucket.do(partial(results.add, table))
                 if gently:
                     await asyncio.sleep(min(1.0, time.monotonic() - begun))
                 begun = time.monotonic()
-        files.append(await bucket.do(upload.finish))
+        files.append(await bucket.do(results.finish))
     except BaseException:
-        bucket.later(upload.discard)
+        bucket.later(results.discard)
         raise
     return files
 
 
+async def _write_lines(
+    database: Database, bucket: Bucket, known: KnownRound, folder: str, name: str, page: Page
+) -> list[ArchivedFile]:
+    """Write all pages as lines of JSON; no file if there are none."""
+
+    async def after(last: int) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        return await database.read(lambda connection: page(connection, known, last))
+
+    if not (rows := await after(0)):
+        return []
+    upload = await bucket.do(partial(Upload, bucket, folder, f"{name}.jsonl"))
+    try:
+        while rows:
+            data = "".join(f"{json.dumps(row)}\n" for _, row in rows).encode()
+            await bucket.do(partial(upload.add, data, len(rows)))
+            rows = await after(rows[-1][0])
+        return [await bucket.do(upload.finish)]
+    except BaseException:
+        bucket.later(upload.discard)
+        raise
+
+
+def _conflicts(connection: Connection, known: KnownRound, after: int) -> Sequence[tuple[int, Mapping[str, Any]]]:
+    page = conflict_page(connection, known, ConflictsQuery(after=after, limit=PAGE_ROWS))
+    return [(one.id, one.model_dump(mode="json", exclude_none=True)) for one in page.conflicts]
+
+
+def _verdicts(connection: Connection, known: KnownRound, after: int) -> Sequence[tuple[int, Mapping[str, Any]]]:
+    # Not where they went: an address may have a secret in it.
+    found = schema.callbacks.c
+    columns = select(found.id, found.state, found.reason, found.created_at, found.ended_at, found.body)
+    of_round = columns.where(found.round_id == known.id, found.id > after).order_by(found.id).limit(PAGE_ROWS)
+    return [(row["id"], _told(row)) for row in connection.execute(of_round).mappings()]
+
+
+def _pods(connection: Connection, known: KnownRound, after: int) -> Sequence[tuple[int, Mapping[str, Any]]]:
+    authors, slots = schema.authors.c, schema.slots.c
+    columns = select(
+        authors.id, slots.slot, *(authors[name] for name in ("pod", "pod_uid", "since", "refused", "refusal"))
+    )
+    of_round = columns.join(schema.slots).where(slots.round_id == known.id, authors.id > after)
+    rows = connection.execute(of_round.order_by(authors.id).limit(PAGE_ROWS)).mappings()
+    return [(row["id"], _told(row)) for row in rows]
+
+
+#: What an archive has beside the results, by the name of its file.
+_BESIDE: Mapping[str, Page] = {"verdicts": _verdicts, "conflicts": _conflicts, "pods": _pods}
+_MOMENTS = frozenset({"created_at", "ended_at", "since"})
+
+
+def _told(row: RowMapping) -> Mapping[str, Any]:
+    """Return a row of the database with its moments as text, without what is null."""
+    return {
+        name: moment(value).isoformat() if name in _MOMENTS else value
+        for name, value in row.items()
+        if value is not None
+    }
+
+
 def _content(connection: Connection, known: KnownRound) -> _Content:
     slots, rounds = schema.slots.c, schema.rounds.c
-    of_round = select(slots.slot, slots.last_nonce, slots.late, slots.stored).where(slots.round_id == known.id)
-    rows = connection.execute(of_round).all()
+    rows = connection.execute(select(slots.slot, slots.last_nonce, slots.late).where(slots.round_id == known.id))
     end = {row.slot: Position(row.last_nonce, row.late) for row in rows}
-    version = sum(row.stored + row.late for row in rows)
-    created_at = connection.scalar(select(rounds.created_at).where(rounds.id == known.id))
-    return _Content(version, end, cursor_of(connection, known, end), created_at or 0)
+    of_round = select(content_version(), rounds.created_at).where(rounds.id == known.id)
+    version, created_at = connection.execute(of_round).one()
+    return _Content(int(version), end, cursor_of(connection, known, end), created_at)
 
 
 def _manifest(terms: RoundTerms, content: _Content, files: Sequence[ArchivedFile]) -> dict[str, object]:
     return {
         "schema_version": SCHEMA_VERSION,
         "round": public_terms(terms),
-        "created_at": datetime.fromtimestamp(content.created_at / 1000, UTC).isoformat(),
+        "created_at": moment(content.created_at).isoformat(),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "written_by": f"vllm-poc-gateway {__version__}",
-        "results": sum(file.results for file in files),
+        "results": sum(file.rows for file in files if file.name.endswith(".parquet")),
         "since": content.cursor,
         "files": [asdict(file) for file in files],
     }

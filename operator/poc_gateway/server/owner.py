@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from poc_gateway.node_api.jobs import fail_foreign_jobs
+from poc_gateway.node_api.job_store import fail_foreign_jobs
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.outbox.commands import Commands
 from poc_gateway.outbox.forward import Outbox
@@ -39,8 +39,8 @@ RETRY_SECONDS = 3.0
 FOREIGN_SECONDS, FOREIGN_LOOK_SECONDS = 600.0, 60.0
 #: Seconds between two looks for sessions that hang.
 HUNG_LOOK_SECONDS = 5.0
-#: What archives rounds, which is imported when it is needed.
-ARCHIVE_MODULE = "poc_gateway.query.archive"
+#: What archives rounds, and the bucket that it writes to: imported when they are needed.
+ARCHIVE_MODULE, BUCKET_MODULE = "poc_gateway.query.archive", "poc_gateway.query.bucket"
 _SERVES = "another gateway owns the database, and forwards: this one serves, and takes over when that has ended"
 
 

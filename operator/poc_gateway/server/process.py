@@ -45,7 +45,7 @@ from poc_gateway.server.middleware import (
     inside_access,
     network_access,
 )
-from poc_gateway.server.owner import ARCHIVE_MODULE, Owner, archiving
+from poc_gateway.server.owner import BUCKET_MODULE, Owner, archiving
 from poc_gateway.server.standby import Gate, first_of, opened, reached, taken, while_owner
 from poc_gateway.server.telemetry import AccessLog, RouteNames, Telemetry, templates_of
 from poc_gateway.server.tls import Certificate, TlsListener
@@ -172,9 +172,9 @@ def leave(settings: Settings, status: int = 0) -> None:
 
     To be called when all else has ended, in order or with an error: the process ends with this ``status``.
     """
-    if settings.archive_bucket is None or ARCHIVE_MODULE not in sys.modules:
+    if settings.archive_bucket is None or BUCKET_MODULE not in sys.modules:
         return
-    from poc_gateway.query.archive import hangs  # noqa: PLC0415 - a gateway without an archive starts sooner
+    from poc_gateway.query.bucket import hangs  # noqa: PLC0415 - a gateway without an archive starts sooner
 
     if hangs():
         _log.warning("S3 does not answer: the process ends without it, and the round is archived later")

@@ -23,7 +23,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
-    ScalarSelect,
     Select,
     and_,
     delete,
@@ -59,6 +58,7 @@ WRITE_SECONDS = 60.0
 #: A database that is new has nothing that could be deleted by mistake. One that was migrated is not new.
 _FOR_EVER = 100 * 365 * 86_400.0
 _MS = 1_000
+_COUNTED = (schema.rounds, schema.slots, schema.conflicts, schema.callbacks)
 _BEGUN = select(schema.rounds.c.id, schema.rounds.c.uid).where(~schema.ROUND_IS_KEPT)
 
 
@@ -198,15 +198,20 @@ def has_ended(quiet_since: int) -> ColumnElement[bool]:
     )
 
 
-def content_version() -> ScalarSelect[int]:
-    """Return the query of a number that grows with each result of a round that is stored or replaced."""
-    slots, rounds = schema.slots.c, schema.rounds.c
-    total = func.coalesce(func.sum(slots.stored + slots.late), 0)
-    return select(total).where(slots.round_id == rounds.id).correlate(schema.rounds).scalar_subquery()
+def content_version() -> ColumnElement[int]:
+    """Return the query of a number that grows with each result, conflict, decision and verdict of a round."""
+    rounds, slots, conflicts, callbacks = (table.c for table in _COUNTED)
+    of_round = slots.round_id == rounds.id
+    results = select(func.coalesce(func.sum(slots.stored + slots.late + slots.conflicts), 0)).where(of_round)
+    of_slots = conflicts.slot_id.in_(select(slots.id).where(of_round).correlate(schema.rounds))
+    decisions = select(func.count()).where(of_slots, conflicts.truth.is_not(None))
+    verdicts = select(func.count()).where(callbacks.round_id == rounds.id)
+    counts = [one.correlate(schema.rounds).scalar_subquery() for one in (results, decisions, verdicts)]
+    return counts[0] + counts[1] + counts[2]
 
 
 def is_archived() -> ColumnElement[bool]:
-    """Return the condition that all results of a round are in its archive, which has nothing else of it."""
+    """Return the condition that all that is stored of a round is in its archive."""
     return func.coalesce(schema.rounds.c.archived_version, 0) == content_version()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from poc_gateway.node_api.jobs import fail_foreign_jobs
+from poc_gateway.node_api.job_store import fail_foreign_jobs
 from poc_gateway.node_api.ml_nodes import MlNode
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.outbox.forward import Outbox

@@ -15,7 +15,7 @@ from alembic.config import Config
 from prometheus_client import REGISTRY
 from sqlalchemy import select
 
-from poc_gateway.node_api import jobs
+from poc_gateway.node_api import job_store, jobs
 from poc_gateway.node_api.messages import FIRST_PORT
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.outbox import ledger
@@ -196,7 +196,7 @@ async def test_too_many_nonces_are_refused(world: World, monkeypatch: pytest.Mon
 async def test_results_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first = (await world.post(PATH, validation())).json()["request_id"]
     await finished(world, first)
-    monkeypatch.setattr(jobs, "KEEP_SECONDS", 0)
+    monkeypatch.setattr(job_store, "KEEP_SECONDS", 0)
     await asyncio.sleep(0.01)
     error_of(await world.get(f"{PATH}/{first}"), 404, "JobNotFound")
     # A long id must not push what it means out of the sentence.
@@ -230,11 +230,11 @@ async def test_what_is_wrong_is_named(world: World, change: dict[str, Any], stat
 
 @pytest.mark.parametrize("odd", ["\0", "\ud800", "\n"])
 async def test_whatever_a_pod_says_a_job_ends(database: Database, odd: str) -> None:
-    await database.write(lambda connection: jobs.insert_job(connection, "job", "{}"))
-    ended = jobs.JobEnd("job", error=f"10 pods failed, the last with: CUDA{odd} error")
-    await database.write(lambda connection: jobs.finish_job(connection, ended))
-    row = await database.read(lambda connection: jobs.find_job(connection, "job"))
-    assert row == jobs.JobRow("failed", None, "10 pods failed, the last with: CUDA error")
+    await database.write(lambda connection: job_store.insert_job(connection, "job", "{}"))
+    ended = job_store.JobEnd("job", error=f"10 pods failed, the last with: CUDA{odd} error")
+    await database.write(lambda connection: job_store.finish_job(connection, ended))
+    row = await database.read(lambda connection: job_store.find_job(connection, "job"))
+    assert row == job_store.JobRow("failed", None, "10 pods failed, the last with: CUDA error")
 
 
 def ended(kind: str, result: str) -> float:
@@ -318,11 +318,13 @@ async def state(of: jobs.Jobs, job_id: str, word: str) -> bool:
 
 
 async def test_of_two_ends_of_a_job_the_first_counts(database: Database) -> None:
-    await database.write(lambda one: jobs.insert_job(one, "job", "{}"))
+    await database.write(lambda one: job_store.insert_job(one, "job", "{}"))
     for result in ("first", "second"):
-        end = jobs.JobEnd("job", result=result, callbacks=[(URL, "{}")])
-        await database.write(lambda one, end=end: jobs.finish_job(one, end))  # type: ignore[misc]
-    assert await database.read(lambda one: jobs.find_job(one, "job")) == jobs.JobRow("completed", "first", None)
+        end = job_store.JobEnd("job", result=result, callbacks=[(URL, "{}")])
+        await database.write(lambda one, end=end: job_store.finish_job(one, end))  # type: ignore[misc]
+    assert await database.read(lambda one: job_store.find_job(one, "job")) == job_store.JobRow(
+        "completed", "first", None
+    )
     found = select(schema.callbacks.c.id)
     assert len(await database.read(lambda one: one.scalars(found).all())) == 1
 
@@ -330,21 +332,21 @@ async def test_of_two_ends_of_a_job_the_first_counts(database: Database) -> None
 async def test_what_all_processes_have_queued_has_one_limit(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "MAX_QUEUED_NONCES", 5)
+    monkeypatch.setattr(job_store, "MAX_QUEUED_NONCES", 5)
 
     async def queue(job_id: str, nonces: int, prefix: str) -> int:
         return await database.write(
-            lambda one: jobs.queue_job(one, f"{prefix}{job_id}", "{}", nonces=nonces, prefix=prefix)
+            lambda one: job_store.queue_job(one, f"{prefix}{job_id}", "{}", nonces=nonces, prefix=prefix)
         )
 
-    a, b = jobs.prefix_of("a_b"), jobs.prefix_of("axb")
+    a, b = job_store.prefix_of("a_b"), job_store.prefix_of("axb")
     assert [await queue("1", 3, a), await queue("2", 3, a), await queue("3", 2, a), await queue("4", 5, b)] == [
         3,
         6,
         5,
         5,
     ]
-    assert len(await database.read(jobs.unfinished_ids)) == 3
+    assert len(await database.read(job_store.unfinished_ids)) == 3
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])

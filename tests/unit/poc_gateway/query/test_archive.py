@@ -26,8 +26,9 @@ from poc_gateway import metrics
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery
 from poc_gateway.ingest.storing import store as take
 from poc_gateway.outbox import rivals
-from poc_gateway.query import archive, export
-from poc_gateway.query.archive import MANIFEST, Archive, ArchiveError
+from poc_gateway.query import archive, bucket, export
+from poc_gateway.query.archive import Archive, ArchiveError
+from poc_gateway.query.bucket import MANIFEST
 from poc_gateway.query.export import TERMS_KEY
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
@@ -100,8 +101,11 @@ def archives(s3: S3Server, uid: str | None = None) -> dict[str, dict[str, Any]]:
             data = objects[f"{folder}/{each['name']}"]
             assert len(data) == each["bytes"]
             assert hashlib.sha256(data).hexdigest() == each["sha256"]
-            assert pq.ParquetFile(io.BytesIO(data)).metadata.num_rows == each["results"]
-        assert manifest["results"] == sum(each["results"] for each in manifest["files"])
+            is_parquet = each["name"].endswith(".parquet")
+            rows = pq.ParquetFile(io.BytesIO(data)).metadata.num_rows if is_parquet else len(data.splitlines())
+            assert rows == each["rows"]
+        results = [each["rows"] for each in manifest["files"] if each["name"].startswith("results-")]
+        assert manifest["results"] == sum(results)
         found[folder] = manifest
     return found
 
@@ -147,6 +151,62 @@ async def test_an_archive_has_what_an_export_has(
     entry = (await client.get("/rounds")).json()["rounds"][0]
     assert entry["archived_at"] is not None
     assert (entry["archiving_since"], entry["archive_error"]) == (None, None)
+
+
+def lines(s3: S3Server, folder: str, name: str) -> list[dict[str, Any]]:
+    """The lines of one of the files beside the results."""
+    return [json.loads(line) for line in s3.objects()[f"{folder}/{name}.jsonl"].splitlines()]
+
+
+async def newest_archive(database: Database, s3: S3Server) -> str:
+    """Archive what is due, and return the folder of the one archive that this adds."""
+    before = archives(s3).keys()
+    assert await archived(database) == [False]
+    await sweep(database, s3)
+    assert await archived(database) == [True]
+    (folder,) = archives(s3).keys() - before
+    return folder
+
+
+async def test_an_archive_has_all_that_is_deleted_with_the_round(
+    database: Database, client: AsyncClient, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "PAGE_ROWS", 2)
+    known = await store(database, a_round(), range(20))
+    slot = known.slots[0]
+    authors = [{"slot_id": slot, "pod": f"pod-{n}", "pod_uid": f"uid-{n}", "since": n, "refused": n} for n in range(5)]
+    await database.write(lambda one: one.execute(schema.authors.insert(), authors) and None)
+    only_results = await newest_archive(database, s3)
+    assert [each["name"] for each in archives(s3)[only_results]["files"]] == ["results-00000.parquet", "pods.jsonl"]
+    moments = [f"1970-01-01T00:00:00.00{n}000+00:00" if n else "1970-01-01T00:00:00+00:00" for n in range(5)]
+    of_pods = [{**author, "slot": 0, "since": moment} for author, moment in zip(authors, moments, strict=True)]
+    for author in of_pods:
+        del author["slot_id"]
+    assert [{k: v for k, v in one.items() if k != "id"} for one in lines(s3, only_results, "pods")] == of_pods
+
+    for nonce in (3, 5, 7):
+        await deliver(database, known, nonce, vector(99))
+    conflicts = lines(s3, await newest_archive(database, s3), "conflicts")
+    assert conflicts == (await client.get("/rounds/ns/round-uid-1/conflicts")).json()["conflicts"]
+    assert [one["nonce"] for one in conflicts] == [3, 5, 7]
+
+    decision = Decision(nonce=5, truth=Truth.STORED, up_to=conflicts[1]["id"], pod="third")
+    await database.write(lambda connection: rivals.decide(connection, known, [decision]))
+    decided = lines(s3, await newest_archive(database, s3), "conflicts")
+    assert [one.get("truth") for one in decided] == [None, "stored", None]
+
+    bodies = [json.dumps({"fraud_detected": bool(n), "text": "ü"}) for n in range(3)]
+    of_round = {"round_id": known.id, "url": "http://user:secret@receiver/validated", "state": "delivered"}
+    verdicts = [{**of_round, "body": body, "created_at": 1_000, "ended_at": 2_000} for body in bodies]
+    await database.write(lambda one: one.execute(schema.callbacks.insert(), verdicts) and None)
+    folder = await newest_archive(database, s3)
+    told = lines(s3, folder, "verdicts")
+    assert [one["body"] for one in told] == bodies
+    assert {(one["state"], one["created_at"], one["ended_at"]) for one in told} == {
+        ("delivered", "1970-01-01T00:00:01+00:00", "1970-01-01T00:00:02+00:00")
+    }
+    assert b"secret" not in b"".join(s3.objects().values())
+    assert len(archives(s3)) == 4
 
 
 async def test_a_large_round_has_several_files(
@@ -303,7 +363,7 @@ async def test_a_bucket_that_is_away_is_told_of_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(archive, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(bucket, "_CONNECT_SECONDS", 0.5)
     await store(database, a_round(), range(20))
     before = metrics.ARCHIVE_FAILURES._value.get(), metrics.ARCHIVED._value.get()
     writing = Archive(database, settings_for(s3))
@@ -334,7 +394,7 @@ async def test_a_bucket_that_is_away_is_told_of_and_tried_again(
 async def test_a_wrong_bucket_is_named(
     database: Database, s3: S3Server, monkeypatch: pytest.MonkeyPatch, values: dict[str, str], says: str
 ) -> None:
-    monkeypatch.setattr(archive, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(bucket, "_CONNECT_SECONDS", 0.5)
     await store(database, a_round(), range(20))
     await sweep(database, s3, **values)
     ((error,),) = await columns(database, "archive_error")
@@ -387,7 +447,7 @@ async def test_who_does_not_archive_any_more_tells_of_nothing_that_waits(databas
 async def test_a_server_that_hangs_is_given_up(
     database: Database, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(bucket, "_ANSWER_SECONDS", 1.0)
     await store(database, a_round(), range(20))
     go_on = threading.Event()
 
@@ -431,7 +491,7 @@ async def test_wherever_the_server_fails_nothing_half_written_is_seen(database: 
         assert archives(s3, uid) == {}, seen
         await sweep(database, s3)
         assert [manifest["results"] for manifest in archives(s3, uid).values()] == [40]
-        assert [key for key in s3.objects(folder_of(uid)) if key.endswith(archive.TEMPORARY)] == []
+        assert [key for key in s3.objects(folder_of(uid)) if key.endswith(bucket.TEMPORARY)] == []
 
 
 async def test_a_server_that_is_busy_for_a_moment_is_no_failure(database: Database, s3: S3Server) -> None:
@@ -458,7 +518,7 @@ async def what_was_interrupted_is_seen_by_no_reader(database: Database, s3: S3Se
     nothing_half_written(s3)
     await sweep(database, s3)
     assert [manifest["results"] for manifest in archives(s3).values()] == [40]
-    assert [key for key in s3.objects() if key.endswith(archive.TEMPORARY)] == []
+    assert [key for key in s3.objects() if key.endswith(bucket.TEMPORARY)] == []
 
 
 async def test_a_database_that_fails_in_the_middle_leaves_nothing_half_written(
@@ -534,7 +594,7 @@ async def test_wherever_the_process_is_killed_there_is_one_archive_in_the_end(
         nothing_half_written(s3, uid)
         await sweep(database, s3)
         assert [manifest["results"] for manifest in archives(s3, uid).values()] == [40]
-        assert [key for key in s3.objects(folder_of(uid)) if key.endswith(archive.TEMPORARY)] == []
+        assert [key for key in s3.objects(folder_of(uid)) if key.endswith(bucket.TEMPORARY)] == []
         assert all(await archived(database))
 
 
@@ -601,7 +661,7 @@ async def test_a_gateway_ends_while_the_server_hangs(
 _FAILS = """
 import asyncio, sys
 from poc_gateway import __main__
-from poc_gateway.query.archive import Bucket
+from poc_gateway.query.bucket import Bucket
 
 async def fail(settings):
     bucket = Bucket(settings)
