@@ -75,6 +75,10 @@ fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's route
 	FUZZ_EXAMPLES=10000 .venv/bin/pytest tests/wire/test_fuzz.py
 	FUZZ_EXAMPLES=10000 .venv/bin/pytest --log-cli-level=INFO tests/unit/poc_gateway/test_fuzz.py
 
+.PHONY: histories
+histories: .venv/.lock ## Ten thousand random histories for each property of the plans (HISTORIES=10000)
+	HISTORIES=$(or $(HISTORIES),10000) .venv/bin/pytest tests/unit/poc_operator/rounds -k 'histories or Histories or every_combination or take_turns'
+
 .PHONY: test-worker
 test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)
 	OMP_NUM_THREADS=1 "$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python" -m pytest $(SERVERS) \

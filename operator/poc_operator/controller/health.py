@@ -26,6 +26,7 @@ from aiohttp import web
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.observing import PodCache
+from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import Work
 
 log = logging.getLogger(__name__)
@@ -97,11 +98,14 @@ class StaleWatchCheck:
         kinds: Iterable[type[Work]],
         pods: PodCache,
         reconciled: Callable[[], Collection[str]],
+        gone: Callable[[PodView], None],
     ) -> None:
+        """``gone`` is told of each pod that the watch still has and that does not exist any more."""
         self._store = store
         self._kinds = tuple(kinds)
         self._pods = pods
         self._reconciled = reconciled
+        self._gone = gone
         self._differences: set[Hashable] = set()
         #: What the watches have missed; empty while they work.
         self.missed: list[str] = []
@@ -125,7 +129,7 @@ class StaleWatchCheck:
         return {} if uid in self._reconciled() else {uid: text}
 
     async def _pods_of(self, namespace: str, selector: LabelSelector) -> dict[Hashable, str]:
-        listed = {pod.uid: pod for pod in await self._store.list_pods(namespace, selector)}
+        listed = {pod.uid: pod for pod in await self._forget_vanished(namespace, selector)}
         told = {pod.uid: pod for pod in self._pods.selected(namespace, selector)}
         names = {uid: pod.name for uid, pod in (told | listed).items()}
         # A pod that was told of anew since the last check is no missed one: the difference is another.
@@ -134,3 +138,20 @@ class StaleWatchCheck:
             for uid, name in names.items()
             if listed.get(uid) != told.get(uid)
         }
+
+    async def _forget_vanished(self, namespace: str, selector: LabelSelector) -> list[PodView]:
+        """Return the pods that are selected. Tell of those that have vanished while the watch was away.
+
+        A watch that has expired begins with a list anew, which has no word of what was deleted meanwhile. A pod that
+        the watch had told of before the list began, and that is not in it, was relabelled or does not exist any more.
+        """
+        before = [pod for pod in self._pods.selected(namespace, selector) if not pod.gone]
+        listed = await self._store.list_pods(namespace, selector)
+        uids = {pod.uid for pod in listed}
+        for pod in before:
+            if pod.uid in uids or not self._pods.knows(pod.uid):
+                continue
+            found = await self._store.pod(namespace, pod.name)
+            if found is None or found.uid != pod.uid:  # another may have its name by now
+                self._gone(pod)
+        return listed

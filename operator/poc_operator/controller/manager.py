@@ -119,7 +119,7 @@ class Manager:
             clock=time.monotonic,
         )
         kinds = [kind.resource for kind in PLANNERS]
-        self._watches = StaleWatchCheck(store, kinds, self._pods, self._reconcilers.keys)
+        self._watches = StaleWatchCheck(store, kinds, self._pods, self._reconcilers.keys, self.pod_deleted)
 
     @classmethod
     async def create(

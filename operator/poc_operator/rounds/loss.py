@@ -70,7 +70,7 @@ def _resumes(snapshot: RoundSnapshot, slot: Assignment) -> bool:
 
 
 def _unbound(slot: Assignment) -> Assignment:
-    nobody = {"state": SlotState.WAITING, "pod": None, "uid": None, "session": None, "restarts": 0, "stalls": 0}
+    nobody = {"state": SlotState.WAITING, "pod": None, "uid": None, "session": None, "restarts": None, "stalls": 0}
     return slot.model_copy(update={**nobody, "previous": slot.pod, "lease_end_time": None, "unconfirmed": False})
 
 
@@ -91,7 +91,7 @@ def why_ended(slot: Assignment, pod: PodView, port: int) -> str | None:
     server = pod.container(port)
     if server.ended:
         return f"pod {pod.name} does not run ({server.ended})"
-    if server.restarts > slot.restarts:
+    if slot.restarts is not None and server.restarts > slot.restarts:
         return f"pod {pod.name} restarted"
     return None
 

@@ -265,8 +265,13 @@ def _observe_slot(snapshot: RoundSnapshot, recorded: Assignment) -> Change:
 
 
 def _with_restarts(view: SlotView, slot: Assignment) -> Assignment:
-    """Remember how often the server of a pod that answers has restarted: once more, and it has lost the slot."""
-    if view.status is None or view.pod is None or slot.uid != view.pod.uid or not slot.state.active:
+    """Remember how often the server of a pod that answers has restarted: once more, and it has lost the slot.
+
+    Of a pod that does not answer, what it had restarted before anybody looked is not held against it.
+    """
+    if view.pod is None or slot.uid != view.pod.uid or not slot.state.active:
+        return slot
+    if view.status is None and slot.restarts is not None:
         return slot
     restarts = view.pod.container(view.snapshot.round.spec.port).restarts
     return slot if slot.restarts == restarts else slot.model_copy(update={"restarts": restarts})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small builders: a test names only what it is about."""
 
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import ModelLimits, PowState, StatusResponse
 
 WorkT = TypeVar("WorkT", PoCRound, PoCValidation, PoCCalibration)
+#: Random histories for each property; `make histories` sets more.
+HISTORIES = int(os.environ.get("HISTORIES", "200"))
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 UID = "round-uid"
 CALLBACK = "http://pod:secret@gateway:8080/callbacks/ns/r/round-uid"
@@ -115,7 +118,7 @@ def says(state: PowState = PowState.IDLE, *, session: str = "s1", **fields: Any)
 
 def a_slot(pod: str | None = "a", state: SlotState = SlotState.RUNNING, **fields: Any) -> Assignment:  # noqa: ANN401
     """A slot that its pod computes in session s1."""
-    defaults: dict[str, Any] = {"node": 0, "group": 0, "attempts": 1, "uid": pod}
+    defaults: dict[str, Any] = {"node": 0, "group": 0, "attempts": 1, "uid": pod, "restarts": 0}
     if state is SlotState.RUNNING:
         defaults["session"] = "s1"
     return Assignment(pod=pod, state=state, **{**defaults, **fields})

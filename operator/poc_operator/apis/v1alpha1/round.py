@@ -242,8 +242,9 @@ class Assignment(Share):
     first."""
     stalls: Int32 = 0
     """How often the current pod has stalled."""
-    restarts: Int32 = 0
-    """How often the container of the pod's server had restarted when the pod last answered."""
+    restarts: Int32 | None = None
+    """How often the container of the pod's server had restarted when the pod last answered. Unset if no operator has
+    looked yet."""
     previous: str | None = None
     """Name of the pod that had the slot before, while it waits. Another pod is preferred."""
     lost: datetime | None = None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A watch that misses a change is found by the second list that shows it; a slow one is not blamed."""
 
+import dataclasses
 import time
 from collections.abc import Collection
 from typing import cast
@@ -30,7 +31,11 @@ class Lists:
 
     async def list_pods(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods."""
-        return self.pods
+        return [pod for pod in self.pods if selector.matches(pod.labels)]
+
+    async def pod(self, namespace: str, name: str) -> PodView | None:
+        """Return the pod of this name."""
+        return next((pod for pod in self.pods if (pod.namespace, pod.name) == (namespace, name)), None)
 
 
 class Watched:
@@ -41,7 +46,12 @@ class Watched:
         self.cache = PodCache(time.monotonic)
         for pod in told:
             self.cache.put(pod)
-        self._check = StaleWatchCheck(cast(ObjectStore, self.lists), [PoCRound], self.cache, lambda: driven)
+        self.gone: list[str] = []
+        self._check = StaleWatchCheck(cast(ObjectStore, self.lists), [PoCRound], self.cache, lambda: driven, self._end)
+
+    def _end(self, pod: PodView) -> None:
+        self.gone.append(pod.uid)
+        self.cache.remove(pod)
 
     async def missed(self) -> list[str]:
         """Check once more."""
@@ -51,13 +61,29 @@ class Watched:
 
 @pytest.mark.parametrize(
     ("listed", "told"),
-    [([a_pod("a")], []), ([], [a_pod("a")]), ([a_pod("a", ready=False)], [a_pod("a")])],
-    ids=["added", "deleted", "modified"],
+    [
+        ([a_pod("a")], []),
+        ([a_pod("a", labels={})], [a_pod("a")]),
+        ([a_pod("a", ready=False)], [a_pod("a")]),
+    ],
+    ids=["added", "relabelled", "modified"],
 )
 async def test_a_missed_change_is_found_by_the_second_list(listed: list[PodView], told: list[PodView]) -> None:
     watched = Watched(*listed, told=told)
     assert await watched.missed() == []
     assert await watched.missed() == ["pod ns/a is not what the watch told"]
+
+
+@pytest.mark.parametrize("listed", [[], [dataclasses.replace(a_pod("a"), uid="another")]], ids=["gone", "same name"])
+async def test_a_pod_that_vanished_while_the_watch_had_expired_is_forgotten_by_the_first_list(
+    listed: list[PodView],
+) -> None:
+    """Its deletion is never told, and no new process is needed for that."""
+    watched = Watched(*listed, told=[a_pod("a"), *listed])
+    for _ in range(2):
+        assert await watched.missed() == []
+        assert watched.gone == ["a"]
+        assert watched.cache.matching(watched.lists.rounds[0]) == listed
 
 
 async def test_a_watch_that_catches_up_is_healthy() -> None:

@@ -16,7 +16,7 @@ from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.rounds.end import DECISION_PATIENCE
 from poc_operator.rounds.plan import plan
-from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
+from tests.unit.poc_operator.build import HISTORIES, NOW, a_pod, a_round, a_slot, a_status, look, says
 from tests.unit.poc_operator.planning.test_eligibility import holding
 from vllm_poc.wire.answers import PowState
 
@@ -144,7 +144,7 @@ def test_a_round_in_which_nothing_gets_on_ends(state: SlotState, answer: str) ->
 _states = st.lists(st.sampled_from(list(SlotState)), min_size=1, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=HISTORIES, deadline=None)
 @given(states=_states, data=st.data(), spec=st.sampled_from([{}, {"finish": True}, {"activeDeadlineSeconds": ACTIVE}]))
 def test_every_combination_ends(states: list[SlotState], data: st.DataObject, spec: dict[str, Any]) -> None:
     """One pod more or fewer than slots: spares do not keep a round alive either."""

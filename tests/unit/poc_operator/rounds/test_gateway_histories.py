@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from tests.unit.poc_operator.build import HISTORIES
 from tests.unit.poc_operator.rounds.test_histories import Histories
 
 
@@ -30,4 +31,4 @@ class GatewayHistories(Histories):
 
 
 TestGatewayHistories = GatewayHistories.TestCase
-TestGatewayHistories.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestGatewayHistories.settings = settings(max_examples=HISTORIES, stateful_step_count=50, deadline=None)

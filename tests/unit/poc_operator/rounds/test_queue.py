@@ -20,7 +20,7 @@ from poc_operator.planning.queue import as_other, place_of
 from poc_operator.planning.snapshot import OtherRound, StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundSnapshot
-from tests.unit.poc_operator.build import NOW, a_pod, a_round, says
+from tests.unit.poc_operator.build import HISTORIES, NOW, a_pod, a_round, says
 from tests.unit.poc_operator.planning.test_eligibility import holding
 from tests.unit.poc_operator.rounds.world import SimPod
 from vllm_poc.wire.answers import PowState
@@ -284,7 +284,7 @@ _rounds = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=HISTORIES, deadline=None)
 @given(specs=_rounds, pods=st.integers(1, 3), data=st.data())
 def test_no_rounds_ever_take_turns(specs: list[dict[str, Any]], pods: int, data: st.DataObject) -> None:
     """Whatever the rounds and the order in which they look: after a while nothing changes hands any more, no pod is

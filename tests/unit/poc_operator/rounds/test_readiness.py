@@ -148,6 +148,20 @@ def test_a_pod_that_does_not_answer_while_it_stops_is_no_loss_when_its_server_en
     assert plan(look(a_round(status, suspend=True), (crashing(), REFUSED))).status.state is State.SUSPENDED
 
 
+@pytest.mark.parametrize(("recorded", "now", "is_lost"), [(None, 2, False), (2, 2, False), (2, 3, True), (0, 1, True)])
+def test_restarts_are_compared_with_what_was_recorded_and_never_with_zero(
+    recorded: int | None,
+    now: int,
+    is_lost: bool,
+) -> None:
+    """A pod that restarted before its slot was recorded, and is silent when a new operator first looks."""
+    slot = RUNNING.model_copy(update={"restarts": recorded})
+    pod = a_pod("a", containers=(server(restarts=now),))
+    (after,) = plan(look(a_round(a_status(slot), stop=None), (pod, PodReport(error="timeout")))).status.assignments
+    assert (after.session is None) is is_lost
+    assert is_lost or after.restarts == (now if recorded is None else recorded)
+
+
 def test_ten_restarts_of_a_pod_fail_no_slot_while_there_are_spares() -> None:
     """The pod that lost the slot is the last one that gets it again."""
     round_ = a_round(a_status(a_slot()), stop=None, retry={"backoffLimitPerSlot": 2})

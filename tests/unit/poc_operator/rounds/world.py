@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.observed import GatewayReport, PodReport, PodView
+from poc_operator.planning.reaping import WorkRecord, cause_to_stop
 from poc_operator.planning.snapshot import DeletePod, StartPod, StopPod
 from poc_operator.rounds.leaving import renewal
 from poc_operator.rounds.plan import plan
@@ -158,6 +159,7 @@ class World:
     gateway_answers: bool = True
     skew: float = 0.0  # of the operator's clock
     sent: dict[str, float] = field(default_factory=dict)  # when the requests in flight were sent, by pod name
+    named: set[str] = field(default_factory=set)  # pods that the status has named since the operator began
 
     def use_gateway(self) -> None:
         """Let the operator know a gateway, which stores what pods deliver."""
@@ -196,13 +198,29 @@ class World:
         for name, pod in self.pods.items():
             if pod.hears and renewed is not None and renewed.is_of(name, now):
                 pod.renew(renewed.round_id, renewed.seconds, self.seconds)
-            polled = (a_pod(name, terminating=pod.terminating), self._report(name, pod))
+            polled = (self._view(pod), self._report(name, pod))
             if pod.selected:
                 pods.append(polled)
             elif name in holders:
                 others.append(polled)
         self._ask_gateway()
         return look(self.round, *pods, after=self.now, gateway=self.gateway, others=others, lease_seconds=LEASE_SECONDS)
+
+    @staticmethod
+    def _view(pod: SimPod) -> PodView:
+        view = a_pod(pod.name, terminating=pod.terminating)
+        return view if pod.selected else replace(view, labels={})
+
+    def reap(self) -> None:
+        """Stop what the round does not look at: pods that it has named, and that it neither selects nor gives a slot."""
+        record = self._record()
+        for name in self.named | record.pods:
+            pod = self.pods.get(name)
+            if pod is not None and pod.hears and pod.answers and cause_to_stop(record, self._view(pod)) is not None:
+                self._stop(pod, self.round.id)
+
+    def _record(self) -> WorkRecord:
+        return WorkRecord.parse(self.round.model_dump(mode="json", by_alias=True))
 
     def _ask_gateway(self) -> None:
         if self.gateway is not None and self.gateway_answers:
@@ -231,6 +249,7 @@ class World:
         if not writes:
             return snapshot, step
         self.round = self.round.model_copy(update={"status": step.status})
+        self.named |= self._record().pods
         if dies_before_acting:
             self.replace_operator()
             return snapshot, step
@@ -245,7 +264,7 @@ class World:
     def replace_operator(self) -> None:
         """Kill the operator. What it sent may still arrive; what it knew beside the record is lost."""
         self.abandoned += [action for action in self.in_flight.values() if isinstance(action, StartPod)]
-        self.in_flight, self.sent, self.started, self.refusals = {}, {}, {}, {}
+        self.in_flight, self.sent, self.started, self.refusals, self.named = {}, {}, {}, {}, set()
         self.gateway = GatewayReport(callback=CALLBACK) if self.gateway is not None else None
 
     def land(self, name: str, *, answered: bool = True) -> None:
