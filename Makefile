@@ -96,7 +96,11 @@ test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in 
 
 .PHONY: test-cluster
 test-cluster: .venv/.lock toolchain ## Both charts, real rounds, bad input and the pages of docs/ on a real cluster
-	.venv/bin/pytest -m cluster tests/chart tests/cluster tests/docs
+	.venv/bin/pytest -m 'cluster and not long' tests/chart tests/cluster tests/docs
+
+.PHONY: test-upgrade
+test-upgrade: .venv/.lock toolchain ## Upgrade and rollback of the operator's chart under a running round, on a real cluster
+	.venv/bin/pytest -m 'cluster and long' tests/cluster
 
 .PHONY: chaos
 chaos: .venv/.lock toolchain ## Random faults on simulated pods and a real API server (MINUTES=10 SEED=1)

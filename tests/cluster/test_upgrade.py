@@ -3,6 +3,8 @@
 
 The chart has had one version so far. Its previous version is thus this chart under an older number, with a CRD that
 lacks a column, and pods with another annotation: all that helm changes is changed, and operator and gateway restart.
+
+make test-upgrade
 """
 
 import shutil
@@ -23,7 +25,7 @@ from tests.cluster.results import indices_by_slot
 from tests.support.fakes.receiver import Receiver
 from tests.support.servers.cluster import ready
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480, func_only=True)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(480, func_only=True)]
 
 CRD = "pocrounds.poc.gonka.ai"
 COLUMN = "Degraded"
