@@ -212,7 +212,7 @@ class World:
         return view if pod.selected else replace(view, labels={})
 
     def reap(self) -> None:
-        """Stop what the round does not look at: pods that it has named, and that it neither selects nor gives a slot."""
+        """Stop what the round does not look at: pods that it named, and that it neither selects nor gives a slot."""
         record = self._record()
         for name in self.named | record.pods:
             pod = self.pods.get(name)
