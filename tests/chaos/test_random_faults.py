@@ -6,6 +6,7 @@ import logging
 import os
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -80,10 +81,17 @@ async def end_rounds(fleet: World) -> None:
     await fleet.rounds.wait_until(TIMED, lambda r: r.status.state is State.COMPLETE, CALM_SECONDS + 120)
 
 
-async def check_store(fleet: World, gateway: Gateway, name: str) -> None:
+async def store_of(fleet: World, gateway: Gateway, name: str) -> dict[str, Any]:
+    """Return what the gateway says of a round once it has forwarded everything."""
+    await gateway.wait_until_forwarded(fleet.namespace, name, FORWARD_SECONDS)
+    found = await gateway.get(f"/rounds/{fleet.namespace}/{name}/progress")
+    assert isinstance(found, dict)
+    return found
+
+
+def check_store(stored: dict[str, Any], round_: PoCRound) -> None:
     """What the gateway has is what the round says, and no two pods disagreed about a nonce."""
-    stored = await gateway.get(f"/rounds/{fleet.namespace}/{name}/progress")
-    totals = (await fleet.rounds.get(name)).status.totals
+    name, totals = round_.metadata.name, round_.status.totals
     assert [slot["conflicts"] for slot in stored["slots"]] == [0] * FLEETS[name]
     assert (stored["stored"], stored["forwarded"]) == (totals.delivered, totals.delivered)
     log.info("%s: %d stored again", name, sum(slot["duplicates"] for slot in stored["slots"]))
@@ -102,15 +110,14 @@ async def test_nothing_is_lost_whatever_happens() -> None:
             await end_rounds(fleet)
             await asyncio.sleep(ORPHAN_SECONDS)
             quiet_since = monotonic()
-            for name in FLEETS:
-                await fleet.gateway.wait_until_forwarded(fleet.namespace, name, FORWARD_SECONDS)
-                await check_store(fleet, fleet.gateway, name)
+            stored = {name: await store_of(fleet, fleet.gateway, name) for name in FLEETS}
             await asyncio.sleep(WATCHED_SECONDS)
-        check_orphans(fleet, quiet_since)
         assert not fleet.operator.found_dead, "the liveness probe had the operator killed"
         await fleet.kubelet.end()
         for name in FLEETS:
             round_ = await fleet.rounds.get(name)
             log.info("%s: %s, %s, %s", name, round_.status.state, round_.status.totals, audit(fleet, round_))
+            check_store(stored[name], round_)
+        check_orphans(fleet, quiet_since)
         kept = (len(fleet.operator.gaps) + 1, len(fleet.gateway.gaps) + 1, len(fleet.kubelet.sessions))
         log.info("%d operators, %d gateways, %d sessions", *kept)

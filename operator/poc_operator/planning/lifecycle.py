@@ -15,7 +15,7 @@ from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State,
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy
 from poc_operator.planning.eligibility import busy_pods, loading_seconds, loads
 from poc_operator.planning.snapshot import DeleteWork, Snapshot, StatusT, Step, Work, WorkEvent
-from poc_operator.planning.waiting import holders
+from poc_operator.planning.waiting import holders, is_queued
 
 StepT = TypeVar("StepT", bound=Step[Any])
 SnapshotT = TypeVar("SnapshotT", bound=Snapshot[Any])
@@ -72,7 +72,10 @@ def pods_unreachable(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | 
 
 
 def pods_idle(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
-    """No pod has worked on it for ``startDeadlineSeconds`` since it started, or longer if one had to load its model."""
+    """No pod has worked on it for ``startDeadlineSeconds`` since it started, or longer if one had to load its model.
+
+    The time in which other rounds have the pods does not count.
+    """
     limit, idle_since = snapshot.work.spec.start_deadline_seconds, status.idle_time
     if idle_since is None:
         return None
@@ -146,7 +149,9 @@ def note_times(snapshot: Snapshot[Work], step: StepT, *, started: bool, works: b
         start_time = snapshot.now
         events.append(WorkEvent(reason=Reason.STARTED, message=extent))
     failing_since = (status.poll_failure_time or snapshot.now) if _poll_failed(snapshot, status) else None
-    idle_since = None if works or start_time is None else status.idle_time or snapshot.now
+    # Another round's time is not this one's: who goes first may take the pods for longer than the deadline.
+    idle = not works and start_time is not None and not is_queued(snapshot)
+    idle_since = (status.idle_time or snapshot.now) if idle else None
     return step.extended(start_time=start_time, poll_failure_time=failing_since, idle_time=idle_since, events=events)
 
 

@@ -16,7 +16,7 @@ from poc_operator.planning.eligibility import (
     why_not_ready,
 )
 from poc_operator.planning.queue import first_in_line, in_turn
-from poc_operator.planning.snapshot import Snapshot, Work
+from poc_operator.planning.snapshot import OtherRound, Snapshot, Work
 
 Wait = tuple[bool, Reason, str]
 
@@ -86,10 +86,21 @@ def _others_go_first(snapshot: Snapshot[Work]) -> Wait | None:
     if not isinstance(snapshot.work, PoCRound) or any(slot.state.active for slot in snapshot.work.status.assignments):
         return None
     idle = [pod for pod in usable_pods(snapshot) if not computes_other_work(snapshot, snapshot.reports[pod.uid])]
-    first = first_in_line(snapshot, idle)
-    if first is None or in_turn(snapshot, idle):
+    first = _first_of(snapshot, idle)
+    if first is None:
         return None
     return False, Reason.PODS_BUSY, f"round {first.name} gets the pods first (its priority is {first.priority})"
+
+
+def _first_of(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> OtherRound | None:
+    """Return the first of the rounds that have all these pods, or get them first; None if one is for this work."""
+    first = first_in_line(snapshot, pods)
+    return first if first is not None and not in_turn(snapshot, pods) else None
+
+
+def is_queued(snapshot: Snapshot[Work]) -> bool:
+    """Whether other rounds of the namespace have every pod that can do the work, or get it first."""
+    return _first_of(snapshot, usable_pods(snapshot)) is not None
 
 
 def holders(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> str:

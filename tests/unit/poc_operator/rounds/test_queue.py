@@ -234,6 +234,24 @@ def test_a_round_that_was_replaced_goes_on_afterwards_and_has_lost_no_retry() ->
     assert (world.works("low"), world.starts) == (1, [("low", "p0"), ("high", "p0"), ("low", "p0")])
 
 
+def test_the_time_for_which_another_round_has_its_pods_makes_no_round_idle() -> None:
+    low = a_named_round("low", age=100, startDeadlineSeconds=900)
+    world = a_world(low, a_named_round("high", priority=1, **PREEMPTS))
+    world.settle(["low"])
+    for _ in range(3):
+        world.settle()
+        world.seconds += 1000
+        assert (world.works("low"), world.works("high")) == (0, 1)
+    assert (world.rounds["low"].status.outcome, world.rounds["low"].status.idle_time) == (None, None)
+    ends(world, "high")
+    world.pods.clear()
+    world.settle(["low"])
+    assert world.rounds["low"].status.outcome is None
+    world.seconds += 901
+    world.turn("low")
+    assert world.rounds["low"].status.outcome is not None
+
+
 @pytest.mark.parametrize(
     ("priority", "height", "round_id", "replaced"),
     [
