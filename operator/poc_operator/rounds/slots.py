@@ -26,6 +26,10 @@ def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> lis
     return in_turn(snapshot, idle, busy)
 
 
+#: So long a ready pod is waited for that cannot be reached: one lost connection must not leave it without a slot.
+CONNECT_SECONDS = 5.0
+
+
 def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Decide the residue classes, once: as many groups as asked for, or so that every pod of today gets a slot.
 
@@ -36,6 +40,8 @@ def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if step.status.slots or step.status.stop_time or not usable_pods(snapshot):
         return step
     nodes = snapshot.round.spec.nodes
+    if nodes.groups is None and any(_may_answer_soon(snapshot, pod) for pod in snapshot.live_pods):
+        return step
     pods = sum(_may_work(snapshot, pod) for pod in snapshot.live_pods)
     groups = nodes.groups or min(-(-pods // len(nodes.ids)), MAX_SLOTS // len(nodes.ids))
     assignments = [
@@ -44,10 +50,23 @@ def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     return step.extended(slots=nodes.count * groups, groups=groups, assignments=assignments)
 
 
+def _may_answer_soon(snapshot: RoundSnapshot, pod: PodView) -> bool:
+    """Whether the pod is ready, and could not be reached for less than `CONNECT_SECONDS`."""
+    report = snapshot.reports.get(pod.uid)
+    if report is None or report.status is not None or report.listens:
+        return False
+    return pod.ready and report.silent_seconds < CONNECT_SECONDS and _may_serve(snapshot, pod)
+
+
+def _may_serve(snapshot: RoundSnapshot, pod: PodView) -> bool:
+    """Whether the pod declares the round's port, or none."""
+    ports = frozenset[int]().union(*(container.ports for container in pod.containers))
+    return not ports or snapshot.round.spec.port in ports
+
+
 def _may_work(snapshot: RoundSnapshot, pod: PodView) -> bool:
     if not pod.ready:
-        ports = frozenset[int]().union(*(container.ports for container in pod.containers))
-        return not ports or snapshot.round.spec.port in ports
+        return _may_serve(snapshot, pod)
     report = snapshot.reports.get(pod.uid, PodReport())
     return report.listens if report.status is None else incompatibility(snapshot.round.spec, report) is None
 

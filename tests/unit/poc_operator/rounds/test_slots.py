@@ -98,10 +98,13 @@ WEB = (Container(id="web", ports=frozenset({80})),)
 VLLM = (Container(id="vllm", ports=frozenset({8000})), Container(id="proxy", ports=frozenset({80})))
 
 
+UNCONNECTED = PodReport(error="Cannot connect to host", listens=False, silent_seconds=100)
+
+
 @pytest.mark.parametrize(
     ("pod", "report", "counts"),
     [
-        pytest.param(a_pod("b"), PodReport(error="Cannot connect to host", listens=False), False, id="no PoC server"),
+        pytest.param(a_pod("b"), UNCONNECTED, False, id="no PoC server"),
         pytest.param(a_pod("b"), says(model=ModelLimits(names=["other"])), False, id="another model"),
         pytest.param(a_pod("b", ready=False, containers=WEB), None, False, id="not ready, another port"),
         pytest.param(a_pod("b", ready=False, containers=VLLM), None, True, id="not ready, the port"),
@@ -115,3 +118,20 @@ def test_a_selector_that_is_too_wide_makes_no_empty_slots(pod: PodView, report: 
     """Slots without a pod leave gaps, and validators reject a host with too many."""
     others = [(dataclasses.replace(pod, name=f"b{i}", uid=f"b{i}"), report) for i in range(119)]
     assert plan(look(a_round(), (a_pod("a"), says()), *others)).status.slots == (120 if counts else 1)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_ready_pod_that_cannot_be_reached_is_waited_for_a_moment(groups: int | None) -> None:
+    """One lost connection must not leave a pod without a slot for the whole round."""
+    nodes = {"first": 0, "last": 0, "count": 1} | ({"groups": groups} if groups else {})
+    lost = dataclasses.replace(UNCONNECTED, silent_seconds=2)
+    step = plan(look(a_round(nodes=nodes), (a_pod("a"), says()), (a_pod("b"), lost)))
+    assert step.status.slots == (groups or 0)
+    later = plan(look(a_round(step.status, nodes=nodes), (a_pod("a"), says()), (a_pod("b"), says())))
+    assert [action.pod.name for action in later.actions if isinstance(action, StartPod)] == ["a", "b"]
+
+
+def test_a_pod_of_another_server_is_not_waited_for() -> None:
+    web = dataclasses.replace(a_pod("b"), containers=WEB)
+    lost = dataclasses.replace(UNCONNECTED, silent_seconds=0)
+    assert plan(look(a_round(), (a_pod("a"), says()), (web, lost))).status.slots == 1
