@@ -94,7 +94,7 @@ class Reconciler(Generic[WorkT]):
         self._asks = PodAsks(clients=clients, wake=self.wake)
         self._deleted_since: float | None = None  # by the monotonic clock
         self._others = others or OtherRounds(time.monotonic)
-        self._knows_pods = False  # whether the watch has told of those that worked when this process began
+        self._knows_pods = False  # whether the watch has told of all that mattered when this began
 
     def concerns(self, pod: PodView) -> bool:
         """Whether the pod may matter to the object."""
@@ -234,18 +234,26 @@ class Reconciler(Generic[WorkT]):
         )
 
     async def _pods_of(self, work: WorkT) -> tuple[Sequence[PodView], Sequence[PodView]]:
-        """Return the object's pods, and others that may compute for it.
-
-        Of a new process the watch may not have told yet of those that work: they are waited for, since a pod that it
-        does not know would count as lost.
-        """
+        """Return the object's pods, and others that may compute for it, once the watch has told of all that matter."""
         while not self._knows_pods:
-            working = (share for share in work.status.shares if share.state.active)
-            untold = {share.uid: share.pod or "" for share in working if share.uid and not self._pods.knows(share.uid)}
-            self._knows_pods = not untold or not await self._exist(work, untold)
+            self._knows_pods = not await self._is_untold(work)
             if not self._knows_pods:
                 await asyncio.sleep(UNTOLD_SECONDS)
         return self._pods.matching(work), self._pods.holding(work)
+
+    async def _is_untold(self, work: WorkT) -> bool:
+        """Whether the watch has yet to tell of a pod that exists and matters now.
+
+        Of a new process the watch may not have told yet of those that work: a pod that it does not know would count as
+        lost. And before the slots are fixed, which happens once, every pod matters: it would get none.
+        """
+        begins = not (work.status.shares or work.status.stop_time or work.status.state.finished or self._deleted)
+        if begins:
+            listed = await self._store.list_pods(work.metadata.namespace, work.spec.selector)
+            return not all(self._pods.knows(pod.uid) for pod in listed)
+        working = (share for share in work.status.shares if share.state.active)
+        untold = {share.uid: share.pod or "" for share in working if share.uid and not self._pods.knows(share.uid)}
+        return bool(untold) and await self._exist(work, untold)
 
     async def _exist(self, work: WorkT, untold: Mapping[str, str]) -> bool:
         """Whether one of these pods, names by uid, exists, be it selected or not."""

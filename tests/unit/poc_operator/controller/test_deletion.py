@@ -24,6 +24,7 @@ from tests.support.builders.forwarding import until
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, newborn, says
 from tests.unit.poc_operator.controller.turns import note_turns
+from tests.unit.poc_operator.controller.without_pods import WithoutPods
 from vllm_poc.wire.answers import PowState
 
 DELETED = datetime(2026, 1, 1, tzinfo=UTC)
@@ -36,7 +37,7 @@ def a_deleted(round_: PoCRound, **metadata: Any) -> PoCRound:  # noqa: ANN401
     return round_.model_copy(update={"metadata": round_.metadata.model_copy(update=fields)})
 
 
-class Store:
+class Store(WithoutPods):
     """A store of one round; ``fault`` is raised by the next calls of a method."""
 
     def __init__(self, round_: PoCRound | None) -> None:

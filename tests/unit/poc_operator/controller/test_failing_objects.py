@@ -29,6 +29,7 @@ from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import NOW, a_pod, newborn, says
 from tests.unit.poc_operator.controller.turns import note_turns
+from tests.unit.poc_operator.controller.without_pods import WithoutPods
 
 #: What the schema refuses, and what a plan must survive all the same, should it ever get one.
 POISON: Mapping[str, Mapping[str, Any]] = {
@@ -61,7 +62,7 @@ GOOD = {"for": "good"}
 BODY: Mapping[str, Any] = {"metadata": {"namespace": "ns", "name": "bad", "generation": 1}}
 
 
-class Rounds:
+class Rounds(WithoutPods):
     """A store of a bad round and a good one, each with its own pod. ``fault`` is raised when the bad one is read."""
 
     def __init__(self, bad: PoCRound, fault: Exception | None = None) -> None:

@@ -26,6 +26,7 @@ from tests.support.fakes.lease_api import UID as LEASE_UID
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, newborn
 from tests.unit.poc_operator.controller.turns import note_turns
+from tests.unit.poc_operator.controller.without_pods import WithoutPods
 
 
 class GoneRound:
@@ -53,7 +54,7 @@ async def test_rounds_stand_still_without_the_lease() -> None:
         assert store.reads == 1
 
 
-class StandingRound(GoneRound):
+class StandingRound(WithoutPods, GoneRound):
     """A store whose round stays as it is."""
 
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
@@ -213,6 +214,41 @@ async def test_a_pod_that_the_watch_tells_of_later_goes_on(monkeypatch: pytest.M
         told(operator, UID, 2)
         await until(lambda: store.reads > 1)
         assert store.lists == lists, "it was waited for once"
+
+
+class NewRound(StandingRound):
+    """A store of a round without slots; ``there`` are the pods that its selector matches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = [a_pod("a"), a_pod("b")]
+        self.lists = 0
+        self.statuses: list[RoundStatus] = []
+
+    async def list_pods(self, namespace: str, selector: object) -> list[PodView]:
+        """List the pods that are selected."""
+        self.lists += 1
+        return self.there
+
+    async def write_status(self, work: PoCRound, status: RoundStatus) -> None:
+        """Remember what is recorded."""
+        self.statuses.append(status)
+
+
+async def test_a_round_begins_when_the_watch_has_told_of_all_its_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are fixed once: a pod that the watch tells of a moment later would have none."""
+    monkeypatch.setattr(reconciler, "UNTOLD_SECONDS", 0.02)
+    store = NewRound()
+    async with driving(store) as (operator, _):
+        operator.pod_changed(a_pod("a", ip=None))
+        await until(lambda: store.lists > 2)
+        assert store.statuses == []
+        operator.pod_changed(a_pod("b", ip=None))
+        await until(lambda: bool(store.statuses))
+        lists = store.lists
+        told(operator, UID, 2)
+        await until(lambda: store.reads > 1)
+        assert store.lists == lists, "they were waited for once"
 
 
 class Naming:

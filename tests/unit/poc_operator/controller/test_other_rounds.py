@@ -20,6 +20,7 @@ from poc_operator.planning.snapshot import OtherRound
 from tests.support.builders.forwarding import until
 from tests.support.fakes.lease_api import lease_api
 from tests.unit.poc_operator.build import a_pod, newborn
+from tests.unit.poc_operator.controller.without_pods import WithoutPods
 from tests.unit.poc_operator.rounds.test_queue import a_named_round
 from tests.unit.poc_operator.rounds.world import SimPod
 from vllm_poc.wire.answers import CommandResponse, PowStatus
@@ -122,7 +123,7 @@ def test_a_round_that_is_not_planned_any_more_keeps_no_pods() -> None:
     assert board.beside("b") == []
 
 
-class Store:
+class Store(WithoutPods):
     """Rounds in memory."""
 
     def __init__(self, *rounds: PoCRound) -> None:
