@@ -89,8 +89,12 @@ def _pod_gone(view: SlotView) -> Change | None:
 
 
 def _server_ended(view: SlotView) -> Change | None:
-    """The server that was given the slot is no more, as the kubelet says: nobody computes the slot."""
-    if view.status is not None or view.pod is None:
+    """The server that was given the slot is no more, as the kubelet says: nobody computes the slot.
+
+    The kubelet's word may be late: a server that listens, and does not answer in time, may be the next one, with the
+    slot. Which one it is its session tells as soon as it answers.
+    """
+    if view.status is not None or view.pod is None or (view.pod.ip and view.report.listens):
         return None
     why = why_ended(view.slot, view.pod, view.snapshot.round.spec.port)
     return None if why is None else lose(view.snapshot, view.slot, Loss.RESTARTED, why, unbind=True)

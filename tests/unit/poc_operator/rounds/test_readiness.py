@@ -101,7 +101,7 @@ STARTING = a_slot(state=SlotState.STARTING)
 REFUSES = replace(says(), refusal=("CallbackNotAllowed", "url: not allowed"))
 HOPELESS = {
     "crash loop": (RUNNING, crashing(), REFUSED),
-    "image pull": (STARTING, crashing(reason="ImagePullBackOff"), None),
+    "image pull": (STARTING, crashing(reason="ImagePullBackOff"), REFUSED),
     "loads": (RUNNING, loading(), REFUSED),
     "refuses": (STARTING, a_pod("a"), REFUSES),
     "not ready before it was told": (STARTING, a_pod("a", ready=False, waiting_for="ContainersNotReady"), says()),
@@ -157,9 +157,19 @@ def test_restarts_are_compared_with_what_was_recorded_and_never_with_zero(
     """A pod that restarted before its slot was recorded, and is silent when a new operator first looks."""
     slot = RUNNING.model_copy(update={"restarts": recorded})
     pod = a_pod("a", containers=(server(restarts=now),))
-    (after,) = plan(look(a_round(a_status(slot), stop=None), (pod, PodReport(error="timeout")))).status.assignments
+    unreached = PodReport(error="Cannot connect to host", listens=False)
+    (after,) = plan(look(a_round(a_status(slot), stop=None), (pod, unreached))).status.assignments
     assert (after.session is None) is is_lost
     assert is_lost or after.restarts == (now if recorded is None else recorded)
+
+
+def test_a_restart_that_is_told_late_is_no_loss_while_the_server_may_compute() -> None:
+    """The slot was given to the restarted server while the API server was away; now it does not answer in time."""
+    pod = a_pod("a", containers=(server(restarts=1, started=True),))
+    slow = PodReport(error="no answer within 5 s", silent_seconds=5)
+    round_ = a_round(a_status(RUNNING), stop=None)
+    (after,) = plan(look(round_, (pod, slow), (a_pod("b"), says(session="s3")))).status.assignments
+    assert (after.pod, after.session) == ("a", RUNNING.session)
 
 
 def test_ten_restarts_of_a_pod_fail_no_slot_while_there_are_spares() -> None:
