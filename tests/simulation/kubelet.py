@@ -33,6 +33,8 @@ class Container:
     pod: PodView
     restarts: int = 0
     session: Session | None = None
+    #: Whether it is being deleted: its server is not started any more.
+    terminating: bool = False
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -48,7 +50,8 @@ class Kubelet:
         self._untold: set[str] = set()  # pod uids whose status the API server does not know yet
         #: When the API server learnt last that a pod is Ready after a restart, by pod uid.
         self.told_ready: dict[str, float] = {}
-        self._terminating: dict[str, asyncio.Task[None]] = {}  # the end of pods that are being deleted, by uid
+        self._grace: dict[str, asyncio.Task[None]] = {}  # of pods that are being deleted, by uid
+        self._killing: dict[str, asyncio.Task[None]] = {}  # those whose grace period is over
         #: Every session that ever lived, in the order of birth.
         self.sessions: list[Session] = []
 
@@ -81,7 +84,7 @@ class Kubelet:
             self._untold.add(uid)
         await asyncio.sleep(seconds)
         async with container.busy:
-            if uid in self._containers and uid not in self._terminating:
+            if uid in self._containers and not container.terminating:
                 await self._start(container)
                 self._untold.add(uid)
 
@@ -150,14 +153,21 @@ class Kubelet:
 
     def _terminate(self, uid: str, grace: float) -> None:
         """Kill the pod's server at the end of its grace period, which it uses up: until then it computes."""
-        if uid in self._containers and uid not in self._terminating:
-            self._terminating[uid] = asyncio.create_task(self._kill_later(uid, max(0.0, grace - KILL_EARLIER_SECONDS)))
+        container = self._containers.get(uid)
+        if container is not None and not container.terminating:
+            container.terminating = True
+            self._grace[uid] = asyncio.create_task(self._kill_later(uid, max(0.0, grace - KILL_EARLIER_SECONDS)))
 
     async def _kill_later(self, uid: str, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        if (container := self._containers.get(uid)) is not None:
-            async with container.busy:
-                await self._kill(container)
+        # From here on nobody cancels it: a session that is half killed would compute for ever.
+        self._killing[uid] = self._grace.pop(uid)
+        try:
+            if (container := self._containers.get(uid)) is not None:
+                async with container.busy:
+                    await self._kill(container)
+        finally:
+            del self._killing[uid]
 
     async def _start(self, container: Container) -> None:
         session = Session(container.pod.name, self._seconds_per_batch)
@@ -171,9 +181,8 @@ class Kubelet:
             await self._server.kill(container.pod.ip or "", session)
 
     async def _remove(self, uid: str) -> None:
-        if (ending := self._terminating.pop(uid, None)) is not None and ending is not asyncio.current_task():
-            ending.cancel()
-            await asyncio.wait([ending])
+        if (grace := self._grace.pop(uid, None)) is not None:
+            grace.cancel()
         container = self._containers.pop(uid, None)
         if container is not None:
             async with container.busy:

@@ -15,6 +15,7 @@ from kubernetes.aio import client
 from tests.simulation import kubelet as module
 from tests.simulation.kubelet import Kubelet
 from tests.simulation.server import FleetServer
+from tests.simulation.session import Session
 
 UID = "u"
 
@@ -98,3 +99,23 @@ async def test_its_server_is_not_started_again_once_it_has_ended() -> None:
         deleted(core, 3600)
         await restart
         assert kubelet.session_of(UID) is None
+
+
+async def test_a_server_that_is_being_killed_dies_although_its_object_goes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is half killed is not reached any more, and computes for ever."""
+    dead, kill = asyncio.Event(), Session.kill
+
+    async def slowly(session: Session) -> None:
+        await asyncio.sleep(0.3)
+        await kill(session)
+        dead.set()
+
+    monkeypatch.setattr(Session, "kill", slowly)
+    async with running() as (core, kubelet):
+        deleted(core, 0)
+        await lives(kubelet, False)
+        core.tell("DELETED")
+        async with asyncio.timeout(5):
+            await dead.wait()
