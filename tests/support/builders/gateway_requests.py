@@ -9,19 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import schemathesis
-from fastapi import FastAPI
 from hypothesis import strategies as st
-from schemathesis import Case, GenerationMode
-from schemathesis.core.result import Ok
 
 from poc_operator.credentials import sign
 from tests.support.builders.fuzz import ODD_NUMBERS, ODD_TEXTS, bodies
+from tests.support.builders.openapi_cases import OF_THE_TOOL, AnyCase
 from tests.support.builders.secrets import CALLBACK_KEY, TOKEN, a_grant, basic
 
 NETWORK_TOKEN = "fuzz-token"  # noqa: S105 - of tests alone
 BASE = "http://gateway"
-_OF_THE_TOOL = {"User-Agent", "Accept-Encoding", "Connection", "X-Schemathesis-TestCaseId"}
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "ODD"]
 _TOKENS = ["", "Bearer", "Bearer \0", "Bearer é", "Basic \ud800", "Basic cG9kOg==", f"Bearer {TOKEN}x"]
 _TYPES = ["", "text/plain", "application/json; charset=utf-16", "multipart/form-data", "application/xml", "/", "é"]
@@ -34,9 +30,6 @@ _ODD = [
     "0001-01-01T00:00:00+14:00",
     "9999-12-31T23:59-14:00",
 ]
-
-#: Of any kind of document.
-AnyCase = Case[Any]
 
 
 @dataclass(frozen=True)
@@ -60,22 +53,6 @@ class Request:
 
     def __repr__(self) -> str:
         return f"{self.method} {self.url} {dict(self.headers)} {self.body[:2000]!r}"
-
-
-def cases(app: FastAPI) -> tuple[Sequence[str], st.SearchStrategy[AnyCase]]:
-    """Return the names of an app's operations, and the strategy for schemathesis' cases of all of them."""
-    schema = schemathesis.openapi.from_dict(app.openapi())
-    results = list(schema.get_all_operations())
-    found = [result.ok() for result in results if isinstance(result, Ok)]
-    assert len(found) == len(results), results
-    of_all = [
-        operation.as_strategy(generation_mode=mode)
-        for operation in found
-        for mode in GenerationMode
-        # Most requests are for routes that take something.
-        for _ in range(5 if operation.body or operation.path_parameters or operation.query else 1)
-    ]
-    return [operation.label for operation in found], st.sampled_from(of_all).flatmap(lambda strategy: strategy)
 
 
 @st.composite
@@ -138,7 +115,7 @@ def _right(case: AnyCase, target: Target) -> str:
 
 
 def _headers(draw: st.DrawFn, case: AnyCase, generated: Mapping[str, Any], target: Target) -> dict[bytes, bytes]:
-    headers = {name: str(value) for name, value in generated.items() if name not in _OF_THE_TOOL}
+    headers = {name: str(value) for name, value in generated.items() if name not in OF_THE_TOOL}
     if not _one_in(draw, 20):
         headers["Authorization"] = _right(case, target)
     for name, values in (("Authorization", _TOKENS), ("Content-Type", _TYPES), ("Accept", _ACCEPTS)):

@@ -26,8 +26,9 @@ from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
-from tests.support.builders.gateway_requests import NETWORK_TOKEN, Request, Target, cases, requests
+from tests.support.builders.gateway_requests import NETWORK_TOKEN, Request, Target, requests
 from tests.support.builders.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets
+from tests.support.builders.openapi_cases import cases
 from tests.support.builders.secrets import ENVIRONMENT
 from tests.support.checks.gateway_answers import Fuzzing
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
