@@ -122,6 +122,8 @@ class Phases:
             if self.state is not PowState.GENERATING or self.generation is None or self._round_id != request.round_id:
                 raise self._conflict()
             self.generation.extend(request.end_index)
+            # `resume` begins a new generation by this.
+            self.config = self.config and self.config.model_copy(update={"end_index": self.generation.end_index})
 
     async def init(self, request: InitRequest, phase: PowState) -> None:
         """Take ``request`` as the round, in phase IDLE or VALIDATING; refused while another one generates."""

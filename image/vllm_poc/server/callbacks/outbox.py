@@ -96,6 +96,9 @@ class Outbox:
             callback.state = "delivered" if all(accepted) else "rejected"
         except TimeoutError:
             callback.state = "given up"
+        except Exception as error:  # a defect must not look as if there were hope
+            callback.state, callback.poster.refusal = "given up", f"{type(error).__name__}: {error}"
+            _log.exception("a callback could not be sent")
         finally:
             self._count(callback)
             async with self._changed:
