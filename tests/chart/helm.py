@@ -116,6 +116,7 @@ ALL_VALUES: dict[Path, Values] = {
         "sharedMemory": "16Gi",
         "startupSeconds": 600,
         "terminationGracePeriodSeconds": 90,
+        "preStopSeconds": 10,
         "serviceAccount": {"name": "own"},
         "podSecurityContext": {"fsGroup": 1000},
         "securityContext": {"runAsNonRoot": True},

@@ -24,6 +24,7 @@ from tests.chart.helm import (
     objects,
     render,
 )
+from vllm_poc.server.settings import Settings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
@@ -160,6 +161,15 @@ def test_values_reach_the_worker(kube: Kube) -> None:
     environment = {variable["name"]: variable.get("value") for variable in vllm["env"]}
     assert environment["VLLM_POC_CALLBACK_ALLOW"] == "*.example.org,example.com"
     assert {"VLLM_POC_TOKEN", "HF_TOKEN", "HTTPS_PROXY"} <= environment.keys()
+    assert vllm["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "10"]}}}
+
+
+def test_a_pod_has_time_to_end(kube: Kube) -> None:
+    pod = deployment(kube, WORKER_CHART, MODEL)["spec"]["template"]["spec"]
+    (pause,) = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1:]
+    assert int(pause) + Settings().drain_seconds + 10 < pod["terminationGracePeriodSeconds"]
+    without = deployment(kube, WORKER_CHART, {**MODEL, "preStopSeconds": 0})["spec"]["template"]["spec"]
+    assert "lifecycle" not in without["containers"][0]
 
 
 def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:

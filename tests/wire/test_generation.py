@@ -51,6 +51,15 @@ async def test_a_round_waits_at_its_end_index_until_it_is_extended(pod: Pod) -> 
     assert pod.engine.computed == NonceSlot(**SLOT).nonces(0, 33)
 
 
+async def test_no_end_lies_beyond_the_last_index(pod: Pod) -> None:
+    body = DISTANCE | SLOT | {"round_id": "a", "end_index": 16}
+    await pod.start(body)
+    refused = await pod.post("extend", {"round_id": "a", "end_index": 2**31 + 1})
+    assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "end_index")
+    assert (await pod.post("extend", {"round_id": "a", "end_index": 2**31})).status_code == 200
+    assert (await pod.status()).end_index == 2**31
+
+
 async def test_only_the_round_that_generates_is_extended(pod: Pod) -> None:
     extension = {"round_id": "r2", "end_index": 9}
     idle = await pod.post("extend", extension)

@@ -240,6 +240,20 @@ async def test_a_receiver_that_is_down_holds_up_no_other_and_is_given_up(pod: Po
     assert status.callbacks_pending == 0
 
 
+async def test_a_callback_that_cannot_be_made_is_given_up(
+    pod: Pod, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise TypeError("no payload")
+
+    monkeypatch.setattr("vllm_poc.server.callbacks.payloads.callback", broken)
+    request_id = (await pod.post("generate", ARTIFACT | {"nonces": [1], "url": receiver.url})).json()["request_id"]
+    status = await pod.reach(lambda s: s.callbacks_lost == 1)
+    assert status.callbacks_pending == 0
+    answer = (await pod.http.get(f"{API_PREFIX}/generate/{request_id}")).json()
+    assert (answer["callback"], answer["callback_error"]) == ("given up", "TypeError: no payload")
+
+
 @pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "40"}])
 async def test_jobs_wait_while_too_many_results_wait_for_delivery(pod: Pod, receiver: CallbackReceiver) -> None:
     receiver.answer = 503

@@ -169,6 +169,19 @@ async def test_the_phases_of_a_round(pod: Pod, receiver: CallbackReceiver) -> No
     assert receiver.nonces == expected_nonces(body, status), "each phase goes on where the last one ended"
 
 
+async def test_a_round_that_goes_on_keeps_the_end_that_it_was_given_last(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT | {"round_id": "a", "end_index": 16})
+    assert (await pod.post("extend", {"round_id": "a", "end_index": 64})).status_code == 200
+    await pod.reach(lambda s: s.next_index == 64)
+    await pod.post("stop")
+    assert (await pod.post("phase/generate")).status_code == 200
+    status = await pod.status()
+    assert (status.state, status.start_index, status.end_index) == (PowState.GENERATING, 64, 64)
+    await pod.post("extend", {"round_id": "a", "end_index": 80})
+    await pod.reach(lambda s: s.next_index == 80)
+    assert len(pod.engine.computed) == 80
+
+
 async def test_a_repeated_phase_changes_nothing(pod: Pod) -> None:
     await pod.post("init", DISTANCE | SLOT)
     for phase in ("phase/generate", "phase/generate", "phase/validate", "phase/validate"):

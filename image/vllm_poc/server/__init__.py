@@ -9,6 +9,7 @@
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
     scheduler     slices, chat first         autotune     how many nonces a forward pass holds
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
+    termination   a server that is told to end drains first
     nvml          the GPUs, as their driver tells of them
     status, metrics, settings, errors
 

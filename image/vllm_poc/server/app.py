@@ -14,16 +14,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
-from vllm_poc.server.errors import RefusalError, refusal, response
+from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
+from vllm_poc.server.termination import Termination
 from vllm_poc.wire.messages import API_PREFIX
 
 #: What poc-first refuses while a round computes; what already runs is not touched.
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+
+#: What a server that ends still answers, beside whatever only asks.
+STOP_PATH = f"{API_PREFIX}/stop"
 
 
 class PocMiddleware:
@@ -35,6 +39,7 @@ class PocMiddleware:
         self._settings = Settings.from_environment(os.environ)
         self._service: PocService | None = None
         self._poc_app: ASGIApp | None = None
+        self._ends = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if scope["type"] == "lifespan":
@@ -48,11 +53,29 @@ class PocMiddleware:
             await self._inner(scope, receive, send)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._inner(scope, receive, send)
-        finally:
+        termination = Termination(self._drain)
+
+        async def close() -> None:
+            termination.end()
             if self._service is not None:
                 await self._service.close()
+
+        async def told(message: Message) -> None:
+            if message["type"] == "lifespan.shutdown.complete":
+                await close()  # before: the server's event loop may end right after
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                termination.begin()
+
+        try:
+            await self._inner(scope, receive, told)
+        finally:
+            await close()
+
+    async def _drain(self) -> None:
+        self._ends = True
+        if self._service is not None:
+            await self._service.drain()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -67,6 +90,8 @@ class PocMiddleware:
         if not self._is_authorised(Headers(scope=scope)):
             detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
             raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+        if self._ends and scope["method"] != "GET" and scope["path"] != STOP_PATH:
+            raise ServerEndsError
         state: State = scope["app"].state
         unsupported = deployment_refusal(getattr(state, "args", None), os.environ)
         if unsupported is not None:

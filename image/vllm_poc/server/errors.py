@@ -29,6 +29,15 @@ class RefusalError(Exception):
         self.headers = headers
 
 
+class ServerEndsError(RefusalError):
+    """The server was told to end: it computes nothing more, and takes no new work."""
+
+    def __init__(self) -> None:
+        detail = "the server ends and takes no more PoC work: ask another one, or ask again when it is back"
+        body = ErrorResponse(reason="ServerEnds", detail=detail)
+        super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, body, {"Retry-After": "30"})
+
+
 def refusal(status: HTTPStatus, reason: str, detail: str, headers: Mapping[str, str] | None = None) -> RefusalError:
     """Return a refusal with a CamelCase ``reason`` for programs and a sentence for people."""
     return RefusalError(status, ErrorResponse(reason=reason, detail=detail), headers)

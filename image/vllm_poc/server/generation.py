@@ -25,6 +25,7 @@ from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
 from vllm_poc.server.callbacks.payloads import callback, valid_items
 from vllm_poc.server.engine import EngineError
+from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import PowState, StopReason
@@ -141,6 +142,15 @@ class Generation:
             await self._flush()
         await self.close(why)
 
+    async def drain(self) -> None:
+        """Keep what the workers compute now, deliver everything, then end; the scheduler's gate is closed."""
+        await self.delivery.hurry()
+        self._extended.set()
+        await asyncio.wait([self._computing])
+        if self.state is PowState.GENERATING:
+            await self._drained_or_ended()
+        await self.close()
+
     async def close(self, why: Ending = SERVER_ENDS) -> None:
         """End at once; what is undelivered lies at or after ``delivery.delivered.index``."""
         await _cancel(self._computing)
@@ -151,6 +161,8 @@ class Generation:
         try:
             await self._compute_slot()
             await self.delivery.drained()
+        except ServerEndsError:
+            return  # `drain` delivers what there is
         except Exception as error:
             self._fail(error)
             await self._flush()
@@ -179,6 +191,8 @@ class Generation:
     async def _allowance(self) -> int:
         """Return how many nonces the next slice may have; waits at ``end_index``."""
         while self.end_index is not None and self.end_index <= self.counters.next_index:
+            if self._scheduler.gate.is_closed:
+                raise ServerEndsError
             self._extended.clear()
             await self._extended.wait()
         return self._most(self.counters.next_index)
@@ -210,6 +224,13 @@ class Generation:
         except Exception as error:
             self._fail(error)
             self._computing.cancel()
+
+    async def _drained_or_ended(self) -> None:
+        drained = asyncio.create_task(self.delivery.drained())
+        try:
+            await asyncio.wait([drained, self._sending], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            drained.cancel()
 
     async def _flush(self) -> None:
         with contextlib.suppress(TimeoutError):

@@ -140,6 +140,11 @@ class JobQueue:
             self._end(job, JobState.CANCELLED, reason)
         self._ensure_worker()  # for what came while the old one ended
 
+    async def ended(self) -> None:
+        """Wait until no request waits or is computed."""
+        while self._worker is not None and not self._worker.done():
+            await asyncio.wait([self._worker])
+
     def _unended(self) -> list[Job]:
         return [job for job in self._jobs.values() if job.request is not None]
 

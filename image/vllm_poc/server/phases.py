@@ -21,7 +21,7 @@ from http import HTTPStatus
 import aiohttp
 
 from vllm_poc.server.callbacks.payloads import round_config
-from vllm_poc.server.errors import RefusalError, field_refusal, refusal
+from vllm_poc.server.errors import RefusalError, ServerEndsError, field_refusal, refusal
 from vllm_poc.server.generation import Ending, Generation
 from vllm_poc.server.lease import Clock, Lease
 from vllm_poc.server.scheduler import Scheduler
@@ -122,6 +122,8 @@ class Phases:
             if self.state is not PowState.GENERATING or self.generation is None or self._round_id != request.round_id:
                 raise self._conflict()
             self.generation.extend(request.end_index)
+            # `resume` begins a new generation by this.
+            self.config = self.config and self.config.model_copy(update={"end_index": self.generation.end_index})
 
     async def init(self, request: InitRequest, phase: PowState) -> None:
         """Take ``request`` as the round, in phase IDLE or VALIDATING; refused while another one generates."""
@@ -164,6 +166,11 @@ class Phases:
             if self._phase is PowState.VALIDATING:
                 self._phase = PowState.STOPPED
 
+    async def drain(self) -> None:
+        """Compute no further, and deliver what there is, until cancelled; the scheduler's gate is closed."""
+        if self.generation is not None:
+            await self.generation.drain()
+
     async def close(self) -> None:
         """End the round at once."""
         self._take_lease(None)
@@ -186,6 +193,8 @@ class Phases:
 
     async def _generate(self, request: InitGenerateRequest, slice_limit: int) -> None:
         await self.close()
+        if self._scheduler.gate.is_closed:
+            raise ServerEndsError
         self._free.clear()
         self.config, self._phase = request, PowState.GENERATING
         self.generation = Generation(

@@ -42,7 +42,7 @@ _MEANINGS = {
     415: "The body is no JSON, as its Content-Type says",
     422: "A field is wrong; `errors` names it",
     429: "Too many nonces are queued",
-    503: "The engine is not ready or fails, or the result was not done in time",
+    503: "The engine is not ready or fails, the result was not done in time, or the server ends",
 }
 #: Every error has the same body.
 ERRORS: dict[int | str, dict[str, Any]] = {

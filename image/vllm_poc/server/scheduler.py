@@ -22,6 +22,7 @@ from vllm_poc.rpc import BatchRequest, BatchResult, PassFields, PassSpec, PassTi
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
 from vllm_poc.server.engine import EngineError, VllmEngine
+from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.wire.messages import RoundRequest
 
@@ -70,6 +71,7 @@ class ChatGate:
 
     def __init__(self, engine: VllmEngine, settings: Settings) -> None:
         self.held_back_seconds = 0.0
+        self.is_closed = False
         self._engine = engine
         self._poc_first = settings.priority is Priority.POC_FIRST
         self._min_share = settings.min_share
@@ -77,13 +79,19 @@ class ChatGate:
         self.busy = BusyShare(settings.share_window_seconds, monotonic)
 
     async def passed(self) -> None:
-        """Wait until PoC may run its next slice."""
+        """Wait until PoC may run its next slice. ServerEndsError if there will be none."""
         idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
         while True:
+            if self.is_closed:
+                raise ServerEndsError
             idle = 0 if self._engine.has_unfinished_chat() else idle + 1
             if idle >= IDLE_LOOKS or self._ignores_chat():
                 return
             await self._pause()
+
+    def close(self) -> None:
+        """Let no further slice pass: the server ends."""
+        self.is_closed = True
 
     async def _pause(self) -> None:
         started = monotonic()
@@ -217,6 +225,9 @@ class Scheduler:
         self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
     ) -> SliceResult:
         """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
+
+        ServerEndsError once the gate is closed: a slice that is under way then is still answered, unless it has to be
+        computed in further calls.
 
         ``ahead`` are the slices that follow, as far as they are known: the workers begin them already.
         """

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import aiohttp
 
+from vllm_poc.logs import get_logger
 from vllm_poc.server import admission
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.engine import VllmEngine
@@ -23,6 +24,8 @@ from vllm_poc.server.status import model_limits, status_response
 from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
 from vllm_poc.wire.messages import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest, LeaseRenewal
+
+_log = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -39,6 +42,8 @@ class PocService:
         self._settings = settings
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
         scheduler = Scheduler(engine, settings)
+        self._gate = scheduler.gate
+        self._answering: set[asyncio.Task[Any]] = set()  # the requests that clients wait for
         self.phases = Phases(scheduler, self._session, settings, clock)
         self._outbox = Outbox(self._session, settings)
         self._work = RequestWorker(scheduler, self._outbox, self.phases.free)
@@ -103,12 +108,30 @@ class PocService:
             self.session_id, await model_limits(self._engine), self.phases, self._outbox, lists=lists
         )
 
+    async def drain(self) -> None:
+        """Compute no further than the slice that is computed, and deliver what there is, within the time for that."""
+        self._gate.close()
+        try:
+            async with asyncio.timeout(self._settings.drain_seconds):
+                await asyncio.gather(self.phases.drain(), self._drain_requests())
+        except TimeoutError:
+            seconds = f"{self._settings.drain_seconds:g} s"
+            results, callbacks = self.phases.pending, self._outbox.pending
+            _log.error("not delivered within %s: %d results and %d other callbacks", seconds, results, callbacks)
+
     async def close(self) -> None:
         """End all work at once and release the connections."""
         await self.jobs.cancel("cancelled by the server's end")
         await self.phases.close()
         await self._outbox.close()
         await self._session.close()
+
+    async def _drain_requests(self) -> None:
+        await self._outbox.hurry()
+        await self.jobs.ended()
+        if self._answering:
+            await asyncio.wait(self._answering)
+        await self._outbox.drained()
 
     async def _perform(self, job: Job, request: GenerateRequest) -> None:
         await self._work.perform(job, request, await self._checked(request))
@@ -121,6 +144,9 @@ class PocService:
         return admission.slice_limit(request, facts)
 
     async def _in_time(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - as in every coroutine
+        self._answering.add(task)
         try:
             async with asyncio.timeout(self._settings.request_seconds):
                 return await work
@@ -129,6 +155,8 @@ class PocService:
             why = "a round runs" if self.phases.state is PowState.GENERATING else "the server is busy"
             detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
             raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail) from None
+        finally:
+            self._answering.discard(task)
 
     def _answer(self, state: PowState) -> CommandResponse:
         return CommandResponse(pow_status=self.phases.pow_status(self.session_id, state))

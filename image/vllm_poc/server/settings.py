@@ -80,6 +80,9 @@ class Settings(BaseModel):
     retry_limit_seconds: Seconds = 30.0
     #: ``stop`` waits this long for what is still to be delivered.
     flush_seconds: Seconds = 30.0
+    #: A server that is told to end delivers what is left for at most this long first. Kubernetes kills a pod after
+    #: 30 s, unless its ``terminationGracePeriodSeconds`` says otherwise.
+    drain_seconds: Seconds = 20.0
     #: Largest request body.
     body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
 

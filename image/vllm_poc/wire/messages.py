@@ -87,6 +87,27 @@ RoundId = Annotated[str, Field(min_length=1, max_length=253)]
 #: Probability that an honest prover's distance falls on the other side of ``r_target``.
 DEFAULT_P_FLIP = 5e-4
 
+#: Index of a slot at which a round waits; the largest lies behind every slot's last nonce.
+EndIndex = Annotated[int, Field(ge=0, le=MAX_NONCE + 1)]
+#: Longest host name and longest part of one, as DNS has them.
+_MAX_HOST, _MAX_LABEL = 253, 63
+
+
+def _refuse_what_cannot_be_posted_to(url: AnyHttpUrl) -> AnyHttpUrl:
+    # Paths are added to it, and behind these they would lead elsewhere.
+    if url.fragment is not None:
+        raise ValueError(f"has a fragment (#{url.fragment}): leave it out, since /generated is added to the address")
+    if url.query is not None:
+        raise ValueError(f"has a query (?{url.query}): leave it out, since /generated is added to the address")
+    host = url.host or ""
+    labels = host.removesuffix(".").split(".")
+    if not host.startswith("[") and (len(host) > _MAX_HOST or not all(0 < len(x) <= _MAX_LABEL for x in labels)):
+        raise ValueError(f"{host} is no host name: its parts between dots have 1 to {_MAX_LABEL} characters")
+    return url
+
+
+#: Base of callbacks.
+CallbackUrl = Annotated[AnyHttpUrl, AfterValidator(_refuse_what_cannot_be_posted_to)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 #: Chains count blocks in int64.
 MAX_BLOCK_HEIGHT = 2**63 - 1
@@ -174,8 +195,8 @@ class CallbackRequest(RoundRequest):
     """A request whose results go to a callback address."""
 
     # Callback base: `url` in the artifact protocol, `callback_url` in the distance protocol.
-    url: AnyHttpUrl | None = None
-    callback_url: AnyHttpUrl | None = None
+    url: CallbackUrl | None = None
+    callback_url: CallbackUrl | None = None
 
     @model_validator(mode="after")
     def _one_url(self) -> Self:
@@ -204,7 +225,7 @@ class SlotRequest(CallbackRequest):
     # Ours, optional: resume at this index of the slot.
     start_index: int = Field(default=0, ge=0)
     # Ours, optional: compute no index from this one on, until POST extend moves it.
-    end_index: int | None = Field(default=None, ge=0)
+    end_index: EndIndex | None = None
 
     @model_validator(mode="after")
     def _slot_is_valid(self) -> Self:
@@ -271,7 +292,7 @@ class ExtendRequest(WireMessage):
     """Body of ``POST extend``: let the round compute on, up to another index of its slot."""
 
     round_id: RoundId
-    end_index: int = Field(ge=0)
+    end_index: EndIndex
 
 
 class LeaseRenewal(WireMessage):

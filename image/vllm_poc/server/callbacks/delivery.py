@@ -77,6 +77,11 @@ class Poster(Generic[T]):
         self._session = session
         self._settings = settings
         self._refused_in_a_row = 0
+        self._hurried = asyncio.Event()
+
+    def hurry(self) -> None:
+        """Try again at once, and from then on after the shortest pause: there is little time left."""
+        self._hurried.set()
 
     def readdress(self, url: str) -> None:
         """Post to ``url`` from the next attempt on: the same address with another user and password."""
@@ -108,8 +113,16 @@ class Poster(Generic[T]):
             if status in _SUCCESS or (status in _CLIENT_ERRORS and not self._may_pass(status)):
                 return self._judge(status, len(items))
             metrics.CALLBACKS.labels("failed").inc()
-            await asyncio.sleep(pause)
+            await self._pause(pause)
             pause = min(2 * pause, self._settings.retry_limit_seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        if self._hurried.is_set():
+            await asyncio.sleep(min(seconds, self._settings.retry_first_seconds))
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurried.wait()
 
     def _may_pass(self, status: int) -> bool:
         return status in _PASSING or self.unauthorized
@@ -189,6 +202,7 @@ class Delivery:
         self._queue: deque[Piece] = deque()
         self._weight = 0
         self._draining = False
+        self._hurried = False
         self._changed = asyncio.Condition()
         self._next_post = 0.0
 
@@ -213,18 +227,26 @@ class Delivery:
         return sum(len(piece.items) for piece in self._queue)
 
     async def add(self, piece: Piece) -> None:
-        """Queue a piece; waits while too many results wait already."""
+        """Queue a piece, then wait while too many results wait; one who stops waiting has lost nothing."""
         if self._poster is None:
             self._count(piece, refused=0)
             return
+        self._queue.append(piece)
+        self._weight += piece.weight
         async with self._changed:
+            self._changed.notify_all()
             try:
-                self.is_full = self._weight >= self._settings.pending_results
-                await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+                self.is_full = self._is_full()
+                await self._changed.wait_for(lambda: not self._is_full())
             finally:
                 self.is_full = False
-            self._queue.append(piece)
-            self._weight += piece.weight
+
+    async def hurry(self) -> None:
+        """Deliver what is queued, and what is added, as soon as can be, and hold nobody back."""
+        if self._poster is not None:
+            self._poster.hurry()
+        async with self._changed:
+            self._draining = self._hurried = True
             self._changed.notify_all()
 
     async def drained(self) -> None:
@@ -247,6 +269,9 @@ class Delivery:
                 async with asyncio.timeout_at(self._next_post):
                     await self._changed.wait_for(self._must_hurry)
             return list(_up_to(self._queue, self._settings.payload_results))
+
+    def _is_full(self) -> bool:
+        return self._weight >= self._settings.pending_results and not self._hurried
 
     def _must_hurry(self) -> bool:
         full = min(self._settings.payload_results, self._settings.pending_results)

@@ -43,8 +43,9 @@ class Outbox:
         self.lost = 0
         self._session = session
         self._settings = settings
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], TrackedCallback] = {}
         self._weight = 0
+        self._hurried = False
         self._changed = asyncio.Condition()
 
     @property
@@ -55,16 +56,31 @@ class Outbox:
     async def wait_for_capacity(self) -> None:
         """Wait while too many results are on their way: work is held back, nothing is dropped."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._weight < self._settings.pending_results)
+            await self._changed.wait_for(lambda: self._weight < self._settings.pending_results or self._hurried)
 
     def send(self, url: str, items: Sequence[T], payload: Callable[[Sequence[T]], WireMessage]) -> TrackedCallback:
         """Send ``items`` to ``url``, in order; ``payload`` makes the body of some of them."""
         callback = TrackedCallback(Poster(url, payload, session=self._session, settings=self._settings))
+        if self._hurried:
+            callback.poster.hurry()
         self._weight += len(items)
         task = asyncio.create_task(self._deliver(callback, items))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = callback
+        task.add_done_callback(self._tasks.pop)
         return callback
+
+    async def hurry(self) -> None:
+        """Deliver as soon as can be, and let nobody wait for room."""
+        for callback in self._tasks.values():
+            callback.poster.hurry()
+        async with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
+
+    async def drained(self) -> None:
+        """Wait until nothing is on its way."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
         """Give up what is on its way."""
@@ -80,6 +96,9 @@ class Outbox:
             callback.state = "delivered" if all(accepted) else "rejected"
         except TimeoutError:
             callback.state = "given up"
+        except Exception as error:  # a defect must not look as if there were hope
+            callback.state, callback.poster.refusal = "given up", f"{type(error).__name__}: {error}"
+            _log.exception("a callback could not be sent")
         finally:
             self._count(callback)
             async with self._changed:

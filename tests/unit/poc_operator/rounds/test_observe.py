@@ -87,6 +87,12 @@ OURS = {"round_id": "round-uid"}
         ),
         pytest.param(
             RUNNING,
+            says(STOPPED, stop_reason="ServerEnds", stop_message="the server ends", **OURS),
+            {"state": SlotState.STARTING, "error": "pod a stopped: the server ends"},
+            id="the server ends",
+        ),
+        pytest.param(
+            RUNNING,
             says(IDLE, next_index=2**31, delivered_index=2**31, delivered_valid=3, **OURS),
             {"state": SlotState.DONE},
             id="all nonces computed",
