@@ -72,7 +72,7 @@ test-docs: .venv/.lock ## Every block of README and docs/ that needs no cluster;
 
 .PHONY: fuzz
 fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's routes, and as many to the gateway's
-	FUZZ_EXAMPLES=10000 .venv/bin/pytest tests/wire/test_fuzz.py
+	FUZZ_EXAMPLES=10000 .venv/bin/pytest tests/wire/test_fuzz.py tests/wire/test_openapi.py
 	FUZZ_EXAMPLES=10000 .venv/bin/pytest --log-cli-level=INFO tests/unit/poc_gateway/test_fuzz.py
 
 .PHONY: histories

@@ -30,7 +30,7 @@ from vllm_poc.server.service import PocService
 from vllm_poc.wire.messages import API_PREFIX
 
 #: Requests to each set of routes.
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 #: The end of an operation's name, by what it is about.
 ROUTES: dict[str, Sequence[str]] = {
     "rounds": ["/init", "/init/generate", "/init/validate", "/extend", "/phase/generate", "/phase/validate", "/stop"],

@@ -219,13 +219,12 @@ def _stopped(view: SlotView) -> Change | None:
         if not is_settled(view.snapshot, slot):
             return slot, None
         return _told_of(view, slot.model_copy(update={"state": SlotState.DONE, "error": None}))
-    if status.stop_reason == StopReason.LEASE_EXPIRED:
-        loss, why = Loss.LEASE_EXPIRED, f"stopped: {status.stop_message}"
-    elif status.stop_reason == StopReason.SERVER_ENDS:
-        loss, why = Loss.STOPPED, f"stopped: {status.stop_message}"
+    ends = status.stop_reason == StopReason.SERVER_ENDS  # it takes no more work
+    if ends or status.stop_reason == StopReason.LEASE_EXPIRED:
+        loss, why = Loss.STOPPED if ends else Loss.LEASE_EXPIRED, f"stopped: {status.stop_message}"
     else:
         loss, why = Loss.STOPPED, "was stopped by somebody else"
-    return lose(view.snapshot, slot, loss, f"pod {slot.pod} {why}")
+    return lose(view.snapshot, slot, loss, f"pod {slot.pod} {why}", unbind=ends)
 
 
 def _forgot(view: SlotView) -> Change | None:

@@ -88,7 +88,7 @@ OURS = {"round_id": "round-uid"}
         pytest.param(
             RUNNING,
             says(STOPPED, stop_reason="ServerEnds", stop_message="the server ends", **OURS),
-            {"state": SlotState.STARTING, "error": "pod a stopped: the server ends"},
+            {"state": SlotState.WAITING, "previous": "a", "error": "pod a stopped: the server ends"},
             id="the server ends",
         ),
         pytest.param(
