@@ -32,7 +32,8 @@ SECONDS_PER_BATCH = 2.0
 _READS = ("GET", "LIST")
 _WRITES = ("POST", "PUT", "PATCH", "DELETE", "APPLY")
 _SERIES = re.compile(r"^apiserver_request_total\{(?P<labels>[^}]*)\} (?P<count>\S+)$", re.MULTILINE)
-_LAG = re.compile(r'poc_loop_lag_seconds_bucket\{le="([^"]+)"\}')
+_POLL = "poc_operator_poll_seconds"
+_LAG = re.compile(r'poc_operator_loop_lag_seconds_bucket\{le="([^"]+)"\}')
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -116,7 +117,7 @@ async def steady(fleet: World, slots: int, seconds: float) -> Figures:
     wall = monotonic() - began
     cpu, own = fleet.operator.cpu_seconds - cpu, process_time() - own
     after, tells = await asyncio.to_thread(requests), await asyncio.to_thread(series, fleet)
-    polls, polling = (tells[name] - told[name] for name in ("poc_poll_seconds_count", "poc_poll_seconds_sum"))
+    polls, polling = (tells[name] - told[name] for name in (f"{_POLL}_count", f"{_POLL}_sum"))
     counts = {key: (after[key] - before[key]) / wall for key in after}
     return {
         **spread("status_age_seconds", ages),

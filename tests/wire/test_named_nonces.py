@@ -139,6 +139,6 @@ async def test_a_sick_pod_is_found_while_the_round_runs(
         assert [found.pod for found in status.cross_check.deviating] == [f"pod-{HOSTS[1]}"]
         assert status.cross_check.deviating_pods == 1
         assert [event.reason for event in fleet.events].count(Reason.PODS_DISAGREE) == 1
-        assert b"poc_pods_deviating 1.0" in fleet.metrics.text()
+        assert b"poc_operator_pods_deviating 1.0" in fleet.metrics.text()
         before = status.totals.checked
         await fleet.reconcile_until(lambda found: found.totals.checked > before)

@@ -21,13 +21,13 @@ async def scraped(fleet: RoundFleet) -> dict[str, float]:  # noqa: F811 - the fi
 
 async def test_a_round_with_a_lost_pod(fleet: RoundFleet) -> None:  # noqa: F811
     await fleet.reconcile_until(computes)
-    assert (await scraped(fleet))["poc_slotsRunning"] == 2
+    assert (await scraped(fleet))["poc_operator_slotsRunning"] == 2
     await fleet.start_pod(HOSTS[0])
     status = await fleet.reconcile_until(complete)
     metrics = await scraped(fleet)
-    assert metrics["poc_nonces_delivered_total"] == status.totals.delivered
-    assert metrics["poc_nonces_checked_total"] >= status.totals.checked
-    assert metrics["poc_retries_totalRestarted"] == 1
-    assert metrics["poc_events_totalCompleted"] == 1
-    assert metrics["poc_poll_seconds_count"] == metrics["poc_plan_seconds_count"] > 3
-    assert metrics["poc_roundsComplete"] == 1
+    assert metrics["poc_operator_nonces_delivered_total"] == status.totals.delivered
+    assert metrics["poc_operator_nonces_checked_total"] >= status.totals.checked
+    assert metrics["poc_operator_retries_totalRestarted"] == 1
+    assert metrics["poc_operator_events_totalCompleted"] == 1
+    assert metrics["poc_operator_poll_seconds_count"] == metrics["poc_operator_plan_seconds_count"] > 3
+    assert metrics["poc_operator_roundsComplete"] == 1

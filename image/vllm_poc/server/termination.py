@@ -35,8 +35,9 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 @dataclass(frozen=True)
 class _Held:
-    """What was there before, and the pair of sockets in place of it."""
+    """What was there before, and the pair of sockets in place of it, which the loop reads."""
 
+    loop: asyncio.AbstractEventLoop
     handlers: dict[signal.Signals, Handler]
     wakeup: int
     reading: socket.socket
@@ -66,15 +67,16 @@ class Termination:
         writing.setblocking(False)
         handlers: dict[signal.Signals, Handler] = {number: signal.signal(number, _ignore) for number in SIGNALS}
         wakeup = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        self._held = _Held(handlers, wakeup, reading, writing)
-        asyncio.get_running_loop().add_reader(reading, self._read, self._held)
+        self._held = _Held(asyncio.get_running_loop(), handlers, wakeup, reading, writing)
+        self._held.loop.add_reader(reading, self._read, self._held)
 
     def end(self) -> None:
         """Put the handlers back that were there before. Harmless if that was done."""
         if self._held is None:
             return
         held, self._held = self._held, None
-        asyncio.get_running_loop().remove_reader(held.reading)
+        if not held.loop.is_closed():
+            held.loop.remove_reader(held.reading)
         signal.set_wakeup_fd(held.wakeup)
         for number, handler in held.handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

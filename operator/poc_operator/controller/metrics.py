@@ -61,31 +61,36 @@ class Metrics(Collector):
         self._known: dict[str, _Known] = {}
         registry = self._registry
         self._nonces = {
-            name: CounterMetric(f"poc_nonces_{name}", f"Nonces {name}.", registry=registry) for name in _NONCES
+            name: CounterMetric(f"poc_operator_nonces_{name}", f"Nonces {name}.", registry=registry) for name in _NONCES
         }
-        self._retries = CounterMetric("poc_retries", "Slots given out again.", ["cause"], registry=registry)
-        self._events = CounterMetric("poc_events", "Events on objects.", ["reason"], registry=registry)
+        self._retries = CounterMetric("poc_operator_retries", "Slots given out again.", ["cause"], registry=registry)
+        self._events = CounterMetric("poc_operator_events", "Events on objects.", ["reason"], registry=registry)
         self.poll_seconds = Histogram(
-            "poc_poll_seconds", "One poll of all pods of an object.", buckets=_POLL_BUCKETS, registry=registry
+            "poc_operator_poll_seconds", "One poll of all pods of an object.", buckets=_POLL_BUCKETS, registry=registry
         )
-        self.plan_seconds = Histogram("poc_plan_seconds", "One plan.", buckets=_PLAN_BUCKETS, registry=registry)
+        self.plan_seconds = Histogram(
+            "poc_operator_plan_seconds", "One plan.", buckets=_PLAN_BUCKETS, registry=registry
+        )
         self.loop_lag = Histogram(
-            "poc_loop_lag_seconds",
+            "poc_operator_loop_lag_seconds",
             "How late the event loop comes to what is due.",
             buckets=_LAG_BUCKETS,
             registry=registry,
         )
         self._poll_errors = CounterMetric(
-            "poc_poll_errors", "Pods that did not answer a poll as they should.", ["kind"], registry=registry
+            "poc_operator_poll_errors", "Pods that did not answer a poll as they should.", ["kind"], registry=registry
         )
         self._work_errors = CounterMetric(
-            "poc_internal_errors", "Failures of the operator on an object.", ["kind"], registry=registry
+            "poc_operator_internal_errors", "Failures of the operator on an object.", ["kind"], registry=registry
         )
         self._store_errors = CounterMetric(
-            "poc_api_server_errors", "Failed requests to the API server.", ["kind"], registry=registry
+            "poc_operator_api_server_errors", "Failed requests to the API server.", ["kind"], registry=registry
         )
         self._orphans = CounterMetric(
-            "poc_orphans_stopped", "Pods stopped that computed what nobody needs.", ["cause"], registry=registry
+            "poc_operator_orphans_stopped",
+            "Pods stopped that computed what nobody needs.",
+            ["cause"],
+            registry=registry,
         )
         registry.register(self)
 
@@ -141,26 +146,28 @@ class Metrics(Collector):
         known = list(self._known.values())
         for kind in ("rounds", "validations", "calibrations"):
             states = Counter(str(one.status.state) for one in known if one.kind == kind)
-            yield _gauge(f"poc_{kind}", f"{kind.capitalize()} that are being reconciled.", states, State)
+            yield _gauge(f"poc_operator_{kind}", f"{kind.capitalize()} that are being reconciled.", states, State)
         rounds = [one.status for one in known if isinstance(one.status, RoundStatus)]
         slots = Counter(str(slot.state) for status in rounds for slot in status.assignments)
-        yield _gauge("poc_slots", "Slots of the rounds that are being reconciled.", slots, SlotState)
+        yield _gauge("poc_operator_slots", "Slots of the rounds that are being reconciled.", slots, SlotState)
         working = [one for one in known if any(share.state.active for share in one.status.shares)]
         oldest = max((one.silent + monotonic() - one.seen for one in working), default=0.0)
         yield GaugeMetricFamily(
-            "poc_oldest_report_seconds", "Age of the oldest report of a pod that has a slot.", value=oldest
+            "poc_operator_oldest_report_seconds", "Age of the oldest report of a pod that has a slot.", value=oldest
         )
         yield _degraded(one.status for one in known)
         checks = [status.cross_check for status in rounds]
         deviating = sum(check.deviating_pods for check in checks if check is not None)
         yield GaugeMetricFamily(
-            "poc_pods_deviating", "Pods that computed something else than most of their round.", value=deviating
+            "poc_operator_pods_deviating",
+            "Pods that computed something else than most of their round.",
+            value=deviating,
         )
 
 
 def _degraded(statuses: Iterable[WorkStatus]) -> GaugeMetricFamily:
     """Count the objects that are degraded for each of the reasons that there can be."""
-    gauge = GaugeMetricFamily("poc_degraded", "Objects that are degraded, by reason.", labels=["reason"])
+    gauge = GaugeMetricFamily("poc_operator_degraded", "Objects that are degraded, by reason.", labels=["reason"])
     found = Counter(reason for status in statuses for reason in status.degraded.split(",") if reason)
     for reason, explanation in EXPLANATIONS.items():
         if "Degraded=True" in explanation.where:

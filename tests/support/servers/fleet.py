@@ -26,6 +26,7 @@ from poc_operator.controller.reconciler import Reconciler
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import Work, WorkEvent
 from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.without_pods import WithoutPods
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 from tests.unit.poc_operator.build import UID, a_calibration, a_pod, a_round, a_validation, newborn
@@ -35,7 +36,7 @@ WorkT = TypeVar("WorkT", bound=Work)
 AsgiApp = Callable[..., Awaitable[None]]
 
 
-class MemoryStore(Generic[WorkT]):
+class MemoryStore(WithoutPods, Generic[WorkT]):
     """One object in memory; ``fault`` is raised by the next write, before or after it took effect.
 
     ``entry`` is what the entry of every ConfigMap has, ``secret`` what every Secret has, or why it cannot be read.

@@ -22,9 +22,9 @@ from poc_operator.controller.manager import Manager, needs_reconciling
 from poc_operator.planning.snapshot import WorkEvent
 from tests.support.builders.forwarding import until
 from tests.support.fakes.lease_api import lease_api
+from tests.support.fakes.without_pods import WithoutPods
 from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, newborn, says
 from tests.unit.poc_operator.controller.turns import note_turns
-from tests.unit.poc_operator.controller.without_pods import WithoutPods
 from vllm_poc.wire.answers import PowState
 
 DELETED = datetime(2026, 1, 1, tzinfo=UTC)

@@ -26,10 +26,10 @@ from poc_operator.controller.reconciler import Reconciler
 from poc_operator.planning.snapshot import WorkEvent
 from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import lease_api
+from tests.support.fakes.without_pods import WithoutPods
 from tests.unit.poc_operator import build
 from tests.unit.poc_operator.build import NOW, a_pod, newborn, says
 from tests.unit.poc_operator.controller.turns import note_turns
-from tests.unit.poc_operator.controller.without_pods import WithoutPods
 
 #: What the schema refuses, and what a plan must survive all the same, should it ever get one.
 POISON: Mapping[str, Mapping[str, Any]] = {

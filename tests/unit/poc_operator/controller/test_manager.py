@@ -24,9 +24,9 @@ from tests.support.builders.forwarding import until
 from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import UID as LEASE_UID
 from tests.support.fakes.lease_api import lease_api
+from tests.support.fakes.without_pods import WithoutPods
 from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, newborn
 from tests.unit.poc_operator.controller.turns import note_turns
-from tests.unit.poc_operator.controller.without_pods import WithoutPods
 
 
 class GoneRound:
@@ -317,7 +317,7 @@ async def test_a_lease_that_nobody_renews_and_a_late_loop_are_for_a_new_process(
         time.sleep(0.8)  # noqa: ASYNC251 - what is measured
         await until(lambda: bool(operator.health_findings()))
         assert operator.health_findings()[0].startswith("the event loop is 0.")
-        assert b'poc_loop_lag_seconds_bucket{le="0.1"} 0.0' in operator.metrics.text()
+        assert b'poc_operator_loop_lag_seconds_bucket{le="0.1"} 0.0' in operator.metrics.text()
         await until(lambda: not operator.health_findings())
         measuring.cancel()
         await asyncio.gather(measuring, return_exceptions=True)

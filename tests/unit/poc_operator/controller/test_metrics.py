@@ -29,20 +29,20 @@ def test_nonces_count_beyond_what_was_reached_before() -> None:
     metrics = Metrics()
     for before, after, total in ((1000, 1010, 10), (1010, 1000, 10), (1000, 1008, 10), (1008, 1015, 15)):
         planned(metrics, before, after)
-        assert value(metrics, "poc_nonces_checked_total") == total
-    assert value(metrics, "poc_nonces_valid_total") == 0
+        assert value(metrics, "poc_operator_nonces_checked_total") == total
+    assert value(metrics, "poc_operator_nonces_valid_total") == 0
 
 
 def test_rounds_and_slots_by_state() -> None:
     metrics = Metrics()
     planned(metrics, 0, 1)
-    assert value(metrics, "poc_slots", state=SlotState.RUNNING) == 1
-    assert value(metrics, "poc_slots", state=SlotState.STALLED) == 0
-    assert value(metrics, "poc_rounds", state="Pending") == 1
-    assert 40 <= value(metrics, "poc_oldest_report_seconds") < 100
+    assert value(metrics, "poc_operator_slots", state=SlotState.RUNNING) == 1
+    assert value(metrics, "poc_operator_slots", state=SlotState.STALLED) == 0
+    assert value(metrics, "poc_operator_rounds", state="Pending") == 1
+    assert 40 <= value(metrics, "poc_operator_oldest_report_seconds") < 100
     metrics.forget(UID)
-    assert value(metrics, "poc_rounds", state="Pending") == 0
-    assert value(metrics, "poc_oldest_report_seconds") == 0
+    assert value(metrics, "poc_operator_rounds", state="Pending") == 0
+    assert value(metrics, "poc_operator_oldest_report_seconds") == 0
 
 
 def test_causes_reasons_and_kinds() -> None:
@@ -50,29 +50,31 @@ def test_causes_reasons_and_kinds() -> None:
     planned(metrics, 0, 1, WorkEvent(reason=Reason.WORK_LOST, message="", loss=Loss.RESTARTED))
     metrics.poll_failed(PodTimeout("no answer within 5 s"))
     metrics.api_server_failed(StaleObject("changed"))
-    assert value(metrics, "poc_retries_total", cause="Restarted") == 1
-    assert value(metrics, "poc_events_total", reason="WorkLost") == 1
-    assert value(metrics, "poc_poll_errors_total", kind="PodTimeout") == 1
-    assert value(metrics, "poc_api_server_errors_total", kind="StaleObject") == 1
+    assert value(metrics, "poc_operator_retries_total", cause="Restarted") == 1
+    assert value(metrics, "poc_operator_events_total", reason="WorkLost") == 1
+    assert value(metrics, "poc_operator_poll_errors_total", kind="PodTimeout") == 1
+    assert value(metrics, "poc_operator_api_server_errors_total", kind="StaleObject") == 1
 
 
 def test_a_slot_that_was_given_up_is_no_reissue() -> None:
     metrics = Metrics()
     planned(metrics, 0, 1, WorkEvent(reason=Reason.WORK_LOST, message=""))
-    assert b"poc_retries_total{" not in metrics.text()
+    assert b"poc_operator_retries_total{" not in metrics.text()
 
 
 def test_one_event_of_many_slots_counts_all_their_retries() -> None:
     metrics = Metrics()
     planned(metrics, 0, 1, WorkEvent(reason=Reason.WORK_LOST, message="", loss=Loss.POD_GONE, count=1000))
-    assert value(metrics, "poc_retries_total", cause="PodGone") == 1000
-    assert value(metrics, "poc_events_total", reason="WorkLost") == 1
+    assert value(metrics, "poc_operator_retries_total", cause="PodGone") == 1000
+    assert value(metrics, "poc_operator_events_total", reason="WorkLost") == 1
 
 
 def test_every_reason_of_a_degraded_object_is_counted() -> None:
     metrics = Metrics()
     status = a_status(a_slot(), degraded="SlotsWaiting,ResultsRejected")
     metrics.planned(look(a_round(status), (a_pod("a"), None)), status, [])
-    found = {reason: value(metrics, "poc_degraded", reason=reason) for reason in ("SlotsWaiting", "ResultsRejected")}
+    found = {
+        reason: value(metrics, "poc_operator_degraded", reason=reason) for reason in ("SlotsWaiting", "ResultsRejected")
+    }
     assert found == {"SlotsWaiting": 1, "ResultsRejected": 1}
-    assert value(metrics, "poc_degraded", reason="SlotsFailed") == 0
+    assert value(metrics, "poc_operator_degraded", reason="SlotsFailed") == 0

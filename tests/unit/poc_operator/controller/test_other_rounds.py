@@ -19,8 +19,8 @@ from poc_operator.planning.queue import as_other
 from poc_operator.planning.snapshot import OtherRound
 from tests.support.builders.forwarding import until
 from tests.support.fakes.lease_api import lease_api
+from tests.support.fakes.without_pods import WithoutPods
 from tests.unit.poc_operator.build import a_pod, newborn
-from tests.unit.poc_operator.controller.without_pods import WithoutPods
 from tests.unit.poc_operator.rounds.test_queue import a_named_round
 from tests.unit.poc_operator.rounds.world import SimPod
 from vllm_poc.wire.answers import CommandResponse, PowStatus

@@ -162,7 +162,7 @@ async def test_what_nobody_needs_is_stopped_counted_and_told(
     made, metrics = world.reaper(POD)
     await swept(made)
     assert world.stopped == [(HERE, UID)]
-    assert f'poc_orphans_stopped_total{{cause="{cause}"}} 1.0' in metrics.text().decode()
+    assert f'poc_operator_orphans_stopped_total{{cause="{cause}"}} 1.0' in metrics.text().decode()
     message = f"pod a computed for round {UID}, {why}: it is stopped"
     about = [(f"round {UID}", message)] if cause != "Deleted" else []
     assert world.events == [("pod a", message), *about]
