@@ -23,7 +23,6 @@ from tests.simulation.session import Session
 from tests.simulation.world import World, world
 from tests.support.checks.metrics import parse
 
-READY_SECONDS = 300.0
 START_SECONDS = 120.0
 SETTLING_SECONDS = 15.0
 SAMPLE_SECONDS = 1.0

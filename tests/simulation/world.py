@@ -33,6 +33,8 @@ from tests.simulation.rounds import Rounds
 from tests.simulation.server import FleetServer
 
 READY_SECONDS = 120.0
+#: Seconds more for each pod: the cluster's controllers make some twenty pods a second.
+SECONDS_PER_POD = 0.2
 NODES = ",".join(f"{key}={value}" for key, value in manifests.NODE_LABEL.items())
 CRDS = str(ROOT / "crds")
 #: Settings of the simulated pods: a slow fake batch is no reason for smaller ones.
@@ -70,9 +72,9 @@ class World:
         await self.kubelet.switch_off(found.metadata.uid for found in pods.items if found.spec.node_name == node)
         await self.core.delete_node(node)
 
-    async def wait_for_pods(self, count: int, seconds: float = READY_SECONDS) -> None:
-        """Wait until so many pods serve; fails after ``seconds``."""
-        deadline = monotonic() + seconds
+    async def wait_for_pods(self, count: int) -> None:
+        """Wait until so many pods serve; fails after some minutes."""
+        deadline = monotonic() + READY_SECONDS + SECONDS_PER_POD * count
         while len(self.kubelet.pods) != count:
             assert monotonic() < deadline, f"{len(self.kubelet.pods)} of {count} pods serve"
             await asyncio.sleep(0.1)
