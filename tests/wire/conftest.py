@@ -20,6 +20,7 @@ QUICK = {
     "CALLBACK_SECONDS": "10",
     "ENGINE_SECONDS": "2",
     "FLUSH_SECONDS": "0.5",
+    "REFUSED_SECONDS": "0.2",
 }
 
 

@@ -88,7 +88,7 @@ async def test_one_bad_nonce_does_not_take_its_batch_with_it(
 
 
 @pytest.mark.parametrize("pod_settings", [{"PAYLOAD_RESULTS": "100", "CALLBACK_INTERVAL_SECONDS": "60"}])
-@pytest.mark.parametrize(("answer", "most"), [(404, 4), (403, 4), (400, 2 * SEARCH_LIMIT + 20)])
+@pytest.mark.parametrize(("answer", "most"), [(404, 20), (405, 4), (400, 2 * SEARCH_LIMIT + 20)])
 async def test_a_receiver_that_refuses_everything_is_not_asked_about_every_nonce(
     pod: Pod, receiver: CallbackReceiver, answer: int, most: int
 ) -> None:
@@ -99,6 +99,32 @@ async def test_a_receiver_that_refuses_everything_is_not_asked_about_every_nonce
     assert status.delivered_valid == 0
     assert 1 <= receiver.attempts <= most
     assert f"HTTP {answer}" in (status.delivery_error or "")
+
+
+@pytest.mark.parametrize("pod_settings", [{"REFUSED_SECONDS": "60"}])
+@pytest.mark.parametrize("answer", [401, 403, 404])
+async def test_what_is_refused_for_a_moment_is_delivered(pod: Pod, receiver: CallbackReceiver, answer: int) -> None:
+    """As while a token or an ingress is changed."""
+    receiver.faults = [answer] * 3
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert (status.rejected, status.delivered_valid, status.delivery_error) == (0, 100, None)
+    assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
+
+
+async def test_a_refusal_that_lasts_is_final_until_something_is_accepted(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 404
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    first = await pod.reach(lambda s: s.delivered_rejected > 0)
+    attempts = receiver.attempts
+    second = await pod.reach(lambda s: s.delivered_rejected > first.delivered_rejected)
+    assert receiver.attempts <= attempts + 2, "what follows is refused at once"
+    receiver.answer = 200
+    await pod.reach(lambda s: s.delivered_valid > 0)
+    receiver.faults = [404] * 3
+    third = await pod.reach(lambda s: not receiver.faults)
+    fourth = await pod.reach(lambda s: s.delivered_valid > third.delivered_valid)
+    assert second.delivered_rejected <= third.delivered_rejected == fourth.delivered_rejected
 
 
 async def test_the_round_is_not_over_before_everything_is_delivered(pod: Pod, receiver: CallbackReceiver) -> None:

@@ -2,15 +2,19 @@
 """Who waits when chat and PoC both have work."""
 
 import asyncio
+from collections.abc import MutableMapping
 from time import monotonic
+from typing import Any
 
 import pytest
 
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from vllm_poc.server.inference import INFERENCE_PATHS
 
 POC_FIRST = {"PRIORITY": "poc-first"}
-INFERENCE = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+SPOKEN = "/v1/realtime"
+INFERENCE = sorted(INFERENCE_PATHS - {SPOKEN})
 
 
 @pytest.mark.parametrize("pod_settings", [{"MIN_SHARE": "0.25", "SHARE_WINDOW_SECONDS": "0.2"}])
@@ -42,8 +46,51 @@ async def test_poc_first_refuses_inference_while_a_round_runs(pod: Pod, path: st
     assert (error["type"], error["code"]) == ("service_unavailable", 503)
     assert "round" in error["message"]
     assert (await pod.http.get("/v1/models")).status_code == 200
+    assert (await pod.http.post("/tokenize")).status_code == 200
     await pod.post("stop")
     assert (await pod.http.post(path)).status_code == 200
+
+
+@pytest.mark.parametrize("pod_settings", [POC_FIRST])
+async def test_poc_first_admits_inference_while_the_round_waits_at_its_end(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT | {"round_id": "a", "end_index": 32})
+    await pod.reach(lambda s: s.next_index == 32)
+    assert (await pod.http.post(INFERENCE[0])).status_code == 200
+    pod.engine.seconds_per_batch = 0.2
+    await pod.post("extend", {"round_id": "a", "end_index": 1000})
+    await pod.reach(lambda s: s.next_index > 32)
+    assert (await pod.http.post(INFERENCE[0])).status_code == 503
+
+
+@pytest.mark.parametrize("pod_settings", [POC_FIRST])
+@pytest.mark.parametrize("extensions", [{"websocket.http.response": {}}, {}], ids=["says why", "cannot say why"])
+async def test_poc_first_refuses_speech_over_a_websocket(pod: Pod, extensions: dict[str, Any]) -> None:
+    assert [message["type"] for message in await shake_hands(pod, extensions)] == [
+        "websocket.accept",
+        "websocket.close",
+    ]
+    await pod.start(DISTANCE | SLOT)
+    refused = await shake_hands(pod, extensions)
+    if extensions:
+        assert (refused[0]["type"], refused[0]["status"]) == ("websocket.http.response.start", 503)
+        assert (b"retry-after", b"5") in refused[0]["headers"]
+    else:
+        assert [message["type"] for message in refused] == ["websocket.close"]
+
+
+async def shake_hands(pod: Pod, extensions: dict[str, Any]) -> list[MutableMapping[str, Any]]:
+    """Return what a client is told that opens a WebSocket for speech."""
+    told: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        told.append(message)
+
+    scope = {"type": "websocket", "path": SPOKEN, "headers": [], "query_string": b"", "extensions": extensions}
+    await pod.app(scope, receive, send)
+    return told
 
 
 @pytest.mark.parametrize("pod_settings", [POC_FIRST])

@@ -8,6 +8,7 @@
     lease         how long a round runs that nobody asks for
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
     scheduler     slices, chat first         autotune     how many nonces a forward pass holds
+    inference     vLLM's own routes, which wait where PoC goes first
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
     termination   a server that is told to end drains first
     nvml          the GPUs, as their driver tells of them

@@ -9,9 +9,9 @@ import os
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders, State
-from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_poc.server import inference
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
@@ -22,9 +22,6 @@ from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
 from vllm_poc.server.termination import Termination
 from vllm_poc.wire.messages import API_PREFIX
-
-#: What poc-first refuses while a round computes; what already runs is not touched.
-INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 #: What a server that ends still answers, beside whatever only asks.
 STOP_PATH = f"{API_PREFIX}/stop"
@@ -47,7 +44,7 @@ class PocMiddleware:
         elif scope["type"] == "http" and _is_poc(scope["path"]):
             await self._serve(scope, receive, send)
         elif self._refuses_inference(scope):
-            await _poc_goes_first()(scope, receive, send)
+            await inference.refuse(scope, receive, send)
         else:
             self._set_gauges(scope)
             await self._inner(scope, receive, send)
@@ -111,7 +108,7 @@ class PocMiddleware:
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:
             return False
-        return scope["type"] == "http" and scope["path"] in INFERENCE_PATHS and self._service.phases.computes
+        return inference.is_inference(scope) and self._service.phases.computes
 
     def _app_for(self, state: State) -> ASGIApp | None:
         # vLLM sets both while it starts; the models last.
@@ -166,9 +163,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return replayed
-
-
-def _poc_goes_first() -> Response:
-    message = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
-    error = {"message": message, "type": "service_unavailable", "code": HTTPStatus.SERVICE_UNAVAILABLE.value}
-    return JSONResponse({"error": error}, HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "5"})

@@ -95,6 +95,7 @@ class Generation:
         self.counters = Counters(request.start_index)
         self.end_index = request.end_index
         self._extended = asyncio.Event()
+        self._waits = False  # at end_index
         self._scheduler = scheduler
         self._limit = slice_limit
         self._size: SliceSize  # once its forward pass is tuned
@@ -118,6 +119,11 @@ class Generation:
             self._reporting = asyncio.create_task(self._report())
             self._sending = asyncio.create_task(self._send())
             self._computing = asyncio.create_task(self._generate())
+
+    @property
+    def computes(self) -> bool:
+        """Whether it uses the engine, and waits neither at ``end_index`` nor for the receiver."""
+        return not self._waits and not self.delivery.is_full
 
     @property
     def held_back_seconds(self) -> float:
@@ -194,7 +200,9 @@ class Generation:
             if self._scheduler.gate.is_closed:
                 raise ServerEndsError
             self._extended.clear()
+            self._waits = True
             await self._extended.wait()
+        self._waits = False
         return self._most(self.counters.next_index)
 
     def _following(self, index: int, known: int) -> list[int]:

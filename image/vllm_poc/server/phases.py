@@ -60,8 +60,8 @@ class Phases:
 
     @property
     def computes(self) -> bool:
-        """Whether a round uses the engine: it has nonces to compute, and its receiver keeps up."""
-        return not self._free.is_set() and self.generation is not None and not self.generation.delivery.is_full
+        """Whether a round uses the engine: it may compute further nonces, and its receiver keeps up."""
+        return not self._free.is_set() and self.generation is not None and self.generation.computes
 
     @property
     def pending(self) -> int:

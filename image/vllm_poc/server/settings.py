@@ -78,6 +78,9 @@ class Settings(BaseModel):
     #: Pause after a failed callback; doubles up to the limit below.
     retry_first_seconds: Seconds = 1.0
     retry_limit_seconds: Seconds = 30.0
+    #: A receiver that answers 401, 403 or 404 is tried for this long, since it may have another token or route in a
+    #: moment. After that such answers are final, until it accepts something.
+    refused_seconds: Seconds = 300.0
     #: ``stop`` waits this long for what is still to be delivered.
     flush_seconds: Seconds = 30.0
     #: A server that is told to end delivers what is left for at most this long first. Kubernetes kills a pod after

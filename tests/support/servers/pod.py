@@ -10,12 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 from prometheus_client import make_asgi_app
 from starlette.routing import Mount
 
 from tests.support.fakes.engine import FakeEngineClient
 from vllm_poc.server.app import PocMiddleware
+from vllm_poc.server.inference import INFERENCE_PATHS
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import API_PREFIX
@@ -34,8 +35,10 @@ class Pod:
         self.app = FastAPI()
         self.app.add_middleware(PocMiddleware, clock=clock)
         self.app.get("/v1/models")(lambda: {"data": ["tiny"]})
-        for path in ("chat/completions", "completions", "responses"):
-            self.app.post(f"/v1/{path}")(_infer)
+        for path in INFERENCE_PATHS - {"/v1/realtime"}:
+            self.app.post(path)(_infer)
+        self.app.websocket("/v1/realtime")(_talk)
+        self.app.post("/tokenize")(_infer)
         metrics = Mount("/metrics", make_asgi_app())
         metrics.path_regex = re.compile("^/metrics(?P<path>.*)$")  # as vLLM does, so that nothing is redirected
         self.app.routes.append(metrics)
@@ -74,6 +77,11 @@ class Pod:
 async def _infer(seconds: float = 0) -> dict[str, bool]:
     await asyncio.sleep(seconds)
     return {"done": True}
+
+
+async def _talk(websocket: WebSocket) -> None:
+    await websocket.accept()
+    await websocket.close()
 
 
 @asynccontextmanager

@@ -5,9 +5,10 @@ A payload is tried until the receiver accepts it or refuses it for good. What is
 are found, so that they alone are lost:
 
     waiting -> posted -> accepted                         2xx
-                      -> waiting, after a pause           5xx, 408, 425, 429, our gateway's 401, no answer
+                      -> waiting, after a pause           5xx, 408, 425, 429, our gateway's 401, no answer;
+                                                          401, 403, 404 for a bounded time
                       -> halved, and each half posted     other 4xx, several items
-                      -> refused                          other 4xx, one item; 401, 403, 404, 405, 410
+                      -> refused                          other 4xx, one item; 405, 410; 401, 403, 404 after that time
 """
 
 import asyncio
@@ -35,6 +36,8 @@ _SUCCESS = range(200, 300)
 _CLIENT_ERRORS = range(400, 500)
 #: Client errors that may pass, so that the payload is sent again.
 _PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
+#: Those about the address or the sender that pass when a token or a route is changed. They are waited out for a while.
+_PASSING_FOR_A_WHILE = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND}
 _OUR_REALM = f'realm="{GATEWAY_REALM}"'
 #: After so many single items refused in a row the receiver is taken to refuse everything.
 SEARCH_LIMIT = 64
@@ -78,6 +81,7 @@ class Poster(Generic[T]):
         self._settings = settings
         self._refused_in_a_row = 0
         self._hurried = asyncio.Event()
+        self._turned_away: float | None = None  # since when it has answered nothing else
 
     def hurry(self) -> None:
         """Try again at once, and from then on after the shortest pause: there is little time left."""
@@ -125,7 +129,14 @@ class Poster(Generic[T]):
                 await self._hurried.wait()
 
     def _may_pass(self, status: int) -> bool:
-        return status in _PASSING or self.unauthorized
+        if status in _PASSING or self.unauthorized:
+            return True
+        if status not in _PASSING_FOR_A_WHILE:
+            return False
+        now = asyncio.get_running_loop().time()
+        if self._turned_away is None:
+            self._turned_away = now
+        return now < self._turned_away + self._settings.refused_seconds
 
     async def _attempt(self, body: str) -> int:
         headers = {"Content-Type": "application/json"}
@@ -142,6 +153,8 @@ class Poster(Generic[T]):
         return status
 
     def _judge(self, status: int, count: int) -> Outcome:
+        if status not in _PASSING_FOR_A_WHILE:
+            self._turned_away = None
         if status in _SUCCESS:
             self.error, self._refused_in_a_row = None, 0
             metrics.CALLBACKS.labels("accepted").inc()
