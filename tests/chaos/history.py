@@ -37,23 +37,23 @@ def slots_of(round_: PoCRound) -> Slots:
 def runs_of(round_: PoCRound, sessions: Iterable[Session]) -> dict[int, list[Run]]:
     """Return the runs of each slot (by offset) in the order in which they began.
 
-    A batch that mixes slots, leaves out a nonce or is of no slot of the round fails the test.
+    What a session computes on after another one has begun is a run of its own. A batch that mixes slots, leaves out a
+    nonce or is of no slot of the round fails the test.
     """
     slots, runs = slots_of(round_), defaultdict[int, list[Run]](list)
-    for session in sessions:
-        last: tuple[int, Run] | None = None
-        for work in session.engine.work:
-            if work.block_hash != round_.spec.block_hash:
-                last = None
-                continue
-            offset = work.nonces[0] % round_.status.slots
-            index = slots[offset].index(work.nonces[0])
-            assert work.nonces == slots[offset].nonces(index, len(work.nonces)), "a batch is not of one slot"
-            if last is None or last[0] != offset or last[1].end != index:
-                last = offset, Run(session, index, index, work.began, work.began)
-                runs[offset].append(last[1])
-            _extend(last[1], work, session)
-    return {offset: sorted(found, key=lambda run: run.began) for offset, found in runs.items()}
+    works = [(work, session) for session in sessions for work in session.engine.work]
+    for work, session in sorted(works, key=lambda one: one[0].began):
+        if work.block_hash != round_.spec.block_hash:
+            continue
+        offset = work.nonces[0] % round_.status.slots
+        index = slots[offset].index(work.nonces[0])
+        assert work.nonces == slots[offset].nonces(index, len(work.nonces)), "a batch is not of one slot"
+        last = runs[offset][-1] if runs[offset] else None
+        if last is None or last.session is not session or last.end != index:
+            last = Run(session, index, index, work.began, work.began)
+            runs[offset].append(last)
+        _extend(last, work, session)
+    return runs
 
 
 def _extend(run: Run, work: Work, session: Session) -> None:

@@ -70,6 +70,16 @@ def test_balanced_books() -> None:
     assert found.oldest_knowledge == pytest.approx(1)
 
 
+def test_a_session_may_go_on_after_another_one_that_took_its_place_for_a_moment() -> None:
+    """As when a suspended round is resumed on a spare that dies at once."""
+    told = [(5, 50), (10, 50)]
+    first = session(0, 50, 0, told)
+    first.engine.work += session(50, 100, 6).engine.work
+    assert judged(first, session(50, 60, 5)).repeated == 10
+    with pytest.raises(AssertionError, match="compute it at once"):
+        judged(first, session(50, 60, 5.5))
+
+
 def test_what_arrived_twice_is_counted() -> None:
     assert judged(FIRST, session(50, 100, 8), arrived=[*range(200), 7, 9]).arrived_twice == 2
 
