@@ -9,6 +9,7 @@ new process waits until all of its rounds have been read once.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from poc_operator.planning.snapshot import OtherRound
 
@@ -33,6 +34,11 @@ class OtherRounds:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def turn(self, namespace: str) -> asyncio.Lock:
+        """Return the lock of the namespace's plans: what others were told is true until one puts something else."""
+        return self._turns.setdefault(namespace, asyncio.Lock())
 
     def expect(self, uid: str, namespace: str, wake: asyncio.Event) -> None:
         """Await the first plan of a round; ``wake`` is set when a pod that it waits for falls free."""

@@ -26,9 +26,9 @@ from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
 from poc_operator.controller.other_rounds import OtherRounds
-from poc_operator.controller.stored_object import ObjectReader, StatusRecorder
+from poc_operator.controller.stored_object import MANY, ObjectReader, StatusRecorder, computed
 from poc_operator.observed import PodReport, PodView
-from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Work
+from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Step, Work
 
 #: Seconds between two turns of an object that runs or waits.
 POLL_SECONDS = 2.0
@@ -123,11 +123,11 @@ class Reconciler(Generic[WorkT]):
         if self._deleted and work.status.state.finished:
             return False
         seen = await self._observe(work)
-        with self._metrics.plan_seconds.time():
-            step = self._planner.plan(seen)
-        # At once, so that no other round plans with the same pod while this status is written.
-        if (told := self._planner.told_others(seen, step)) is not None:
-            self._others.put(self._ref.uid, told)
+        # One after the other, each with what the last one made of it, so that no two plan with the same pod.
+        async with self._others.turn(self._ref.namespace):
+            step = await self._plan(seen)
+            if (told := self._planner.told_others(seen, step)) is not None:
+                self._others.put(self._ref.uid, told)
         if not await self._record(stored, step.status):  # nothing is ordered that is not recorded
             return False
         self._planner.recorded(step)
@@ -144,6 +144,14 @@ class Reconciler(Generic[WorkT]):
             self._tell_of_silent(seen)
             return False
         return True
+
+    async def _plan(self, seen: Snapshot[WorkT]) -> Step[Any]:
+        size = len(seen.pods) + len(seen.work.status.shares)
+        if size >= MANY:
+            others = seen.other_rounds  # in this thread, since the loops of all namespaces change what it is taken from
+            seen = dataclasses.replace(seen, find_other_rounds=lambda: others)
+        with self._metrics.plan_seconds.time():
+            return await computed(partial(self._planner.plan, seen), size)
 
     async def _record(self, stored: WorkT, status: WorkStatus) -> bool:
         """Record the status; False if the object is gone."""

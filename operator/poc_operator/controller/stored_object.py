@@ -8,8 +8,10 @@ A write for every turn of every round would be most of the API server's work. So
 is held back for some seconds. It is lost with the process, and the next one asks the pods anyway.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Generic
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import WorkStatus
@@ -23,7 +25,16 @@ READ_SECONDS = 60.0
 #: Seconds between two writes of a status in which only counters moved.
 COUNTERS_SECONDS = 15.0
 
+#: What is made of so many shares or pods would hold up the event loop for tens of milliseconds.
+MANY = 300
+
 Body = Mapping[str, Any]
+T = TypeVar("T")
+
+
+async def computed(compute: Callable[[], T], size: int) -> T:
+    """Return what is computed of so many shares and pods: in a thread if they are many."""
+    return compute() if size < MANY else await asyncio.to_thread(compute)
 
 
 class ObjectReader(Generic[WorkT]):
@@ -98,9 +109,9 @@ class StatusRecorder(Generic[WorkT]):
         """
         if status == self.newest(stored).status and not self._held_back:
             return stored
-        written = _as_stored(status)
+        written, only_counters = await computed(partial(_compare, status, stored.status), len(status.shares))
         fresh = self._clock() - self._written < COUNTERS_SECONDS
-        if written == stored.status or (fresh and _differ_in_counters(written, stored.status)):
+        if written == stored.status or (fresh and only_counters):
             self._known, self._held_back = (stored.status, status), written != stored.status
             return stored
         version = await self._store.write_status(stored, status)
@@ -113,13 +124,12 @@ class StatusRecorder(Generic[WorkT]):
         return found
 
 
-def _as_stored(status: WorkStatus) -> WorkStatus:
-    """Return the status as it will be read again."""
-    return type(status).model_validate(status.stored())
+def _compare(status: WorkStatus, stored: WorkStatus) -> tuple[WorkStatus, bool]:
+    """Return the status as it will be read again, and whether it differs from what is stored in counters at most.
 
-
-def _differ_in_counters(one: WorkStatus, other: WorkStatus) -> bool:
-    """Whether only counters differ, which are held back for rounds alone: the others have few."""
-    if not isinstance(one, RoundStatus) or not isinstance(other, RoundStatus):
-        return False
-    return one.without_counters() == other.without_counters()
+    Those are held back for rounds alone: the others have few.
+    """
+    written = type(status).model_validate(status.stored())
+    if not isinstance(written, RoundStatus) or not isinstance(stored, RoundStatus):
+        return written, False
+    return written, written.without_counters() == stored.without_counters()
