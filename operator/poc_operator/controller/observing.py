@@ -9,6 +9,7 @@ pods, whose reports are held against the answer, and never waits for long.
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -36,29 +37,43 @@ def selects(work: Work, pod: PodView) -> bool:
     return pod.namespace == work.metadata.namespace and work.spec.selector.matches(pod.labels)
 
 
+#: Namespace, key and value; of all pods of a namespace the other two are empty.
+_Label = tuple[str, str, str]
+
+
+def _labels(pod: PodView) -> list[_Label]:
+    return [(pod.namespace, "", ""), *((pod.namespace, *label) for label in pod.labels.items())]
+
+
 class PodCache:
-    """Pods by uid. ``clock`` returns seconds of any monotonic clock."""
+    """Pods by uid, and by their labels. ``clock`` returns seconds of any monotonic clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pods: dict[str, PodView] = {}
+        self._labelled = defaultdict[_Label, dict[str, PodView]](dict)  # a thousand rounds must not each look at all
         self._forget_at: dict[str, float] = {}  # of deleted pods, by uid
 
     def put(self, pod: PodView) -> bool:
         """Remember the pod; return whether anything that matters to a round changed."""
-        changed = self._pods.get(pod.uid) != pod
+        if self._pods.get(pod.uid) == pod:
+            return False
+        self._forget(pod.uid)
         self._pods[pod.uid] = pod
-        return changed
+        for label in _labels(pod):
+            self._labelled[label][pod.uid] = pod
+        return True
 
     def remove(self, pod: PodView) -> bool:
         """Forget a deleted pod, though not at once if the cluster took it away; return whether it was known."""
-        known = pod.uid in self._pods
-        if known and pod.disrupted:
-            self._pods[pod.uid] = dataclasses.replace(pod, gone=True)
+        if pod.uid not in self._pods:
+            return False
+        if pod.disrupted:
+            self.put(dataclasses.replace(pod, gone=True))
             self._forget_at[pod.uid] = self._clock() + MEMORY_SECONDS
         else:
-            self._pods.pop(pod.uid, None)
-        return known
+            self._forget(pod.uid)
+        return True
 
     def everywhere(self) -> list[PodView]:
         """Return all pods that are known."""
@@ -81,8 +96,18 @@ class PodCache:
     def selected(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods of the namespace that the selector matches."""
         for uid in [uid for uid, moment in self._forget_at.items() if moment <= self._clock()]:
-            del self._pods[uid], self._forget_at[uid]
-        return [pod for pod in self._pods.values() if pod.namespace == namespace and selector.matches(pod.labels)]
+            self._forget(uid)
+        wanted = [(namespace, *label) for label in (selector.match_labels or {}).items()]
+        candidates = (self._labelled.get(label, {}) for label in [*wanted, (namespace, "", "")])
+        return [pod for pod in min(candidates, key=len).values() if selector.matches(pod.labels)]
+
+    def _forget(self, uid: str) -> None:
+        self._forget_at.pop(uid, None)
+        pod = self._pods.pop(uid, None)
+        for label in _labels(pod) if pod is not None else ():
+            del self._labelled[label][uid]
+            if not self._labelled[label]:
+                del self._labelled[label]
 
 
 #: Polls in flight at once; a poll is cheap, 1 000 pods take about a second. Up to so many pods that do not answer

@@ -200,7 +200,7 @@ class Reaper:
         pods = [pod for pod in self._pods.everywhere() if pod.ip and not pod.gone]
         workers = {(pod.uid, port): pod for pod in pods if everywhere for port in _worker_ports(pod)}
         found = dict[tuple[str, int], PodView]()
-        by_uid, index = {pod.uid: pod for pod in pods}, _LabelIndex(pods)
+        by_uid = {pod.uid: pod for pod in pods}
         selections = set[tuple[str, str, int]]()
         busy = set[str]()
         self._held = set[str]()
@@ -212,7 +212,8 @@ class Reaper:
             key = (record.namespace, str(record.selector), record.port)
             if key not in selections:
                 selections.add(key)
-                found |= {(pod.uid, record.port): pod for pod in index.selected(record)}
+                selected = self._pods.selected(record.namespace, record.selector)
+                found |= {(pod.uid, record.port): pod for pod in selected if pod.uid in by_uid}
                 await asyncio.sleep(0)  # many pods for many selectors take a while
         self._unknown = frozenset(workers.keys() - found.keys())
         return {key: pod for key, pod in (workers | found).items() if pod.uid not in busy}
@@ -312,25 +313,6 @@ class Reaper:
         if record is not None:
             about = (PoCRound.KIND, record.namespace, record.name, record.uid)
             await self._events.post_on_object(*about, Reason.ORPHAN_STOPPED, message)
-
-
-class _LabelIndex:
-    """Pods by namespace and label: a thousand selectors must not each look at every pod."""
-
-    def __init__(self, pods: Iterable[PodView]) -> None:
-        self._all = defaultdict[str, list[PodView]](list)
-        self._labelled = defaultdict[tuple[str, str, str], list[PodView]](list)
-        for pod in pods:
-            self._all[pod.namespace].append(pod)
-            for key, value in pod.labels.items():
-                self._labelled[pod.namespace, key, value].append(pod)
-
-    def selected(self, record: WorkRecord) -> Iterable[PodView]:
-        """Return the pods that the object's selector matches."""
-        labels = (record.selector.match_labels or {}).items()
-        candidates = [self._labelled.get((record.namespace, key, value), []) for key, value in labels]
-        fewest = min(candidates, key=len, default=self._all.get(record.namespace, []))
-        return (pod for pod in fewest if record.selects(pod))
 
 
 def _worker_ports(pod: PodView) -> Collection[int]:
