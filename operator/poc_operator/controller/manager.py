@@ -87,8 +87,8 @@ class Manager:
         holds_deleted: bool = True,
         lease_seconds: int = LEASE_SECONDS,
     ) -> None:
-        """``clients`` is for orders. Polls, asks and the reaper have connections of their own: an ask or a stop may hold
-        one for minutes, and a poll must not wait for it.
+        """``clients`` is for orders. Polls, asks and the reaper have connections of their own: an ask or a stop may
+        hold one for minutes, and a poll must not wait for it.
 
         ``strangers`` has no token: it is for pods that no object selects.
         """
