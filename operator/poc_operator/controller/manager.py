@@ -79,13 +79,16 @@ class Manager:
         gateway: GatewayClient | None = None,
         rate_limit: int = RATE_LIMIT,
         *,
+        poll_clients: ClientOf | None = None,
+        ask_clients: ClientOf | None = None,
         reaper_clients: ClientOf | None = None,
         strangers: ClientOf | None = None,
         events: EventPoster | None = None,
         holds_deleted: bool = True,
         lease_seconds: int = LEASE_SECONDS,
     ) -> None:
-        """``reaper_clients`` has connections of its own, so that the reaper takes none from the rounds.
+        """``clients`` is for orders. Polls, asks and the reaper have connections of their own: an ask or a stop may
+        hold one for minutes, and a poll must not wait for it.
 
         ``strangers`` has no token: it is for pods that no object selects.
         """
@@ -94,7 +97,9 @@ class Manager:
         self._store = store
         self.lease = lease
         self._clients = clients
-        self._poller = PodPoller(clients, time.monotonic)
+        self._poll_clients = poll_clients or clients
+        self._ask_clients = ask_clients or clients
+        self._poller = PodPoller(self._poll_clients, time.monotonic)
         self._gateway = gateway
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit, lease_seconds=lease_seconds)
         self._pods = PodCache(time.monotonic)
@@ -149,6 +154,8 @@ class Manager:
             PodClients(read),
             gateway,
             rate_limit,
+            poll_clients=PodClients(read),
+            ask_clients=PodClients(read),
             reaper_clients=PodClients(read, connections=REAPER_CONNECTIONS),
             strangers=PodClients(connections=REAPER_CONNECTIONS),
             events=EventPoster(api),
@@ -169,6 +176,8 @@ class Manager:
         await self.stop()
         await self._poller.close()
         await self._clients.close()
+        await self._poll_clients.close()
+        await self._ask_clients.close()
         await self._reaper_clients.close()
         await self._strangers.close()
         if self._gateway is not None:
@@ -294,6 +303,7 @@ class Manager:
             ref,
             sources=self._sources,
             clients=self._clients,
+            ask_clients=self._ask_clients,
             poller=self._poller,
             pods=self._pods,
             metrics=self.metrics,

@@ -63,6 +63,7 @@ class Reconciler(Generic[WorkT]):
         *,
         sources: Sources,
         clients: ClientOf,
+        ask_clients: ClientOf | None = None,
         poller: PodPoller,
         pods: PodCache,
         metrics: Metrics,
@@ -91,7 +92,7 @@ class Reconciler(Generic[WorkT]):
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
         self._actions = PodActions(sources=sources, clients=clients, emit=emit, wake=self.wake, log=self.log)
-        self._asks = PodAsks(clients=clients, wake=self.wake)
+        self._asks = PodAsks(clients=ask_clients or clients, wake=self.wake)
         self._deleted_since: float | None = None  # by the monotonic clock
         self._others = others or OtherRounds(time.monotonic)
         self._knows_pods = False  # whether the watch has told of all that mattered when this began

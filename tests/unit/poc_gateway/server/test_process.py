@@ -4,6 +4,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from hack.images.site import ROOT
+from poc_gateway.server import process
 from tests.simulation.gateway_process import gateway
 from tests.support.builders.deliveries import artifacts, path, round_body
 from tests.support.builders.secrets import ENVIRONMENT, pod_headers
@@ -75,3 +77,10 @@ def test_bad_settings_end_it_with_a_sentence(variable: str, value: str, message:
     assert done.returncode == 1
     line = json.loads(done.stderr.splitlines()[-1])
     assert message in line["message"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_it_is_reached_by_either_protocol(host: str) -> None:
+    """A cluster may have IPv4, IPv6 or both."""
+    with process._listen(0) as server, socket.create_connection((host, server.getsockname()[1]), timeout=5):
+        pass

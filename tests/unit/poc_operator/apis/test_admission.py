@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import spec_model
 from poc_operator.apis.v1alpha1.meta import Resource
-from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.round import MAX_SLOTS, PoCRound
 from tests.support.builders.specs import FULL, edges, specs
 from tests.support.checks.admission import admitted
 
@@ -50,3 +50,13 @@ def test_a_secret_for_the_receiver_needs_its_address() -> None:
     assert admitted(PoCRound, without)[1] == [
         "spec: callbackSecretRef needs callbackURL: set it, or remove callbackSecretRef"
     ]
+
+
+def test_a_round_has_no_more_slots_than_its_status_can_list() -> None:
+    """One with millions of them would take the memory of the operator, and with it all other rounds."""
+    full = FULL[PoCRound][0]
+    most = {"first": 0, "last": MAX_SLOTS // 2 - 1, "count": 100_000, "groups": 2}
+    assert admitted(PoCRound, {**full, "nodes": most})[1] == []
+    for more in ({**most, "groups": 3}, {**most, "last": MAX_SLOTS // 2}, {**most, "last": MAX_SLOTS, "groups": 1}):
+        (flaw,) = admitted(PoCRound, {**full, "nodes": more})[1]
+        assert "has too many slots" in flaw

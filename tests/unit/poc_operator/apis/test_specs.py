@@ -66,6 +66,15 @@ def test_a_selector_as_the_api_server_takes_it() -> None:
     assert str(selector) == "x/y=z,a in (1,2),b notin (3),c,!d"
 
 
+@pytest.mark.parametrize("value", ["1,2", "a b", "a)", "-a", "a" * 64])
+def test_a_selector_has_no_value_that_a_list_would_read_otherwise(value: str) -> None:
+    """With a comma in it, the API server would select other pods than the watch is filtered by."""
+    with pytest.raises(ValidationError, match="matchLabels"):
+        LabelSelector.model_validate({"matchLabels": {"a": value}})
+    with pytest.raises(ValidationError, match="values"):
+        LabelSelector.model_validate({"matchExpressions": [{"key": "a", "operator": "In", "values": [value]}]})
+
+
 def test_the_test_is_the_networks_unless_the_spec_has_other_numbers() -> None:
     artifact = a_validation(artifact={}).thresholds
     assert (artifact.dist_threshold, artifact.p_mismatch, artifact.p_value_threshold) == (0.4, 0.1, 0.05)

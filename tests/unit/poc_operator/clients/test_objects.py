@@ -151,6 +151,21 @@ async def test_many_pods_are_listed_in_pages(api: tuple[Api, ObjectStore], count
     assert len(server.seen) == max(1, -(-count // PAGE_PODS))
 
 
+async def test_pods_are_listed_without_the_clients_models(
+    api: tuple[Api, ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would block the event loop for milliseconds, and there are thousands of pods."""
+
+    def made(*_: object, **__: object) -> None:
+        raise AssertionError("a model was made of a pod")
+
+    monkeypatch.setattr(client.V1Pod, "from_dict", made)
+    server, store = api
+    server.pods = [{"metadata": {"namespace": "ns", "name": "a", "uid": "1", "labels": {"a": "b"}}}]
+    assert [pod.uid for pod in await store.list_pods("ns", LabelSelector(match_labels={"a": "b"}))] == ["1"]
+    assert await store.pod("ns", "a") is not None
+
+
 @pytest.mark.parametrize(("status", "error"), [(403, StoreForbidden), (410, StoreUnavailable), (500, StoreUnavailable)])
 async def test_a_list_that_fails_is_no_empty_one(
     api: tuple[Api, ObjectStore], status: int, error: type[Exception]

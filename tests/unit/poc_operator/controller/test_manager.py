@@ -3,7 +3,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -333,3 +333,24 @@ async def test_another_round_of_the_same_name_is_not_reconciled() -> None:
         before = operator.reconciler(RoundPlanner, ObjectRef("ns", "r", "uid of one before"), lambda _: None)
         assert await operator._reconcile(before) is False
         assert (store.reads, store.written.is_set()) == (1, False)
+
+
+class OddLists(GoneRound):
+    """A store in which an object stands that nobody foresaw."""
+
+    async def list_objects(self, resource: type, namespaces: Collection[str]) -> list[PoCRound]:
+        """Fail on it."""
+        self.reads += 1
+        raise LookupError("an unknown word")
+
+
+async def test_the_watches_are_compared_again_whatever_a_list_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that ends unseen would leave the process blind."""
+    monkeypatch.setattr(manager, "CHECK_SECONDS", 0.01)
+    store = OddLists()
+    async with lease_api() as (_, connection), PodClient() as client:
+        operator = Manager(cast(ObjectStore, store), LeaderElection(connection, "ns", "me", time.monotonic), client)
+        check = asyncio.create_task(operator.check_watches([]))
+        await until(lambda: store.reads > 1 or check.done())
+        assert not check.done()
+        check.cancel()

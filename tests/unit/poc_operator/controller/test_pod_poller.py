@@ -2,7 +2,7 @@
 """Polls of pods over HTTP, of which one takes requests and answers none."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -11,16 +11,25 @@ from time import monotonic
 from urllib.parse import parse_qsl
 
 import pytest
+from kubernetes.aio.client import ApiClient
 
 from poc_operator.clients.errors import PodError, PodTimeout
 from poc_operator.clients.pods import client as pod_client
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import observing
+from poc_operator.clients.pods.tokens import PodClients
+from poc_operator.controller import manager, observing
+from poc_operator.controller.kinds import RoundPlanner
+from poc_operator.controller.logs import ObjectRef
+from poc_operator.controller.manager import Manager
 from poc_operator.controller.observing import PodPoller
 from poc_operator.leases import Renewal, recorded_end
+from poc_operator.observed import PodView
+from poc_operator.planning.snapshot import AskPod, StopPod, named_nonces
+from tests.support.builders.forwarding import until
+from tests.support.fakes.lease_api import lease_api
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
-from tests.unit.poc_operator.build import a_pod, a_round
+from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 HOST, HUNG_HOST = "127.0.0.1", "127.0.0.2"
 TIMEOUT = 1.0
@@ -155,3 +164,57 @@ async def test_a_poll_beside_the_turns_renews_nothing(world: World) -> None:
     world.hung.clear()
     await asyncio.sleep(0.1)  # the probe arrives
     assert world.renewed == ["r1", None]
+
+
+class Slow:
+    """A pod that answers polls, and is slow to answer orders and asks."""
+
+    def __init__(self, poll: Callable[..., Awaitable[None]]) -> None:
+        self._poll = poll
+        self.held = False
+
+    async def __call__(self, scope, receive, send) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        if scope["type"] == "http" and scope["path"].endswith(("/generate", "/stop")):
+            self.held = True
+            await asyncio.sleep(5 * TIMEOUT)
+        await self._poll(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda pod: AskPod(pod=pod, key="check 1", request=named_nonces(a_round().spec, [1])),
+        lambda pod: StopPod(pod=pod, round_id=UID),
+    ],
+    ids=["asks", "orders"],
+)
+async def test_no_ask_and_no_order_takes_the_connections_of_the_polls(
+    action: Callable[[PodView], AskPod | StopPod], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comparison of many pods, or their stop, must not make healthy pods look silent."""
+    monkeypatch.setattr(pod_client, "STATUS_SECONDS", TIMEOUT)
+    monkeypatch.setattr(manager, "PodClients", partial(PodClients, connections=1))
+    async with lease_api() as (_, connection), running_pod() as pod:
+        monkeypatch.setattr(manager, "connect", partial(connected, connection))
+        operator = await Manager.create(None, None, None)
+        round_, slow = a_round(port=free_port()), Slow(pod.app)
+        loop = operator.reconciler(RoundPlanner, ObjectRef("ns", "r", UID), lambda _: None)
+        async with serve(slow, HOST, round_.spec.port):
+            failures: list[PodError] = []
+            try:
+                ordered = action(a_pod("a", ip=HOST))
+                if isinstance(ordered, AskPod):
+                    loop._asks.keep(round_.spec.port, [ordered])
+                else:
+                    loop._actions.begin(round_.spec.port, [ordered])
+                await until(lambda: slow.held)
+                reports = await operator._poller.poll([a_pod("b", ip=HOST)], round_, failures.append)
+            finally:
+                await loop.close()
+                await operator.close()
+        assert (reports["b"].error, failures) == (None, [])
+
+
+async def connected(api: ApiClient) -> tuple[ApiClient, str]:
+    """Connect to an API server as an operator does in its pod."""
+    return api, "ns"

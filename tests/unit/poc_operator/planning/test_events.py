@@ -4,7 +4,7 @@
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import MOST_ALIKE, Loss, WorkEvent, condensed
 from poc_operator.rounds.plan import plan
-from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
+from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, has, look, says
 from vllm_poc.wire.answers import PowState
 
 
@@ -31,3 +31,11 @@ def test_a_finding_is_told_by_an_event_once() -> None:
     assert first.status.degraded == "ResultsRejected"
     again = plan(look(a_round(first.status, stop=None), (a_pod("a"), rejecting)))
     assert again.events == []
+
+
+def test_every_new_finding_has_an_event() -> None:
+    away = has((9, 9), error="gateway http://gateway:8080: no answer within 5 s")
+    rejecting = says(PowState.GENERATING, next_index=9, delivered_index=9, delivered_rejected=3)
+    step = plan(look(a_round(a_status(a_slot()), stop=None), (a_pod("a"), rejecting), gateway=away))
+    found = [event.reason for event in step.events]
+    assert found == ["GatewayUnreachable", "ResultsRejected"] == step.status.degraded.split(",")

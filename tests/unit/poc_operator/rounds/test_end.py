@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How rounds end, are suspended, and expire."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State
 from poc_operator.planning.snapshot import DeleteWork, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.stop import STOP_PATIENCE
-from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
+from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, has, look, says
 from vllm_poc.wire.answers import PowState
 
 GENERATING, STOPPED = PowState.GENERATING, PowState.STOPPED
@@ -84,6 +85,30 @@ def test_undelivered_results_are_told() -> None:
     degraded = next(c for c in status.own_conditions if c.type == "Degraded")
     assert (degraded.status, degraded.reason) == ("True", Reason.DELIVERY_INCOMPLETE)
     assert "4 computed nonces were not delivered" in status.message
+
+
+def test_what_a_pod_that_cannot_resume_drops_at_its_stop_is_no_warning() -> None:
+    """Such a pod never sends its last results: that is expected, and every round of theirs would end with it."""
+    slot = a_slot(state=SlotState.DONE, next=104, delivered=100, valid=100, session="containerd://a#0")
+    stopping = a_status(slot, stop_time=NOW, outcome=_outcome())
+    seen = look(a_round(stopping, artifact={"kDim": 4}, rTarget=None), after=60, gateway=has((100, 100)))
+    status = plan(seen).status
+    assert (status.state, status.totals.checked, status.totals.delivered) == (State.COMPLETE, 104, 100)
+    assert status.degraded == ""
+
+
+@pytest.mark.parametrize(("next_index", "rate"), [(200, "0.0"), (500, "50.0")], ids=["again", "beyond"])
+def test_work_that_is_repeated_is_no_rate(next_index: int, rate: str) -> None:
+    """A pod that cannot resume begins anew, and computes for a while what the gateway has."""
+    session = "containerd://a#1"
+    slot = a_slot(next=500, delivered=500, valid=500, session=session)
+    told = says(GENERATING, session=session, next_index=next_index, rate_per_second=50.0)
+    seen = look(
+        a_round(a_status(slot), artifact={"kDim": 4}, rTarget=None, stop=None),
+        (a_pod("a"), replace(told, resumes=False)),
+        gateway=has((500, 500)),
+    )
+    assert plan(seen).status.totals.rate == rate
 
 
 def _outcome() -> object:

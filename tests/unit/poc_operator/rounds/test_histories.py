@@ -40,9 +40,14 @@ class Histories(RuleBasedStateMachine):
         self.unknowable: set[SlotKey] = set()
         self.stray: set[str] = set()  # pods that nobody looks at, and that a late start has reached
 
-    @initialize(pods=st.integers(1, 4))
-    def pods_exist(self, pods: int) -> None:
+    @initialize(pods=st.integers(1, 4), spares=st.integers(0, 2))
+    def pods_exist(self, pods: int, spares: int) -> None:
+        """Those that come after the slots are fixed take what others lose."""
         for _ in range(pods):
+            self.world.add_pod()
+        if spares:
+            self.time_passes(ticks=3, seconds=2)
+        for _ in range(spares):
             self.world.add_pod()
 
     # What the operator does.
