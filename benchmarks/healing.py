@@ -36,8 +36,8 @@ async def restart(fleet: World, random: Random) -> float:
     deadline = monotonic() + WAIT_SECONDS
     while monotonic() < deadline:
         session, ready = fleet.kubelet.session_of(pod.uid), fleet.kubelet.told_ready.get(pod.uid)
-        if session is not None and session.engine.work and ready is not None:
-            return session.engine.work[0].began - ready
+        if session is not None and session.work and ready is not None:
+            return session.work[0].began - ready
         await asyncio.sleep(0.01)
     raise TimeoutError(f"{pod.name} was not started again within {WAIT_SECONDS:.0f} s")
 

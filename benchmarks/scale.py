@@ -18,8 +18,9 @@ from benchmarks.figures import Figures, report, spread
 from hack.cluster.up import kubectl
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState
+from tests.simulation.light import LightSession
 from tests.simulation.manifests import round_manifest
-from tests.simulation.session import Session
+from tests.simulation.session import PodServer
 from tests.simulation.world import World, world
 from tests.support.checks.metrics import parse
 
@@ -68,7 +69,7 @@ async def start(fleet: World, rounds: int, slots: int) -> Figures:
         if monotonic() - created > START_SECONDS:
             raise TimeoutError(f"{len(began)} of {slots} pods were started within {START_SECONDS:.0f} s")
         await asyncio.sleep(0.1)
-        began = [session.engine.work[0].began for session in fleet.kubelet.sessions if session.engine.work]
+        began = [session.work[0].began for session in fleet.kubelet.sessions if session.work]
     return {
         "start_first_to_last_seconds": round(max(began) - min(began), 1),
         "start_created_to_last_seconds": round(max(began) - created, 1),
@@ -80,7 +81,7 @@ def name(number: int) -> str:
     return f"fleet-{number}"
 
 
-def age(session: Session | None, slot: Assignment, now: float) -> float | None:
+def age(session: PodServer | None, slot: Assignment, now: float) -> float | None:
     """Return the seconds since the pod told what the slot shows; None if it never did."""
     polls = reversed(session.polls) if session is not None else ()
     shown = (slot.next, slot.delivered)
@@ -144,7 +145,7 @@ async def program(rounds: int, pods: int, seconds: float) -> None:
     fleets = {name(number): pods for number in range(rounds)}
     options = ("--identity=benchmark",)
     async with (
-        world(fleets, seconds_per_batch=SECONDS_PER_BATCH, operator_options=options) as fleet,
+        world(fleets, seconds_per_batch=SECONDS_PER_BATCH, operator_options=options, pod_server=LightSession) as fleet,
         fleet.operator.running(),
     ):
         await asyncio.sleep(SETTLING_SECONDS)

@@ -134,7 +134,7 @@ def check_orphans(world: World, since: float) -> None:
     orphans = [
         f"{session.pod} computes {work.nonces[0]} of block {work.block_hash} {work.began - since:.1f} s later"
         for session in world.kubelet.sessions
-        for work in session.engine.work[-1:]
+        for work in session.work[-1:]
         if work.began > since
     ]
     assert not orphans, "\n".join(orphans)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.simulation.engine import Work
-from tests.simulation.session import Session
+from tests.simulation.session import PodServer
 from vllm_poc.wire.partition import NonceSlot
 
 Slots = dict[int, NonceSlot]  # by offset
@@ -17,7 +17,7 @@ Slots = dict[int, NonceSlot]  # by offset
 class Run:
     """Neighbouring nonces that one session computed one after the other: indices ``start`` up to ``end``."""
 
-    session: Session
+    session: PodServer
     start: int
     end: int
     began: float
@@ -34,14 +34,14 @@ def slots_of(round_: PoCRound) -> Slots:
     return {slot.offset: slot for slot in slots}
 
 
-def runs_of(round_: PoCRound, sessions: Iterable[Session]) -> dict[int, list[Run]]:
+def runs_of(round_: PoCRound, sessions: Iterable[PodServer]) -> dict[int, list[Run]]:
     """Return the runs of each slot (by offset) in the order in which they began.
 
     What a session computes on after another one has begun is a run of its own. A batch that mixes slots, leaves out a
     nonce or is of no slot of the round fails the test.
     """
     slots, runs = slots_of(round_), defaultdict[int, list[Run]](list)
-    works = [(work, session) for session in sessions for work in session.engine.work]
+    works = [(work, session) for session in sessions for work in session.work]
     for work, session in sorted(works, key=lambda one: one[0].began):
         if work.block_hash != round_.spec.block_hash:
             continue
@@ -56,7 +56,7 @@ def runs_of(round_: PoCRound, sessions: Iterable[Session]) -> dict[int, list[Run
     return runs
 
 
-def _extend(run: Run, work: Work, session: Session) -> None:
+def _extend(run: Run, work: Work, session: PodServer) -> None:
     ended = work.ended if work.ended is not None else session.died
     assert ended is not None, "the audit comes after the end of all work"
     run.ended = ended

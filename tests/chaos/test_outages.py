@@ -69,7 +69,7 @@ async def test_pods_compute_on_while_the_api_server_is_away_and_nothing_is_start
 async def test_the_next_operator_adopts_what_was_started_a_moment_ago() -> None:
     async with world({NAME: PODS}, seconds_per_batch=0.1, operator_options=OPTIONS) as fleet, fleet.operator.running():
         await create(fleet)
-        while not any(session.engine.work for session in fleet.kubelet.sessions):  # noqa: ASYNC110 - nobody sets an event
+        while not any(session.work for session in fleet.kubelet.sessions):  # noqa: ASYNC110 - nobody sets an event
             await asyncio.sleep(0.001)
         await fleet.operator.kill(0)
         began = monotonic()

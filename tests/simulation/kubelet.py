@@ -3,7 +3,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -15,7 +15,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from poc_operator.observed import PodView
 from tests.simulation.manifests import pod_status
 from tests.simulation.server import FleetServer
-from tests.simulation.session import Session
+from tests.simulation.session import PodServer, Session
 
 REQUEST_SECONDS = 5.0
 #: A watch is begun anew so often; a broken one is not noticed for longer.
@@ -32,7 +32,7 @@ class Container:
 
     pod: PodView
     restarts: int = 0
-    session: Session | None = None
+    session: PodServer | None = None
     #: Whether it is being deleted: its server is not started any more.
     terminating: bool = False
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -41,11 +41,19 @@ class Container:
 class Kubelet:
     """Runs a session for each pod of a namespace that has an address."""
 
-    def __init__(self, core: client.CoreV1Api, namespace: str, server: FleetServer, seconds_per_batch: float) -> None:
+    def __init__(
+        self,
+        core: client.CoreV1Api,
+        namespace: str,
+        server: FleetServer,
+        seconds_per_batch: float,
+        pod_server: Callable[[str, float], PodServer] = Session,
+    ) -> None:
         self._core = core
         self._namespace = namespace
         self._server = server
         self._seconds_per_batch = seconds_per_batch
+        self._pod_server = pod_server
         self._containers: dict[str, Container] = {}  # by pod uid
         self._untold: set[str] = set()  # pod uids whose status the API server does not know yet
         #: When the API server learnt last that a pod is Ready after a restart, by pod uid.
@@ -53,7 +61,7 @@ class Kubelet:
         self._grace: dict[str, asyncio.Task[None]] = {}  # of pods that are being deleted, by uid
         self._killing: dict[str, asyncio.Task[None]] = {}  # those whose grace period is over
         #: Every session that ever lived, in the order of birth.
-        self.sessions: list[Session] = []
+        self.sessions: list[PodServer] = []
 
     @property
     def pods(self) -> list[PodView]:
@@ -61,7 +69,7 @@ class Kubelet:
         serving = (container.pod for container in self._containers.values() if container.session is not None)
         return sorted(serving, key=lambda pod: pod.name)
 
-    def session_of(self, uid: str) -> Session | None:
+    def session_of(self, uid: str) -> PodServer | None:
         """Return the session that serves in the pod."""
         container = self._containers.get(uid)
         return container.session if container is not None else None
@@ -170,7 +178,7 @@ class Kubelet:
             del self._killing[uid]
 
     async def _start(self, container: Container) -> None:
-        session = Session(container.pod.name, self._seconds_per_batch)
+        session = self._pod_server(container.pod.name, self._seconds_per_batch)
         await self._server.open(container.pod.ip or "", session)
         container.session = session
         self.sessions.append(session)

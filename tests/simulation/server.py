@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from tests.simulation.session import Session
+from tests.simulation.session import PodServer
 from tests.support.servers.http_server import free_port
 
 
@@ -17,7 +17,7 @@ class FleetServer:
 
     def __init__(self) -> None:
         self.port = free_port()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, PodServer] = {}
         config = uvicorn.Config(
             self,
             host="0.0.0.0",
@@ -40,12 +40,12 @@ class FleetServer:
         self._server.should_exit = self._server.force_exit = True
         await task
 
-    async def open(self, address: str, session: Session) -> None:
+    async def open(self, address: str, session: PodServer) -> None:
         """Let a session serve an address."""
         await session.start()
         self._sessions[address] = session
 
-    async def kill(self, address: str, session: Session) -> None:
+    async def kill(self, address: str, session: PodServer) -> None:
         """End a session and hang up on whoever talks to it."""
         if self._sessions.get(address) is session:
             del self._sessions[address]

@@ -3,12 +3,14 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from tests.simulation.engine import RecordingEngine
+from tests.simulation.engine import RecordingEngine, Work
 from tests.support.servers.pod import Pod, lifespan
 from vllm_poc.wire.messages import API_PREFIX
 
@@ -25,6 +27,22 @@ class Poll:
     delivered: int
 
 
+class PodServer(Protocol):
+    """What a simulated pod's container runs. ``work`` are its batches, ``polls`` what it told."""
+
+    pod: str
+    born: float
+    died: float | None
+
+    @property
+    def work(self) -> Sequence[Work]: ...
+    @property
+    def polls(self) -> Sequence[Poll]: ...
+    async def start(self) -> None: ...
+    async def kill(self) -> None: ...
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
 class Session:
     """The real application of a pod over a fake engine. Its state dies with it."""
 
@@ -39,6 +57,11 @@ class Session:
         self._server.become_ready()
         self._life = lifespan(self._server.app)
         self._requests: set[asyncio.Task[None]] = set()
+
+    @property
+    def work(self) -> Sequence[Work]:
+        """The batches that it began, in their order."""
+        return self.engine.work
 
     async def start(self) -> None:
         """Begin to live, with everything made that the first request would have to wait for."""

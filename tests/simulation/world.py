@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from tests.simulation.operator_process import OperatorProcess
 from tests.simulation.receiver import CountingReceiver
 from tests.simulation.rounds import Rounds
 from tests.simulation.server import FleetServer
+from tests.simulation.session import PodServer, Session
 
 READY_SECONDS = 120.0
 #: Seconds more for each pod: the cluster's controllers make some twenty pods a second.
@@ -88,6 +89,7 @@ async def world(
     operator_options: tuple[str, ...] = (),
     nodes: int = 1,
     with_gateway: bool = False,
+    pod_server: Callable[[str, float], PodServer] = Session,
 ) -> AsyncIterator[World]:
     """Bring up the cluster, kwok, nodes, a Deployment of each of ``fleets`` (name, replicas), and prepare an operator.
 
@@ -112,7 +114,7 @@ async def world(
             namespace=namespace,
             rounds=Rounds(api, namespace),
             server=server,
-            kubelet=Kubelet(core, namespace, server, seconds_per_batch),
+            kubelet=Kubelet(core, namespace, server, seconds_per_batch, pod_server),
             receiver=receiver,
             operator=OperatorProcess(namespace, folder / "operator.log", *operator_options, gateway=gateway),
             api_server=ApiServer(),
