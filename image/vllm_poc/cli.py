@@ -8,6 +8,7 @@ import argparse
 import importlib
 import os
 import runpy
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -60,7 +61,7 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
     _check_options(parsed)
     _check_model(parsed, options)
     hooks = ["--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
-    return [*options, *model, *hooks, *positionals]
+    return [*options, *model, *_host(parsed), *hooks, *positionals]
 
 
 def check_version(version: str) -> None:
@@ -146,6 +147,22 @@ def _model(parsed: argparse.Namespace, options: Sequence[str]) -> list[str]:
     if _names_model(options):
         raise UsageError(f"the model is named twice, by {model} and by --model: leave one of them out.")
     return ["--model", model]
+
+
+def _host(parsed: argparse.Namespace) -> list[str]:
+    """Return the option that binds the addresses of both IP versions, unless an address is named.
+
+    vLLM's default is IPv4 alone, and in a cluster of IPv6 nobody would reach the pod.
+    """
+    if parsed.host is not None or getattr(parsed, "uds", None) is not None:
+        return []
+    try:
+        with socket.socket(socket.AF_INET6) as probe:  # as vLLM makes its own
+            probe.bind(("::", 0))
+            takes_both = not probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+    except OSError:
+        return []
+    return ["--host", "::"] if takes_both else []
 
 
 def _names_model(words: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 """The command line around vLLM's own."""
 
 import argparse
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,18 @@ def test_without_enable_poc_it_is_plain_vllm() -> None:
 def test_enable_poc_adds_extension_and_middleware() -> None:
     options = parsed(["--model", "m", "--enable-poc"])
     assert (options.model, options.worker_extension_cls, options.middleware) == ("m", EXTENSION_CLASS, [MIDDLEWARE])
+
+
+def test_it_listens_on_the_addresses_of_both_ip_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed(["m", "--enable-poc"]).host == "::"
+    assert parsed(["m", "--enable-poc", "--host", "127.0.0.1"]).host == "127.0.0.1"
+    assert parsed(["m"]).host is None
+
+    def no_ipv6(*_: object) -> None:
+        raise OSError("Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", no_ipv6)
+    assert parsed(["m", "--enable-poc"]).host is None
 
 
 @pytest.mark.parametrize("flag", [None, "--enable-poc", "--enable_poc"])
