@@ -33,7 +33,7 @@ from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
-from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
+from vllm_poc.server.scheduler import Item, RequestShare, Scheduler, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
@@ -103,7 +103,7 @@ class JobQueue:
 
     def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued."""
-        self._admit(request)
+        self._admit(len(request.nonces))
         job = Job(request)
         self._jobs[job.id] = job
         self._waiting.append(job)
@@ -111,15 +111,15 @@ class JobQueue:
         return JobResponse(status=JobState.QUEUED, request_id=job.id, queued_count=self._nonces)
 
     @contextmanager
-    def counted(self, request: GenerateRequest) -> Iterator[None]:
+    def counted(self, nonces: int) -> Iterator[None]:
         """Count a request that is not queued, but computed while its client waits; 429 as for the others."""
-        self._admit(request)
+        self._admit(nonces)
         self._others += 1
         try:
             yield
         finally:
             self._others -= 1
-            self._nonces -= len(request.nonces)
+            self._nonces -= nonces
 
     def find(self, request_id: str) -> Result | JobResponse:
         """Return the state or the result of a job; refused with 404 if there is none."""
@@ -179,8 +179,8 @@ class JobQueue:
         job.state, job.error, job.request = state, error, None
         asyncio.get_running_loop().call_later(self._settings.result_seconds, self._jobs.pop, job.id, None)
 
-    def _admit(self, request: GenerateRequest) -> None:
-        queued, limit = self._nonces + len(request.nonces), self._settings.queued_nonces
+    def _admit(self, nonces: int) -> None:
+        queued, limit = self._nonces + nonces, self._settings.queued_nonces
         if queued <= limit:
             self._nonces = queued
             return
@@ -191,10 +191,11 @@ class JobQueue:
 class RequestWorker:
     """Computes named nonces slice by slice: while no round generates, for which ``ready`` waits, or beside it."""
 
-    def __init__(self, scheduler: Scheduler, outbox: Outbox, ready: Ready) -> None:
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, ready: Ready, share: RequestShare) -> None:
         self._scheduler = scheduler
         self._outbox = outbox
         self._ready = ready
+        self._share = share
 
     async def result(self, request: GenerateRequest, request_id: str, limit: int) -> Result:
         """Return artifacts, distances or a verdict. EngineError if the engine fails."""
@@ -230,8 +231,9 @@ class RequestWorker:
     async def _slices(
         self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready
     ) -> AsyncIterator[list[Item]]:
-        if len(nonces) > limit:
-            await self._scheduler.autotune(request)
+        await ready()
+        if len(nonces) > limit and not self._share.round_computes():  # which a search would hold up
+            await self._scheduler.autotune(request, len(nonces))
         size, ahead, done = self._scheduler.slice_size(request, limit), deque[list[int]](), 0
 
         def following(known: int) -> list[int]:
@@ -242,7 +244,8 @@ class RequestWorker:
             part = ahead.popleft() if ahead else following(0)
             done += len(part)
             look_ahead(ahead, size, following)
-            result = await self._scheduler.run(request, part, size, ahead)
+            async with self._share.slice():
+                result = await self._scheduler.run(request, part, size, ahead, busy=self._share.busy)
             metrics.count_nonces(request.protocol, "request", computed=len(part), not_finite=result.rejected)
             yield result.items
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -102,6 +103,28 @@ class ChatGate:
 
     def _ignores_chat(self) -> bool:
         return self._poc_first or self.busy.value() < self._min_share
+
+
+class RequestShare:
+    """Lets requests beside a round compute one slice at a time, and no more than their share while the round computes.
+
+    Whoever runs their slices tells ``busy`` from when to when.
+    """
+
+    def __init__(self, round_computes: Callable[[], bool], settings: Settings) -> None:
+        self.busy = BusyShare(settings.share_window_seconds, monotonic)
+        self.round_computes = round_computes
+        self._share = settings.request_share
+        self._backoff = settings.chat_backoff_seconds
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def slice(self) -> AsyncIterator[None]:
+        """Wait for the turn of a slice, which lasts as long as the context does."""
+        async with self._turn:
+            while self.round_computes() and self.busy.value() >= self._share:
+                await asyncio.sleep(self._backoff)  # noqa: ASYNC110 - the share falls by the clock alone
+            yield
 
 
 class SliceSize(Protocol):
@@ -208,11 +231,15 @@ class Scheduler:
         self._stages = 1  # as the engine says before anything is tuned
         self.gate = ChatGate(engine, settings)
 
-    async def autotune(self, request: RoundRequest) -> None:
-        """Find the best forward pass for work like this, if that was not done. EngineError as from the engine."""
+    async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
+        """Find the best forward pass for work like this, if that was not done. EngineError as from the engine.
+
+        For so many ``nonces`` only if that is worth it; a round always is.
+        """
         facts = await self._engine.facts()
         self._stages = facts["stages"]
-        await self._autotuner.tune(request, facts)
+        if nonces is None or self._autotuner.is_worth(request, nonces, facts):
+            await self._autotuner.tune(request, facts)
 
     def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
         """Return the size for work whose forward passes hold up to ``limit`` nonces, or what was tuned for it."""
@@ -222,19 +249,26 @@ class Scheduler:
         return TunedSliceSize(tuned, self._stages, budget)
 
     async def run(
-        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
+        self,
+        request: RoundRequest,
+        nonces: Sequence[int],
+        size: SliceSize,
+        ahead: Iterable[list[int]] = (),
+        *,
+        busy: BusyShare | None = None,
     ) -> SliceResult:
         """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
 
         ServerEndsError once the gate is closed: a slice that is under way then is still answered, unless it has to be
         computed in further calls.
 
-        ``ahead`` are the slices that follow, as far as they are known: the workers begin them already.
+        ``ahead`` are the slices that follow, as far as they are known: the workers begin them already. ``busy`` is told
+        of the time on the workers.
         """
-        first = await self._compute(request, nonces, size, ahead)
+        first = await self._compute(request, nonces, size, ahead, busy)
         results = _values(first)
         if first["not_finite"]:
-            results |= _values(await self._compute(request, first["not_finite"], size))
+            results |= _values(await self._compute(request, first["not_finite"], size, (), busy))
         items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
         return SliceResult(items, rejected=len(nonces) - len(items))
 
@@ -247,14 +281,19 @@ class Scheduler:
         return timing
 
     async def _compute(
-        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
+        self,
+        request: RoundRequest,
+        nonces: Sequence[int],
+        size: SliceSize,
+        ahead: Iterable[list[int]],
+        busy: BusyShare | None,
     ) -> BatchResult:
         message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
         longest = 0.0
         async with self._turn:  # other work would make the workers drop what they have begun
             self._autotuner.used(PassSpec.of(message))
             while True:
-                result, seconds = await self._step(message)
+                result, seconds = await self._step(message, busy)
                 longest = max(longest, seconds)
                 if result["complete"]:
                     break
@@ -262,13 +301,15 @@ class Scheduler:
         _check_answer(nonces, result)
         return result
 
-    async def _step(self, message: BatchRequest) -> tuple[BatchResult, float]:
+    async def _step(self, message: BatchRequest, busy: BusyShare | None) -> tuple[BatchResult, float]:
         """Return the workers' answer, and how many seconds it took."""
         await self.gate.passed()
         started = monotonic()
         result = await self._engine.compute(message)
         ended = monotonic()
         self.gate.busy.add(started, ended)
+        if busy is not None:
+            busy.add(started, ended)
         metrics.SLICE.observe(ended - started)
         metrics.PROGRESS.set_to_current_time()
         return result, ended - started

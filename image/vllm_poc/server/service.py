@@ -18,7 +18,7 @@ from vllm_poc.server.errors import refusal
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.phases import Phases
-from vllm_poc.server.scheduler import Scheduler
+from vllm_poc.server.scheduler import RequestShare, Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.status import model_limits, status_response
 from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
@@ -46,7 +46,8 @@ class PocService:
         self._answering: set[asyncio.Task[Any]] = set()  # the requests that clients wait for
         self.phases = Phases(scheduler, self._session, settings, clock)
         self._outbox = Outbox(self._session, settings)
-        self._work = RequestWorker(scheduler, self._outbox, self.phases.free)
+        share = RequestShare(lambda: self.phases.computes, settings)
+        self._work = RequestWorker(scheduler, self._outbox, self.phases.free, share)
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
@@ -89,13 +90,15 @@ class PocService:
         limit = await self._checked(request)
         if not request.wait:
             return self.jobs.submit(request)
-        with self.jobs.counted(request):
+        with self.jobs.counted(len(request.nonces)):
             return await self._in_time(self._work.result(request, uuid4().hex, limit))
 
     async def prove(self, batch: ProofBatch) -> ProofVerdict:
         """Recompute a proof batch for the distance round."""
         round_ = self.phases.distance_config()
-        return await self._in_time(self._work.proof(round_, batch, await self._checked(round_)))
+        limit = await self._checked(round_)
+        with self.jobs.counted(len(batch.nonces)):
+            return await self._in_time(self._work.proof(round_, batch, limit))
 
     async def status(self, *, lists: bool = True, renewal: LeaseRenewal | None = None) -> StatusResponse:
         """Return the state of the round; the model's limits are 0 as long as the engine does not answer.
