@@ -122,8 +122,8 @@ class RequestShare:
     async def slice(self) -> AsyncIterator[None]:
         """Wait for the turn of a slice, which lasts as long as the context does."""
         async with self._turn:
-            while self.round_computes() and self.busy.value() >= self._share:
-                await asyncio.sleep(self._backoff)  # noqa: ASYNC110 - the share falls by the clock alone
+            while self.round_computes() and self.busy.value() >= self._share:  # noqa: ASYNC110 - it falls by the clock
+                await asyncio.sleep(self._backoff)
             yield
 
 
