@@ -29,13 +29,14 @@ from uuid import uuid4
 
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.bodies import PIECE, off_loop
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.scheduler import Item, RequestShare, Scheduler, look_ahead
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.artifacts import decode_vector
+from vllm_poc.wire.artifacts import Artifact, decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
 from vllm_poc.wire.generate import (
     GeneratedResponse,
@@ -202,7 +203,8 @@ class RequestWorker:
         slices = self._slices(request, request.nonces, limit, _at_once if request.beside_round else self._ready)
         if request.validation is not None:
             return await artifact_verdict(request, request_id, slices)
-        return payloads.generated(request, [item async for part in slices for item in part], request_id)
+        items = [item async for part in slices for item in part]
+        return await off_loop(len(items), partial(payloads.generated, request, items, request_id))
 
     async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:
         """Leave the result in the job and send its callback."""
@@ -217,7 +219,7 @@ class RequestWorker:
         request = round_.model_copy(update={"public_key": batch.public_key})
         slices = self._slices(request, batch.nonces, limit, _at_once)
         items = [item async for part in slices for item in part]
-        verdict, callback = proof_verdict(round_, batch, items)
+        verdict, callback = await off_loop(len(items), partial(proof_verdict, round_, batch, items))
         if round_.receiver is not None:
             self._outbox.send(f"{round_.receiver}/validated", [callback], _only)
         return verdict
@@ -268,7 +270,8 @@ async def artifact_verdict(
     assert request.validation is not None  # noqa: S101 - the caller looked
     assert request.params is not None  # noqa: S101 - by the request's own rules
     test = request.stat_test or StatTest()
-    missing = {artifact.nonce: artifact.vector_b64 for artifact in request.validation.artifacts}
+    artifacts = request.validation.artifacts
+    missing = await off_loop(len(artifacts), partial(_taken, artifacts))
     mismatches: list[int] = []
     async for items in slices:
         for nonce, vector_b64 in items:
@@ -276,8 +279,18 @@ async def artifact_verdict(
             if is_mismatch(computed, missing.pop(nonce), test.dist_threshold):
                 mismatches.append(nonce)
     not_computed = [nonce for nonce in request.nonces if nonce in missing]
-    verdict = _verdict(test, mismatches, nonces=request.nonces, not_computed=not_computed)
+    judge = partial(_verdict, test, mismatches, nonces=request.nonces, not_computed=not_computed)
+    verdict = await off_loop(len(request.nonces), judge)
     return ValidatedResponse(request_id=request_id, **verdict.model_dump())
+
+
+def _taken(artifacts: list[Artifact]) -> dict[int, str]:
+    """Return the vectors by nonce, and empty the list bit by bit: to drop it at once would take long."""
+    taken: dict[int, str] = {}
+    while artifacts:
+        taken.update((artifact["nonce"], artifact["vector_b64"]) for artifact in artifacts[-PIECE:])
+        del artifacts[-PIECE:]
+    return taken
 
 
 def proof_verdict(

@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from http import HTTPStatus
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import aiohttp
 
 from vllm_poc.logs import get_logger
 from vllm_poc.server import admission
+from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import refusal
@@ -86,7 +88,7 @@ class PocService:
 
     async def generate(self, request: GenerateRequest) -> Result | JobResponse:
         """Compute the named nonces when no round generates and chat lets PoC pass; now, or queued."""
-        admission.check_validation(request)
+        await off_loop(len(request.nonces), partial(admission.check_validation, request))
         limit = await self._checked(request)
         if not request.wait:
             return self.jobs.submit(request)
