@@ -16,6 +16,7 @@ from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
+from vllm_poc.server.pauses import Pauses
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
@@ -37,12 +38,15 @@ class PocMiddleware:
         self._service: PocService | None = None
         self._poc_app: ASGIApp | None = None
         self._ends = False
+        self._pauses = Pauses()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
         elif scope["type"] == "http" and _is_poc(scope["path"]):
             await self._serve(scope, receive, send)
+        elif self._pauses.concerns(scope):
+            await self._pause(scope, receive, send)
         elif self._refuses_inference(scope):
             await inference.refuse(scope, receive, send)
         else:
@@ -99,6 +103,21 @@ class PocMiddleware:
             raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineNotReady", detail, {"Retry-After": "5"})
         return app
 
+    async def _pause(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._app_for(scope["app"].state)
+        if self._service is None:
+            await self._inner(scope, receive, send)  # which answers that it is not ready
+        else:
+            await self._pauses.pass_on(
+                self._inner,
+                scope,
+                receive,
+                send,
+                idle=self._service.engine.idle,
+                sleeps=self._service.engine.sleeps,
+                forget=self._service.forget,
+            )
+
     def _set_gauges(self, scope: Scope) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/metrics"):
             self._app_for(scope["app"].state)
@@ -117,7 +136,7 @@ class PocMiddleware:
         if self._poc_app is None and client is not None and models is not None:
             names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
             engine = VllmEngine(client, frozenset(names), call_seconds=self._settings.engine_seconds)
-            self._service = PocService(engine, self._settings, self._clock)
+            self._service = PocService(engine, self._settings, self._clock, self._pauses)
             self._poc_app = create_app(self._service)
         return self._poc_app
 

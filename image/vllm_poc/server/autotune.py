@@ -66,6 +66,10 @@ class Autotuner:
         """Return the pass for work of this kind, if there is one."""
         return self._tuned.get(spec)
 
+    def forget(self) -> None:
+        """Know nothing any more: the workers have dropped what they captured."""
+        self._tuned.clear()
+
     def is_worth(self, request: RoundRequest, nonces: int, facts: ModelFacts) -> bool:
         """Whether so many nonces, with those of the same kind that were asked for before, pay for the search."""
         spec = PassSpec.of_round(request)

@@ -99,6 +99,7 @@ class Generation:
         self._scheduler = scheduler
         self._limit = slice_limit
         self._size: SliceSize  # once its forward pass is tuned
+        self._weights = scheduler.weights  # for which it is tuned
         self._held_back_before = scheduler.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings
@@ -182,6 +183,9 @@ class Generation:
             await self._autotune()
             ahead = deque[list[int]]()
             while counters.next_index < slot.capacity:
+                if self._weights != self._scheduler.weights:
+                    ahead.clear()
+                    await self._autotune()
                 nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
                 look_ahead(ahead, self._size, partial(self._following, counters.next_index + len(nonces)))
                 result = await self._scheduler.run(self.request, nonces, self._size, ahead)
@@ -191,6 +195,7 @@ class Generation:
             self._on_idle()  # others need not wait for the receiver
 
     async def _autotune(self) -> None:
+        self._weights = self._scheduler.weights
         await self._scheduler.autotune(self.request)
         self._size = self._scheduler.slice_size(self.request, self._limit)
 

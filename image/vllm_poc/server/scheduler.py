@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import NamedTuple, Protocol
 
-from vllm_poc.rpc import BatchRequest, BatchResult, PassFields, PassSpec, PassTiming, batch_request
+from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import ServerEndsError
+from vllm_poc.server.pauses import Pauses
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.wire.messages import RoundRequest
 
@@ -37,6 +38,53 @@ _NEWEST = 0.2
 #: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not
 #: time, since requests that have come are seen only when the event loop gets to them.
 IDLE_LOOKS = 2
+
+
+#: Chat is waited for no longer than this before the model is described.
+_DESCRIBED_WITHIN_SECONDS = 5.0
+#: After a failure, whoever only wants to know does not make the engine try again for so long.
+_DESCRIBED_AGAIN_SECONDS = 30.0
+
+
+class ModelDescription:
+    """What the workers say of the model, found once. ``describe`` raises EngineError if it fails."""
+
+    def __init__(self, describe: Callable[[], Awaitable[ModelFacts]]) -> None:
+        self.known: ModelFacts | None = None
+        self.error: str | None = None
+        self._describe = describe
+        self._task: asyncio.Task[ModelFacts] | None = None
+        self._failed = 0.0
+
+    async def facts(self) -> ModelFacts:
+        """Return it; all who ask meanwhile wait for the same answer. EngineError if there is none."""
+        if self.known is not None:
+            return self.known
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._find())
+        return await asyncio.shield(self._task)
+
+    async def glance(self, seconds: float) -> ModelFacts | None:
+        """Return it if it is there within so many seconds."""
+        recent = self.error is not None and monotonic() < self._failed + _DESCRIBED_AGAIN_SECONDS
+        if self.known is None and not recent:
+            with suppress(TimeoutError, EngineError):
+                async with asyncio.timeout(seconds):
+                    await self.facts()
+        return self.known
+
+    def forget(self) -> None:
+        """Find it anew when somebody asks."""
+        self.known = self._task = None
+
+    async def _find(self) -> ModelFacts:
+        try:
+            self.known = await self._describe()
+        except EngineError as error:
+            self.error, self._failed = str(error), monotonic()
+            raise
+        self.error = None
+        return self.known
 
 
 class BusyShare:
@@ -70,9 +118,10 @@ class ChatGate:
     Whoever runs a slice tells ``busy`` from when to when (`time.monotonic`).
     """
 
-    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
+    def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
         self.held_back_seconds = 0.0
         self.is_closed = False
+        self.pauses = pauses or Pauses()
         self._engine = engine
         self._poc_first = settings.priority is Priority.POC_FIRST
         self._min_share = settings.min_share
@@ -85,6 +134,9 @@ class ChatGate:
         while True:
             if self.is_closed:
                 raise ServerEndsError
+            if self.pauses.reason is not None:
+                await asyncio.sleep(self._backoff)
+                continue
             idle = 0 if self._engine.has_unfinished_chat() else idle + 1
             if idle >= IDLE_LOOKS or self._ignores_chat():
                 return
@@ -223,20 +275,30 @@ class SliceResult(NamedTuple):
 class Scheduler:
     """Runs slices on the engine for whoever asks, first come first served."""
 
-    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
+    def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
+        self.model = ModelDescription(self._described)
+        #: Counts how often the weights have become others.
+        self.weights = 0
         self._engine = engine
         self._settings = settings
         self._turn = asyncio.Lock()
         self._autotuner = Autotuner(self._warm_up, settings.slice_seconds)
         self._stages = 1  # as the engine says before anything is tuned
-        self.gate = ChatGate(engine, settings)
+        self.gate = ChatGate(engine, settings, pauses)
+
+    async def forget(self) -> None:
+        """Find out anew what was found of other weights. EngineError as from the engine."""
+        self.weights += 1
+        self.model.forget()
+        self._autotuner.forget()
+        await self._engine.forget()
 
     async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
         """Find the best forward pass for work like this, if that was not done. EngineError as from the engine.
 
         For so many ``nonces`` only if that is worth it; a round always is.
         """
-        facts = await self._engine.facts()
+        facts = await self.model.facts()
         self._stages = facts["stages"]
         if nonces is None or self._autotuner.is_worth(request, nonces, facts):
             await self._autotuner.tune(request, facts)
@@ -271,6 +333,16 @@ class Scheduler:
             results |= _values(await self._compute(request, first["not_finite"], size, (), busy))
         items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
         return SliceResult(items, rejected=len(nonces) - len(items))
+
+    async def _described(self) -> ModelFacts:
+        # It computes a little, and so waits for chat, but not for ever: nothing can be said of any request before.
+        if (reason := self.gate.pauses.reason) is not None:
+            raise EngineError(f"{reason}: try again when that is over")
+        async with self._turn:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DESCRIBED_WITHIN_SECONDS):
+                    await self.gate.passed()
+            return await self._engine.facts()
 
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         async with self._turn:

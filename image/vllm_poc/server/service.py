@@ -15,10 +15,11 @@ from vllm_poc.logs import get_logger
 from vllm_poc.server import admission
 from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks.outbox import Outbox
-from vllm_poc.server.engine import VllmEngine
+from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import refusal
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
+from vllm_poc.server.pauses import Pauses
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import RequestShare, Scheduler
 from vllm_poc.server.settings import Settings
@@ -38,12 +39,14 @@ class PocService:
     Make it inside a running event loop, and `close` it.
     """
 
-    def __init__(self, engine: VllmEngine, settings: Settings, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, engine: VllmEngine, settings: Settings, clock: Clock = SYSTEM_CLOCK, pauses: Pauses | None = None
+    ) -> None:
         self.session_id = token_hex(8)
-        self._engine = engine
+        self.engine = engine
         self._settings = settings
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
-        scheduler = Scheduler(engine, settings)
+        self.scheduler = scheduler = Scheduler(engine, settings, pauses)
         self._gate = scheduler.gate
         self._answering: set[asyncio.Task[Any]] = set()  # the requests that clients wait for
         self.phases = Phases(scheduler, self._session, settings, clock)
@@ -110,8 +113,20 @@ class PocService:
         if renewal is not None and renewal.renew_lease is not None:
             self.phases.renew_lease(renewal.renew_lease, renewal.lease_seconds)
         return status_response(
-            self.session_id, await model_limits(self._engine), self.phases, self._outbox, lists=lists
+            self.session_id,
+            await model_limits(self.engine.served_names, self.scheduler.model),
+            self.phases,
+            self._outbox,
+            lists=lists,
+            paused_by=self._gate.pauses.reason,
         )
+
+    async def forget(self) -> None:
+        """Find out anew what was found of other weights."""
+        try:
+            await self.scheduler.forget()
+        except EngineError as error:
+            _log.error("the workers keep what they know of the former weights: %s; restart the server", error)
 
     async def drain(self) -> None:
         """Compute no further than the slice that is computed, and deliver what there is, within the time for that."""
@@ -143,8 +158,8 @@ class PocService:
 
     async def _checked(self, request: CallbackRequest) -> int:
         # Returns how many nonces a forward pass may hold.
-        facts = await self._engine.facts()
-        admission.check_round(request, facts, self._engine.served_names)
+        facts = await self.scheduler.model.facts()
+        admission.check_round(request, facts, self.engine.served_names)
         admission.check_callback(request, self._settings)
         return admission.slice_limit(request, facts)
 

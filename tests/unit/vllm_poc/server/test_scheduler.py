@@ -75,6 +75,9 @@ class Client:
     async def collective_rpc(self, method: str, timeout: float, args: tuple[object, ...]) -> list[Any]:  # noqa: ASYNC109
         raise NotImplementedError
 
+    async def is_sleeping(self) -> bool:
+        return False
+
 
 def gate(processor: OutputProcessor, **variables: str) -> ChatGate:
     settings = Settings.from_environment({f"VLLM_POC_{name}": value for name, value in variables.items()})
