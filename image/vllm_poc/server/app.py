@@ -88,12 +88,10 @@ class PocMiddleware:
         await app(_as_json(scope), _replay(body, receive), send)
 
     def _admitted(self, scope: Scope) -> ASGIApp:
-        if not self._is_authorised(Headers(scope=scope)):
-            detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
-            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+        state: State = scope["app"].state
+        self._authorise(Headers(scope=scope), getattr(state, "args", None))
         if self._ends and scope["method"] != "GET" and scope["path"] != STOP_PATH:
             raise ServerEndsError
-        state: State = scope["app"].state
         unsupported = deployment_refusal(getattr(state, "args", None), os.environ)
         if unsupported is not None:
             raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", unsupported)
@@ -140,11 +138,20 @@ class PocMiddleware:
             self._poc_app = create_app(self._service)
         return self._poc_app
 
-    def _is_authorised(self, headers: Headers) -> bool:
-        if self._settings.token is None:
-            return True
-        expected = f"Bearer {self._settings.token.get_secret_value()}"
-        return hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode())
+    def _authorise(self, headers: Headers, arguments: object) -> None:
+        """Refuse with 401 whoever has neither PoC's token nor, where there is none, a key of vLLM's own."""
+        if self._settings.token is not None:
+            tokens = [self._settings.token.get_secret_value()]
+            detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
+        else:
+            # As vLLM does for its own routes. The flag wins.
+            given = getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY", "")]
+            tokens = [key for key in given if key]
+            detail = "send a key of vLLM's --api-key as 'Authorization: Bearer <key>', or set VLLM_POC_TOKEN"
+        sent = headers.get("authorization", "").encode()
+        # All of them are compared, so that the time tells nothing.
+        if tokens and not sum(hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens):
+            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
 
 
 def _is_poc(path: str) -> bool:
