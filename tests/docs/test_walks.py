@@ -37,6 +37,7 @@ LONGEST = {
 BESIDE = {
     "image/vllm_poc/logs.py": "names for the lines of a round",
     "image/vllm_poc/server/bodies.py": "large bodies; this one is small",
+    "image/vllm_poc/server/gate.py": "whether chat is idle; it is",
     "image/vllm_poc/server/metrics.py": "counts",
     "image/vllm_poc/server/pauses.py": "whether vLLM sleeps; it does not",
     "image/vllm_poc/wire/messages.py": "the base of all messages",

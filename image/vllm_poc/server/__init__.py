@@ -8,7 +8,8 @@
     phases        the one round, its phases  generation   computes a slot
     lease         how long a round runs that nobody asks for
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
-    scheduler     slices, chat first         autotune     how many nonces a forward pass holds
+    scheduler     slices                     autotune     how many nonces a forward pass holds
+    gate          when a slice may begin: chat first
     pauses        vLLM sleeps, or gets new weights
     inference     vLLM's own routes, which wait where PoC goes first
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`

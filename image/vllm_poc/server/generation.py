@@ -5,7 +5,7 @@
                -> FAILED    when the engine fails, or keeps computing NaN and infinities
 
 Both are final; the next start makes a new one. While it generates it computes, waits at ``end_index`` to be extended,
-is held back by chat (`vllm_poc.server.scheduler`), or by a receiver that does not keep up.
+is held back by chat (`vllm_poc.server.gate`), or by a receiver that does not keep up.
 """
 
 import asyncio

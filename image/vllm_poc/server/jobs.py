@@ -34,7 +34,8 @@ from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
-from vllm_poc.server.scheduler import Item, RequestShare, Scheduler, look_ahead
+from vllm_poc.server.gate import RequestShare
+from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.artifacts import Artifact, decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -24,8 +24,9 @@ from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import ServerEndsError
+from vllm_poc.server.gate import BusyShare, ChatGate
 from vllm_poc.server.pauses import Pauses
-from vllm_poc.server.settings import Priority, Settings
+from vllm_poc.server.settings import Settings
 from vllm_poc.wire.messages import RoundRequest
 
 #: What one nonce gives: a distance, or a vector in base64.
@@ -34,12 +35,6 @@ Value = float | str
 Item = tuple[int, Value]
 #: Weight of the newest slice in the mean time of a pass.
 _NEWEST = 0.2
-#: Looks in a row that find chat idle, after which PoC goes on. A client that chats without pause sends its next request
-#: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not
-#: time, since requests that have come are seen only when the event loop gets to them.
-IDLE_LOOKS = 2
-
-
 #: Chat is waited for no longer than this before the model is described.
 _DESCRIBED_WITHIN_SECONDS = 5.0
 #: After a failure, whoever only wants to know does not make the engine try again for so long.
@@ -68,7 +63,7 @@ class ModelDescription:
         """Return it if it is there within so many seconds."""
         recent = self.error is not None and monotonic() < self._failed + _DESCRIBED_AGAIN_SECONDS
         if self.known is None and not recent:
-            with suppress(TimeoutError, EngineError):
+            with suppress(TimeoutError, EngineError, ServerEndsError):
                 async with asyncio.timeout(seconds):
                     await self.facts()
         return self.known
@@ -85,98 +80,6 @@ class ModelDescription:
             raise
         self.error = None
         return self.known
-
-
-class BusyShare:
-    """Share of the last ``window`` seconds that PoC used. ``now`` is in seconds of any clock."""
-
-    def __init__(self, window: float, now: Callable[[], float]) -> None:
-        self._window = window
-        self._now = now
-        self._spans: deque[tuple[float, float]] = deque()
-
-    def add(self, start: float, end: float) -> None:
-        """Count the time from ``start`` to ``end``; spans come in order and do not overlap."""
-        self._forget()
-        self._spans.append((start, end))
-
-    def value(self) -> float:
-        """Return the share, 0..1: the spans' seconds inside the window, over its length."""
-        first = self._forget()
-        return sum(end - max(start, first) for start, end in self._spans) / self._window
-
-    def _forget(self) -> float:
-        first = self._now() - self._window
-        while self._spans and self._spans[0][1] <= first:
-            self._spans.popleft()
-        return first
-
-
-class ChatGate:
-    """Lets a slice of PoC work pass when chat is idle, when PoC goes first, or when it is below its least share.
-
-    Whoever runs a slice tells ``busy`` from when to when (`time.monotonic`).
-    """
-
-    def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
-        self.held_back_seconds = 0.0
-        self.is_closed = False
-        self.pauses = pauses or Pauses()
-        self._engine = engine
-        self._poc_first = settings.priority is Priority.POC_FIRST
-        self._min_share = settings.min_share
-        self._backoff = settings.chat_backoff_seconds
-        self.busy = BusyShare(settings.share_window_seconds, monotonic)
-
-    async def passed(self) -> None:
-        """Wait until PoC may run its next slice. ServerEndsError if there will be none."""
-        idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
-        while True:
-            if self.is_closed:
-                raise ServerEndsError
-            if self.pauses.reason is not None:
-                await asyncio.sleep(self._backoff)
-                continue
-            idle = 0 if self._engine.has_unfinished_chat() else idle + 1
-            if idle >= IDLE_LOOKS or self._ignores_chat():
-                return
-            await self._pause()
-
-    def close(self) -> None:
-        """Let no further slice pass: the server ends."""
-        self.is_closed = True
-
-    async def _pause(self) -> None:
-        started = monotonic()
-        await asyncio.sleep(self._backoff)
-        waited = monotonic() - started
-        self.held_back_seconds += waited
-        metrics.HELD_BACK.inc(waited)
-
-    def _ignores_chat(self) -> bool:
-        return self._poc_first or self.busy.value() < self._min_share
-
-
-class RequestShare:
-    """Lets requests beside a round compute one slice at a time, and no more than their share while the round computes.
-
-    Whoever runs their slices tells ``busy`` from when to when.
-    """
-
-    def __init__(self, round_computes: Callable[[], bool], settings: Settings) -> None:
-        self.busy = BusyShare(settings.share_window_seconds, monotonic)
-        self.round_computes = round_computes
-        self._share = settings.request_share
-        self._backoff = settings.chat_backoff_seconds
-        self._turn = asyncio.Lock()
-
-    @asynccontextmanager
-    async def slice(self) -> AsyncIterator[None]:
-        """Wait for the turn of a slice, which lasts as long as the context does."""
-        async with self._turn:
-            while self.round_computes() and self.busy.value() >= self._share:  # noqa: ASYNC110 - it falls by the clock
-                await asyncio.sleep(self._backoff)
-            yield
 
 
 class SliceSize(Protocol):
@@ -336,13 +239,17 @@ class Scheduler:
 
     async def _described(self) -> ModelFacts:
         # It computes a little, and so waits for chat, but not for ever: nothing can be said of any request before.
-        if (reason := self.gate.pauses.reason) is not None:
-            raise EngineError(f"{reason}: try again when that is over")
+        self._refuse_pause()
         async with self._turn:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_DESCRIBED_WITHIN_SECONDS):
                     await self.gate.passed()
+            self._refuse_pause()
             return await self._engine.facts()
+
+    def _refuse_pause(self) -> None:
+        if (reason := self.gate.pauses.reason) is not None:
+            raise EngineError(f"{reason}: try again when that is over")
 
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         async with self._turn:

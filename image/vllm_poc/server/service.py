@@ -17,11 +17,12 @@ from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import refusal
+from vllm_poc.server.gate import RequestShare
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.pauses import Pauses
 from vllm_poc.server.phases import Phases
-from vllm_poc.server.scheduler import RequestShare, Scheduler
+from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.status import model_limits, status_response
 from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
