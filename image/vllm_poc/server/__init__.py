@@ -10,8 +10,7 @@
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
     scheduler     slices                     autotune     how many nonces a forward pass holds
     gate          when a slice may begin: chat first
-    pauses        vLLM sleeps, or gets new weights
-    inference     vLLM's own routes, which wait where PoC goes first
+    vllm_routes   vLLM's own routes: what waits where PoC goes first, and what lets PoC pause
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
     termination   a server that is told to end drains first
     nvml          the GPUs, as their driver tells of them

@@ -11,17 +11,17 @@ from http import HTTPStatus
 from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_poc.server import inference
+from vllm_poc.server import vllm_routes
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
-from vllm_poc.server.pauses import Pauses
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
 from vllm_poc.server.termination import Termination
+from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import API_PREFIX
 
 #: What a server that ends still answers, beside whatever only asks.
@@ -48,7 +48,7 @@ class PocMiddleware:
         elif self._pauses.concerns(scope):
             await self._pause(scope, receive, send)
         elif self._refuses_inference(scope):
-            await inference.refuse(scope, receive, send)
+            await vllm_routes.refuse(scope, receive, send)
         else:
             self._set_gauges(scope)
             await self._inner(scope, receive, send)
@@ -125,7 +125,7 @@ class PocMiddleware:
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:
             return False
-        return inference.is_inference(scope) and self._service.phases.computes
+        return vllm_routes.is_inference(scope) and self._service.phases.computes
 
     def _app_for(self, state: State) -> ASGIApp | None:
         # vLLM sets both while it starts; the models last.

@@ -16,8 +16,8 @@ from time import monotonic
 from vllm_poc.server import metrics
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.pauses import Pauses
 from vllm_poc.server.settings import Priority, Settings
+from vllm_poc.server.vllm_routes import Pauses
 
 #: Looks in a row that find chat idle, after which PoC goes on. A client that chats without pause sends its next request
 #: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not

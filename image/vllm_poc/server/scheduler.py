@@ -25,8 +25,8 @@ from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.gate import BusyShare, ChatGate
-from vllm_poc.server.pauses import Pauses
 from vllm_poc.server.settings import Settings
+from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import RoundRequest
 
 #: What one nonce gives: a distance, or a vector in base64.

@@ -20,11 +20,11 @@ from vllm_poc.server.errors import refusal
 from vllm_poc.server.gate import RequestShare
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
-from vllm_poc.server.pauses import Pauses
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.status import model_limits, status_response
+from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
 from vllm_poc.wire.messages import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest, LeaseRenewal

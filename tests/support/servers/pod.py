@@ -17,8 +17,8 @@ from starlette.routing import Mount
 
 from tests.support.fakes.engine import FakeEngineClient
 from vllm_poc.server.app import PocMiddleware
-from vllm_poc.server.inference import INFERENCE_PATHS
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
+from vllm_poc.server.vllm_routes import INFERENCE_PATHS
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import API_PREFIX
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When vLLM itself must not compute, PoC does not either: while it sleeps, is paused, or gets new weights.
+"""vLLM's own routes that concern PoC: those that make the engine compute, and those after which it must not.
 
-vLLM tells nobody of this, and asking the engine before each slice would take as long as a small slice. But all of it
-comes through the routes of this server, which the middleware sees:
+Where PoC goes first, the former are refused while a round computes. A test compares them with the routes of the
+supported releases, so that none is forgotten.
+
+PoC computes nothing while vLLM sleeps, is paused, or gets new weights. vLLM tells nobody of this, and asking the engine
+before each slice would take as long as a small slice. But all of it comes through the routes of this server, which the
+middleware sees:
 
     computing -> /sleep, /release_kv_cache_memory -> paused -> /wake_up, once the engine is fully awake
               -> /pause                           -> paused -> /resume
@@ -13,8 +17,61 @@ A pause begins before vLLM gets the call, and only a call that succeeds ends it.
 """
 
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+#: Chat and completions, in the words of several APIs.
+_GENERATIVE = {
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/systemone",
+    "/cohere/v2/chat",
+    "/inference/v1/generate",
+    "/generative_scoring",
+    "/invocations",
+}
+#: Models of other kinds; a server has them if its model can do that.
+_POOLING = {
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+}
+_SPEECH = {"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"}
+INFERENCE_PATHS = frozenset(_GENERATIVE | _POOLING | _SPEECH)
+_MESSAGE = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
+
+
+def is_inference(scope: Scope) -> bool:
+    """Whether a request, or a WebSocket, makes the engine compute."""
+    if scope["type"] == "websocket":
+        return scope["path"] in INFERENCE_PATHS
+    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in INFERENCE_PATHS
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer 503 in the form of vLLM's own API, also to the handshake of a WebSocket where the server can do that."""
+    code = HTTPStatus.SERVICE_UNAVAILABLE
+    error = {"message": _MESSAGE, "type": "service_unavailable", "code": code.value}
+    answer = JSONResponse({"error": error}, code, {"Retry-After": "5"})
+    if scope["type"] == "http":
+        await answer(scope, receive, send)
+    elif "websocket.http.response" in scope.get("extensions", {}):
+        await WebSocket(scope, receive, send).send_denial_response(answer)
+    else:
+        await WebSocket(scope, receive, send).close()  # becomes 403: this is all that such servers can say
+
 
 _SUCCESS = range(200, 300)
 
