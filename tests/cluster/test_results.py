@@ -107,7 +107,9 @@ def test_every_valid_nonce_of_each_slot_arrives_once_and_in_order(distances: Com
 def test_a_fresh_server_computes_the_same_artifacts(artifacts: Complete, fresh_pod: PodView) -> None:
     sample = artifacts.sample()
     again = generate(fresh_pod, artifacts.spec, sample).artifacts or []
-    assert {found.nonce: found.vector_b64 for found in again} == {nonce: artifacts.values[nonce] for nonce in sample}
+    assert {found["nonce"]: found["vector_b64"] for found in again} == {
+        nonce: artifacts.values[nonce] for nonce in sample
+    }
     assert len(again) == SAMPLE
 
 

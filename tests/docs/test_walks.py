@@ -36,7 +36,10 @@ LONGEST = {
 #: Files that take part and tell nothing about the walk's subject.
 BESIDE = {
     "image/vllm_poc/logs.py": "names for the lines of a round",
+    "image/vllm_poc/server/bodies.py": "large bodies; this one is small",
+    "image/vllm_poc/server/gate.py": "whether chat is idle; it is",
     "image/vllm_poc/server/metrics.py": "counts",
+    "image/vllm_poc/server/vllm_routes.py": "whether vLLM sleeps; it does not",
     "image/vllm_poc/wire/messages.py": "the base of all messages",
     "image/vllm_poc/wire/artifacts.py": "vectors as base64; and of the pods, which run in the same process here",
     "image/vllm_poc/wire/partition.py": "of the pods, too",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_poc.server.inference import INFERENCE_PATHS
+from vllm_poc.server.vllm_routes import INFERENCE_PATHS
 
 #: What neither prefills nor decodes, by the beginnings of the paths.
 OTHERS = (

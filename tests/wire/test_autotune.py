@@ -74,6 +74,25 @@ async def test_two_works_of_one_kind_share_the_tuning(fused: Pod) -> None:
     assert fused.engine.warmed_up == [8, 16]
 
 
+async def test_few_nonces_are_not_worth_a_search_until_there_have_been_many(fused: Pod) -> None:
+    few = ARTIFACT | {"nonces": list(range(2)), "batch_size": 1, "wait": True}
+    for _ in range(31):
+        assert (await fused.post("generate", few)).status_code == 200
+    assert fused.engine.warmed_up == []
+    for _ in range(2):
+        assert (await fused.post("generate", few)).status_code == 200
+    assert fused.engine.warmed_up == [8, 16]
+
+
+async def test_nothing_is_searched_beside_a_round(fused: Pod) -> None:
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 0)
+    other = ARTIFACT["params"] | {"seq_len": 32}
+    many = ARTIFACT | {"params": other, "nonces": list(range(500)), "wait": True, "beside_round": True}
+    assert (await fused.post("generate", many)).status_code == 200
+    assert fused.engine.warmed_up == [8, 16]
+
+
 async def test_a_warm_up_that_fails_fails_the_round(fused: Pod) -> None:
     fused.engine.worker_error = "CUDA error"
     await fused.start(ARTIFACT | SLOT)
@@ -103,7 +122,8 @@ async def test_the_workers_are_told_which_kinds_to_keep(fused: Pod) -> None:
 
     async def generate(seq_len: int) -> None:
         params = ARTIFACT["params"] | {"seq_len": seq_len}
-        answer = await fused.post("generate", ARTIFACT | {"params": params, "nonces": list(range(50)), "wait": True})
+        enough = list(range(4 * 1024 // seq_len))
+        answer = await fused.post("generate", ARTIFACT | {"params": params, "nonces": enough, "wait": True})
         assert answer.status_code == 200, answer.text
 
     for seq_len in range(1, 1 + MAX_KINDS):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks: every valid nonce exactly once and in order, whatever the receiver does."""
 
+import asyncio
 from time import monotonic
 from typing import Any
 
@@ -150,6 +151,23 @@ async def test_generation_waits_for_a_slow_receiver(pod: Pod, receiver: Callback
     await pod.reach(lambda s: s.delivered_index > held.next_index)
     await pod.post("stop")
     assert receiver.nonces == expected_nonces(ARTIFACT, await pod.status())
+
+
+@pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "64", "FLUSH_SECONDS": "10"}])
+async def test_a_stop_while_the_receiver_holds_poc_up_loses_nothing(pod: Pod, receiver: CallbackReceiver) -> None:
+    receiver.answer = 500
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    held = await pod.reach(lambda s: s.next_index >= 64)
+    await asyncio.sleep(0.1)
+    assert (await pod.status()).next_index <= held.next_index + pod.engine.facts["max_batch_nonces"]
+    stopping = asyncio.create_task(pod.post("stop"))
+    await asyncio.sleep(0.1)
+    receiver.answer = 200
+    assert (await stopping).status_code == 200
+    status = await pod.status()
+    assert status.delivered_index == status.next_index == status.total_checked
+    assert receiver.nonces == expected_nonces(ARTIFACT, status)
+    assert len(receiver.nonces) == status.next_index
 
 
 @pytest.mark.parametrize("pod_settings", [{"PAYLOAD_RESULTS": "40"}])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
-from vllm_poc.server.inference import INFERENCE_PATHS
+from vllm_poc.server.vllm_routes import INFERENCE_PATHS
 
 POC_FIRST = {"PRIORITY": "poc-first"}
 SPOKEN = "/v1/realtime"

@@ -241,6 +241,28 @@ async def test_the_token_guards_the_poc_routes_alone(pod: Pod, header: str | Non
     assert (await pod.http.get(f"{API_PREFIX}/status", headers=good)).status_code == 200
 
 
+@pytest.mark.parametrize("way", ["flag", "environment"])
+async def test_vllms_own_keys_guard_the_poc_routes_where_they_have_no_token(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "flag":
+        pod.app.state.args.api_key = ["one", "two"]
+    monkeypatch.setenv("VLLM_API_KEY", "two" if way == "environment" else "unused")
+    for header in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Bearer unused"}):
+        error = error_of(await pod.http.get(f"{API_PREFIX}/status", headers=header), 401, "Unauthorized")
+        assert error.detail.startswith("send a key of vLLM's --api-key as 'Authorization: Bearer <key>', or set ")
+    good = {"Authorization": "Bearer two"}
+    assert (await pod.http.get(f"{API_PREFIX}/status", headers=good)).status_code == 200
+
+
+@pytest.mark.parametrize("pod_settings", [{"TOKEN": "s3cret"}])
+async def test_vllms_own_keys_are_for_chat_where_poc_has_a_token(pod: Pod) -> None:
+    pod.app.state.args.api_key = ["one"]
+    chat, poc = ({"Authorization": f"Bearer {token}"} for token in ("one", "s3cret"))
+    error_of(await pod.http.get(f"{API_PREFIX}/status", headers=chat), 401, "Unauthorized")
+    assert (await pod.http.get(f"{API_PREFIX}/status", headers=poc)).status_code == 200
+
+
 async def test_a_misspelt_setting_leaves_no_server_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the middleware was added by hand, past the command line's check."""
     monkeypatch.setenv("VLLM_POC_TOKENS", "s3cret")

@@ -3,12 +3,14 @@
 
     app           the ASGI middleware that vLLM loads: token, body, when the engine is ready
     routes        the REST routes            service      executes them
+    bodies        large ones, off the event loop
     admission     what is refused before work begins
     phases        the one round, its phases  generation   computes a slot
     lease         how long a round runs that nobody asks for
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
-    scheduler     slices, chat first         autotune     how many nonces a forward pass holds
-    inference     vLLM's own routes, which wait where PoC goes first
+    scheduler     slices                     autotune     how many nonces a forward pass holds
+    gate          when a slice may begin: chat first
+    vllm_routes   vLLM's own routes: what waits where PoC goes first, and what lets PoC pause
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
     termination   a server that is told to end drains first
     nvml          the GPUs, as their driver tells of them

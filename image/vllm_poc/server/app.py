@@ -11,7 +11,7 @@ from http import HTTPStatus
 from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_poc.server import inference
+from vllm_poc.server import vllm_routes
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
@@ -21,6 +21,7 @@ from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
 from vllm_poc.server.termination import Termination
+from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import API_PREFIX
 
 #: What a server that ends still answers, beside whatever only asks.
@@ -37,14 +38,17 @@ class PocMiddleware:
         self._service: PocService | None = None
         self._poc_app: ASGIApp | None = None
         self._ends = False
+        self._pauses = Pauses()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
         elif scope["type"] == "http" and _is_poc(scope["path"]):
             await self._serve(scope, receive, send)
+        elif self._pauses.concerns(scope):
+            await self._pause(scope, receive, send)
         elif self._refuses_inference(scope):
-            await inference.refuse(scope, receive, send)
+            await vllm_routes.refuse(scope, receive, send)
         else:
             self._set_gauges(scope)
             await self._inner(scope, receive, send)
@@ -84,12 +88,10 @@ class PocMiddleware:
         await app(_as_json(scope), _replay(body, receive), send)
 
     def _admitted(self, scope: Scope) -> ASGIApp:
-        if not self._is_authorised(Headers(scope=scope)):
-            detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
-            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+        state: State = scope["app"].state
+        self._authorise(Headers(scope=scope), getattr(state, "args", None))
         if self._ends and scope["method"] != "GET" and scope["path"] != STOP_PATH:
             raise ServerEndsError
-        state: State = scope["app"].state
         unsupported = deployment_refusal(getattr(state, "args", None), os.environ)
         if unsupported is not None:
             raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", unsupported)
@@ -98,6 +100,21 @@ class PocMiddleware:
             detail = "the engine is still starting: try again later"
             raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "EngineNotReady", detail, {"Retry-After": "5"})
         return app
+
+    async def _pause(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._app_for(scope["app"].state)
+        if self._service is None:
+            await self._inner(scope, receive, send)  # which answers that it is not ready
+        else:
+            await self._pauses.pass_on(
+                self._inner,
+                scope,
+                receive,
+                send,
+                idle=self._service.engine.idle,
+                sleeps=self._service.engine.sleeps,
+                forget=self._service.forget,
+            )
 
     def _set_gauges(self, scope: Scope) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/metrics"):
@@ -108,7 +125,7 @@ class PocMiddleware:
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:
             return False
-        return inference.is_inference(scope) and self._service.phases.computes
+        return vllm_routes.is_inference(scope) and self._service.phases.computes
 
     def _app_for(self, state: State) -> ASGIApp | None:
         # vLLM sets both while it starts; the models last.
@@ -117,15 +134,24 @@ class PocMiddleware:
         if self._poc_app is None and client is not None and models is not None:
             names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
             engine = VllmEngine(client, frozenset(names), call_seconds=self._settings.engine_seconds)
-            self._service = PocService(engine, self._settings, self._clock)
+            self._service = PocService(engine, self._settings, self._clock, self._pauses)
             self._poc_app = create_app(self._service)
         return self._poc_app
 
-    def _is_authorised(self, headers: Headers) -> bool:
-        if self._settings.token is None:
-            return True
-        expected = f"Bearer {self._settings.token.get_secret_value()}"
-        return hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode())
+    def _authorise(self, headers: Headers, arguments: object) -> None:
+        """Refuse with 401 whoever has neither PoC's token nor, where there is none, a key of vLLM's own."""
+        if self._settings.token is not None:
+            tokens = [self._settings.token.get_secret_value()]
+            detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
+        else:
+            # As vLLM does for its own routes. The flag wins.
+            given = getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY", "")]
+            tokens = [key for key in given if key]
+            detail = "send a key of vLLM's --api-key as 'Authorization: Bearer <key>', or set VLLM_POC_TOKEN"
+        sent = headers.get("authorization", "").encode()
+        # All of them are compared, so that the time tells nothing.
+        if tokens and not sum(hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens):
+            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
 
 
 def _is_poc(path: str) -> bool:

@@ -30,6 +30,11 @@ _LEAST_GROWTH = 1.25
 #: gets hot meanwhile, and saves what that card spends on reading the weights more often.
 _WORTH_CUTTING = 0.95
 
+#: What a search takes, in passes of the largest size: it captures and measures several, and drops another kind.
+_SEARCH_COST = 4
+#: Kinds of requests whose nonces are added up; the one that was asked for longest ago is forgotten first.
+_ASKED_KINDS = 64
+
 #: Readies the workers for a pass, in segments of so many seconds if it takes longer, and lets them keep these others.
 WarmUp = Callable[[BatchRequest, float, list[PassFields]], Awaitable[PassTiming]]
 
@@ -55,10 +60,23 @@ class Autotuner:
         self._budget = budget_seconds
         self._one_at_a_time = asyncio.Lock()
         self._tuned = OrderedDict[PassSpec, TunedPass]()
+        self._asked = OrderedDict[PassSpec, int]()  # nonces of requests
 
     def find(self, spec: PassSpec) -> TunedPass | None:
         """Return the pass for work of this kind, if there is one."""
         return self._tuned.get(spec)
+
+    def forget(self) -> None:
+        """Know nothing any more: the workers have dropped what they captured."""
+        self._tuned.clear()
+
+    def is_worth(self, request: RoundRequest, nonces: int, facts: ModelFacts) -> bool:
+        """Whether so many nonces, with those of the same kind that were asked for before, pay for the search."""
+        spec = PassSpec.of_round(request)
+        self._asked[spec] = self._asked.pop(spec, 0) + nonces
+        if len(self._asked) > _ASKED_KINDS:
+            self._asked.popitem(last=False)
+        return self._asked[spec] >= _SEARCH_COST * _most_captured(spec, facts)
 
     def used(self, spec: PassSpec) -> None:
         """Let this kind be the last that makes way for another."""
@@ -76,10 +94,9 @@ class Autotuner:
                 return
             while len(self._tuned) >= MAX_KINDS:  # whatever comes of this: the workers need the memory now
                 self._tuned.popitem(last=False)
-            limit = min(facts["max_captured_nonces"], facts["max_captured_tokens"] // spec.seq_len)
             found = await fastest_pass(
                 partial(self._warmed_up, request),
-                limit=max(1, limit),
+                limit=_most_captured(spec, facts),
                 seq_len=spec.seq_len,
                 budget_seconds=self._budget,
             )
@@ -89,6 +106,11 @@ class Autotuner:
     async def _warmed_up(self, request: RoundRequest, nonces: int, segment_seconds: float) -> PassTiming:
         keep = [spec.fields() for spec in self._tuned]
         return await self._warm_up(batch_request(request, range(nonces), nonces), segment_seconds, keep)
+
+
+def _most_captured(spec: PassSpec, facts: ModelFacts) -> int:
+    """Return how many nonces the largest pass of this kind holds."""
+    return max(1, min(facts["max_captured_nonces"], facts["max_captured_tokens"] // spec.seq_len))
 
 
 def longest_segment(budget_seconds: float) -> float:

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassTiming
 
+#: Whoever waits for a call to end looks this often.
+_LOOK_SECONDS = 0.005
+
 
 def vllm_version() -> str:
     """Return vLLM's version. ImportError if it is not installed.
@@ -38,6 +41,10 @@ class EngineClient(Protocol):
         """Call a worker method by name; one answer per rank. The engine gives up after ``timeout`` seconds."""
         ...
 
+    async def is_sleeping(self) -> bool:
+        """Whether memory of the model is given away."""
+        ...
+
 
 class VllmEngine:
     """Calls vLLM's ``AsyncLLM``, whose workers carry `vllm_poc.worker`'s extension.
@@ -49,20 +56,31 @@ class VllmEngine:
         self.served_names = served_names
         self._client = client
         self._call_seconds = call_seconds
-        self._facts: ModelFacts | None = None
+        self._calls = 0
 
     async def facts(self) -> ModelFacts:
-        """Describe the model; asks the workers once. EngineError if the engine does not answer."""
-        if self._facts is None:
-            ranks: list[ModelFacts] = await self._call("poc_describe")
-            facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
-            self._facts = {
-                **facts,
-                "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks),
-                "attention": sorted({name for rank in ranks for name in rank["attention"]}),
-                "experts": sorted({name for rank in ranks for name in rank["experts"]}),
-            }
-        return self._facts
+        """Describe the model, which takes seconds the first time. EngineError if the engine does not answer."""
+        ranks: list[ModelFacts] = await self._call("poc_describe")
+        facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
+        return {
+            **facts,
+            "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks),
+            "attention": sorted({name for rank in ranks for name in rank["attention"]}),
+            "experts": sorted({name for rank in ranks for name in rank["experts"]}),
+        }
+
+    async def forget(self) -> None:
+        """Let the workers drop what they have made of the model's weights. EngineError if the engine fails."""
+        await self._call("poc_forget")
+
+    async def sleeps(self) -> bool:
+        """Whether the engine sleeps, at least in part."""
+        return await self._client.is_sleeping()
+
+    async def idle(self) -> None:
+        """Wait until no call is under way."""
+        while self._calls:  # noqa: ASYNC110 - calls begin and end all the time, and hardly anybody waits
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def compute(self, batch: BatchRequest) -> BatchResult:
         """Run the batch's forward passes, or a segment of one. EngineError if it fails or takes too long."""
@@ -86,6 +104,7 @@ class VllmEngine:
     async def _call(self, method: str, *args: object) -> list[Any]:
         # The engine gives up later than we do, since it takes a late answer for that to its next call. It
         # must give up, since a rank that hangs would hold back chat, too, until vLLM's own limit ends the server.
+        self._calls += 1
         try:
             async with asyncio.timeout(self._call_seconds):
                 answers = await self._client.collective_rpc(method, 2 * self._call_seconds, args)
@@ -93,6 +112,8 @@ class VllmEngine:
             raise EngineError(f"{method} did not answer within {self._call_seconds:g} s") from None
         except Exception as error:
             raise EngineError(f"{method} failed: {str(error) or type(error).__name__}") from error
+        finally:
+            self._calls -= 1
         answers = [answer for answer in answers if answer is not None]
         errors = dict.fromkeys(answer["error"] for answer in answers if "error" in answer)
         if errors:

@@ -29,6 +29,17 @@ class RefusalError(Exception):
         self.headers = headers
 
 
+class InvalidBodyError(HTTPException):
+    """A body that is not the message it should be; ``errors`` are pydantic's, as FastAPI locates them.
+
+    FastAPI takes nothing but its own exceptions from whoever reads a body.
+    """
+
+    def __init__(self, errors: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(HTTPStatus.UNPROCESSABLE_ENTITY)
+        self.errors = errors
+
+
 class ServerEndsError(RefusalError):
     """The server was told to end: it computes nothing more, and takes no new work."""
 
@@ -64,6 +75,7 @@ def install_handlers(app: FastAPI) -> None:
     app.exception_handler(RefusalError)(_refused)
     app.exception_handler(EngineError)(_engine_failed)
     app.exception_handler(RequestValidationError)(_not_valid)
+    app.exception_handler(InvalidBodyError)(_not_the_message)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(Exception)(_crashed)
 
@@ -81,9 +93,15 @@ async def _not_valid(request: Request, error: RequestValidationError) -> JSONRes
     if not is_json(content_type) and any(_is_body(entry) for entry in error.errors()):
         detail = f"the body is {content_type}: send JSON, with Content-Type: application/json or without any"
         return response(refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaType", detail))
-    fields = [
-        FieldError(field=_field(entry), message=entry["msg"].removeprefix(_VALUE_ERROR)) for entry in error.errors()
-    ]
+    return _wrong_fields(error.errors())
+
+
+async def _not_the_message(_: Request, error: InvalidBodyError) -> JSONResponse:
+    return _wrong_fields(error.errors)
+
+
+def _wrong_fields(entries: Sequence[Mapping[str, Any]]) -> JSONResponse:
+    fields = [FieldError(field=_field(entry), message=entry["msg"].removeprefix(_VALUE_ERROR)) for entry in entries]
     return response(RefusalError(HTTPStatus.UNPROCESSABLE_ENTITY, _invalid(fields, "InvalidRequest")))
 
 

@@ -5,7 +5,7 @@
                -> FAILED    when the engine fails, or keeps computing NaN and infinities
 
 Both are final; the next start makes a new one. While it generates it computes, waits at ``end_index`` to be extended,
-is held back by chat (`vllm_poc.server.scheduler`), or by a receiver that does not keep up.
+is held back by chat (`vllm_poc.server.gate`), or by a receiver that does not keep up.
 """
 
 import asyncio
@@ -99,6 +99,7 @@ class Generation:
         self._scheduler = scheduler
         self._limit = slice_limit
         self._size: SliceSize  # once its forward pass is tuned
+        self._weights = scheduler.weights  # for which it is tuned
         self._held_back_before = scheduler.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings
@@ -182,6 +183,9 @@ class Generation:
             await self._autotune()
             ahead = deque[list[int]]()
             while counters.next_index < slot.capacity:
+                if self._weights != self._scheduler.weights:
+                    ahead.clear()
+                    await self._autotune()
                 nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
                 look_ahead(ahead, self._size, partial(self._following, counters.next_index + len(nonces)))
                 result = await self._scheduler.run(self.request, nonces, self._size, ahead)
@@ -191,6 +195,7 @@ class Generation:
             self._on_idle()  # others need not wait for the receiver
 
     async def _autotune(self) -> None:
+        self._weights = self._scheduler.weights
         await self._scheduler.autotune(self.request)
         self._size = self._scheduler.slice_size(self.request, self._limit)
 

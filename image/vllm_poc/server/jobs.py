@@ -29,13 +29,15 @@ from uuid import uuid4
 
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.bodies import PIECE, off_loop
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
 from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import RefusalError, refusal
+from vllm_poc.server.gate import RequestShare
 from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.artifacts import decode_vector
+from vllm_poc.wire.artifacts import Artifact, decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
 from vllm_poc.wire.generate import (
     GeneratedResponse,
@@ -103,7 +105,7 @@ class JobQueue:
 
     def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued."""
-        self._admit(request)
+        self._admit(len(request.nonces))
         job = Job(request)
         self._jobs[job.id] = job
         self._waiting.append(job)
@@ -111,15 +113,15 @@ class JobQueue:
         return JobResponse(status=JobState.QUEUED, request_id=job.id, queued_count=self._nonces)
 
     @contextmanager
-    def counted(self, request: GenerateRequest) -> Iterator[None]:
+    def counted(self, nonces: int) -> Iterator[None]:
         """Count a request that is not queued, but computed while its client waits; 429 as for the others."""
-        self._admit(request)
+        self._admit(nonces)
         self._others += 1
         try:
             yield
         finally:
             self._others -= 1
-            self._nonces -= len(request.nonces)
+            self._nonces -= nonces
 
     def find(self, request_id: str) -> Result | JobResponse:
         """Return the state or the result of a job; refused with 404 if there is none."""
@@ -179,8 +181,8 @@ class JobQueue:
         job.state, job.error, job.request = state, error, None
         asyncio.get_running_loop().call_later(self._settings.result_seconds, self._jobs.pop, job.id, None)
 
-    def _admit(self, request: GenerateRequest) -> None:
-        queued, limit = self._nonces + len(request.nonces), self._settings.queued_nonces
+    def _admit(self, nonces: int) -> None:
+        queued, limit = self._nonces + nonces, self._settings.queued_nonces
         if queued <= limit:
             self._nonces = queued
             return
@@ -191,17 +193,19 @@ class JobQueue:
 class RequestWorker:
     """Computes named nonces slice by slice: while no round generates, for which ``ready`` waits, or beside it."""
 
-    def __init__(self, scheduler: Scheduler, outbox: Outbox, ready: Ready) -> None:
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, ready: Ready, share: RequestShare) -> None:
         self._scheduler = scheduler
         self._outbox = outbox
         self._ready = ready
+        self._share = share
 
     async def result(self, request: GenerateRequest, request_id: str, limit: int) -> Result:
         """Return artifacts, distances or a verdict. EngineError if the engine fails."""
         slices = self._slices(request, request.nonces, limit, _at_once if request.beside_round else self._ready)
         if request.validation is not None:
             return await artifact_verdict(request, request_id, slices)
-        return payloads.generated(request, [item async for part in slices for item in part], request_id)
+        items = [item async for part in slices for item in part]
+        return await off_loop(len(items), partial(payloads.generated, request, items, request_id))
 
     async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:
         """Leave the result in the job and send its callback."""
@@ -216,7 +220,7 @@ class RequestWorker:
         request = round_.model_copy(update={"public_key": batch.public_key})
         slices = self._slices(request, batch.nonces, limit, _at_once)
         items = [item async for part in slices for item in part]
-        verdict, callback = proof_verdict(round_, batch, items)
+        verdict, callback = await off_loop(len(items), partial(proof_verdict, round_, batch, items))
         if round_.receiver is not None:
             self._outbox.send(f"{round_.receiver}/validated", [callback], _only)
         return verdict
@@ -230,8 +234,9 @@ class RequestWorker:
     async def _slices(
         self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready
     ) -> AsyncIterator[list[Item]]:
-        if len(nonces) > limit:
-            await self._scheduler.autotune(request)
+        await ready()
+        if len(nonces) > limit and not self._share.round_computes():  # which a search would hold up
+            await self._scheduler.autotune(request, len(nonces))
         size, ahead, done = self._scheduler.slice_size(request, limit), deque[list[int]](), 0
 
         def following(known: int) -> list[int]:
@@ -242,7 +247,8 @@ class RequestWorker:
             part = ahead.popleft() if ahead else following(0)
             done += len(part)
             look_ahead(ahead, size, following)
-            result = await self._scheduler.run(request, part, size, ahead)
+            async with self._share.slice():
+                result = await self._scheduler.run(request, part, size, ahead, busy=self._share.busy)
             metrics.count_nonces(request.protocol, "request", computed=len(part), not_finite=result.rejected)
             yield result.items
 
@@ -265,7 +271,8 @@ async def artifact_verdict(
     assert request.validation is not None  # noqa: S101 - the caller looked
     assert request.params is not None  # noqa: S101 - by the request's own rules
     test = request.stat_test or StatTest()
-    missing = {artifact.nonce: artifact.vector_b64 for artifact in request.validation.artifacts}
+    artifacts = request.validation.artifacts
+    missing = await off_loop(len(artifacts), partial(_taken, artifacts))
     mismatches: list[int] = []
     async for items in slices:
         for nonce, vector_b64 in items:
@@ -273,8 +280,18 @@ async def artifact_verdict(
             if is_mismatch(computed, missing.pop(nonce), test.dist_threshold):
                 mismatches.append(nonce)
     not_computed = [nonce for nonce in request.nonces if nonce in missing]
-    verdict = _verdict(test, mismatches, nonces=request.nonces, not_computed=not_computed)
+    judge = partial(_verdict, test, mismatches, nonces=request.nonces, not_computed=not_computed)
+    verdict = await off_loop(len(request.nonces), judge)
     return ValidatedResponse(request_id=request_id, **verdict.model_dump())
+
+
+def _taken(artifacts: list[Artifact]) -> dict[int, str]:
+    """Return the vectors by nonce, and empty the list bit by bit: to drop it at once would take long."""
+    taken: dict[int, str] = {}
+    while artifacts:
+        taken.update((artifact["nonce"], artifact["vector_b64"]) for artifact in artifacts[-PIECE:])
+        del artifacts[-PIECE:]
+    return taken
 
 
 def proof_verdict(

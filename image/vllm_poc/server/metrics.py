@@ -34,7 +34,7 @@ SLICE = Histogram(
 PROGRESS = _Gauge("poc_last_progress_timestamp_seconds", "Unix time of the last slice, or of a later round's start")
 STATE = _Gauge("poc_state", "1 for the server's state, 0 for the others", ["state"])
 PENDING = _Gauge("poc_results_pending", "Results of the round that wait for delivery")
-QUEUED_JOBS = _Gauge("poc_queued_jobs", "Requests of POST generate that wait or are computed")
+QUEUED_JOBS = _Gauge("poc_queued_jobs", "Requests for named nonces that wait or are computed")
 QUEUED_NONCES = _Gauge("poc_queued_nonces", "Nonces of these requests")
 
 

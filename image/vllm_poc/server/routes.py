@@ -5,9 +5,10 @@ import asyncio
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.security import HTTPBearer
 
+from vllm_poc.server.bodies import LargeBodyRoute, answer
 from vllm_poc.server.engine import vllm_version
 from vllm_poc.server.errors import install_handlers, refusal
 from vllm_poc.server.nvml import read_gpus
@@ -52,7 +53,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 _BEARER = HTTPBearer(auto_error=False, description="Needed where the server has VLLM_POC_TOKEN set.")
 
 
-router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)])
+router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)], route_class=LargeBodyRoute)
+
+
+_WITHOUT_NONE: dict[str, Any] = {"response_model_exclude_none": True}
 
 
 def _service(request: Request) -> PocService:
@@ -99,36 +103,40 @@ async def phase_validate(service: Service) -> CommandResponse:
     return await service.validate_phase()
 
 
-@router.post("/validate")
-async def validate(batch: ProofBatch, service: Service) -> ProofVerdict:
+@router.post("/validate", response_model=ProofVerdict)
+async def validate(batch: ProofBatch, service: Service) -> ProofVerdict | Response:
     """Recompute claimed distances for the configured round; the verdict also goes to `{callback}/validated`.
 
     `fraud_detected` is the binomial test over the nonces whose claim or recomputed distance is not below
     `r_target`; see `p_mismatch` and `fraud_threshold` of the init calls. Work goes on if the client goes away,
     since the callback's receiver waits for it too.
     """
-    return await service.prove(batch)
+    return await answer(await service.prove(batch))
 
 
-@router.post("/generate", response_model_exclude_none=True)
+@router.post("/generate", response_model=GeneratedResponse | ValidatedResponse | JobResponse, **_WITHOUT_NONE)
 async def generate(
     body: GenerateRequest, service: Service, request: Request
-) -> GeneratedResponse | ValidatedResponse | JobResponse:
+) -> GeneratedResponse | ValidatedResponse | JobResponse | Response:
     """Compute named nonces, or compare received artifacts with them. Waits until no round generates.
 
     With `wait` the answer is the result, and the work is cancelled if the client goes away; `url` is not used.
     Without, the work is queued and its result kept for a while, and sent to `url` if there is one.
     """
     try:
-        return await while_connected(request.receive, service.generate(body))
+        return await answer(await while_connected(request.receive, service.generate(body)))
     except ClientGone as error:
         raise refusal(HTTPStatus.REQUEST_TIMEOUT, "ClientGone", str(error)) from None
 
 
-@router.get("/generate/{request_id}", response_model_exclude_none=True)
-async def generate_result(request_id: str, service: Service) -> GeneratedResponse | ValidatedResponse | JobResponse:
+@router.get(
+    "/generate/{request_id}", response_model=GeneratedResponse | ValidatedResponse | JobResponse, **_WITHOUT_NONE
+)
+async def generate_result(
+    request_id: str, service: Service
+) -> GeneratedResponse | ValidatedResponse | JobResponse | Response:
     """Tell the state or the result of queued work."""
-    return service.jobs.find(request_id)
+    return await answer(service.jobs.find(request_id))
 
 
 @router.get("/status")

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple, Protocol
 
-from vllm_poc.rpc import BatchRequest, BatchResult, PassFields, PassSpec, PassTiming, batch_request
+from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.settings import Priority, Settings
+from vllm_poc.server.gate import BusyShare, ChatGate
+from vllm_poc.server.settings import Settings
+from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import RoundRequest
 
 #: What one nonce gives: a distance, or a vector in base64.
@@ -32,76 +35,51 @@ Value = float | str
 Item = tuple[int, Value]
 #: Weight of the newest slice in the mean time of a pass.
 _NEWEST = 0.2
-#: Looks in a row that find chat idle, after which PoC goes on. A client that chats without pause sends its next request
-#: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not
-#: time, since requests that have come are seen only when the event loop gets to them.
-IDLE_LOOKS = 2
+#: Chat is waited for no longer than this before the model is described.
+_DESCRIBED_WITHIN_SECONDS = 5.0
+#: After a failure, whoever only wants to know does not make the engine try again for so long.
+_DESCRIBED_AGAIN_SECONDS = 30.0
 
 
-class BusyShare:
-    """Share of the last ``window`` seconds that PoC used. ``now`` is in seconds of any clock."""
+class ModelDescription:
+    """What the workers say of the model, found once. ``describe`` raises EngineError if it fails."""
 
-    def __init__(self, window: float, now: Callable[[], float]) -> None:
-        self._window = window
-        self._now = now
-        self._spans: deque[tuple[float, float]] = deque()
+    def __init__(self, describe: Callable[[], Awaitable[ModelFacts]]) -> None:
+        self.known: ModelFacts | None = None
+        self.error: str | None = None
+        self._describe = describe
+        self._task: asyncio.Task[ModelFacts] | None = None
+        self._failed = 0.0
 
-    def add(self, start: float, end: float) -> None:
-        """Count the time from ``start`` to ``end``; spans come in order and do not overlap."""
-        self._forget()
-        self._spans.append((start, end))
+    async def facts(self) -> ModelFacts:
+        """Return it; all who ask meanwhile wait for the same answer. EngineError if there is none."""
+        if self.known is not None:
+            return self.known
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._find())
+        return await asyncio.shield(self._task)
 
-    def value(self) -> float:
-        """Return the share, 0..1: the spans' seconds inside the window, over its length."""
-        first = self._forget()
-        return sum(end - max(start, first) for start, end in self._spans) / self._window
+    async def glance(self, seconds: float) -> ModelFacts | None:
+        """Return it if it is there within so many seconds."""
+        recent = self.error is not None and monotonic() < self._failed + _DESCRIBED_AGAIN_SECONDS
+        if self.known is None and not recent:
+            with suppress(TimeoutError, EngineError, ServerEndsError):
+                async with asyncio.timeout(seconds):
+                    await self.facts()
+        return self.known
 
-    def _forget(self) -> float:
-        first = self._now() - self._window
-        while self._spans and self._spans[0][1] <= first:
-            self._spans.popleft()
-        return first
+    def forget(self) -> None:
+        """Find it anew when somebody asks."""
+        self.known = self._task = None
 
-
-class ChatGate:
-    """Lets a slice of PoC work pass when chat is idle, when PoC goes first, or when it is below its least share.
-
-    Whoever runs a slice tells ``busy`` from when to when (`time.monotonic`).
-    """
-
-    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
-        self.held_back_seconds = 0.0
-        self.is_closed = False
-        self._engine = engine
-        self._poc_first = settings.priority is Priority.POC_FIRST
-        self._min_share = settings.min_share
-        self._backoff = settings.chat_backoff_seconds
-        self.busy = BusyShare(settings.share_window_seconds, monotonic)
-
-    async def passed(self) -> None:
-        """Wait until PoC may run its next slice. ServerEndsError if there will be none."""
-        idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
-        while True:
-            if self.is_closed:
-                raise ServerEndsError
-            idle = 0 if self._engine.has_unfinished_chat() else idle + 1
-            if idle >= IDLE_LOOKS or self._ignores_chat():
-                return
-            await self._pause()
-
-    def close(self) -> None:
-        """Let no further slice pass: the server ends."""
-        self.is_closed = True
-
-    async def _pause(self) -> None:
-        started = monotonic()
-        await asyncio.sleep(self._backoff)
-        waited = monotonic() - started
-        self.held_back_seconds += waited
-        metrics.HELD_BACK.inc(waited)
-
-    def _ignores_chat(self) -> bool:
-        return self._poc_first or self.busy.value() < self._min_share
+    async def _find(self) -> ModelFacts:
+        try:
+            self.known = await self._describe()
+        except EngineError as error:
+            self.error, self._failed = str(error), monotonic()
+            raise
+        self.error = None
+        return self.known
 
 
 class SliceSize(Protocol):
@@ -200,19 +178,33 @@ class SliceResult(NamedTuple):
 class Scheduler:
     """Runs slices on the engine for whoever asks, first come first served."""
 
-    def __init__(self, engine: VllmEngine, settings: Settings) -> None:
+    def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
+        self.model = ModelDescription(self._described)
+        #: Counts how often the weights have become others.
+        self.weights = 0
         self._engine = engine
         self._settings = settings
         self._turn = asyncio.Lock()
         self._autotuner = Autotuner(self._warm_up, settings.slice_seconds)
         self._stages = 1  # as the engine says before anything is tuned
-        self.gate = ChatGate(engine, settings)
+        self.gate = ChatGate(engine, settings, pauses)
 
-    async def autotune(self, request: RoundRequest) -> None:
-        """Find the best forward pass for work like this, if that was not done. EngineError as from the engine."""
-        facts = await self._engine.facts()
+    async def forget(self) -> None:
+        """Find out anew what was found of other weights. EngineError as from the engine."""
+        self.weights += 1
+        self.model.forget()
+        self._autotuner.forget()
+        await self._engine.forget()
+
+    async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
+        """Find the best forward pass for work like this, if that was not done. EngineError as from the engine.
+
+        For so many ``nonces`` only if that is worth it; a round always is.
+        """
+        facts = await self.model.facts()
         self._stages = facts["stages"]
-        await self._autotuner.tune(request, facts)
+        if nonces is None or self._autotuner.is_worth(request, nonces, facts):
+            await self._autotuner.tune(request, facts)
 
     def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
         """Return the size for work whose forward passes hold up to ``limit`` nonces, or what was tuned for it."""
@@ -222,21 +214,42 @@ class Scheduler:
         return TunedSliceSize(tuned, self._stages, budget)
 
     async def run(
-        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
+        self,
+        request: RoundRequest,
+        nonces: Sequence[int],
+        size: SliceSize,
+        ahead: Iterable[list[int]] = (),
+        *,
+        busy: BusyShare | None = None,
     ) -> SliceResult:
         """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
 
         ServerEndsError once the gate is closed: a slice that is under way then is still answered, unless it has to be
         computed in further calls.
 
-        ``ahead`` are the slices that follow, as far as they are known: the workers begin them already.
+        ``ahead`` are the slices that follow, as far as they are known: the workers begin them already. ``busy`` is told
+        of the time on the workers.
         """
-        first = await self._compute(request, nonces, size, ahead)
+        first = await self._compute(request, nonces, size, ahead, busy)
         results = _values(first)
         if first["not_finite"]:
-            results |= _values(await self._compute(request, first["not_finite"], size))
+            results |= _values(await self._compute(request, first["not_finite"], size, (), busy))
         items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
         return SliceResult(items, rejected=len(nonces) - len(items))
+
+    async def _described(self) -> ModelFacts:
+        # It computes a little, and so waits for chat, but not for ever: nothing can be said of any request before.
+        self._refuse_pause()
+        async with self._turn:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DESCRIBED_WITHIN_SECONDS):
+                    await self.gate.passed()
+            self._refuse_pause()
+            return await self._engine.facts()
+
+    def _refuse_pause(self) -> None:
+        if (reason := self.gate.pauses.reason) is not None:
+            raise EngineError(f"{reason}: try again when that is over")
 
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         async with self._turn:
@@ -247,14 +260,19 @@ class Scheduler:
         return timing
 
     async def _compute(
-        self, request: RoundRequest, nonces: Sequence[int], size: SliceSize, ahead: Iterable[list[int]] = ()
+        self,
+        request: RoundRequest,
+        nonces: Sequence[int],
+        size: SliceSize,
+        ahead: Iterable[list[int]],
+        busy: BusyShare | None,
     ) -> BatchResult:
         message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
         longest = 0.0
         async with self._turn:  # other work would make the workers drop what they have begun
             self._autotuner.used(PassSpec.of(message))
             while True:
-                result, seconds = await self._step(message)
+                result, seconds = await self._step(message, busy)
                 longest = max(longest, seconds)
                 if result["complete"]:
                     break
@@ -262,13 +280,15 @@ class Scheduler:
         _check_answer(nonces, result)
         return result
 
-    async def _step(self, message: BatchRequest) -> tuple[BatchResult, float]:
+    async def _step(self, message: BatchRequest, busy: BusyShare | None) -> tuple[BatchResult, float]:
         """Return the workers' answer, and how many seconds it took."""
         await self.gate.passed()
         started = monotonic()
         result = await self._engine.compute(message)
         ended = monotonic()
         self.gate.busy.add(started, ended)
+        if busy is not None:
+            busy.add(started, ended)
         metrics.SLICE.observe(ended - started)
         metrics.PROGRESS.set_to_current_time()
         return result, ended - started

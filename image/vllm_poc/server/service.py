@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from http import HTTPStatus
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -12,15 +13,18 @@ import aiohttp
 
 from vllm_poc.logs import get_logger
 from vllm_poc.server import admission
+from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks.outbox import Outbox
-from vllm_poc.server.engine import VllmEngine
+from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import refusal
+from vllm_poc.server.gate import RequestShare
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.status import model_limits, status_response
+from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
 from vllm_poc.wire.messages import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest, LeaseRenewal
@@ -36,17 +40,20 @@ class PocService:
     Make it inside a running event loop, and `close` it.
     """
 
-    def __init__(self, engine: VllmEngine, settings: Settings, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, engine: VllmEngine, settings: Settings, clock: Clock = SYSTEM_CLOCK, pauses: Pauses | None = None
+    ) -> None:
         self.session_id = token_hex(8)
-        self._engine = engine
+        self.engine = engine
         self._settings = settings
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
-        scheduler = Scheduler(engine, settings)
+        self.scheduler = scheduler = Scheduler(engine, settings, pauses)
         self._gate = scheduler.gate
         self._answering: set[asyncio.Task[Any]] = set()  # the requests that clients wait for
         self.phases = Phases(scheduler, self._session, settings, clock)
         self._outbox = Outbox(self._session, settings)
-        self._work = RequestWorker(scheduler, self._outbox, self.phases.free)
+        share = RequestShare(lambda: self.phases.computes, settings)
+        self._work = RequestWorker(scheduler, self._outbox, self.phases.free, share)
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
@@ -85,17 +92,19 @@ class PocService:
 
     async def generate(self, request: GenerateRequest) -> Result | JobResponse:
         """Compute the named nonces when no round generates and chat lets PoC pass; now, or queued."""
-        admission.check_validation(request)
+        await off_loop(len(request.nonces), partial(admission.check_validation, request))
         limit = await self._checked(request)
         if not request.wait:
             return self.jobs.submit(request)
-        with self.jobs.counted(request):
+        with self.jobs.counted(len(request.nonces)):
             return await self._in_time(self._work.result(request, uuid4().hex, limit))
 
     async def prove(self, batch: ProofBatch) -> ProofVerdict:
         """Recompute a proof batch for the distance round."""
         round_ = self.phases.distance_config()
-        return await self._in_time(self._work.proof(round_, batch, await self._checked(round_)))
+        limit = await self._checked(round_)
+        with self.jobs.counted(len(batch.nonces)):
+            return await self._in_time(self._work.proof(round_, batch, limit))
 
     async def status(self, *, lists: bool = True, renewal: LeaseRenewal | None = None) -> StatusResponse:
         """Return the state of the round; the model's limits are 0 as long as the engine does not answer.
@@ -105,8 +114,20 @@ class PocService:
         if renewal is not None and renewal.renew_lease is not None:
             self.phases.renew_lease(renewal.renew_lease, renewal.lease_seconds)
         return status_response(
-            self.session_id, await model_limits(self._engine), self.phases, self._outbox, lists=lists
+            self.session_id,
+            await model_limits(self.engine.served_names, self.scheduler.model),
+            self.phases,
+            self._outbox,
+            lists=lists,
+            paused_by=self._gate.pauses.reason,
         )
+
+    async def forget(self) -> None:
+        """Find out anew what was found of other weights."""
+        try:
+            await self.scheduler.forget()
+        except EngineError as error:
+            _log.error("the workers keep what they know of the former weights: %s; restart the server", error)
 
     async def drain(self) -> None:
         """Compute no further than the slice that is computed, and deliver what there is, within the time for that."""
@@ -138,8 +159,8 @@ class PocService:
 
     async def _checked(self, request: CallbackRequest) -> int:
         # Returns how many nonces a forward pass may hold.
-        facts = await self._engine.facts()
-        admission.check_round(request, facts, self._engine.served_names)
+        facts = await self.scheduler.model.facts()
+        admission.check_round(request, facts, self.engine.served_names)
         admission.check_callback(request, self._settings)
         return admission.slice_limit(request, facts)
 

@@ -61,7 +61,10 @@ class Settings(BaseModel):
     engine_seconds: Seconds = 120.0
     #: A round ends in FAILED after this many NaN or infinite results without one clean slice in between.
     sick_nonces: int = Field(default=100, ge=1)
-    #: Most nonces of ``generate`` that may wait or be computed; more are answered 429.
+    #: Share of the time that requests beside a round get while it computes. It is the share of the last
+    #: ``share_window_seconds`` that their slices took, from call to answer.
+    request_share: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)
+    #: Most nonces of ``generate`` and ``validate`` that may wait or be computed; more are answered 429.
     queued_nonces: int = Field(default=100_000, ge=1)
     #: Results of queued work can be fetched, and their callbacks are tried, for this long.
     result_seconds: Seconds = 300.0

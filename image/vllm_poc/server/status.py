@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``GET status`` and the gauges of ``/metrics`` say."""
 
-import contextlib
 from time import monotonic
 
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.callbacks.payloads import round_config
-from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.generation import Generation
 from vllm_poc.server.jobs import JobQueue
 from vllm_poc.server.phases import Phases
+from vllm_poc.server.scheduler import ModelDescription
 from vllm_poc.wire.answers import ModelLimits, PowState, RoundStats, StatusResponse
 from vllm_poc.wire.messages import Protocol
 
+#: Status waits no longer for the model's description, which takes seconds the first time.
+_GLANCE_SECONDS = 0.2
+
 
 def status_response(
-    session_id: str, model: ModelLimits, phases: Phases, outbox: Outbox, *, lists: bool
+    session_id: str, model: ModelLimits, phases: Phases, outbox: Outbox, *, lists: bool, paused_by: str | None
 ) -> StatusResponse:
     """Return the status: the phase, the round as configured, and what its newest generation counted."""
     fields = {
@@ -25,6 +27,7 @@ def status_response(
         "session_id": session_id,
         "model": model,
         "leases": True,
+        "paused_by": paused_by,
         "callbacks_pending": outbox.pending,
         "callbacks_lost": outbox.lost,
     }
@@ -67,21 +70,21 @@ def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
     }
 
 
-async def model_limits(engine: VllmEngine) -> ModelLimits:
-    """Return what the served model allows; all 0 as long as the engine does not answer."""
-    names = sorted(engine.served_names)
-    with contextlib.suppress(EngineError):
-        facts = await engine.facts()
-        return ModelLimits(
-            names=names,
-            max_seq_len=facts["max_model_len"],
-            hidden_size=facts["hidden_size"],
-            scratch_bytes=facts["scratch_bytes"],
-            fused=facts["fused"],
-            attention=", ".join(facts["attention"]),
-            experts=", ".join(facts["experts"]),
-        )
-    return ModelLimits(names=names)
+async def model_limits(served_names: frozenset[str], model: ModelDescription) -> ModelLimits:
+    """Return what the served model allows; all 0 and why, as long as that is not known."""
+    names, facts = sorted(served_names), await model.glance(_GLANCE_SECONDS)
+    if facts is None:
+        return ModelLimits(names=names, error=model.error)
+    return ModelLimits(
+        names=names,
+        max_seq_len=facts["max_model_len"],
+        hidden_size=facts["hidden_size"],
+        scratch_bytes=facts["scratch_bytes"],
+        fused=facts["fused"],
+        attention=", ".join(facts["attention"]),
+        experts=", ".join(facts["experts"]),
+        error=facts["refusal"],
+    )
 
 
 def set_gauges(phases: Phases, jobs: JobQueue) -> None:

@@ -84,6 +84,8 @@ class ModelLimits(WireMessage):
     fused: bool = False
     attention: ShortText = ""
     experts: ShortText = ""
+    # Why the engine could not say, or why PoC does not run on this model.
+    error: ShortText | None = None
 
 
 class StatusResponse(WireMessage):
@@ -130,6 +132,8 @@ class StatusResponse(WireMessage):
     rejected: Index = 0
     last_progress_seconds: Quantity | None = None
     held_back_seconds: Quantity = 0.0
+    # Why nothing is computed: vLLM sleeps, is paused, or gets new weights.
+    paused_by: ShortText | None = None
     stop_reason: ShortText | None = None
     stop_message: ShortText | None = None
     # Whether the server knows leases; earlier ones do not.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from vllm_poc.wire.messages import Nonce, WireMessage
 
@@ -16,8 +17,11 @@ _EXPONENT = 0x7C  # in the second byte of an fp16 number; all bits set in NaN an
 _FINITE = bytes(byte for byte in range(256) if byte & _EXPONENT != _EXPONENT)
 
 
-class Artifact(WireMessage):
-    """What the artifact protocol delivers for one nonce."""
+class Artifact(TypedDict):
+    """What the artifact protocol delivers for one nonce.
+
+    A dictionary, since a message may have a hundred thousand: the garbage collector does not look at these.
+    """
 
     nonce: Nonce
     vector_b64: str

@@ -27,7 +27,7 @@ class Validation(WireMessage):
 
     @model_validator(mode="after")
     def _nonces_are_unique(self) -> Self:
-        refuse_duplicates("validation.artifacts", (artifact.nonce for artifact in self.artifacts))
+        refuse_duplicates("validation.artifacts", (artifact["nonce"] for artifact in self.artifacts))
         return self
 
 
@@ -61,7 +61,7 @@ class GenerateRequest(CallbackRequest):
         """Return the nonces without an artifact to compare, and those of artifacts that are not among the nonces."""
         if self.validation is None:
             return set(), set()
-        wanted, received = set(self.nonces), {artifact.nonce for artifact in self.validation.artifacts}
+        wanted, received = set(self.nonces), {artifact["nonce"] for artifact in self.validation.artifacts}
         return wanted - received, received - wanted
 
 

@@ -36,6 +36,11 @@ class PocWorkerExtension:
         """Say what the model allows; the first call allocates the scratch cache."""
         return _answer(self._poc_facts)
 
+    def poc_forget(self) -> dict[str, bool]:
+        """Drop what was made of the model's weights, and what was captured; the next call makes it anew."""
+        self._poc_model_runner = None
+        return {"forgotten": True}  # None is the answer of ranks that have nothing to say
+
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
         """Compute the request together with all other ranks."""
         return _answer(lambda: self._poc_together(lambda runner: runner.prepare(request)))
@@ -153,4 +158,6 @@ def _answer(call: Callable[[], T]) -> T | Failure:
     try:
         return call()
     except Exception as error:
+        if not isinstance(error, OtherRankError):  # that one logs its own
+            _log.exception("PoC failed on this worker")
         return Failure(error=f"{type(error).__name__}: {error}")

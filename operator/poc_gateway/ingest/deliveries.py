@@ -100,7 +100,7 @@ def check_generated(known: KnownRound, generated: Generated, grant: Grant | None
     if isinstance(message, GeneratedArtifacts):
         _require_same("encoding.k_dim", message.encoding.k_dim, terms.k_dim)
         vector = partial(vector_bytes, k_dim=message.encoding.k_dim)
-        items = ((artifact.nonce, artifact.vector_b64) for artifact in message.artifacts)
+        items = ((artifact["nonce"], artifact["vector_b64"]) for artifact in message.artifacts)
         _check_each(delivery, message.node_id, items, vector, Fault.BAD_VECTOR)
     else:
         distance = partial(_distance, r_target=terms.r_target or 0.0)

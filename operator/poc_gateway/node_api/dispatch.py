@@ -247,8 +247,8 @@ def _values_of(
     values: dict[int, str | float | None] = dict.fromkeys(answer.not_computed)
     if request.params is not None:
         for artifact in answer.artifacts or []:
-            decode_vector(artifact.vector_b64, request.params.k_dim)
-            values[artifact.nonce] = artifact.vector_b64
+            decode_vector(artifact["vector_b64"], request.params.k_dim)
+            values[artifact["nonce"]] = artifact["vector_b64"]
     else:
         values.update(zip(answer.nonces or [], answer.distances or [], strict=True))
     if values.keys() != set(nonces):

@@ -123,7 +123,7 @@ def _verdict(request: GenerateRequest, request_id: str, values: Values) -> Valid
     assert request.validation is not None  # noqa: S101 - the caller looked
     assert request.params is not None  # noqa: S101 - by the request's own rules
     test, k_dim = request.stat_test or StatTest(), request.params.k_dim
-    received = {artifact.nonce: artifact.vector_b64 for artifact in request.validation.artifacts}
+    received = {artifact["nonce"]: artifact["vector_b64"] for artifact in request.validation.artifacts}
     computed = _computed(request, values)
     if not computed:
         detail = "no verdict: every nonce came out NaN or infinite on this cluster's pods; check their GPUs"

@@ -117,7 +117,9 @@ def values_of(spec: RoundSpec, answer: Answer) -> Values | None:
     if spec.artifact is None:
         distances = zip(result.nonces or [], result.distances or [], strict=False)
         return missing | {nonce: (distance,) for nonce, distance in distances}
-    return missing | {item.nonce: vector_of(item.vector_b64, spec.artifact.k_dim) for item in result.artifacts or []}
+    return missing | {
+        item["nonce"]: vector_of(item["vector_b64"], spec.artifact.k_dim) for item in result.artifacts or []
+    }
 
 
 def vector_of(text: str, k_dim: int) -> Sequence[float] | None:

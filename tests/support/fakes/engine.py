@@ -61,6 +61,11 @@ class FakeEngineClient:
         self.fault: Exception | None = None
         self.worker_error: str | None = None
         self.sick: Counter[int] = Counter()  # nonce: how often it comes out not finite
+        self.forgotten = 0
+        self.described = 0
+        self.seconds_to_describe = 0.0
+        self.in_flight = 0
+        self.asleep = False
         self.drift = 0  # a GPU that computes wrongly: each nonce gets the values of another one
 
     @property
@@ -72,8 +77,12 @@ class FakeEngineClient:
         """Answer one call; the engine's own limit never strikes."""
         assert timeout > 0
         if method == "poc_describe":
-            await self._spend(0)
+            self.described += 1
+            await self._spend(self.seconds_to_describe)
             return [self.facts, self.facts]
+        if method == "poc_forget":
+            self.forgotten += 1
+            return [{"forgotten": True}] * 2
         if method == "poc_warm_up":
             return [self._warm_up(args[0], args[2])] * 2
         assert method == "poc_compute"
@@ -81,6 +90,10 @@ class FakeEngineClient:
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0])]
+
+    async def is_sleeping(self) -> bool:
+        """Whether the test let the engine sleep."""
+        return self.asleep
 
     def _warm_up(self, batch: BatchRequest, keep: list[PassFields]) -> PassTiming | Failure:
         self.warmed_up.append(len(batch["nonces"]))
@@ -90,7 +103,11 @@ class FakeEngineClient:
         return PassTiming(seconds=0.001, segments=self.segments)
 
     async def _spend(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        self.in_flight += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.in_flight -= 1
         if self.fault is not None:
             raise self.fault
 

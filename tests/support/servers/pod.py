@@ -5,19 +5,20 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI, WebSocket
+from fastapi import FastAPI, HTTPException, WebSocket
 from prometheus_client import make_asgi_app
 from starlette.routing import Mount
 
 from tests.support.fakes.engine import FakeEngineClient
 from vllm_poc.server.app import PocMiddleware
-from vllm_poc.server.inference import INFERENCE_PATHS
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
+from vllm_poc.server.vllm_routes import INFERENCE_PATHS
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import API_PREFIX
 
@@ -25,6 +26,11 @@ ROUND: dict[str, Any] = {"block_hash": "abc123", "block_height": 7, "public_key"
 SLOT: dict[str, Any] = {"node_id": 1, "node_count": 3, "group_id": 1, "n_groups": 2}
 ARTIFACT: dict[str, Any] = ROUND | {"params": {"model": "tiny", "seq_len": 64, "k_dim": 4}}
 DISTANCE: dict[str, Any] = ROUND | {"r_target": 1.405, "seq_len": 64}
+#: vLLM's own commands, during or after which nothing may be computed.
+PAUSING = (
+    *("/sleep", "/release_kv_cache_memory", "/wake_up", "/pause", "/resume"),
+    *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
+)
 
 
 class Pod:
@@ -38,11 +44,23 @@ class Pod:
         for path in INFERENCE_PATHS - {"/v1/realtime"}:
             self.app.post(path)(_infer)
         self.app.websocket("/v1/realtime")(_talk)
+        self.refusing: set[str] = set()
+        self.met_in_flight = 0  # calls to the workers that vLLM's own commands met
+        for path in PAUSING:
+            self.app.post(path)(partial(self._command, path))
         self.app.post("/tokenize")(_infer)
         metrics = Mount("/metrics", make_asgi_app())
         metrics.path_regex = re.compile("^/metrics(?P<path>.*)$")  # as vLLM does, so that nothing is redirected
         self.app.routes.append(metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://pod")
+
+    async def _command(self, path: str) -> dict[str, str]:
+        self.met_in_flight += self.engine.in_flight
+        await asyncio.sleep(0.05)
+        self.met_in_flight += self.engine.in_flight
+        if path in self.refusing:
+            raise HTTPException(500)
+        return {"status": "done"}
 
     def become_ready(self) -> None:
         """Set what vLLM sets in the app's state once its engine runs."""

@@ -62,7 +62,7 @@ def generated(request: GenerateRequest, items: Items, request_id: str) -> Genera
 def callback_items(result: GeneratedResponse) -> list[Item]:
     """Return what a result's callbacks deliver: all artifacts, or the valid distances."""
     if result.artifacts is not None:
-        return [(artifact.nonce, artifact.vector_b64) for artifact in result.artifacts]
+        return [(artifact["nonce"], artifact["vector_b64"]) for artifact in result.artifacts]
     return list(zip(result.valid_nonces or [], result.valid_distances or [], strict=True))
 
 

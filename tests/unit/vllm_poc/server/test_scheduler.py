@@ -10,7 +10,8 @@ import pytest
 from tests.support.fakes.engine import FakeOutputProcessor
 from vllm_poc.server.autotune import TunedPass
 from vllm_poc.server.engine import OutputProcessor, VllmEngine
-from vllm_poc.server.scheduler import BusyShare, ChatGate, HalvingSliceSize, TunedSliceSize
+from vllm_poc.server.gate import BusyShare, ChatGate
+from vllm_poc.server.scheduler import HalvingSliceSize, TunedSliceSize
 from vllm_poc.server.settings import Settings
 
 BUDGET = 0.05
@@ -74,6 +75,9 @@ class Client:
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[object, ...]) -> list[Any]:  # noqa: ASYNC109
         raise NotImplementedError
+
+    async def is_sleeping(self) -> bool:
+        return False
 
 
 def gate(processor: OutputProcessor, **variables: str) -> ChatGate:

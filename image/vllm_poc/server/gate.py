@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When PoC may compute its next slice: after chat, when vLLM computes at all, and requests no more than their share.
+
+closed      the server ends              ServerEndsError
+paused      vLLM sleeps, or is paused    wait
+chat        waits or runs                wait, unless PoC goes first or is below its least share
+open
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from time import monotonic
+
+from vllm_poc.server import metrics
+from vllm_poc.server.engine import VllmEngine
+from vllm_poc.server.errors import ServerEndsError
+from vllm_poc.server.settings import Priority, Settings
+from vllm_poc.server.vllm_routes import Pauses
+
+#: Looks in a row that find chat idle, after which PoC goes on. A client that chats without pause sends its next request
+#: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not
+#: time, since requests that have come are seen only when the event loop gets to them.
+IDLE_LOOKS = 2
+
+
+class BusyShare:
+    """Share of the last ``window`` seconds that PoC used. ``now`` is in seconds of any clock."""
+
+    def __init__(self, window: float, now: Callable[[], float]) -> None:
+        self._window = window
+        self._now = now
+        self._spans: deque[tuple[float, float]] = deque()
+
+    def add(self, start: float, end: float) -> None:
+        """Count the time from ``start`` to ``end``; spans come in order and do not overlap."""
+        self._forget()
+        self._spans.append((start, end))
+
+    def value(self) -> float:
+        """Return the share, 0..1: the spans' seconds inside the window, over its length."""
+        first = self._forget()
+        return sum(end - max(start, first) for start, end in self._spans) / self._window
+
+    def _forget(self) -> float:
+        first = self._now() - self._window
+        while self._spans and self._spans[0][1] <= first:
+            self._spans.popleft()
+        return first
+
+
+class ChatGate:
+    """Lets a slice of PoC work pass when chat is idle, when PoC goes first, or when it is below its least share.
+
+    Whoever runs a slice tells ``busy`` from when to when (`time.monotonic`).
+    """
+
+    def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
+        self.held_back_seconds = 0.0
+        self.is_closed = False
+        self.pauses = pauses or Pauses()
+        self._engine = engine
+        self._poc_first = settings.priority is Priority.POC_FIRST
+        self._min_share = settings.min_share
+        self._backoff = settings.chat_backoff_seconds
+        self.busy = BusyShare(settings.share_window_seconds, monotonic)
+
+    async def passed(self) -> None:
+        """Wait until PoC may run its next slice. ServerEndsError if there will be none."""
+        idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
+        while True:
+            if self.is_closed:
+                raise ServerEndsError
+            if self.pauses.reason is not None:
+                await asyncio.sleep(self._backoff)
+                continue
+            idle = 0 if self._engine.has_unfinished_chat() else idle + 1
+            if idle >= IDLE_LOOKS or self._ignores_chat():
+                return
+            await self._pause()
+
+    def close(self) -> None:
+        """Let no further slice pass: the server ends."""
+        self.is_closed = True
+
+    async def _pause(self) -> None:
+        started = monotonic()
+        await asyncio.sleep(self._backoff)
+        waited = monotonic() - started
+        self.held_back_seconds += waited
+        metrics.HELD_BACK.inc(waited)
+
+    def _ignores_chat(self) -> bool:
+        return self._poc_first or self.busy.value() < self._min_share
+
+
+class RequestShare:
+    """Lets requests beside a round compute one slice at a time, and no more than their share while the round computes.
+
+    Whoever runs their slices tells ``busy`` from when to when.
+    """
+
+    def __init__(self, round_computes: Callable[[], bool], settings: Settings) -> None:
+        self.busy = BusyShare(settings.share_window_seconds, monotonic)
+        self.round_computes = round_computes
+        self._share = settings.request_share
+        self._backoff = settings.chat_backoff_seconds
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def slice(self) -> AsyncIterator[None]:
+        """Wait for the turn of a slice, which lasts as long as the context does."""
+        async with self._turn:
+            while self.round_computes() and self.busy.value() >= self._share:  # noqa: ASYNC110 - it falls by the clock
+                await asyncio.sleep(self._backoff)
+            yield

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker answers, and logs, when PoC fails on it."""
+
+import logging
+
+import pytest
+
+from vllm_poc.worker.extension import PocWorkerExtension
+from vllm_poc.worker.model.ranks import OtherRankError
+
+
+class Worker(PocWorkerExtension):
+    """A worker without a model, whose PoC fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def _poc(self) -> None:  # type: ignore[override]
+        raise self._error
+
+
+@pytest.fixture(autouse=True)
+def _logs_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
+def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    answer = Worker(RuntimeError("CUDA error")).poc_describe()
+    assert answer == {"error": "RuntimeError: CUDA error"}
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "CUDA error"
+
+
+def test_another_ranks_failure_is_logged_there(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(OtherRankError("rank 1"))
+    worker.__dict__["_poc_together"] = lambda _: worker._poc()
+    assert worker.poc_compute({}) == {"error": "OtherRankError: rank 1"}  # type: ignore[typeddict-item]
+    assert not [record for record in caplog.records if record.exc_info]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with 100 000 nonces hold up the event loop, which chat's streams share, for less than 20 ms at a time."""
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from time import process_time
+from typing import Any
+
+import pytest
+
+from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.engine import vector
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from vllm_poc.server.bodies import decode, parse, write
+from vllm_poc.server.errors import InvalidBodyError
+from vllm_poc.wire.generate import MAX_REQUEST_NONCES, GenerateRequest
+from vllm_poc.wire.messages import API_PREFIX
+
+LONGEST_SECONDS = 0.020
+#: The best of so many tries counts: a collection of all that the tests have made takes long, too.
+TRIES = 6
+NONCES = list(range(MAX_REQUEST_NONCES))
+PROOF = {"public_key": "p", "block_hash": "o", "block_height": 1, "nonces": NONCES, "dist": [1.4] * len(NONCES)}
+CLAIMS = [{"nonce": nonce, "vector_b64": vector(nonce, 4)} for nonce in NONCES]
+BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "validate": ("validate", PROOF, 200),
+    "artifacts": ("generate", ARTIFACT | {"nonces": NONCES, "wait": True}, 200),
+    "distances": ("generate", DISTANCE | {"nonces": NONCES, "wait": True}, 200),
+    "verdict": ("generate", ARTIFACT | {"nonces": NONCES, "wait": True, "validation": {"artifacts": CLAIMS}}, 200),
+    "wrong at the end": ("generate", DISTANCE | {"nonces": [*NONCES[:-1], True], "wait": True}, 422),
+}
+
+
+@pytest.fixture
+def pod(pod: Pod) -> Iterator[Pod]:
+    """A pod whose slices are large and take no time, in a process whose start is not looked through, as in vLLM's."""
+    pod.engine.facts["max_batch_nonces"], pod.engine.facts["max_batch_tokens"] = 250, 10**6
+    pod.engine.seconds_per_batch = 0
+    gc.collect()
+    gc.freeze()
+    yield pod
+    gc.unfreeze()
+
+
+class Longest:
+    """The longest time that this process computed without letting others in."""
+
+    seconds = 0.0
+
+
+@asynccontextmanager
+async def watched() -> AsyncIterator[Longest]:
+    """Measure in CPU time of this process, which the machine's other work does not add to."""
+    longest = Longest()
+
+    async def watch() -> None:
+        last = process_time()
+        while True:
+            await asyncio.sleep(0.0005)
+            now = process_time()
+            longest.seconds, last = max(longest.seconds, now - last), now
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0.01)
+    longest.seconds = 0.0
+    yield longest
+    watching.cancel()
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_large_request_holds_nobody_up(pod: Pod, name: str) -> None:
+    route, body, status = BODIES[name]
+    await pod.post("init/validate", DISTANCE | SLOT)
+    content = json.dumps(body | {"batch_size": 250}).encode()
+    found = []
+    for _ in range(TRIES):
+        async with watched() as longest:
+            answer = await pod.http.post(f"{API_PREFIX}/{route}", content=content, timeout=60)
+        assert answer.status_code == status, answer.text[:200]
+        found.append(longest.seconds)
+        if longest.seconds < LONGEST_SECONDS:
+            return
+    raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
+
+
+async def test_callbacks_of_a_large_request_hold_nobody_up(pod: Pod, receiver: CallbackReceiver) -> None:
+    content = json.dumps(ARTIFACT | {"nonces": NONCES, "url": receiver.url, "batch_size": 250}).encode()
+    found = []
+    for _ in range(TRIES):
+        receiver.payloads.clear()
+        async with watched() as longest:
+            answer = await pod.http.post(f"{API_PREFIX}/generate", content=content, timeout=60)
+            assert answer.status_code == 200
+            while len(receiver.nonces) < len(NONCES):  # noqa: ASYNC110 - the receiver has no event
+                await asyncio.sleep(0.1)
+        found.append(longest.seconds)
+        if longest.seconds < 2 * LONGEST_SECONDS:  # the receiver, of this process too, parses 5 000 results at once
+            return
+    raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": [1, {"b": [2.5, "x"]}], "c": {"d": [null, true]}, "e": "\\u00e9"}', " [1, 2] ", '"x"', "{}", "[]", "-1e5"],
+)
+def test_large_bodies_are_read_as_all_others(text: str) -> None:
+    assert decode(text) == json.loads(text)
+
+
+@pytest.mark.parametrize("text", ["", " ", "{", "[1,", '{"a" 1}', '{"a": }', "1 2", "[1] x", '{"a": [1}'])
+def test_what_is_no_json_is_refused_at_the_same_place(text: str) -> None:
+    with pytest.raises(json.JSONDecodeError) as expected:
+        json.loads(text)
+    with pytest.raises(json.JSONDecodeError) as found:
+        decode(text)
+    assert (found.value.msg, found.value.pos) == (expected.value.msg, expected.value.pos)
+
+
+def test_what_is_wrong_with_a_large_body_is_located_as_always() -> None:
+    body = json.dumps(DISTANCE | {"nonces": [1, -1]}).encode()
+    with pytest.raises(InvalidBodyError) as found:
+        parse(GenerateRequest, body)
+    assert [entry["loc"] for entry in found.value.errors] == [("body", "nonces", 1)]
+
+
+def test_large_answers_are_written_as_all_others() -> None:
+    request = GenerateRequest.model_validate(DISTANCE | {"nonces": NONCES[:5000], "wait": True})
+    assert json.loads(write(request)) == request.model_dump(mode="json", exclude_none=True)
