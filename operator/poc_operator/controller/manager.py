@@ -46,6 +46,8 @@ MOST_PAUSE_SECONDS = 1.0
 
 #: Seconds between two looks how late the event loop is, and the lateness with which the process is of no use.
 LAG_SECONDS = 0.5
+#: Polls of pods that the process makes a second, if there are so many pods: they take about half a core.
+POLLS_PER_SECOND = 1_250
 MOST_LAG_SECONDS = 10.0
 
 
@@ -105,6 +107,7 @@ class Manager:
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
         self._lag = 0.0  # of the event loop, in seconds
+        self._polls = 0  # of one turn of each object
         self._others = OtherRounds(time.monotonic)
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
@@ -326,6 +329,7 @@ class Manager:
             if reconciler.seconds_to_release() < math.inf:
                 self._released.add(uid)
             del self._reconcilers[uid]
+            self._polls -= reconciler.polls
             self._others.forget(uid)
             try:
                 await reconciler.close()
@@ -335,7 +339,7 @@ class Manager:
 
     async def _turn(self, uid: str, reconciler: Reconciler[Any]) -> bool:
         """Take one step and wait until it is time for the next; False if there is none."""
-        failures, begun = reconciler.failures, time.monotonic()
+        failures, begun, polls = reconciler.failures, time.monotonic(), reconciler.polls
         try:
             if not await self._reconcile(reconciler):
                 return False
@@ -345,13 +349,20 @@ class Manager:
             await failures.failed(error, reconciler.generation or 0)
             await failures.pause(reconciler.seconds_to_release())
             return True
+        finally:
+            self._polls += reconciler.polls - polls
         if reconciler.rest_seconds > POLL_SECONDS:
             if reconciler.rest_seconds == math.inf and not failures.spec_changed.is_set():
                 return False
             return await _set_within(failures.spec_changed, reconciler.rest_seconds)
         # News of many pods come one by one. Turns that take long leave half of the time to others.
         await asyncio.sleep(min(MOST_PAUSE_SECONDS, (time.monotonic() - begun) / 2))
-        return await _set_within(reconciler.wake, POLL_SECONDS)
+        return await _set_within(reconciler.wake, self._pause_seconds)
+
+    @property
+    def _pause_seconds(self) -> float:
+        """How long a turn waits for news: longer where there are so many pods that to poll them would take a core."""
+        return max(POLL_SECONDS, self._polls / POLLS_PER_SECOND)
 
     async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next turn."""

@@ -87,6 +87,8 @@ class Reconciler(Generic[WorkT]):
         self._reader = ObjectReader[WorkT](resource, ref, self._store, time.monotonic)
         self._recorder = StatusRecorder[WorkT](self._store, time.monotonic)
         self._watch = ProgressWatch(time.monotonic)
+        #: How many pods the last turn polled.
+        self.polls = 0
         #: For how many seconds only another spec would give it something to do: until its time to live has passed.
         self.rest_seconds = 0.0
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
@@ -228,6 +230,7 @@ class Reconciler(Generic[WorkT]):
         if not work.status.state.finished:
             reports, _ = await asyncio.gather(self._poll([*pods, *others], work), self._planner.ask(work))
             await self._planner.compare(work, reports)
+        self.polls = len(reports)
         self._watch.forget_others(reports)
         self._actions.forget_others(reports)
         if work.status.stop_time is not None:

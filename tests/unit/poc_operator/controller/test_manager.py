@@ -251,6 +251,22 @@ async def test_a_round_begins_when_the_watch_has_told_of_all_its_pods(monkeypatc
         assert store.lists == lists, "they were waited for once"
 
 
+@pytest.mark.parametrize(("pods", "least", "most"), [(0, 8, 100), (2, 2, 4)])
+async def test_the_more_pods_there_are_the_longer_turns_wait(
+    pods: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(manager, "POLLS_PER_SECOND", 4)
+    store = StandingRound()
+    async with driving(store) as (operator, _):
+        for number in range(pods):
+            operator.pod_changed(a_pod(f"p{number}", ip="127.0.0.3"))
+        await asyncio.sleep(0.2)
+        begun = len(store.turns)
+        await asyncio.sleep(1.5)
+        assert least <= len(store.turns) - begun <= most
+
+
 class Naming:
     """A store that tells the UID of kube-system, after these failures."""
 
