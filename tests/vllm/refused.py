@@ -134,6 +134,7 @@ def build(name: str, folder: Path) -> tuple[VllmConfig, nn.Module]:
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=128,
+        enable_prefix_caching=False,
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):

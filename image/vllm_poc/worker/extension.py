@@ -110,10 +110,11 @@ def _may_fuse(adapter: ModelAdapter) -> bool:
     if adapter.device.type != "cuda" or needs_vllms_operations():
         return False
     try:
-        from vllm_poc.worker.passes import attention  # noqa: PLC0415 - a release may lack what it reads
+        # A release may lack what these read.
+        from vllm_poc.worker.passes import attention, recurrent  # noqa: PLC0415
 
         layers = adapter.attention_layers.values()
-        known = (attention.needs_no_cache, attention.rounds_in_cache, attention.is_compressed)
+        known = (attention.needs_no_cache, attention.rounds_in_cache, attention.is_compressed, recurrent.is_recurrent)
         return any(knows(layers) for knows in known)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it does not know this attention")

@@ -55,6 +55,42 @@ def test_blocks_begin_where_kernels_expect_them() -> None:
     assert scratch.nbytes == 4 * page * (1 + TOKENS // BLOCK + NONCES)
 
 
+def test_all_sequences_write_their_states_into_one_entry() -> None:
+    """Nobody reads them: they are for tokens that come later."""
+    states = torch.full((8, 2, 3), 7.0), torch.full((8, 5), 7.0, dtype=torch.bfloat16)
+    first, second = (SimpleNamespace(kv_cache=states) for _ in range(2))
+    group = CacheGroup(
+        layers={"layers.0.attn": first, "layers.1.attn": second},
+        builder=None,
+        block_dim=0,
+        block_size=2048,
+        page_bytes=0,
+        stateful=True,
+    )
+    scratch = ScratchCache([group], max_nonces=256, max_tokens=32_768)
+    with scratch.bound():
+        assert first.kv_cache[0] is second.kv_cache[0]
+        assert [(cache.shape, cache.dtype) for cache in first.kv_cache] == [
+            ((2, 2, 3), torch.float32),
+            ((2, 5), torch.bfloat16),
+        ]
+    assert first.kv_cache is states
+    assert scratch.nbytes == 2 * (2 * 3 * 4 + 5 * 2)
+
+
+def test_the_first_entry_of_states_is_left_out() -> None:
+    told: list[Any] = []
+
+    def build(common_prefix_len: int, common_attn_metadata: Any) -> Any:  # noqa: ANN401
+        told.append(common_attn_metadata.block_table_tensor)
+        return SimpleNamespace()
+
+    builder: Any = SimpleNamespace(build=build)
+    group = CacheGroup({}, builder, block_dim=0, block_size=8, page_bytes=0, stateful=True)
+    group.plan(BatchShape(3, 16), torch.arange(16).repeat(3))
+    assert told[0].tolist() == [[1, 1]] * 3
+
+
 @pytest.mark.parametrize("shape", [BatchShape(3, 6), BatchShape(1, 20), BatchShape(2, 9), BatchShape(3, 1)])
 def test_every_batch_within_the_limits_has_its_blocks(shape: BatchShape) -> None:
     group, layer = a_group(), a_layer()
