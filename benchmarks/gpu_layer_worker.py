@@ -52,6 +52,7 @@ class LayerExtension(MeasuringExtension):
         expected = run(own)
         return {
             "fused from vLLM's own": _compared(run(runner.stage), expected),
+            "vLLM's own, once more": _compared(run(own), expected),
             "vLLM's own in halves": _compared(run(own, 2), expected),
             "vLLM's own, each operation by itself": _compared(run(own, way=natively), expected),
             "fused, nonce by nonce, from all at once": _compared(run(runner.stage, len(nonces)), run(runner.stage)),

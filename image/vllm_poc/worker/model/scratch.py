@@ -104,14 +104,19 @@ def cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
     for name, layer in layers.items():
         _require_known_cache(name, layer)
     first, *states = _tensors(next(iter(layers.values())).kv_cache)
-    block_dim, split = _block_dim(first, runner.kv_cache_config.num_blocks)
+    spec = group.kv_cache_spec
+    if getattr(group, "kernel_block_stride", 0):
+        # Between the kernel's blocks of one of vLLM's and those of the next, the cache counts what other layers keep.
+        block_dim, split = 0, spec.block_size // group.kernel_block_size
+    else:
+        block_dim, split = _block_dim(first, runner.kv_cache_config.num_blocks)
     return CacheGroup(
         layers=layers,
         builder=group.get_metadata_builder(0),
         block_dim=block_dim,
-        block_size=group.kv_cache_spec.block_size // split,
+        block_size=spec.block_size // split,
         # Of states only the entries of one sequence need to lie together.
-        page_bytes=0 if states else group.kv_cache_spec.page_size_bytes // split,
+        page_bytes=0 if states else spec.page_size_bytes // split,
         stateful=bool(states),
     )
 

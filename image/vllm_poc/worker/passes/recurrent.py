@@ -134,4 +134,4 @@ def _routed(forward: Callable[[Tensor], Tensor | tuple[Tensor, None]], x: Tensor
 def _parts(x: Tensor) -> list[Tensor]:
     """Return the rows in parts of equal size, the last one with zeros below."""
     *whole, last = x.split(ROWS)
-    return [*whole, nn.functional.pad(last, (0, 0, 0, ROWS - len(last)))]
+    return [*whole, last if len(last) == ROWS else nn.functional.pad(last, (0, 0, 0, ROWS - len(last)))]

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hack.vllm")
 
-from vllm_poc.worker.model.scratch import BatchShape, CacheGroup, ScratchCache  # noqa: E402
+from vllm_poc.worker.model.scratch import BatchShape, CacheGroup, ScratchCache, cache_group  # noqa: E402
 
 BLOCK, WIDTH = 4, 6
 NONCES, TOKENS = 3, 20
@@ -53,6 +53,27 @@ def test_blocks_begin_where_kernels_expect_them() -> None:
     with scratch.bound():
         assert layer.kv_cache.stride() == (page, WIDTH, 1)
     assert scratch.nbytes == 4 * page * (1 + TOKENS // BLOCK + NONCES)
+
+
+def test_kernels_blocks_among_what_other_layers_keep_are_those_of_the_layer() -> None:
+    """GLM-5.3's index has 17 of the kernel's blocks in one of vLLM's, and counts those of other layers between."""
+    blocks, own, apart = 3, 17, 40
+    cache = torch.zeros(blocks * apart * 6).as_strided(((blocks - 1) * apart + own, 2, 3), (6, 3, 1))
+    spec = SimpleNamespace(block_size=8 * own, page_size_bytes=4 * 6 * own)
+    group: Any = SimpleNamespace(
+        layer_names=["layers.3.index"],
+        kv_cache_spec=spec,
+        kernel_block_size=8,
+        kernel_block_stride=apart,
+        get_metadata_builder=lambda _: None,
+    )
+    layers = {"layers.3.index": SimpleNamespace(kv_cache=cache)}
+    runner: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)),
+        kv_cache_config=SimpleNamespace(num_blocks=blocks),
+    )
+    found = cache_group(runner, group)
+    assert (found.block_dim, found.block_size, found.page_bytes) == (0, 8, 24)
 
 
 def test_all_sequences_write_their_states_into_one_entry() -> None:

@@ -62,9 +62,13 @@ def test_products_have_as_many_rows_in_any_batch(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(recurrent, "ROWS", 8)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False), GateLinear(4, 2, bias=False))
     model[0].quant_method = UnquantizedLinearMethod()
-    rows = list[int]()
-    mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda x, *others, **out: (rows.append(len(x)), mm(x, *others, **out))[1])
+    rows, mm = list[int](), torch.mm
+
+    def counted(x: Any, *others: Any, **out: Any) -> Any:  # noqa: ANN401
+        rows.append(len(x))
+        return mm(x, *others, **out)
+
+    monkeypatch.setattr(torch, "mm", counted)
     x = torch.randn(19, 4)
     with torch.inference_mode(), patched(recurrent.recurrent_patches(model, BatchShape(1, 19), recurrent.Chunks())):
         found, (logits, none) = model[0].quant_method.apply(model[0], x), model[1](x)
