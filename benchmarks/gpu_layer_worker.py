@@ -19,7 +19,7 @@ from vllm_poc.worker.model_runner import PocModelRunner, Stage
 from vllm_poc.worker.results import seeds_of
 
 #: Parts of a layer whose results are compared, where it has them.
-_PARTS = ("self_attn", "mlp")
+_PARTS = ("self_attn", "mlp.gate", "mlp.shared_experts", "mlp")
 #: A token whose numbers are this much apart went to other experts, or saw those that did.
 _OFF = 0.1
 
@@ -97,9 +97,10 @@ def _recorded(layers: Sequence[nn.Module], tokens: slice, read: Sequence[_Layer]
         for number, layer in enumerate(layers):
             stack.enter_context(layer.register_forward_pre_hook(partial(begin, number)))
             stack.enter_context(layer.register_forward_hook(partial(end, "layer")))
+            parts = dict(layer.named_modules(remove_duplicate=False))
             for name in _PARTS:
-                if hasattr(layer, name):
-                    stack.enter_context(getattr(layer, name).register_forward_hook(partial(end, name)))
+                if name in parts:
+                    stack.enter_context(parts[name].register_forward_hook(partial(end, name)))
         yield found
 
 

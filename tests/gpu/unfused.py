@@ -20,15 +20,19 @@ from vllm_poc.worker.passes.operations import Patch, patched
 class UnfusedExtension(MemoryExtension, CheckingExtension):
     """PoC's extension with a few methods more."""
 
-    def poc_test_unfused(self, request: BatchRequest) -> BatchResult | None:
-        """Answer as ``poc_compute``, but slowly."""
+    def poc_test_own(self, request: BatchRequest) -> BatchResult | None:
+        """Answer as ``poc_compute``, by vLLM's own kernels."""
         adapter = self._poc().stage.adapter
         compute = PocModelRunner(adapter, model_facts(self.model_runner.vllm_config)).prepare(request)
-        with unfused(adapter.model):
-            for _ in range(adapter.ranks.stages):  # each call takes it through one of them
-                result = compute()
+        for _ in range(adapter.ranks.stages):  # each call takes it through one of them
+            result = compute()
         torch.cuda.empty_cache()
         return result
+
+    def poc_test_unfused(self, request: BatchRequest) -> BatchResult | None:
+        """Answer the same, each operation by itself."""
+        with unfused(self._poc().stage.adapter.model):
+            return self.poc_test_own(request)
 
 
 @contextmanager

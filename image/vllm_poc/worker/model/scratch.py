@@ -105,6 +105,8 @@ def cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
         _require_known_cache(name, layer)
     first, *states = _tensors(next(iter(layers.values())).kv_cache)
     spec = group.kv_cache_spec
+    if states and not hasattr(group, "kernel_block_stride"):
+        raise UnsupportedModelError("PoC knows how vLLM 0.32 keeps states beside keys: serve this model with 0.32.")
     if getattr(group, "kernel_block_stride", 0):
         # Between the kernel's blocks of one of vLLM's and those of the next, the cache counts what other layers keep.
         block_dim, split = 0, spec.block_size // group.kernel_block_size

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.worker import workspace
 from vllm.v1.worker.workspace import WorkspaceManager
+from vllm.v1.worker.workspace import current_workspace_manager as vllms_workspace
 
 from vllm_poc.kernels import layers as kernels
 from vllm_poc.worker.model.layer_subset import has_streams
@@ -54,7 +55,8 @@ class FusedPass:
         #: Memory that a batch of any size takes, in bytes.
         self.fixed_bytes = 0 if self._expert_layout is None else unpacked_bytes(adapter)
         self._norm_after = dict(_norms_after(adapter))
-        self._workspace = WorkspaceManager(adapter.device)
+        # vLLM's is locked, and too small for larger batches than chat's. Recurrent layers take gigabytes for any batch.
+        self._workspace = vllms_workspace() if self._recurrent else WorkspaceManager(adapter.device)
 
     def plan(self, shape: BatchShape) -> AttentionPlan:
         """Describe a batch to the attention layers."""
@@ -76,7 +78,6 @@ class FusedPass:
         patches += [*index_patches(self._adapter.model), *expert_patches(self._expert_layout)]
         patches += cache_patches() if self.needs_cache else prefill_patches(self._attention, shape.seq_len)
         patches += recurrent_patches(self._adapter.model, shape, self._chunks) if self._recurrent else ()
-        # vLLM's is locked, and too small for larger batches than chat's.
         patches.append(Patch(workspace, "_manager", self._workspace))
         last = last_tokens_only(self._adapter.layers[-1], shape)
         with patched(patches), reflected_layers(others, _reflected), last:
