@@ -10,10 +10,18 @@ from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassSpec, PassTiming
 from vllm_poc.worker.model.adapter import ModelAdapter
 from vllm_poc.worker.model.capabilities import fused_facts, model_facts, needs_vllms_operations, refusal
+from vllm_poc.worker.model.layer_subset import stands_alone
 from vllm_poc.worker.model.ranks import OtherRankError, Ranks
 from vllm_poc.worker.model.scratch import UnsupportedModelError
 from vllm_poc.worker.model_runner import PocModelRunner
-from vllm_poc.worker.passes.parity_check import PARITY_TOKENS, differences, hidden_states, is_equal
+from vllm_poc.worker.passes.parity_check import (
+    PARITY_TOKENS,
+    differences,
+    hidden_states,
+    is_equal,
+    layer_differences,
+    seen_layers,
+)
 
 if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import VllmModelRunner
@@ -138,16 +146,24 @@ def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRu
 
 
 def _is_equal(fused: PocModelRunner, plain: PocModelRunner) -> bool:
-    with fused.memory.learning(PARITY_TOKENS):
-        found = hidden_states(fused.stage)
-    expected = hidden_states(plain.stage)
-    if found is None or expected is None:
+    distances = _distances(fused, plain)
+    if distances is None:
         return False
-    distances = differences(found, expected)
     if plain.stage.adapter.ranks.agreed(is_equal(distances)):
         return True
     _log.warning("PoC computes without fused operations, and slower: with them results are %s away", distances)
     return False
+
+
+def _distances(fused: PocModelRunner, plain: PocModelRunner) -> list[float] | None:
+    if stands_alone(plain.stage.adapter):
+        seen = seen_layers(plain.stage)
+        with fused.memory.learning(PARITY_TOKENS):
+            return layer_differences(fused.stage, seen) if seen is not None else None
+    with fused.memory.learning(PARITY_TOKENS):
+        found = hidden_states(fused.stage)
+    expected = hidden_states(plain.stage)
+    return differences(found, expected) if found is not None and expected is not None else None
 
 
 def _answer(call: Callable[[], T]) -> T | Failure:

@@ -52,6 +52,12 @@ def has_streams(adapter: ModelAdapter) -> bool:
     return any(hasattr(layer, _MIXES_STREAMS) for layer in adapter.own_layers)
 
 
+def stands_alone(adapter: ModelAdapter) -> bool:
+    """Whether all that a layer reads are its arguments, so that layers can be compared one by one: those of GLM-5.3."""
+    stack = _stack(adapter)
+    return stack is not None and hasattr(stack, _WALKED)
+
+
 @contextmanager
 def only(adapter: ModelAdapter, span: range) -> Iterator[float]:
     """Let the model run these layers alone while the context lasts, and yield how many times as many it has.
