@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product of a router whose results are float32, on units that multiply 16-bit numbers.
+"""The product of a router whose weights are float32, on units that multiply 16-bit numbers.
 
 A float32 number is the sum of three bfloat16 numbers: 24 bits are three times 8. Their products with bfloat16 inputs
 are exact in float32. The units cut off digits of long sums, so those of a few columns are added up outside of them.
@@ -24,16 +24,14 @@ _TILE = {"ROWS": 128, "EXPERTS": 128, "COLUMNS": 64, "num_warps": 8, "num_stages
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x @ weight.T`` in float32 for ``x`` bfloat16 ``[rows, n]`` and ``weight`` ``[experts, n]``.
+    """Return ``x @ weight.T`` in float32 for ``x`` bfloat16 ``[rows, n]`` and ``weight`` float32 ``[experts, n]``.
 
-    The rows of ``x`` may be part of wider ones; ``weight``, float32 or bfloat16, is contiguous. A row has the same bits
-    in any batch.
+    The rows of ``x`` may be part of wider ones; ``weight`` is contiguous.
     """
     rows, experts = len(x), len(weight)
     out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, _TILE["ROWS"]) * triton.cdiv(experts, _TILE["EXPERTS"]),)
-    parts = weight[None] if weight.dtype is torch.bfloat16 else in_parts(weight)
-    _multiply[grid](x, parts, out, rows, x.stride(0), N=x.shape[1], OF=experts, PARTS=len(parts), **_TILE)
+    _multiply[grid](x, in_parts(weight), out, rows, x.stride(0), N=x.shape[1], OF=experts, **_TILE)
     return out
 
 
@@ -68,7 +66,6 @@ def _multiply(
     stride,
     N: tl.constexpr,
     OF: tl.constexpr,
-    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -82,8 +79,8 @@ def _multiply(
         within = start + column < N
         values = tl.load(x + row * stride + start + column[None, :], mask=(row < rows) & within[None, :], other=0.0)
         some = tl.zeros([ROWS, EXPERTS], tl.float32)
-        for part in tl.static_range(PARTS):
-            weights = parts + ((PARTS - 1 - part) * OF + expert) * N + start + column[:, None]  # the smallest first
+        for part in tl.static_range(_PARTS):
+            weights = parts + ((2 - part) * OF + expert) * N + start + column[:, None]  # the smallest first
             some = tl.dot(values, tl.load(weights, mask=(expert < OF) & within[:, None], other=0.0), some)
         total += some
     tl.store(out + row * OF + expert, total, mask=(row < rows) & (expert < OF))

@@ -2,7 +2,8 @@
 """GLM-5.3: what its layers need to be captured, and to give a nonce the same bits alone and among others.
 
 Its linear attention asks the CPU where the chunks of sequences begin. Its products in 16 bits, its routers', and those
-that mix its residual streams, are split in ways that depend on the number of tokens: here they are not.
+that mix its residual streams, are split in ways that depend on the number of tokens. Here the first two go by the same
+number of rows each time, whatever a batch holds, and the last are not split.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_poc.kernels.router import exact_product
 from vllm_poc.worker.model.scratch import BatchShape
 from vllm_poc.worker.passes.attention import MAX_PLANS
 from vllm_poc.worker.passes.operations import Patch, is_exact_router
@@ -55,7 +55,7 @@ def recurrent_patches(model: nn.Module, shape: BatchShape, chunks: Chunks) -> It
         if type(method).__name__ == "UnquantizedLinearMethod":
             yield Patch(method, "apply", partial(_by_rows, method.apply))
         if type(module).__name__ == "GateLinear" and not is_exact_router(module):
-            yield Patch(module, "forward", partial(_routed, module, module.forward))
+            yield Patch(module, "forward", partial(_routed, module.forward))
 
 
 class Chunks:
@@ -124,16 +124,11 @@ def _by_rows(apply: Callable[..., Tensor], layer: nn.Module, x: Tensor, bias: Te
     return out
 
 
-def _routed(
-    module: Any,  # noqa: ANN401 - vLLM's
-    forward: Callable[[Tensor], Tensor | tuple[Tensor, None]],
-    x: Tensor,
-) -> Tensor | tuple[Tensor, None]:
-    same = x.dtype is module.weight.dtype is torch.bfloat16
-    if not same or module.bias is not None or module.out_dtype is not torch.float32:
-        return forward(x)
-    logits = exact_product(x, module.weight)
-    return (logits, None) if module.return_bias else logits
+def _routed(forward: Callable[[Tensor], Tensor | tuple[Tensor, None]], x: Tensor) -> Tensor | tuple[Tensor, None]:
+    found = [forward(part) for part in _parts(x)]
+    if isinstance(found[0], tuple):
+        return torch.cat([logits for logits, _ in found])[: len(x)], None
+    return torch.cat(found)[: len(x)]
 
 
 def _parts(x: Tensor) -> list[Tensor]:
