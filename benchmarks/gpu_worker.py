@@ -48,6 +48,8 @@ class Profile(TypedDict):
 class MeasuringExtension(UnfusedExtension):
     """PoC's extension with a few methods more."""
 
+    _poc_refuses_unproven = False
+
     def poc_bench_weights(self) -> None:
         """Give all weights a sensible size; vLLM's dummy weights are next to nothing."""
         generator = torch.Generator("cuda").manual_seed(5)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassSpec, PassTiming
 from vllm_poc.worker.model.adapter import ModelAdapter
-from vllm_poc.worker.model.capabilities import fused_facts, model_facts, needs_vllms_operations, refusal
+from vllm_poc.worker.model.capabilities import (
+    fused_facts,
+    model_facts,
+    needs_vllms_operations,
+    refusal,
+    unproven,
+)
 from vllm_poc.worker.model.layer_subset import stands_alone
 from vllm_poc.worker.model.ranks import OtherRankError, Ranks
 from vllm_poc.worker.model.scratch import UnsupportedModelError
@@ -39,6 +45,8 @@ class PocWorkerExtension:
 
     model_runner: VllmModelRunner  # of vLLM's worker
     _poc_model_runner: PocModelRunner | None = None
+    #: Whether a model is refused whose results have not been compared in full. Tests and benchmarks compare them.
+    _poc_refuses_unproven = True
 
     def poc_describe(self) -> ModelFacts | Failure:
         """Say what the model allows; the first call allocates the scratch cache."""
@@ -82,6 +90,8 @@ class PocWorkerExtension:
     def _poc_plain(self) -> Callable[[], PocModelRunner]:
         config = self.model_runner.vllm_config
         reason = refusal(config, self.model_runner.get_model())
+        if reason is None and self._poc_refuses_unproven:
+            reason = unproven(config)
         if reason is not None:
             raise UnsupportedModelError(reason)
         adapter = ModelAdapter(self.model_runner, getattr(self, "peak_activation_memory", 0))  # measured on GPUs alone

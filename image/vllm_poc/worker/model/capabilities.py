@@ -21,7 +21,9 @@ _FORBIDDEN = {
     "speculative_config": "--speculative-config",
     "kv_transfer_config": "--kv-transfer-config",
 }
-#: Types of models whose attention over other caches has not been compared.
+#: Types of models whose results have not been compared with the engine's on a GPU.
+_UNPROVEN = {"glm5_next", "glm5_next_text"}
+#: Those whose attention over other caches has not been compared with anything.
 _CACHED_IN_16_BITS = {"glm5_next", "glm5_next_text"}
 _16_BITS = {"auto", "bfloat16"}
 #: Of the first, results do not depend on the batch; the second's memory is shared, which graphs would take.
@@ -84,6 +86,13 @@ def refusal(config: VllmConfig, model: nn.Module) -> str | None:
         or _cache_refusal(config)
         or _model_refusal(config, model)
     )
+
+
+def unproven(config: VllmConfig) -> str | None:
+    """Return one sentence that says that this type of model is for tests and benchmarks alone, or None."""
+    if getattr(config.model_config.hf_config, "model_type", None) not in _UNPROVEN:
+        return None
+    return "PoC's results of GLM-5.3 have not been compared with those of vLLM's engine on a GPU: serve another model."
 
 
 def _parallel_refusal(parallel: ParallelConfig) -> str | None:
