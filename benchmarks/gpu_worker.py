@@ -15,6 +15,8 @@ from vllm_poc.maths.sampling import fill_stepwise
 from vllm_poc.rpc import BatchRequest, PassSpec
 from vllm_poc.worker.model.capabilities import model_facts
 from vllm_poc.worker.model_runner import PocModelRunner, Stage
+from vllm_poc.worker.passes.attention import is_compressed
+from vllm_poc.worker.passes.recurrent import is_recurrent
 from vllm_poc.worker.results import draw, result_values, seeds_of
 
 _SIDE = 8192
@@ -96,6 +98,11 @@ class MeasuringExtension(UnfusedExtension):
         """
         adapter, spec = self._poc().stage.adapter, PassSpec.of(request)
         nonces, limits = len(request["nonces"]), model_facts(self.model_runner.vllm_config)
+        layers, tokens = adapter.attention_layers.values(), nonces * spec.seq_len
+        if (is_recurrent(layers) or is_compressed(layers)) and tokens > limits["max_batch_tokens"]:
+            raise ValueError(
+                f"this attention has room for fewer tokens: ask for --batched-tokens {tokens} or --no-naive"
+            )
         limits |= {"max_batch_nonces": nonces, "max_batch_tokens": nonces * spec.seq_len}
         stage = PocModelRunner(adapter, limits).stage
         with torch.inference_mode():

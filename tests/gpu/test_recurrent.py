@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from vllm import LLM
 
@@ -16,10 +18,13 @@ torch = pytest.importorskip("torch", reason="needs the worker environment")
 
 from tests.support.builders.batches import a_batch  # noqa: E402
 from tests.vllm.device import ON_GPU  # noqa: E402
+from vllm_poc.wire.artifacts import decode_vector  # noqa: E402
 
 SHAPE, LAYERS = "glm-5.3-flash", 4
 SEQ_LEN, NONCES, BATCH = 1024, 16, 8
 PROMPT = list(range(1000, 1900))
+#: Long enough for latent attention to take it for a prompt, and short enough to have no token twice for most nonces.
+PROMPT_LEN = 300
 #: Segments of so many seconds leave a pass in one.
 WHOLE = 10.0
 BATCHES = 100
@@ -39,7 +44,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
     arguments = ["--shape", SHAPE, "--layers", str(LAYERS), "--memory", "0.4", "--sequences", "256"]
     options = options_of(None).parse_args([*arguments, *FLAGS[request.param]])
-    model, _ = served(options, extension="benchmarks.gpu_layer_worker.LayerExtension")
+    model, _ = served(options, extension="tests.gpu.engine.ComparingExtension")
     asked(model, "poc_bench_weights")
     yield model
     model.llm_engine.engine_core.shutdown()
@@ -64,6 +69,22 @@ def test_the_fused_pass_is_used(model: LLM) -> None:
     assert facts["refusal"] is None
     assert facts["fused"]
     assert "Glm5NextLinearAttention" in facts["attention"]
+
+
+def test_a_nonce_is_what_the_engine_makes_of_its_prompt(model: LLM) -> None:
+    """vLLM's own pass, of a single nonce: then kernels split their sums as for the prompt."""
+    own = a_batch([0], seq_len=PROMPT_LEN)
+    nonce, prompt = prompt_of_a_nonce(model, own["block_hash"], own["public_key"])
+    answer(model, prompt, tokens=1)
+    expected = torch.tensor(asked(model, "poc_test_answer", own["block_hash"], own["public_key"], nonce, own["k_dim"]))
+    found = asked(model, "poc_test_own", own | {"nonces": [nonce]})
+    other = asked(model, "poc_test_own", own | {"nonces": [nonce + 1]})
+    near, far = (
+        float((torch.tensor(decode_vector(result["vectors"][0], own["k_dim"])) - expected).norm())
+        for result in (found, other)
+    )
+    assert near <= MEAN_DISTANCE
+    assert far >= 10 * MEAN_DISTANCE
 
 
 def test_layers_make_what_vllms_make_in_any_batch(model: LLM) -> None:
@@ -110,10 +131,18 @@ def test_memory_stays_flat(model: LLM) -> None:
     assert (after["reserved"], after["free"]) == (before["reserved"], before["free"])
 
 
-def answer(model: LLM) -> list[int]:
+def prompt_of_a_nonce(model: LLM, block_hash: str, public_key: str) -> tuple[int, list[int]]:
+    """Return the first nonce without a token that occurs twice, as a prompt."""
+    for nonce in count():
+        with suppress(Exception):  # vLLM has but one for all that a worker raises
+            return nonce, asked(model, "poc_test_prompt", block_hash, public_key, nonce, PROMPT_LEN)
+    raise AssertionError  # unreachable: counting has no end
+
+
+def answer(model: LLM, prompt: Sequence[int] = PROMPT, tokens: int = 16) -> list[int]:
     """Return what the model says to a prompt."""
     from vllm import SamplingParams  # noqa: PLC0415 - needs vLLM
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
-    (found,) = model.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    (found,) = model.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)
     return list(found.outputs[0].token_ids)

@@ -47,7 +47,8 @@ class EngineExtension(CheckingExtension):
         if len(ids.unique()) < seq_len:
             raise ValueError(f"nonce {nonce} has a token twice")
         rows = torch.empty(1, seq_len, table.shape[1], dtype=table.dtype, device=table.device)
-        fill_inputs(rows, torch.tensor([input_seeds(block_hash, public_key, nonce, strong_rng=False)]))
+        seeds = input_seeds(block_hash, public_key, nonce, strong_rng=False)
+        fill_inputs(rows, torch.tensor([seeds], device=table.device))
         with torch.inference_mode():
             table[ids] = rows[0]
         self._poc_test_hooks = ExitStack()
@@ -63,7 +64,7 @@ class EngineExtension(CheckingExtension):
     def poc_test_answer(self, block_hash: str, public_key: str, nonce: int, k_dim: int) -> list[float]:
         """Return the artifact that follows from the first forward pass since, and let chat be chat again."""
         self._poc_test_hooks.close()
-        last = self._poc_test_found[0][-1:]
+        last = self._poc_test_found[0][-1:].cpu()
         seeds = torch.tensor([nonce_seeds(block_hash, public_key, nonce, artifact_purposes(k_dim))])
         values: list[float] = artifact_vectors(last, Selection.of(seeds, hidden=last.shape[1]))[0].tolist()
         return values
