@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu_equality import equality
 from benchmarks.gpu_pod import MAX_TOKENS, Pod, call
-from benchmarks.gpu_shapes import SHAPES, write_shape
+from benchmarks.gpu_shapes import ARGUMENTS, AS_SERVED, SHAPES, write_shape
 from vllm import LLM
 
 #: Characters of a kernel's name that are printed.
@@ -28,21 +28,7 @@ _NAME = 110
 def main() -> None:
     """Measure as the command line says, and print a table and the same as JSON."""
     options = _options()
-    config = write_shape(options.shape, folder := Path(mkdtemp()), layers=options.layers)
-    model = LLM(
-        str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,  # as the reference asks for; makes no difference to PoC itself
-        max_model_len=4096,
-        max_num_seqs=1024,
-        max_num_batched_tokens=options.batched_tokens,
-        gpu_memory_utilization=options.memory,
-        kv_cache_dtype=options.kv_cache_dtype,
-        tensor_parallel_size=options.tensor_parallel,
-        pipeline_parallel_size=options.pipeline_parallel,
-        worker_extension_cls="benchmarks.gpu_worker.MeasuringExtension",
-    )
+    model, config = served(options, extension="benchmarks.gpu_worker.MeasuringExtension")
     call(model, "poc_bench_weights")
     pod = Pod(model, call(model, "poc_describe"), options)
     rows = []
@@ -54,6 +40,28 @@ def main() -> None:
             if equal:
                 print(f"  from the unfused pass: {equal}", flush=True)
     print(json.dumps({"shape": options.shape, "layers": options.layers, "facts": pod.facts, "rows": rows}))
+
+
+def served(options: argparse.Namespace, *, extension: str) -> tuple[LLM, dict[str, Any]]:
+    """Return the model that the command line asks for, served with this worker extension, and its configuration."""
+    config = write_shape(options.shape, folder := Path(mkdtemp()), layers=options.layers)
+    model = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,  # as the reference asks for; makes no difference to PoC itself
+        max_model_len=4096,
+        max_num_seqs=options.sequences,
+        max_num_batched_tokens=options.batched_tokens,
+        gpu_memory_utilization=options.memory,
+        kv_cache_dtype=options.kv_cache_dtype,
+        tensor_parallel_size=options.tensor_parallel,
+        pipeline_parallel_size=options.pipeline_parallel,
+        worker_extension_cls=extension,
+        **ARGUMENTS.get(options.shape, {}),
+        **(AS_SERVED.get(options.shape, {}) if options.as_served else {}),
+    )
+    return model, config
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -78,22 +86,30 @@ def _kernels(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
-    parser.add_argument("--seq-len", type=int, nargs="+", default=[64, 256, 1024])
+    parser = options_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="*", help="of a forward pass, instead of the pod's own choice")
     parser.add_argument("--slice-seconds", type=float, default=0.05, help="the pod's setting")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--pipeline-parallel", type=int, default=1)
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as of vllm serve")
-    parser.add_argument("--batched-tokens", type=int, default=MAX_TOKENS, help="--max-num-batched-tokens of vllm serve")
-    parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--equality", type=int, default=0, help="nonces whose results are compared; none by default")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a pass")
     parser.add_argument("--no-naive", action="store_true", help="leave the plain way out")
     return parser.parse_args()
+
+
+def options_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what to serve, and how."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as of vllm serve")
+    parser.add_argument("--batched-tokens", type=int, default=MAX_TOKENS, help="--max-num-batched-tokens of vllm serve")
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
+    parser.add_argument("--sequences", type=int, default=1024, help="--max-num-seqs of vllm serve")
+    parser.add_argument("--as-served", action="store_true", help="with the flags that the network asks for")
+    return parser
 
 
 if __name__ == "__main__":

@@ -14,23 +14,29 @@ from vllm import LLM
 from vllm_poc.rpc import BatchRequest, BatchResult
 from vllm_poc.wire.artifacts import decode_vector
 
+#: Methods of the worker: vLLM's own pass, each operation by itself, or with vLLM's own kernels.
+_BY_ITSELF, _KERNELS = "poc_test_unfused", "poc_test_own"
+
 
 def equality(model: LLM, seq_len: int, batch: int, nonces: int) -> dict[str, Any]:
     """Return mean and largest L2 distance of artifacts, and the same of differences of distances; {} for no nonces.
 
     ``vllm_itself`` is how far the artifacts of vLLM's own pass are from those of the same pass over half as many nonces
-    at a time, ``halved`` the same of PoC's: nobody can be nearer to vLLM's pass than it is to itself.
+    at a time, ``halved`` the same of PoC's: nobody can be nearer to vLLM's pass than it is to itself. ``kernels`` and
+    ``kernels_itself`` are the distances from vLLM's pass with its own kernels, and of that from itself.
     """
     if nonces == 0:
         return {}
     artifacts, others = (
         a_batch(range(nonces), seq_len=seq_len, protocol=protocol, batch=batch) for protocol in ("artifact", "distance")
     )
-    found, unfused = _found(model, artifacts), _unfused(model, artifacts)
+    found, unfused, own = _found(model, artifacts), _unfused(model, artifacts), _unfused(model, artifacts, way=_KERNELS)
     return {
         "artifacts": _spread(_apart(found, unfused)),
         "distances": _spread((_found(model, others) - _unfused(model, others)).abs()),
         "vllm_itself": _spread(_apart(_unfused(model, artifacts, share=2), unfused)),
+        "kernels": _spread(_apart(found, own)),
+        "kernels_itself": _spread(_apart(_unfused(model, artifacts, share=2, way=_KERNELS), own)),
         "halved": _spread(_apart(_found(model, {**artifacts, "batch": max(1, batch // 2)}), found)),
     }
 
@@ -44,9 +50,9 @@ def _found(model: LLM, asked: BatchRequest) -> Tensor:
     return _values(found, asked["k_dim"])
 
 
-def _unfused(model: LLM, asked: BatchRequest, *, share: int = 1) -> Tensor:
+def _unfused(model: LLM, asked: BatchRequest, *, share: int = 1, way: str = _BY_ITSELF) -> Tensor:
     batch = min(asked["batch"], MAX_TOKENS // asked["seq_len"])
-    result = call(model, "poc_test_unfused", {**asked, "batch": max(1, batch // share)})
+    result = call(model, way, {**asked, "batch": max(1, batch // share)})
     return _values(result, asked["k_dim"])
 
 

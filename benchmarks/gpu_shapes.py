@@ -153,12 +153,95 @@ SHAPES: dict[str, dict[str, Any]] = {
             "weight_block_size": [128, 128],
         },
     },
+    # zai-org/GLM-5.3-Flash at 04c4e9e9: linear attention with states in three of four layers, latent attention with an
+    # index in the fourth, four residual streams, FP8 experts. The tower for pictures is a tiny one: PoC has none.
+    "glm-5.3-flash": {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "model_type": "glm5_next",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "glm5_next_text",
+            "dtype": "bfloat16",
+            "vocab_size": 154_880,
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 45,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "linear_num_heads": 64,
+            "linear_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "linear_lower_bound": -5.0,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 256,
+            "qk_rope_head_dim": 0,
+            "v_head_dim": 256,
+            "mla_use_nope": True,
+            "index_n_heads": 32,
+            "index_head_dim": 128,
+            "index_topk": 2048,
+            "index_kpool": 4,
+            "index_kpool_always_select_tail": True,
+            "indexer_rope_interleave": True,
+            "mhc": True,
+            "hc_mult": 4,
+            "hc_sinkhorn_iters": 20,
+            "hc_eps": 1e-6,
+            "n_routed_experts": 288,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "moe_router_dtype": "float32",
+            "swiglu_limit": 10.0,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 1_048_576,
+            "hidden_act": "silu",
+            "num_nextn_predict_layers": 0,
+        },
+        "vision_config": {
+            "model_type": "glm5_next_vision",
+            "depth": 1,
+            "hidden_size": 128,
+            "num_heads": 2,
+            "intermediate_size": 128,
+            "out_hidden_size": 4096,
+            "projection_intermediate_size": 128,
+        },
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [128, 128],
+        },
+    },
+}
+
+#: Arguments of vLLM's engine without which it does not start on such a folder.
+ARGUMENTS: dict[str, dict[str, Any]] = {"glm-5.3-flash": {"language_model_only": True}}
+#: Those that the network's nodes have.
+AS_SERVED: dict[str, dict[str, Any]] = {
+    "glm-5.3-flash": {
+        "kda_prefill_backend": "triton",
+        "attention_config": {"sparse_mla_force_mqa": True},
+        "enable_prefix_caching": False,
+    }
 }
 
 
 def write_shape(name: str, folder: Path, *, layers: int | None = None) -> dict[str, Any]:
     """Write the configuration of a model, or of its first layers, into ``folder`` and return it."""
     config = SHAPES[name] | ({"num_hidden_layers": layers} if layers is not None else {})
+    if "text_config" in config:
+        config["text_config"] = config["text_config"] | ({"num_hidden_layers": layers} if layers is not None else {})
+        config.pop("num_hidden_layers", None)
     if "compress_ratios" in config:
         config["compress_ratios"] = config["compress_ratios"][: config["num_hidden_layers"]]
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,6 +251,8 @@ def write_shape(name: str, folder: Path, *, layers: int | None = None) -> dict[s
 
 def flops_per_nonce(config: dict[str, Any], seq_len: int) -> float:
     """Return the floating point operations of a forward pass: linear layers and causal attention, without the head."""
+    if "text_config" in config:
+        return _recurrent_flops(config["text_config"], seq_len)
     layers = _compressed_layers if "compress_ratios" in config else _plain_layers
     weights, pairs = layers(config, seq_len)
     return float(2 * seq_len * weights + 4 * config["num_attention_heads"] * config["head_dim"] * pairs)
@@ -202,3 +287,30 @@ def _compressed_layers(config: dict[str, Any], seq_len: int) -> tuple[int, float
         window = config["sliding_window"]
         pairs += sum(min(read, window) + (read // ratio if ratio else 0) for read in range(1, seq_len + 1))
     return weights, pairs
+
+
+def _recurrent_flops(config: dict[str, Any], seq_len: int) -> float:
+    """Return the same for GLM-5.3, whose index ranks no keys of sequences that are short enough to read all.
+
+    Three of four layers have linear attention, whose recurrence takes a state of a square for each head and token. In
+    the fourth, which is latent, keys and values are made of what the cache holds.
+    """
+    hidden, streams = config["hidden_size"], config["hc_mult"]
+    width, state = config["linear_num_heads"] * config["linear_head_dim"], config["linear_head_dim"]
+    linear = hidden * (3 * width + config["linear_num_heads"] + 2 * state) + 2 * state * width + width * hidden
+    heads, keys, values = config["num_attention_heads"], config["qk_nope_head_dim"], config["v_head_dim"]
+    ranks = config["q_lora_rank"], config["kv_lora_rank"]
+    latent = hidden * sum(ranks) + ranks[0] * heads * keys + ranks[1] * heads * (keys + values)
+    latent += heads * values * hidden
+    index = ranks[0] * config["index_n_heads"] * config["index_head_dim"]
+    index += hidden * (config["index_n_heads"] + 2 * config["index_head_dim"])
+    dense = 3 * hidden * config["intermediate_size"]
+    experts = config["num_experts_per_tok"] + config["n_shared_experts"]
+    sparse = hidden * (3 * config["moe_intermediate_size"] * experts + config["n_routed_experts"])
+    layers, mixing = config["num_hidden_layers"], 2 * (2 + streams) * streams * streams * hidden
+    fourths, first = layers // 4, min(3, layers)
+    weights = (layers - fourths) * linear + fourths * (latent + index) + layers * mixing
+    weights += first * dense + (layers - first) * sparse
+    pairs = fourths * seq_len * (seq_len + 1) / 2
+    recurrence = (layers - fourths) * seq_len * 3 * 2 * width * state
+    return float(2 * seq_len * weights + 2 * heads * (keys + values) * pairs + recurrence)

@@ -8,12 +8,15 @@ import time
 from typing import TypedDict
 
 import torch
+from torch import nn
 
 from tests.gpu.unfused import UnfusedExtension
 from vllm_poc.maths.sampling import fill_stepwise
 from vllm_poc.rpc import BatchRequest, PassSpec
 from vllm_poc.worker.model.capabilities import model_facts
 from vllm_poc.worker.model_runner import PocModelRunner, Stage
+from vllm_poc.worker.passes.attention import is_compressed
+from vllm_poc.worker.passes.recurrent import is_recurrent
 from vllm_poc.worker.results import draw, result_values, seeds_of
 
 _SIDE = 8192
@@ -24,6 +27,8 @@ _IN_A_ROW = 5
 _SMALL_POWER = 121
 #: Rows that are filled at a time.
 _ROWS = 4096
+#: What GLM-5.3's layers make of their weights in the first forward pass, which the engine's start has run already.
+_MADE_OF_WEIGHTS = ("_merged_conv_weight", "_wp_fp32")
 #: What an FP8 cache divides by: 1 where a checkpoint says nothing, and next to nothing in vLLM's dummy weights.
 _CACHE_SCALES = {"_q_scale", "_k_scale", "_v_scale"}
 
@@ -45,6 +50,8 @@ class Profile(TypedDict):
 class MeasuringExtension(UnfusedExtension):
     """PoC's extension with a few methods more."""
 
+    _poc_refuses_unproven = False
+
     def poc_bench_weights(self) -> None:
         """Give all weights a sensible size; vLLM's dummy weights are next to nothing."""
         generator = torch.Generator("cuda").manual_seed(5)
@@ -54,6 +61,7 @@ class MeasuringExtension(UnfusedExtension):
             for layer in self.model_runner.vllm_config.compilation_config.static_forward_context.values():
                 for name in _CACHE_SCALES & vars(layer).get("_buffers", {}).keys():
                     getattr(layer, name).fill_(1.0)
+            _make_of_weights_again(self.model_runner.get_model(), self.model_runner.vllm_config.model_config.dtype)
 
     def poc_bench_peak(self, seconds: float) -> tuple[float, float]:
         """Return the operations per second of a large product of matrices in bfloat16.
@@ -90,6 +98,11 @@ class MeasuringExtension(UnfusedExtension):
         """
         adapter, spec = self._poc().stage.adapter, PassSpec.of(request)
         nonces, limits = len(request["nonces"]), model_facts(self.model_runner.vllm_config)
+        layers, tokens = adapter.attention_layers.values(), nonces * spec.seq_len
+        if (is_recurrent(layers) or is_compressed(layers)) and tokens > limits["max_batch_tokens"]:
+            raise ValueError(
+                f"this attention has room for fewer tokens: ask for --batched-tokens {tokens} or --no-naive"
+            )
         limits |= {"max_batch_nonces": nonces, "max_batch_tokens": nonces * spec.seq_len}
         stage = PocModelRunner(adapter, limits).stage
         with torch.inference_mode():
@@ -100,6 +113,15 @@ class MeasuringExtension(UnfusedExtension):
                 _naive_batch(stage, spec, request)
                 count += len(request["nonces"])
             return count / (time.perf_counter() - started)
+
+
+def _make_of_weights_again(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name in _MADE_OF_WEIGHTS:
+            if hasattr(module, name):
+                setattr(module, name, None)
+        if type(module).__name__ == "MLAAttention":
+            module.process_weights_after_loading(dtype)
 
 
 def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:

@@ -36,35 +36,54 @@ class EngineExtension(CheckingExtension):
                 )
 
     def poc_test_prompt(self, block_hash: str, public_key: str, nonce: int, seq_len: int) -> list[int]:
-        """Give the token ids of a nonce its embeddings, reflect all layers, and return the ids as a prompt.
+        """Give the token ids of a nonce its embeddings, reflect layers, and return the ids as a prompt.
 
         ValueError if a token occurs twice.
         """
         adapter = self._poc().stage.adapter
-        table = adapter.model.model.embed_tokens.weight
+        body = self._poc_test_body()
+        table = body.embed_tokens.weight
         ids = token_ids(torch.tensor(token_seed(block_hash, public_key, nonce)), seq_len, len(table))
         if len(ids.unique()) < seq_len:
             raise ValueError(f"nonce {nonce} has a token twice")
         rows = torch.empty(1, seq_len, table.shape[1], dtype=table.dtype, device=table.device)
-        fill_inputs(rows, torch.tensor([input_seeds(block_hash, public_key, nonce, strong_rng=False)]))
+        seeds = input_seeds(block_hash, public_key, nonce, strong_rng=False)
+        fill_inputs(rows, torch.tensor([seeds], device=table.device))
         with torch.inference_mode():
             table[ids] = rows[0]
         self._poc_test_hooks = ExitStack()
         vectors = layer_vectors(
             block_hash=block_hash, num_layers=len(adapter.layers), hidden=table.shape[1], device=table.device
         )
-        self._poc_test_hooks.enter_context(reflected_layers(dict(zip(adapter.layers, vectors, strict=True))))
+        reflected = dict(zip(adapter.layers, vectors, strict=True)) if self.poc_test_places() else {}
+        self._poc_test_hooks.enter_context(reflected_layers(reflected))
         self._poc_test_found: list[Tensor] = []
-        self._poc_test_hooks.enter_context(adapter.model.model.norm.register_forward_hook(self._poc_test_record))
+        self._poc_test_hooks.enter_context(body.norm.register_forward_hook(self._poc_test_record))
         return [int(token) for token in ids]
 
     def poc_test_answer(self, block_hash: str, public_key: str, nonce: int, k_dim: int) -> list[float]:
         """Return the artifact that follows from the first forward pass since, and let chat be chat again."""
         self._poc_test_hooks.close()
-        last = self._poc_test_found[0][-1:]
+        last = self._poc_test_found[0][-1:].cpu()
         seeds = torch.tensor([nonce_seeds(block_hash, public_key, nonce, artifact_purposes(k_dim))])
         values: list[float] = artifact_vectors(last, Selection.of(seeds, hidden=last.shape[1]))[0].tolist()
         return values
 
+    def poc_test_places(self) -> list[str]:
+        """Return where the network's plugin finds decoder layers in the model: the first such place, or none."""
+        model = self.model_runner.get_model()
+        return [path for path in ("model.layers", "transformer.h", "layers") if _has(model, path)]
+
+    def _poc_test_body(self) -> nn.Module:
+        model = self.model_runner.get_model()
+        return getattr(model, "language_model", model).model
+
     def _poc_test_record(self, _: nn.Module, _inputs: object, output: Tensor) -> None:
         self._poc_test_found.append(output.clone())
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    *roots, name = path.split(".")
+    for root in roots:
+        model = getattr(model, root, None)
+    return hasattr(model, name)

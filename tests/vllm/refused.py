@@ -93,6 +93,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_INDEX,
         **_HYPER_CONNECTIONS,
     },
+    # Three layers with linear attention; with the latent attention of others vLLM builds none on a CPU.
+    "Glm5NextForConditionalGeneration": {
+        "model_type": "glm5_next",
+        "text_config": {
+            "model_type": "glm5_next_text",
+            **_SHAPE,
+            "hidden_size": 256,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "linear_num_heads": 4,
+            "pad_token_id": 0,
+            "mhc": True,
+        },
+        "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 256},
+    },
     "OPTForCausalLM": {"model_type": "opt", "word_embed_proj_dim": 128, "ffn_dim": 256, **_SHAPE},
     "Qwen3NextForCausalLM": {
         "model_type": "qwen3_next",
@@ -134,6 +149,7 @@ def build(name: str, folder: Path) -> tuple[VllmConfig, nn.Module]:
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=128,
+        enable_prefix_caching=False,
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):

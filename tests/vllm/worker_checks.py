@@ -19,6 +19,22 @@ class CheckingExtension(PocWorkerExtension):
             digest.update(cache.contiguous().view(torch.uint8).cpu().numpy())
         return digest.hexdigest()
 
+    def poc_test_cache_sums(self) -> list[tuple[int, int]]:
+        """Return two sums over the memory of chat's caches, in integers, one of them by place.
+
+        Of models that keep states beside keys, whose layers share memory in ways of their own.
+        """
+        memories = {cache.untyped_storage().data_ptr(): cache for cache in self.model_runner.kv_caches}
+        sums = []
+        for cache in memories.values():
+            numbers = torch.empty(0, dtype=torch.int32, device=cache.device).set_(
+                cache.untyped_storage(), 0, (cache.untyped_storage().nbytes() // 4,)
+            )
+            parts = [part.sum() for part in numbers.split(2**24)]
+            by_place = sum((place + 1) * part for place, part in enumerate(parts))
+            sums.append((int(sum(parts)), int(by_place)))
+        return sums
+
     def poc_test_workspace(self) -> tuple[bool, list[int]]:
         """Say whether vLLM's shared workspace is locked, and the addresses of its parts."""
         workspace = current_workspace_manager()

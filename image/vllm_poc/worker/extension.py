@@ -9,11 +9,25 @@ from typing import TYPE_CHECKING, TypeVar
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassSpec, PassTiming
 from vllm_poc.worker.model.adapter import ModelAdapter
-from vllm_poc.worker.model.capabilities import fused_facts, model_facts, needs_vllms_operations, refusal
+from vllm_poc.worker.model.capabilities import (
+    fused_facts,
+    model_facts,
+    needs_vllms_operations,
+    refusal,
+    unproven,
+)
+from vllm_poc.worker.model.layer_subset import stands_alone
 from vllm_poc.worker.model.ranks import OtherRankError, Ranks
 from vllm_poc.worker.model.scratch import UnsupportedModelError
 from vllm_poc.worker.model_runner import PocModelRunner
-from vllm_poc.worker.passes.parity_check import PARITY_TOKENS, differences, hidden_states, is_equal
+from vllm_poc.worker.passes.parity_check import (
+    PARITY_TOKENS,
+    differences,
+    hidden_states,
+    is_equal,
+    layer_differences,
+    seen_layers,
+)
 
 if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import VllmModelRunner
@@ -31,6 +45,8 @@ class PocWorkerExtension:
 
     model_runner: VllmModelRunner  # of vLLM's worker
     _poc_model_runner: PocModelRunner | None = None
+    #: Whether a model is refused whose results have not been compared in full. Tests and benchmarks compare them.
+    _poc_refuses_unproven = True
 
     def poc_describe(self) -> ModelFacts | Failure:
         """Say what the model allows; the first call allocates the scratch cache."""
@@ -79,6 +95,8 @@ class PocWorkerExtension:
     def _poc_plain(self) -> Callable[[], PocModelRunner]:
         config = self.model_runner.vllm_config
         reason = refusal(config, self.model_runner.get_model())
+        if reason is None and self._poc_refuses_unproven:
+            reason = unproven(config)
         if reason is not None:
             raise UnsupportedModelError(reason)
         adapter = ModelAdapter(self.model_runner, getattr(self, "peak_activation_memory", 0))  # measured on GPUs alone
@@ -115,10 +133,11 @@ def _may_fuse(adapter: ModelAdapter) -> bool:
     if adapter.device.type != "cuda" or needs_vllms_operations():
         return False
     try:
-        from vllm_poc.worker.passes import attention  # noqa: PLC0415 - a release may lack what it reads
+        # A release may lack what these read.
+        from vllm_poc.worker.passes import attention, recurrent  # noqa: PLC0415
 
         layers = adapter.attention_layers.values()
-        known = (attention.needs_no_cache, attention.rounds_in_cache, attention.is_compressed)
+        known = (attention.needs_no_cache, attention.rounds_in_cache, attention.is_compressed, recurrent.is_recurrent)
         return any(knows(layers) for knows in known)
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since it does not know this attention")
@@ -142,16 +161,24 @@ def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRu
 
 
 def _is_equal(fused: PocModelRunner, plain: PocModelRunner) -> bool:
-    with fused.memory.learning(PARITY_TOKENS):
-        found = hidden_states(fused.stage)
-    expected = hidden_states(plain.stage)
-    if found is None or expected is None:
+    distances = _distances(fused, plain)
+    if distances is None:
         return False
-    distances = differences(found, expected)
     if plain.stage.adapter.ranks.agreed(is_equal(distances)):
         return True
     _log.warning("PoC computes without fused operations, and slower: with them results are %s away", distances)
     return False
+
+
+def _distances(fused: PocModelRunner, plain: PocModelRunner) -> list[float] | None:
+    if stands_alone(plain.stage.adapter):
+        seen = seen_layers(plain.stage)
+        with fused.memory.learning(PARITY_TOKENS):
+            return layer_differences(fused.stage, seen) if seen is not None else None
+    with fused.memory.learning(PARITY_TOKENS):
+        found = hidden_states(fused.stage)
+    expected = hidden_states(plain.stage)
+    return differences(found, expected) if found is not None and expected is not None else None
 
 
 def _answer(call: Callable[[], T]) -> T | Failure:

@@ -230,7 +230,9 @@ class Stage:
         return self._scratch.bound() if self._scratch is not None else nullcontext()
 
     def _vectors(self, spec: PassSpec) -> Mapping[nn.Module, Tensor]:
-        return dict(zip(self.adapter.layers, self.tensors.vectors, strict=True)) if spec.layer_hooks else {}
+        if not spec.layer_hooks or not self.adapter.reflects:
+            return {}
+        return dict(zip(self.adapter.layers, self.tensors.vectors, strict=True))
 
 
 def check_shape(shape: BatchShape, facts: ModelFacts) -> None:

@@ -12,6 +12,7 @@ ACTIVE = {
     "qwen3-235b-a22b-fp8": 21.0,
     "minimax-m2.7": 9.8,
     "deepseek-v4-flash": 12.5,
+    "glm-5.3-flash": 16.2,
 }
 
 

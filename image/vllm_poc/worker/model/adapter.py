@@ -10,7 +10,7 @@ What else reads vLLM's internals is in this package and in `vllm_poc.worker.pass
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -38,6 +38,9 @@ StageOutput: TypeAlias = Tensor | dict[str, Tensor]
 
 # Where the models keep their decoder layers, first match wins.
 _LAYER_PATHS = ("model.layers", "transformer.h", "layers")
+# Where other types of models keep them. The network's plugin looks for layers in the places above alone, so that no
+# layer of these is reflected, on any of the network's nodes.
+_UNREFLECTED = {"glm5_next": "language_model.model.layers", "glm5_next_text": "language_model.model.layers"}
 
 
 # Types of models that choose the experts of some layers by token id, and for which the network gives nonces token ids.
@@ -78,7 +81,10 @@ class ModelAdapter:
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = runner.vllm_config.model_config.dtype
-        self.stack = _layer_stack(self.model)
+        elsewhere = _UNREFLECTED.get(getattr(runner.vllm_config.model_config.hf_config, "model_type", ""))
+        #: Whether the network reflects what the layers of this model make, where a round asks for that.
+        self.reflects = elsewhere is None
+        self.stack = _layer_stack(self.model, _LAYER_PATHS if elsewhere is None else (elsewhere,))
         self.groups = [cache_group(runner, group) for groups in runner.attn_groups for group in groups]
         self.ranks = Ranks()
         #: Number of token ids if the model chooses experts by them, else None.
@@ -189,14 +195,14 @@ def model_inputs(model: nn.Module, inputs: StageInputs) -> Iterator[dict[str, Te
         yield {"input_ids": zeros if tokens is None else tokens}
 
 
-def _layer_stack(model: nn.Module) -> nn.ModuleList:
+def _layer_stack(model: nn.Module, paths: Sequence[str]) -> nn.ModuleList:
     roots = [getattr(model, "model", None), model]
     for root in filter(None, roots):
-        for path in _LAYER_PATHS:
+        for path in paths:
             found = _submodule(root, path)
             if isinstance(found, nn.ModuleList):
                 return found
-    places = ", ".join(_LAYER_PATHS)
+    places = ", ".join(paths)
     raise UnsupportedModelError(
         f"PoC finds no decoder layers in {type(model).__name__} at {places}: serve another model."
     )

@@ -21,6 +21,11 @@ _FORBIDDEN = {
     "speculative_config": "--speculative-config",
     "kv_transfer_config": "--kv-transfer-config",
 }
+#: Types of models whose results have not been compared with the engine's on a GPU.
+_UNPROVEN = {"glm5_next", "glm5_next_text"}
+#: Those whose attention over other caches has not been compared with anything.
+_CACHED_IN_16_BITS = {"glm5_next", "glm5_next_text"}
+_16_BITS = {"auto", "bfloat16"}
 #: Of the first, results do not depend on the batch; the second's memory is shared, which graphs would take.
 _OWN_OPERATIONS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
 _PARALLEL_SIZES = {
@@ -83,6 +88,13 @@ def refusal(config: VllmConfig, model: nn.Module) -> str | None:
     )
 
 
+def unproven(config: VllmConfig) -> str | None:
+    """Return one sentence that says that this type of model is for tests and benchmarks alone, or None."""
+    if getattr(config.model_config.hf_config, "model_type", None) not in _UNPROVEN:
+        return None
+    return "PoC's results of GLM-5.3 have not been compared with those of vLLM's engine on a GPU: serve another model."
+
+
 def _parallel_refusal(parallel: ParallelConfig) -> str | None:
     for name, flag in _PARALLEL_SIZES.items():
         size = getattr(parallel, name, 1)
@@ -103,6 +115,9 @@ def _section_refusal(config: VllmConfig) -> str | None:
 
 
 def _cache_refusal(config: VllmConfig) -> str | None:
+    dtype = config.cache_config.cache_dtype
+    if getattr(config.model_config.hf_config, "model_type", None) in _CACHED_IN_16_BITS and dtype not in _16_BITS:
+        return f"PoC is not proven for this model with --kv-cache-dtype {dtype}: start vLLM with --kv-cache-dtype auto."
     # In the scratch cache, a layer that reads another layer's keys would find those of the layer that wrote last.
     for name, layer in config.compilation_config.static_forward_context.items():
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:

@@ -12,8 +12,10 @@ from vllm_poc.worker.model.adapter import ModelAdapter
 
 #: Layers of one kind differ in their weights alone; the first of them in a pass takes longer than the others.
 _FEW = 4
-#: What DeepSeek-V4's layers have, and its first alone fills: it makes several residual streams of one.
-_MADE_FOR_THE_FIRST = "hc_attn_fn_broadcast"
+#: What mixes several residual streams, in layers of DeepSeek-V4 and GLM-5.3. The first makes the streams of one.
+_MIXES_STREAMS = "hc_attn_fn"
+#: Where GLM-5.3 keeps the layers from ``start_layer`` to ``end_layer`` that it walks through.
+_WALKED = "_active_layers"
 
 
 def spans(adapter: ModelAdapter) -> list[range]:
@@ -24,7 +26,7 @@ def spans(adapter: ModelAdapter) -> list[range]:
     """
     layers = adapter.own_layers
     count, kinds = len(layers), [_kind(layer) for layer in layers]
-    if any(hasattr(layer, _MADE_FOR_THE_FIRST) for layer in layers):
+    if has_streams(adapter):
         return [range(1 + max(kinds.index(kind) for kind in kinds))]
     first, last = range(min(_FEW, count)), range(max(0, count - _FEW), count)
     for some in ([last], [first, last]):
@@ -36,13 +38,24 @@ def spans(adapter: ModelAdapter) -> list[range]:
 def comparable(adapter: ModelAdapter) -> range:
     """Return the layers of this stage behind which two passes can be compared: all, or the first few.
 
-    DeepSeek-V4 sends a token to other experts when the last bit of a sum differs, and behind all layers vLLM's own pass
-    is far from itself with other sequences beside.
+    Layers with several streams send a token to other experts when the last bit of a sum differs, and behind all layers
+    vLLM's own pass is far from itself with other sequences beside.
     """
-    if any(hasattr(layer, _MADE_FOR_THE_FIRST) for layer in adapter.own_layers):
+    if has_streams(adapter):
         (first,) = spans(adapter)
         return first
     return range(len(adapter.own_layers))
+
+
+def has_streams(adapter: ModelAdapter) -> bool:
+    """Whether the layers of this stage have several residual streams, of which only the first layer can make one."""
+    return any(hasattr(layer, _MIXES_STREAMS) for layer in adapter.own_layers)
+
+
+def stands_alone(adapter: ModelAdapter) -> bool:
+    """Whether all that a layer reads are its arguments, so that layers can be compared one by one: those of GLM-5.3."""
+    stack = _stack(adapter)
+    return stack is not None and hasattr(stack, _WALKED)
 
 
 @contextmanager
@@ -56,11 +69,16 @@ def only(adapter: ModelAdapter, span: range) -> Iterator[float]:
         yield 1.0
         return
     before: tuple[int, int] = stack.start_layer, stack.end_layer
+    walked = getattr(stack, _WALKED, None)
     try:
         stack.start_layer, stack.end_layer = before[0] + span.start, before[0] + span.stop
+        if walked is not None:
+            setattr(stack, _WALKED, walked[span.start : span.stop])
         yield count / len(span)
     finally:
         stack.start_layer, stack.end_layer = before
+        if walked is not None:
+            setattr(stack, _WALKED, walked)
 
 
 def _stack(adapter: ModelAdapter) -> nn.Module | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scratch KV cache: PoC's forward pass writes keys and values here, never into the chat's blocks.
+"""The scratch KV cache: PoC's forward pass writes keys, values and states here, never into the chat's blocks.
 
 A pass whose attention reads them straight from the layer has none (``Pass.needs_cache``).
 """
@@ -18,10 +18,21 @@ from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionMetadataBuilder
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.utils import AttentionGroup
+
+    #: What a layer has: one tensor with the keys and values of all tokens, or its states.
+    _Cache: TypeAlias = Tensor | tuple[Tensor, ...]
+
+
+#: Layers of GLM-5.3 that keep the end of a sequence as states, several tensors of one entry for each sequence.
+_STATEFUL = {"Glm5NextLinearAttention"}
+#: The first, which is left empty, and one that all sequences write into.
+_STATE_BLOCKS = 2
 
 
 class UnsupportedModelError(Exception):
@@ -50,6 +61,7 @@ class CacheGroup:
 
     ``block_dim`` is the dimension of a layer's ``kv_cache`` that counts blocks, ``block_size`` the number of tokens in
     such a block, and ``page_bytes`` how far apart kernels may expect blocks to begin, which can be more than they hold.
+    If ``stateful``, the layers write states for later tokens, which PoC has not: all sequences write into one block.
     """
 
     layers: dict[str, Attention]
@@ -57,10 +69,16 @@ class CacheGroup:
     block_dim: int
     block_size: int
     page_bytes: int
+    stateful: bool = False
 
     def blocks(self, shape: BatchShape) -> int:
         """Return how many blocks such a batch needs, with the first, which is left empty."""
-        return 1 + shape.nonces * -(-shape.seq_len // self.block_size)
+        return _STATE_BLOCKS if self.stateful else 1 + shape.nonces * -(-shape.seq_len // self.block_size)
+
+    def most_blocks(self, nonces: int, tokens: int) -> int:
+        """Return how many blocks hold any batch of up to so many nonces and tokens."""
+        # The first is left empty, and each sequence leaves at most one block partly empty.
+        return _STATE_BLOCKS if self.stateful else 1 + -(-tokens // self.block_size) + nonces
 
     def plan(self, shape: BatchShape, positions: Tensor) -> tuple[Any, Tensor]:
         """Return metadata and slot mapping that put the batch into the blocks from number 1 on.
@@ -68,7 +86,10 @@ class CacheGroup:
         Block 0 is vLLM's for no block at all: kernels of recurrent states leave it out.
         """
         nonces, seq_len = shape
-        table = torch.arange(1, self.blocks(shape), device=positions.device).view(nonces, -1)
+        width = -(-seq_len // self.block_size)
+        table = torch.arange(1, 1 + nonces * width, device=positions.device).view(nonces, width)
+        if self.stateful:
+            table = torch.ones_like(table)
         # Each sequence starts a block, so its first slot is a multiple of the block size.
         slot_mapping = (table[:, :1] * self.block_size + positions.view(nonces, seq_len)).flatten()
         common = _common_metadata(shape, positions=positions, table=table.int(), slot_mapping=slot_mapping)
@@ -81,15 +102,24 @@ def cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
     context = runner.vllm_config.compilation_config.static_forward_context
     layers = {name: context[name] for name in group.layer_names}
     for name, layer in layers.items():
-        _require_paged_cache(name, layer)
-    cache = next(iter(layers.values())).kv_cache
-    block_dim, split = _block_dim(cache, runner.kv_cache_config.num_blocks)
+        _require_known_cache(name, layer)
+    first, *states = _tensors(next(iter(layers.values())).kv_cache)
+    spec = group.kv_cache_spec
+    if states and not hasattr(group, "kernel_block_stride"):
+        raise UnsupportedModelError("PoC knows how vLLM 0.32 keeps states beside keys: serve this model with 0.32.")
+    if getattr(group, "kernel_block_stride", 0):
+        # Between the kernel's blocks of one of vLLM's and those of the next, the cache counts what other layers keep.
+        block_dim, split = 0, spec.block_size // group.kernel_block_size
+    else:
+        block_dim, split = _block_dim(first, runner.kv_cache_config.num_blocks)
     return CacheGroup(
         layers=layers,
         builder=group.get_metadata_builder(0),
         block_dim=block_dim,
-        block_size=group.kv_cache_spec.block_size // split,
-        page_bytes=group.kv_cache_spec.page_size_bytes // split,
+        block_size=spec.block_size // split,
+        # Of states only the entries of one sequence need to lie together.
+        page_bytes=0 if states else spec.page_size_bytes // split,
+        stateful=bool(states),
     )
 
 
@@ -133,15 +163,18 @@ class ScratchCache:
 
     def __init__(self, groups: Sequence[CacheGroup], *, max_nonces: int, max_tokens: int) -> None:
         self._tensors: dict[CacheForm, Tensor] = {}
-        self._layers: list[tuple[Attention, Tensor]] = []
+        self._layers: list[tuple[Attention, _Cache]] = []
         for group in groups:
-            # The first is left empty, and each sequence leaves at most one block partly empty.
-            blocks = 1 + -(-max_tokens // group.block_size) + max_nonces
+            blocks = group.most_blocks(max_nonces, max_tokens)
             for name, layer in group.layers.items():
-                form = CacheForm.of(name, layer.kv_cache, group, blocks)
-                if form not in self._tensors:
-                    self._tensors[form] = form.allocate(layer.kv_cache.device)
-                self._layers.append((layer, self._tensors[form]))
+                shared = [self._shared(name, own, group, blocks) for own in _tensors(layer.kv_cache)]
+                self._layers.append((layer, tuple(shared) if group.stateful else shared[0]))
+
+    def _shared(self, name: str, own: Tensor, group: CacheGroup, blocks: int) -> Tensor:
+        form = CacheForm.of(name, own, group, blocks)
+        if form not in self._tensors:
+            self._tensors[form] = form.allocate(own.device)
+        return self._tensors[form]
 
     @property
     def nbytes(self) -> int:
@@ -156,8 +189,8 @@ class ScratchCache:
             tensor.zero_()
         own = [layer.kv_cache for layer, _ in self._layers]
         try:
-            for layer, tensor in self._layers:
-                layer.kv_cache = tensor
+            for layer, cache in self._layers:
+                layer.kv_cache = cache
             yield
         finally:
             for (layer, _), cache in zip(self._layers, own, strict=True):
@@ -200,11 +233,21 @@ def _owned(metadata: Any, builder: object) -> Any:  # noqa: ANN401 - each backen
             object.__setattr__(owned, name, value.clone())
         elif dataclasses.is_dataclass(value):
             object.__setattr__(owned, name, _owned(value, builder))
+    if hasattr(getattr(owned, "prefill_backend", None), "prepare_metadata"):
+        # Latent attention of a prompt reads the metadata from this object, of which each builder has but one.
+        owned.prefill_backend = copy.copy(owned.prefill_backend)
+        owned.prefill_backend.prepare_metadata(owned)
     return owned
 
 
-def _require_paged_cache(name: str, layer: Attention) -> None:
-    if not isinstance(getattr(layer, "kv_cache", None), Tensor):
+def _tensors(cache: _Cache) -> Sequence[Tensor]:
+    return [cache] if isinstance(cache, Tensor) else cache
+
+
+def _require_known_cache(name: str, layer: Attention) -> None:
+    cache = getattr(layer, "kv_cache", None)
+    states = type(layer).__name__ in _STATEFUL and isinstance(cache, tuple)
+    if not isinstance(cache, Tensor) and not states:
         raise UnsupportedModelError(f"The layer {name} has no paged KV cache: serve a model with attention only.")
 
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.worker import workspace
 from vllm.v1.worker.workspace import WorkspaceManager
+from vllm.v1.worker.workspace import current_workspace_manager as vllms_workspace
 
 from vllm_poc.kernels import layers as kernels
+from vllm_poc.worker.model.layer_subset import has_streams
 from vllm_poc.worker.passes.attention import (
     CachedPlans,
     cache_patches,
@@ -27,6 +29,7 @@ from vllm_poc.worker.passes.experts import expert_layout, expert_patches, unpack
 from vllm_poc.worker.passes.operations import Patch, is_plain_norm, operation_patches, operations, patched
 from vllm_poc.worker.passes.plain import reflected_layers
 from vllm_poc.worker.passes.quantisation import quantisation_patches
+from vllm_poc.worker.passes.recurrent import Chunks, is_recurrent, recurrent_patches
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -43,14 +46,17 @@ class FusedPass:
         self._attention = list(adapter.attention_layers.values())
         self._plans = CachedPlans(adapter)
         self.needs_cache = not needs_no_cache(self._attention)
-        #: Compressed attention has room for the tokens of vLLM's largest batch, and no more.
-        self.takes_larger_batches = not is_compressed(self._attention)
+        self._recurrent = is_recurrent(self._attention)
+        self._chunks = Chunks()
+        #: Attention with an index has room for the tokens of vLLM's largest batch, and no more.
+        self.takes_larger_batches = not is_compressed(self._attention) and not self._recurrent
         self._operations = operations(adapter.model)
         self._expert_layout = expert_layout(adapter)
         #: Memory that a batch of any size takes, in bytes.
         self.fixed_bytes = 0 if self._expert_layout is None else unpacked_bytes(adapter)
         self._norm_after = dict(_norms_after(adapter))
-        self._workspace = WorkspaceManager(adapter.device)
+        # vLLM's is locked, and too small for larger batches than chat's. Recurrent layers take gigabytes for any batch.
+        self._workspace = vllms_workspace() if self._recurrent else WorkspaceManager(adapter.device)
 
     def plan(self, shape: BatchShape) -> AttentionPlan:
         """Describe a batch to the attention layers."""
@@ -61,7 +67,7 @@ class FusedPass:
 
         When one asks for more, vLLM lets go of it and takes another.
         """
-        return [*self._workspace._current_workspaces, *self._plans.kept()]
+        return [*self._workspace._current_workspaces, *self._plans.kept(), *self._chunks.kept()]
 
     @contextmanager
     def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> Iterator[None]:
@@ -71,7 +77,7 @@ class FusedPass:
         patches = [*operation_patches(self._operations, norms), *quantisation_patches()]
         patches += [*index_patches(self._adapter.model), *expert_patches(self._expert_layout)]
         patches += cache_patches() if self.needs_cache else prefill_patches(self._attention, shape.seq_len)
-        # vLLM's is locked, and too small for larger batches than chat's.
+        patches += recurrent_patches(self._adapter.model, shape, self._chunks) if self._recurrent else ()
         patches.append(Patch(workspace, "_manager", self._workspace))
         last = last_tokens_only(self._adapter.layers[-1], shape)
         with patched(patches), reflected_layers(others, _reflected), last:
@@ -83,7 +89,10 @@ def _norms_after(adapter: ModelAdapter) -> Iterator[tuple[nn.Module, nn.Module]]
     last_norm = getattr(getattr(adapter.model, "model", None), "norm", None)
     own = [getattr(layer, "input_layernorm", None) for layer in adapter.layers]
     for layer, first, norm in zip(adapter.layers, own, [*own[1:], last_norm], strict=True):
-        # A layer of another stage is reflected there, even if this one has the norm. Between other layers is more.
+        # A layer of another stage is reflected there, even if this one has the norm. Between other layers is more, and
+        # what mixes several streams takes only the weights of norms.
+        if has_streams(adapter):
+            return
         if is_plain_norm(norm) and is_plain_norm(first) and not isinstance(layer, PPMissingLayer):
             yield layer, norm
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import PassSpec
@@ -92,6 +94,92 @@ def _output(stage: StageForward, spec: PassSpec, received: dict[str, Tensor]) ->
     except Exception:
         _log.exception("PoC computes without fused operations, and slower, since they fail here")
         return None
+
+
+class SeenLayer(NamedTuple):
+    """What a layer read, and the tensors that it made, ``[tokens, ...]`` each."""
+
+    read: tuple[Any, ...]
+    made: list[Tensor]
+
+
+def seen_layers(stage: StageForward) -> list[list[SeenLayer]] | None:
+    """Return what the first few layers read and make in small batches, on all ranks together; None if one failed."""
+    found = []
+    for spec in _SPECS:
+        with _seen(_first_layers(stage)) as seen:
+            succeeded, _ = _through_all_stages(stage, spec)
+        if not succeeded:
+            return None
+        found.append(seen)
+    return found
+
+
+def layer_differences(stage: StageForward, expected: Sequence[Sequence[SeenLayer]]) -> list[float] | None:
+    """Return the relative distances of what these layers make here of what they read there; None if a rank failed.
+
+    A difference is then the layer's alone. Behind several layers some tokens are at other experts for a last bit.
+    """
+    found = list[float]()
+    for spec, seen in zip(_SPECS, expected, strict=True):
+        with _fed(_first_layers(stage), seen) as distances:
+            succeeded, _ = _through_all_stages(stage, spec)
+        if not succeeded:
+            return None
+        found += distances
+    return found
+
+
+def _first_layers(stage: StageForward) -> list[nn.Module]:
+    return [stage.adapter.own_layers[number] for number in comparable(stage.adapter)]
+
+
+@contextmanager
+def _seen(layers: Sequence[nn.Module]) -> Iterator[list[SeenLayer]]:
+    found: list[SeenLayer] = []
+
+    def begin(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        found.append(SeenLayer(_cloned(inputs), []))
+
+    def end(_: nn.Module, _inputs: object, output: object) -> None:
+        found[-1].made.extend(_cloned(_tensors(output)))
+
+    with _hooked(layers, lambda _: begin, lambda _: end):
+        yield found
+
+
+@contextmanager
+def _fed(layers: Sequence[nn.Module], seen: Sequence[SeenLayer]) -> Iterator[list[float]]:
+    found: list[float] = []
+
+    def begin(number: int, _: nn.Module, _inputs: object) -> tuple[Any, ...]:
+        return _cloned(seen[number].read)
+
+    def end(number: int, _: nn.Module, _inputs: object, output: object) -> None:
+        found.append(max(differences(_tensors(output), seen[number].made)))
+
+    with _hooked(layers, lambda number: partial(begin, number), lambda number: partial(end, number)):
+        yield found
+
+
+@contextmanager
+def _hooked(
+    layers: Sequence[nn.Module], begin: Callable[[int], Callable[..., Any]], end: Callable[[int], Callable[..., Any]]
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            stack.enter_context(layer.register_forward_pre_hook(begin(number)))
+            stack.enter_context(layer.register_forward_hook(end(number)))
+        yield
+
+
+def _tensors(output: object) -> tuple[Tensor, ...]:
+    made = output if isinstance(output, tuple) else (output,)
+    return tuple(part.float() for part in made if isinstance(part, Tensor))
+
+
+def _cloned(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in values)
 
 
 def differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:

@@ -50,7 +50,7 @@ def test_each_kind_of_layer_runs_once(widths: list[int], expected: list[range]) 
 def test_a_first_layer_that_makes_streams_is_in_the_span() -> None:
     model = runner(DENSE, DENSE, EXPERTS, *[DENSE] * 10)
     assert comparable(model) == range(13)
-    model.own_layers[0].hc_attn_fn_broadcast = torch.zeros(1)
+    model.own_layers[0].hc_attn_fn = torch.zeros(1)
     assert spans(model) == [range(3)]
     assert comparable(model) == range(3)
 
@@ -61,6 +61,15 @@ def test_the_model_walks_through_the_span_and_is_then_as_before() -> None:
     with only(model, range(16, 20)) as times:
         assert (times, stack.start_layer, stack.end_layer) == (5.0, 17, 21)
     assert (stack.start_layer, stack.end_layer) == (1, 21)
+
+
+def test_a_model_that_keeps_the_layers_it_walks_through_has_them_back() -> None:
+    model = runner(*[DENSE] * 20)
+    stack = model.model[0]
+    walked = stack._active_layers = stack.layers[:]
+    with only(model, range(3)):
+        assert list(stack._active_layers) == model.own_layers[:3]
+    assert stack._active_layers is walked
 
 
 def test_a_model_that_walks_otherwise_runs_whole() -> None:

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hack.vllm")
 
-from vllm_poc.worker.model.scratch import BatchShape, CacheGroup, ScratchCache  # noqa: E402
+from vllm_poc.worker.model.scratch import BatchShape, CacheGroup, ScratchCache, cache_group  # noqa: E402
 
 BLOCK, WIDTH = 4, 6
 NONCES, TOKENS = 3, 20
@@ -53,6 +53,63 @@ def test_blocks_begin_where_kernels_expect_them() -> None:
     with scratch.bound():
         assert layer.kv_cache.stride() == (page, WIDTH, 1)
     assert scratch.nbytes == 4 * page * (1 + TOKENS // BLOCK + NONCES)
+
+
+def test_kernels_blocks_among_what_other_layers_keep_are_those_of_the_layer() -> None:
+    """GLM-5.3's index has 17 of the kernel's blocks in one of vLLM's, and counts those of other layers between."""
+    blocks, own, apart = 3, 17, 40
+    cache = torch.zeros(blocks * apart * 6).as_strided(((blocks - 1) * apart + own, 2, 3), (6, 3, 1))
+    spec = SimpleNamespace(block_size=8 * own, page_size_bytes=4 * 6 * own)
+    group: Any = SimpleNamespace(
+        layer_names=["layers.3.index"],
+        kv_cache_spec=spec,
+        kernel_block_size=8,
+        kernel_block_stride=apart,
+        get_metadata_builder=lambda _: None,
+    )
+    layers = {"layers.3.index": SimpleNamespace(kv_cache=cache)}
+    runner: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)),
+        kv_cache_config=SimpleNamespace(num_blocks=blocks),
+    )
+    found = cache_group(runner, group)
+    assert (found.block_dim, found.block_size, found.page_bytes) == (0, 8, 24)
+
+
+def test_all_sequences_write_their_states_into_one_entry() -> None:
+    """Nobody reads them: they are for tokens that come later."""
+    states = torch.full((8, 2, 3), 7.0), torch.full((8, 5), 7.0, dtype=torch.bfloat16)
+    first, second = (SimpleNamespace(kv_cache=states) for _ in range(2))
+    group = CacheGroup(
+        layers={"layers.0.attn": first, "layers.1.attn": second},
+        builder=None,
+        block_dim=0,
+        block_size=2048,
+        page_bytes=0,
+        stateful=True,
+    )
+    scratch = ScratchCache([group], max_nonces=256, max_tokens=32_768)
+    with scratch.bound():
+        assert first.kv_cache[0] is second.kv_cache[0]
+        assert [(cache.shape, cache.dtype) for cache in first.kv_cache] == [
+            ((2, 2, 3), torch.float32),
+            ((2, 5), torch.bfloat16),
+        ]
+    assert first.kv_cache is states
+    assert scratch.nbytes == 2 * (2 * 3 * 4 + 5 * 2)
+
+
+def test_the_first_entry_of_states_is_left_out() -> None:
+    told: list[Any] = []
+
+    def build(common_prefix_len: int, common_attn_metadata: Any) -> Any:  # noqa: ANN401
+        told.append(common_attn_metadata.block_table_tensor)
+        return SimpleNamespace()
+
+    builder: Any = SimpleNamespace(build=build)
+    group = CacheGroup({}, builder, block_dim=0, block_size=8, page_bytes=0, stateful=True)
+    group.plan(BatchShape(3, 16), torch.arange(16).repeat(3))
+    assert told[0].tolist() == [[1, 1]] * 3
 
 
 @pytest.mark.parametrize("shape", [BatchShape(3, 6), BatchShape(1, 20), BatchShape(2, 9), BatchShape(3, 1)])

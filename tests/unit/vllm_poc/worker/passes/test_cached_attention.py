@@ -96,6 +96,44 @@ def test_a_plan_outlives_the_next_batch() -> None:
     assert [len(slots) for _, slots in plans] == [16, 24]
 
 
+@dataclasses.dataclass
+class Prompts:
+    """Metadata of latent attention's prompts, in part."""
+
+    starts: Any
+    prefill_backend: Any
+
+
+class PrefillBackend:
+    """Keeps the metadata of the batch to compute, as vLLM's of latent attention does."""
+
+    told: Any = None
+
+    def prepare_metadata(self, prompts: Prompts) -> None:
+        self.told = prompts
+
+
+class PromptBuilder:
+    """Has one such object for all of its batches."""
+
+    def __init__(self) -> None:
+        self._backend = PrefillBackend()
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Metadata:  # noqa: ANN401
+        prompts = Prompts(common_attn_metadata.query_start_loc, self._backend)
+        self._backend.prepare_metadata(prompts)
+        return Metadata(None, prompts)
+
+
+def test_a_plan_of_prompts_outlives_the_next_batch() -> None:
+    from vllm_poc.worker.model.scratch import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM
+
+    group = CacheGroup(layers={}, builder=PromptBuilder(), block_dim=0, block_size=16, page_bytes=0)
+    plans = [group.plan(BatchShape(nonces, 8), torch.arange(8).repeat(nonces)) for nonces in (2, 3)]
+    backends = [metadata.scheduler_metadata.prefill_backend for metadata, _ in plans]
+    assert [backend.told.starts.tolist() for backend in backends] == [[0, 8, 16], [0, 8, 16, 24]]
+
+
 def test_a_schedule_on_a_cpu_is_left_as_it_is() -> None:
     """The CPU backend's holds addresses of its own memory: a copy would point elsewhere."""
     from vllm_poc.worker.model.scratch import BatchShape, CacheGroup  # noqa: PLC0415 - needs vLLM

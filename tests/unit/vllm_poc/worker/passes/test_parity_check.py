@@ -31,6 +31,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(extension, "_with_fused_pass", lambda *_: fused)
     monkeypatch.setattr(extension, "hidden_states", lambda stage: ways.found if stage is fused.stage else ways.expected)
+    monkeypatch.setattr(extension, "stands_alone", lambda _: False)
     monkeypatch.setattr(attention, "needs_no_cache", lambda _: True)
     return ways
 
@@ -52,3 +53,59 @@ def test_attention_of_another_form_is_left_to_vllm(ways: Any, monkeypatch: pytes
 
     monkeypatch.delattr(attention, "needs_no_cache")
     assert ways.fastest(ways.plain) is ways.plain
+
+
+class Layer(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Takes and makes two streams, as a layer of GLM-5.3."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.scale = scale
+        self.of_its_kind = torch.nn.Parameter(torch.zeros(scale))
+        self.hc_attn_fn = torch.zeros(1)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        return self.scale * hidden, hidden if residual is None else residual + hidden, None
+
+
+def a_stage(*scales: int) -> Any:  # noqa: ANN401
+    """Return what computes small batches, on one rank, by these layers."""
+    layers = torch.nn.ModuleList(Layer(scale) for scale in scales)
+    stack = torch.nn.Module()
+    stack.layers, stack.start_layer, stack.end_layer, stack._active_layers = layers, 0, len(layers), layers
+
+    def forward(_spec: object, inputs: Tensor, _received: object, _nonces: int) -> Tensor:
+        hidden, residual = inputs, None
+        for layer in stack._active_layers:
+            hidden, residual, _ = layer(hidden, residual)
+        return hidden
+
+    ranks = SimpleNamespace(stages=1, stage=0, receive=dict, in_step=lambda succeeded: succeeded)
+    adapter = SimpleNamespace(
+        model=torch.nn.Sequential(stack), stack=layers, own_layers=list(layers), ranks=ranks, device=torch.device("cpu")
+    )
+    return SimpleNamespace(adapter=adapter, load=lambda *_: None, inputs=lambda *_: torch.ones(4, 8), forward=forward)
+
+
+def test_a_layer_is_compared_by_what_it_makes_of_the_same_input() -> None:
+    from vllm_poc.worker.model.layer_subset import stands_alone  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.passes.parity_check import layer_differences, seen_layers  # noqa: PLC0415
+
+    plain, fused = a_stage(2, 3, 5), a_stage(2, 4, 5)
+    assert stands_alone(plain.adapter)
+    seen = seen_layers(plain)
+    assert seen is not None
+    found = layer_differences(fused, seen)
+    assert found == pytest.approx([0, 1 / 3, 0] * 2)
+    assert layer_differences(plain, seen) == [0] * 6
+
+
+def test_layers_are_not_compared_if_a_rank_failed() -> None:
+    from vllm_poc.worker.passes.parity_check import layer_differences, seen_layers  # noqa: PLC0415 - needs vLLM
+
+    plain, failing = a_stage(2, 3), a_stage(2, 3)
+    failing.forward = None
+    assert seen_layers(failing) is None
+    seen = seen_layers(plain)
+    assert seen is not None
+    assert layer_differences(failing, seen) is None

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-5.3's linear attention: PoC's metadata and states give what vLLM's engine gives for the same prompt.
+
+On a CPU vLLM has neither kernels for it nor any latent attention with an index. Layers of the latter are left out, and
+functions stand in for the kernels; tests/gpu/test_recurrent.py has both.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.vllm.client import K_DIM, ROUND
+from tests.vllm.device import ON_GPU
+from tests.vllm.server import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.vllm.client import Client
+
+torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
+
+pytestmark = [
+    pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_recurrent.py has the real kernels"),
+    pytest.mark.skipif(
+        find_spec("vllm") is not None and find_spec("vllm.models") is None,
+        reason="this release of vLLM has no GLM-5.3",
+    ),
+]
+BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
+LAYERS = 3
+CONFIG: dict[str, Any] = {
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    "text_config": {
+        "model_type": "glm5_next_text",
+        "vocab_size": 65_536,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "layer_types": ["linear_attention"] * LAYERS,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 128,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 256,
+        "v_head_dim": 256,
+        "mla_use_nope": True,
+        "indexer_rope_interleave": True,
+        "mhc": True,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "pad_token_id": 0,
+        "max_position_embeddings": 4096,
+    },
+    "vision_config": {
+        "model_type": "glm5_next_vision",
+        "depth": 1,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 256,
+        "projection_intermediate_size": 64,
+    },
+}
+FLAGS = (
+    *("--enforce-eager", "--dtype", "bfloat16", "--load-format", "dummy", "--num-gpu-blocks-override", "64"),
+    *("--language-model-only", "--no-enable-prefix-caching"),
+    *("--worker-extension-cls", "tests.vllm.recurrent_checks.RecurrentExtension"),
+    *("--middleware", "vllm_poc.server.app.PocMiddleware"),
+)
+#: bfloat16 rounds the same numbers in other batches otherwise; another nonce is some 0.3 away.
+TOLERANCE = 0.02
+
+
+@pytest.fixture(scope="module")
+def client(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("glm-5.3")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / "qwen3-tiny" / name, folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    with serving(folder, folder / "server.log", FLAGS) as client:
+        client.worker("poc_test_weights")
+        yield client
+
+
+@pytest.mark.parametrize("seq_len", [17, 130])
+def test_a_nonce_is_what_the_engine_makes_of_its_prompt(client: Client, seq_len: int) -> None:
+    nonce, prompt = _prompt(client, seq_len)
+    client.complete(prompt)
+    expected = torch.tensor(client.worker("poc_test_answer", BLOCK_HASH, PUBLIC_KEY, nonce, K_DIM))
+    alone, among = (client.artifacts(nonces, seq_len=seq_len) for nonces in ([nonce], [nonce + 7, nonce, nonce + 9]))
+    for found in (alone[0], among[1]):
+        torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
+    other = torch.tensor(among[0]) - expected
+    assert other.abs().max() > 5 * TOLERANCE
+
+
+def test_the_networks_plugin_finds_no_layers_to_reflect(client: Client) -> None:
+    """Where it looks for them this model has none, and then it reflects none."""
+    assert client.worker("poc_test_places") == []
+
+
+def _prompt(client: Client, seq_len: int) -> tuple[int, list[int]]:
+    """Return the first nonce without a token that occurs twice, as a prompt."""
+    for nonce in count():
+        try:
+            return nonce, client.worker("poc_test_prompt", BLOCK_HASH, PUBLIC_KEY, nonce, seq_len)
+        except HTTPError:
+            continue
+    raise AssertionError  # unreachable: counting has no end
