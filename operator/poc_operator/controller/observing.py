@@ -286,10 +286,11 @@ def _mark(status: StatusResponse) -> Mark:
 
 
 def _excused(status: StatusResponse) -> bool:
-    """Whether the pod has nothing to get on with, or waits for the receiver of its results."""
+    """Whether the pod has nothing to get on with, or waits for the receiver of its results or until vLLM goes on."""
     if status.end_index is not None and status.next_index >= status.end_index:
         return True
-    return status.state is not PowState.GENERATING or status.delivery_error is not None
+    waits = status.delivery_error is not None or status.paused_by is not None
+    return status.state is not PowState.GENERATING or waits
 
 
 #: Least seconds between two questions.

@@ -39,6 +39,7 @@ def seconds(*looks: tuple[float, PodReport]) -> tuple[float, float]:
         pytest.param(says(PowState.GENERATING, next_index=11), 0, id="progress"),
         pytest.param(says(PowState.GENERATING, next_index=10, held_back_seconds=1), 0, id="chat held it back"),
         pytest.param(says(PowState.GENERATING, next_index=10, delivery_error="HTTP 500"), 0, id="receiver down"),
+        pytest.param(says(PowState.GENERATING, next_index=10, paused_by="it sleeps"), 0, id="vLLM sleeps"),
         pytest.param(says(PowState.GENERATING, next_index=10, session="s2"), 0, id="restarted"),
         pytest.param(says(PowState.GENERATING, next_index=10, round_id="other"), 0, id="another round"),
         pytest.param(says(PowState.IDLE, next_index=10), 0, id="nothing to do"),
