@@ -58,8 +58,9 @@ class ApiServer:
         """Return all rounds."""
         return list(self.rounds.values())
 
-    async def list_pods(self, selector: LabelSelector) -> list[PodView]:
-        """Return the pods that are selected."""
+    async def list_pods(self, *of: Any) -> list[PodView]:  # noqa: ANN401
+        """Return the pods that are selected. The operator names their namespace before the selector."""
+        selector: LabelSelector = of[-1]
         return [pod for pod in self.pods if selector.matches(pod.labels)]
 
     async def create(self, name: str, spec: Mapping[str, Any]) -> PoCRound:
