@@ -24,7 +24,9 @@ from tests.simulation.session import PodServer
 from tests.simulation.world import World, world
 from tests.support.checks.metrics import parse
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
+#: Rounds that are created at once.
+CREATES = 20
 SETTLING_SECONDS = 15.0
 SAMPLE_SECONDS = 1.0
 #: A fake batch of 16 nonces takes so long, so that the pods leave the machine's cores to the operator.
@@ -62,8 +64,9 @@ async def start(fleet: World, rounds: int, slots: int) -> Figures:
     """Create the rounds; return how long it took until so many pods computed."""
     created = monotonic()
     spec = {"port": fleet.server.port}
-    manifests = (round_manifest(name(number), number, **spec) for number in range(rounds))
-    await asyncio.gather(*(fleet.rounds.create(manifest) for manifest in manifests))
+    for first in range(0, rounds, CREATES):
+        numbers = range(first, min(first + CREATES, rounds))
+        await asyncio.gather(*(fleet.rounds.create(round_manifest(name(n), n, **spec)) for n in numbers))
     began = list[float]()
     while len(began) < slots:
         if monotonic() - created > START_SECONDS:

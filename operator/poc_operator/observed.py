@@ -191,7 +191,7 @@ class PodReport:
     ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it can begin a
     slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is what this process
     last told it for the receiver, and it took. ``listens`` is False if nothing answered on the port, or something that
-    does not speak the protocol.
+    does not speak the protocol. ``heard`` says whether it has answered since this process first looked at the round.
     """
 
     status: StatusResponse | None = None
@@ -206,6 +206,7 @@ class PodReport:
     answer: Answer | None = None
     told_auth: BasicAuth | None = None
     listens: bool = True
+    heard: bool = False
 
     @property
     def leases(self) -> bool:

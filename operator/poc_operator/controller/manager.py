@@ -48,6 +48,8 @@ MOST_PAUSE_SECONDS = 1.0
 LAG_SECONDS = 0.5
 #: Polls of pods that the process makes a second, if there are so many pods: they take about half a core.
 POLLS_PER_SECOND = 1_250
+#: However many there are: allowances, leases and the queue's memory of other rounds rely on turns.
+MOST_TURN_SECONDS = 5.0
 MOST_LAG_SECONDS = 10.0
 
 
@@ -63,9 +65,9 @@ def needs_reconciling(body: Mapping[str, Any]) -> bool:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event for so long at most; always True."""
+    """Wait for an event for so long at most, which may be over; always True."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(max(0.0, seconds)):
             await event.wait()
     return True
 
@@ -357,12 +359,12 @@ class Manager:
             return await _set_within(failures.spec_changed, reconciler.rest_seconds)
         # News of many pods come one by one. Turns that take long leave half of the time to others.
         await asyncio.sleep(min(MOST_PAUSE_SECONDS, (time.monotonic() - begun) / 2))
-        return await _set_within(reconciler.wake, self._pause_seconds)
+        return await _set_within(reconciler.wake, begun + self._turn_seconds - time.monotonic())
 
     @property
-    def _pause_seconds(self) -> float:
-        """How long a turn waits for news: longer where there are so many pods that to poll them would take a core."""
-        return max(POLL_SECONDS, self._polls / POLLS_PER_SECOND)
+    def _turn_seconds(self) -> float:
+        """From one turn without news to the next: longer where to poll so many pods would take a core."""
+        return min(max(POLL_SECONDS, self._polls / POLLS_PER_SECOND), MOST_TURN_SECONDS)
 
     async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next turn."""

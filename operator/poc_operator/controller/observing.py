@@ -261,12 +261,13 @@ class ProgressWatch:
         now = self._clock()
         status = report.status
         if status is None:
-            return replace(report, silent_seconds=now - self._answered.setdefault(uid, now))
+            silent = now - self._answered.setdefault(uid, now)
+            return replace(report, silent_seconds=silent, heard=uid in self._moved)
         self._answered[uid] = now
         mark = _mark(status)
         if self._moved.get(uid, (None, now))[0] != mark or _excused(status):
             self._moved[uid] = (mark, now)
-        return replace(report, stalled_seconds=now - self._moved[uid][1])
+        return replace(report, stalled_seconds=now - self._moved[uid][1], heard=True)
 
     def forget_others(self, uids: Iterable[str]) -> None:
         """Forget every pod but these."""

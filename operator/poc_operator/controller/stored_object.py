@@ -24,6 +24,8 @@ from poc_operator.planning.snapshot import Work
 READ_SECONDS = 60.0
 #: Seconds between two writes of a status in which only counters moved.
 COUNTERS_SECONDS = 15.0
+#: Seconds after which they are late: they are written sooner if the next turn will come after that.
+LATE_SECONDS = 18.0
 
 #: What is made of so many shares or pods would hold up the event loop for tens of milliseconds.
 MANY = 300
@@ -89,6 +91,7 @@ class StatusRecorder(Generic[WorkT]):
         self._store = store
         self._clock = clock
         self._written = float("-inf")
+        self._turned = clock()  # when the last turn recorded something
         # The newest status, with the stored one that it was made from or is stored as: what is stored has its errors
         # cut, and may lag behind by what was held back.
         self._known: tuple[WorkStatus, WorkStatus] | None = None
@@ -107,10 +110,13 @@ class StatusRecorder(Generic[WorkT]):
 
         Errors as from `ObjectStore.write_status`.
         """
+        now = self._clock()
+        turn, self._turned = now - self._turned, now
         if status == self.newest(stored).status and not self._held_back:
             return stored
         written, only_counters = await computed(partial(_compare, status, stored.status), len(status.shares))
-        fresh = self._clock() - self._written < COUNTERS_SECONDS
+        age = now - self._written
+        fresh = age < COUNTERS_SECONDS and age + turn < LATE_SECONDS
         if written == stored.status or (fresh and only_counters):
             self._known, self._held_back = (stored.status, status), written != stored.status
             return stored

@@ -26,7 +26,7 @@ def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> lis
     return in_turn(snapshot, idle, busy)
 
 
-#: So long a ready pod is waited for that cannot be reached: one lost connection must not leave it without a slot.
+#: So long a ready pod is waited for that was never reached: one lost connection must not leave it without a slot.
 CONNECT_SECONDS = 5.0
 
 
@@ -51,9 +51,9 @@ def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 
 def _may_answer_soon(snapshot: RoundSnapshot, pod: PodView) -> bool:
-    """Whether the pod is ready, and could not be reached for less than `CONNECT_SECONDS`."""
+    """Whether the pod is ready, and was never reached, for less than `CONNECT_SECONDS`."""
     report = snapshot.reports.get(pod.uid)
-    if report is None or report.status is not None or report.listens:
+    if report is None or report.status is not None or report.listens or report.heard:
         return False
     return pod.ready and report.silent_seconds < CONNECT_SECONDS and _may_serve(snapshot, pod)
 
@@ -68,7 +68,9 @@ def _may_work(snapshot: RoundSnapshot, pod: PodView) -> bool:
     if not pod.ready:
         return _may_serve(snapshot, pod)
     report = snapshot.reports.get(pod.uid, PodReport())
-    return report.listens if report.status is None else incompatibility(snapshot.round.spec, report) is None
+    if report.status is None:
+        return report.listens or report.heard
+    return incompatibility(snapshot.round.spec, report) is None
 
 
 def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:

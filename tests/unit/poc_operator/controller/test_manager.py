@@ -251,12 +251,13 @@ async def test_a_round_begins_when_the_watch_has_told_of_all_its_pods(monkeypatc
         assert store.lists == lists, "they were waited for once"
 
 
-@pytest.mark.parametrize(("pods", "least", "most"), [(0, 8, 100), (2, 2, 4)])
-async def test_the_more_pods_there_are_the_longer_turns_wait(
-    pods: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("pods", "rate", "least", "most"), [(0, 4, 8, 100), (2, 4, 2, 4), (2, 0.001, 1, 3)])
+async def test_the_more_pods_there_are_the_longer_turns_wait_within_bounds(
+    pods: int, rate: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(manager, "POLLS_PER_SECOND", 4)
+    monkeypatch.setattr(manager, "POLLS_PER_SECOND", rate)
+    monkeypatch.setattr(manager, "MOST_TURN_SECONDS", 0.7)
     store = StandingRound()
     async with driving(store) as (operator, _):
         for number in range(pods):

@@ -62,3 +62,8 @@ def test_pods_that_are_gone_are_forgotten() -> None:
     watch.forget_others(["b"])
     clock.now += 50
     assert watch.measured("a", COMPUTING).stalled_seconds == 0
+
+
+def test_a_pod_that_has_answered_once_was_heard() -> None:
+    watch = ProgressWatch(Clock())
+    assert [watch.measured("a", seen).heard for seen in (SILENT, COMPUTING, SILENT)] == [False, True, True]

@@ -53,9 +53,15 @@ def counted(count: int, **slot: Any) -> RoundStatus:  # noqa: ANN401
 async def test_counters_are_written_now_and_then() -> None:
     written = Written()
     assert await written.record(counted(1)) == 1
-    assert await written.record(counted(2), after=COUNTERS_SECONDS - 1) == 0
-    assert await written.record(counted(3), after=1) == 1
-    assert await written.record(counted(4)) == 0
+    writes = [await written.record(counted(second), after=1) for second in range(2, 18)]
+    assert writes == [0] * 14 + [1, 0]
+
+
+async def test_where_turns_take_long_counters_are_written_before_they_are_late() -> None:
+    for turn, expected in ((9.5, [1, 1, 1]), (6, [0, 1, 0, 1]), (4, [0, 0, 0, 1])):
+        written = Written()
+        await written.record(counted(1), after=turn)
+        assert [await written.record(counted(2 + index), after=turn) for index in range(len(expected))] == expected
 
 
 @pytest.mark.parametrize(
@@ -80,9 +86,7 @@ async def test_what_is_held_back_is_what_the_next_plan_starts_from() -> None:
 async def test_what_is_held_back_is_written_though_nothing_moves_any_more() -> None:
     written = Written()
     await written.record(counted(1))
-    assert await written.record(counted(2), after=1) == 0
-    assert await written.record(counted(2), after=COUNTERS_SECONDS - 2) == 0
-    assert await written.record(counted(2), after=1) == 1
+    assert [await written.record(counted(2), after=1) for _ in range(15)] == [0] * 14 + [1]
     assert written.round.status == counted(2)
     assert await written.record(counted(2), after=COUNTERS_SECONDS) == 0
 

@@ -112,6 +112,7 @@ UNCONNECTED = PodReport(error="Cannot connect to host", listens=False, silent_se
         pytest.param(a_pod("b"), PodReport(error="no answer within 5 s"), True, id="slow"),
         pytest.param(a_pod("b"), says(PowState.GENERATING, round_id="other"), True, id="busy"),
         pytest.param(a_pod("b"), None, True, id="not polled"),
+        pytest.param(a_pod("b"), dataclasses.replace(UNCONNECTED, heard=True), True, id="answered a moment ago"),
     ],
 )
 def test_a_selector_that_is_too_wide_makes_no_empty_slots(pod: PodView, report: PodReport | None, counts: bool) -> None:
