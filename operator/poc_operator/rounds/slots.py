@@ -16,14 +16,15 @@ from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 
 def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> list[PodView]:
-    """Usable pods without a slot that are this round's to take: first those that compute nothing, then those whose work
-    may be replaced.
+    """Usable pods without a slot that are this round's to take: first those that compute nothing, then those whose vLLM
+    sleeps or is paused, then those whose work may be replaced.
     """
     taken = {slot.uid for slot in assignments if slot.state is not SlotState.WAITING}
     pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
-    idle = [pod for pod, report in pods if not computes_other_work(snapshot, report)]
+    idle = [(pod, report) for pod, report in pods if not computes_other_work(snapshot, report)]
+    idle.sort(key=lambda one: one[1].status is not None and one[1].status.paused_by is not None)
     busy = [pod for pod, report in pods if computes_other_work(snapshot, report) and may_replace(snapshot, report)]
-    return in_turn(snapshot, idle, busy)
+    return in_turn(snapshot, [pod for pod, _ in idle], busy)
 
 
 #: So long a ready pod is waited for that was never reached: one lost connection must not leave it without a slot.

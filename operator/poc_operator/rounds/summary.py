@@ -96,6 +96,12 @@ def _stalled(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     return Reason.SLOTS_STALLED, f"{len(stalled)} slots get nothing done, the first: {stalled[0].error}"
 
 
+def _paused(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    told = [(slot, snapshot.report_of(slot).status) for slot in status.assignments if slot.state is SlotState.RUNNING]
+    paused = [f"{slot.pod} ({found.paused_by})" for slot, found in told if found is not None and found.paused_by]
+    return (Reason.SLOTS_PAUSED, f"pods compute nothing meanwhile: {_some(paused)}") if paused else None
+
+
 def _leaving(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     leaving = [slot for slot in status.assignments if slot.state is SlotState.LEAVING]
     if not leaving or status.stop_time is not None:
@@ -232,6 +238,7 @@ def _waiting(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
 FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _failed,
     _stalled,
+    _paused,
     _leaving,
     _pods_left,
     _not_believed,

@@ -58,6 +58,7 @@ class Reason(StrEnum):
     SEQUENCE_TOO_LONG = "SequenceTooLong"
     SLOTS_FAILED = "SlotsFailed"
     SLOTS_LEAVING = "SlotsLeaving"
+    SLOTS_PAUSED = "SlotsPaused"
     SLOTS_STALLED = "SlotsStalled"
     SLOTS_WAITING = "SlotsWaiting"
     STALLED = "Stalled"
@@ -214,6 +215,13 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Pods are being deleted or are not selected any more, and have not confirmed that they stopped. Their slots "
         "move on when they have, or when their leases have run out. The message names the first.",
         "Wait, or look why that pod does not end. If its Kubernetes node is lost for good, delete the Node object.",
+        _ROUND,
+    ),
+    Reason.SLOTS_PAUSED: Explanation(
+        "Degraded=True, Event",
+        "vLLM sleeps, is paused, or gets new weights in pods that have slots. They compute nothing meanwhile. The "
+        "message names them.",
+        "Wake vLLM up or resume it, or delete the pod: its slot then moves to a spare.",
         _ROUND,
     ),
     Reason.SLOTS_STALLED: Explanation(

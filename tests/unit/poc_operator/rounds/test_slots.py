@@ -136,3 +136,15 @@ def test_a_pod_of_another_server_is_not_waited_for() -> None:
     web = dataclasses.replace(a_pod("b"), containers=WEB)
     lost = dataclasses.replace(UNCONNECTED, silent_seconds=0)
     assert plan(look(a_round(), (a_pod("a"), says()), (web, lost))).status.slots == 1
+
+
+def test_a_pod_whose_vllm_sleeps_gets_a_slot_last_and_is_named() -> None:
+    asleep = (a_pod("a"), says(paused_by="vLLM sleeps"))
+    one_slot = {"first": 0, "last": 0, "count": 1, "groups": 1}
+    step = plan(look(a_round(nodes=one_slot), asleep, (a_pod("b"), says())))
+    assert [action.pod.name for action in step.actions if isinstance(action, StartPod)] == ["b"]
+    sleeping = says(PowState.GENERATING, round_id="round-uid", paused_by="vLLM sleeps")
+    status = plan(look(a_round(a_status(a_slot("a"))), (a_pod("a"), sleeping))).status
+    assert status.degraded == "SlotsPaused"
+    degraded = next(found for found in status.own_conditions if found.type == "Degraded")
+    assert degraded.message == "pods compute nothing meanwhile: a (vLLM sleeps)"
