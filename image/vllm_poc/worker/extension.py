@@ -21,11 +21,11 @@ from vllm_poc.worker.model.ranks import OtherRankError, Ranks
 from vllm_poc.worker.model.scratch import UnsupportedModelError
 from vllm_poc.worker.model_runner import PocModelRunner
 from vllm_poc.worker.passes.parity_check import (
-    PARITY_TOKENS,
     differences,
     hidden_states,
     is_equal,
     layer_differences,
+    parity_batches,
     seen_layers,
 )
 
@@ -171,11 +171,12 @@ def _is_equal(fused: PocModelRunner, plain: PocModelRunner) -> bool:
 
 
 def _distances(fused: PocModelRunner, plain: PocModelRunner) -> list[float] | None:
+    most = max(shape.tokens for shape in parity_batches(plain.stage.limits))
     if stands_alone(plain.stage.adapter):
         seen = seen_layers(plain.stage)
-        with fused.memory.learning(PARITY_TOKENS):
+        with fused.memory.learning(most):
             return layer_differences(fused.stage, seen) if seen is not None else None
-    with fused.memory.learning(PARITY_TOKENS):
+    with fused.memory.learning(most):
         found = hidden_states(fused.stage)
     expected = hidden_states(plain.stage)
     return differences(found, expected) if found is not None and expected is not None else None

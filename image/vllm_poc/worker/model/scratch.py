@@ -164,8 +164,10 @@ class ScratchCache:
     def __init__(self, groups: Sequence[CacheGroup], *, max_nonces: int, max_tokens: int) -> None:
         self._tensors: dict[CacheForm, Tensor] = {}
         self._layers: list[tuple[Attention, _Cache]] = []
+        self._blocks: list[tuple[CacheGroup, int]] = []
         for group in groups:
             blocks = group.most_blocks(max_nonces, max_tokens)
+            self._blocks.append((group, blocks))
             for name, layer in group.layers.items():
                 shared = [self._shared(name, own, group, blocks) for own in _tensors(layer.kv_cache)]
                 self._layers.append((layer, tuple(shared) if group.stateful else shared[0]))
@@ -182,8 +184,17 @@ class ScratchCache:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors.values())
 
     @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Make the layers use the scratch, zeroed, and give them back their own caches at the end."""
+    def bound(self, shape: BatchShape) -> Iterator[None]:
+        """Make the layers use the scratch, zeroed, for a batch, and give them back their own caches at the end.
+
+        ValueError if the batch has more blocks than the scratch: kernels would write behind its end.
+        """
+        for group, blocks in self._blocks:
+            if group.blocks(shape) > blocks:
+                raise ValueError(
+                    f"a batch of {shape.nonces} x {shape.seq_len} tokens takes {group.blocks(shape)} blocks of the "
+                    f"scratch KV cache, which has {blocks}: use fewer nonces or a smaller seq_len"
+                )
         # Kernels read whole blocks: a NaN that an earlier batch left behind a sequence's end would spread.
         for tensor in self._tensors.values():
             tensor.zero_()
