@@ -107,7 +107,7 @@ def _output(stage: StageForward, shape: BatchShape, received: dict[str, Tensor])
             with only(stage.adapter, comparable(stage.adapter)):
                 return stage.forward(spec, inputs, received, shape.nonces)
     except Exception:
-        _log.exception("PoC computes without fused operations, and slower, since they fail here")
+        _log.exception("a small batch of PoC fails here; PoC computes without operations that fail")
         return None
 
 

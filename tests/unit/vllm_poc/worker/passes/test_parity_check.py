@@ -19,6 +19,7 @@ LIMITS: Any = {"max_model_len": 4096, "max_batch_tokens": 8192, "max_batch_nonce
 ONE_RANK = SimpleNamespace(
     stages=1,
     stage=0,
+    alone=True,
     receive=dict,
     in_step=lambda succeeded: succeeded,
     agreed=bool,
@@ -137,6 +138,8 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
     group = CacheGroup({"layers.0.attn": layer}, builder, block_dim=0, block_size=BLOCK, page_bytes=0)
     batches: list[tuple[int, int]] = []
 
+    layer.impl = SimpleNamespace(_k_scale_cache=torch.zeros(5), _workspace=torch.zeros(5))
+
     def forward(inputs: Any, _received: object, plan: Any) -> Tensor:  # noqa: ANN401
         batches.append(tuple(plan.shape))
         # Behind the end PyTorch raises; a kernel would go on writing.
@@ -145,6 +148,7 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
 
     adapter: Any = SimpleNamespace(
         groups=[group],
+        attention_layers=group.layers,
         layers=[],
         own_layers=[],
         model=torch.nn.Module(),
@@ -195,3 +199,40 @@ def test_a_batch_beyond_the_scratch_cache_is_not_computed() -> None:
     with pytest.raises(ValueError, match="4 x 128 tokens takes 33 blocks of the scratch KV cache, which has 25"):
         stage.forward(spec, StageInputs(torch.zeros(4, 128, HIDDEN), None), {}, 4)
     assert batches == []
+
+
+def test_a_pass_that_leaves_chats_memory_alone_is_used() -> None:
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+
+    stage, batches = a_stage_that_writes()
+    runner: Any = SimpleNamespace(stage=stage)
+    (layer,) = stage.adapter.attention_layers.values()
+    own = layer.kv_cache
+    _then(stage.adapter, lambda: layer.impl._workspace.add_(1.0))
+    assert harmless(runner) is runner
+    assert batches, "it has run"
+    assert layer.kv_cache is own
+    assert not own.any()
+
+
+@pytest.mark.parametrize("place", ["kv_cache", "scales"])
+def test_a_pass_that_writes_into_chats_memory_is_refused(place: str) -> None:
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    (layer,) = stage.adapter.attention_layers.values()
+    memory = {"kv_cache": layer.kv_cache, "scales": layer.impl._k_scale_cache}[place]
+    _then(stage.adapter, lambda: memory.flatten()[-1:].add_(2.0**-20))
+    with pytest.raises(UnsupportedModelError, match="changes chat's KV cache here: restart vLLM"):
+        harmless(SimpleNamespace(stage=stage))  # type: ignore[arg-type]
+
+
+def _then(adapter: Any, do: Any) -> None:  # noqa: ANN401
+    forward = adapter.forward
+
+    def both(*arguments: Any) -> Tensor:  # noqa: ANN401
+        do()
+        return forward(*arguments)
+
+    adapter.forward = both
