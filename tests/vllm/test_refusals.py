@@ -98,6 +98,23 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
 
 @on_one_device
 @pytest.mark.usefixtures("rank")
+def test_a_layer_is_refused_by_its_own_cache_and_attention(tmp_path: Path) -> None:
+    """A checkpoint or a flag may give some layers another type of cache than the server's."""
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+
+    config, model = build("OPTForCausalLM", tmp_path)
+    *_, layer = config.compilation_config.static_forward_context.values()
+    assert refusal(config, model) is None
+    layer.kv_cache_dtype = "int8_per_token_head"
+    assert "--kv-cache-dtype int8_per_token_head" in (refusal(config, model) or "")
+    layer.kv_cache_dtype = "auto"
+    layer.impl = type("NewImpl", (), {})()
+    assert "not proven with NewImpl" in (refusal(config, model) or "")
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
 def test_unknown_places_of_layers_are_refused(tmp_path: Path) -> None:
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.model.adapter import ModelAdapter  # noqa: PLC0415

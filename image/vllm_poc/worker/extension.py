@@ -18,14 +18,14 @@ from vllm_poc.worker.model.capabilities import (
 )
 from vllm_poc.worker.model.layer_subset import stands_alone
 from vllm_poc.worker.model.ranks import OtherRankError, Ranks
-from vllm_poc.worker.model.scratch import UnsupportedModelError
+from vllm_poc.worker.model.scratch import ChatMemory, UnsupportedModelError
 from vllm_poc.worker.model_runner import PocModelRunner
 from vllm_poc.worker.passes.parity_check import (
-    PARITY_TOKENS,
     differences,
     hidden_states,
     is_equal,
     layer_differences,
+    parity_batches,
     seen_layers,
 )
 
@@ -45,6 +45,8 @@ class PocWorkerExtension:
 
     model_runner: VllmModelRunner  # of vLLM's worker
     _poc_model_runner: PocModelRunner | None = None
+    #: Why PoC must not run here any more, as the parity check found.
+    _poc_harm: str | None = None
     #: Whether a model is refused whose results have not been compared in full. Tests and benchmarks compare them.
     _poc_refuses_unproven = True
 
@@ -54,7 +56,7 @@ class PocWorkerExtension:
 
     def poc_forget(self) -> dict[str, bool]:
         """Drop what was made of the model's weights, and what was captured; the next call makes it anew."""
-        self._poc_model_runner = None
+        self._poc_model_runner = self._poc_harm = None
         return {"forgotten": True}  # None is the answer of ranks that have nothing to say
 
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
@@ -89,7 +91,14 @@ class PocWorkerExtension:
 
     def _poc(self) -> PocModelRunner:
         if self._poc_model_runner is None:
-            self._poc_model_runner = fastest(self._poc_prepared(self._poc_plain)())
+            if self._poc_harm is not None:
+                raise UnsupportedModelError(self._poc_harm)
+            plain = self._poc_prepared(self._poc_plain)()
+            try:
+                self._poc_model_runner = harmless(plain)
+            except UnsupportedModelError as error:
+                self._poc_harm = str(error)
+                raise
         return self._poc_model_runner
 
     def _poc_plain(self) -> Callable[[], PocModelRunner]:
@@ -113,6 +122,32 @@ class PocWorkerExtension:
             raise
         ranks.agree(ready=True)
         return prepared
+
+
+def harmless(plain: PocModelRunner) -> PocModelRunner:
+    """Return the runner that `fastest` chooses. UnsupportedModelError if a pass has changed what chat keeps.
+
+    Nothing of chat runs meanwhile, since vLLM's worker does one thing after the other.
+    """
+    adapter = plain.stage.adapter
+    if not adapter.ranks.alone and adapter.device.type != "cuda":
+        return plain  # on a CPU, ranks that wait in a collective would never learn that another one has failed
+    chat = ChatMemory(adapter.attention_layers.values())
+    before = chat.checksums()
+    hidden_states(plain.stage)
+    runner = fastest(plain)
+    if not adapter.ranks.agreed(chat.checksums() == before):
+        _log.error("PoC's small batches changed chat's KV cache, or scales that attention holds: PoC does not run")
+        raise UnsupportedModelError(
+            "PoC's forward pass changes chat's KV cache here: restart vLLM with another --attention-backend."
+        )
+    _log.info(
+        "PoC's small batches %s left %.1f GiB of chat's KV cache and scales unchanged; PoC uses the %s pass",
+        ", ".join(f"{shape.nonces} x {shape.seq_len}" for shape in parity_batches(plain.stage.limits)),
+        chat.nbytes / 2**30,
+        "plain" if runner is plain else "fused",
+    )
+    return runner
 
 
 def fastest(plain: PocModelRunner) -> PocModelRunner:
@@ -171,11 +206,12 @@ def _is_equal(fused: PocModelRunner, plain: PocModelRunner) -> bool:
 
 
 def _distances(fused: PocModelRunner, plain: PocModelRunner) -> list[float] | None:
+    most = max(shape.tokens for shape in parity_batches(plain.stage.limits))
     if stands_alone(plain.stage.adapter):
         seen = seen_layers(plain.stage)
-        with fused.memory.learning(PARITY_TOKENS):
+        with fused.memory.learning(most):
             return layer_differences(fused.stage, seen) if seen is not None else None
-    with fused.memory.learning(PARITY_TOKENS):
+    with fused.memory.learning(most):
         found = hidden_states(fused.stage)
     expected = hidden_states(plain.stage)
     return differences(found, expected) if found is not None and expected is not None else None

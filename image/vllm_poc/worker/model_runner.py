@@ -219,15 +219,16 @@ class Stage:
         Overwrites ``inputs`` and ``received``.
         """
         shape = BatchShape(nonces, spec.seq_len)
-        plan = self.pass_.plan(shape)
-        with self._bound(), self.pass_.applied(self._vectors(spec), shape):
-            output = self.adapter.forward(inputs, received, plan)
+        with self._bound(shape):  # which refuses a batch without blocks, before a plan tells kernels where to write
+            plan = self.pass_.plan(shape)
+            with self.pass_.applied(self._vectors(spec), shape):
+                output = self.adapter.forward(inputs, received, plan)
         if isinstance(output, dict) or len(output) == shape.nonces:
             return output
         return output.view(*shape, -1)[:, -1]
 
-    def _bound(self) -> AbstractContextManager[None]:
-        return self._scratch.bound() if self._scratch is not None else nullcontext()
+    def _bound(self, shape: BatchShape) -> AbstractContextManager[None]:
+        return self._scratch.bound(shape) if self._scratch is not None else nullcontext()
 
     def _vectors(self, spec: PassSpec) -> Mapping[nn.Module, Tensor]:
         if not spec.layer_hooks or not self.adapter.reflects:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm import envs
 from vllm_poc.rpc import ModelFacts
@@ -26,6 +28,50 @@ _UNPROVEN = {"glm5_next", "glm5_next_text"}
 #: Those whose attention over other caches has not been compared with anything.
 _CACHED_IN_16_BITS = {"glm5_next", "glm5_next_text"}
 _16_BITS = {"auto", "bfloat16"}
+#: Attention whose only memory of earlier tokens is its layer's ``kv_cache``, by the class of the layer's ``impl``.
+_GENERAL = {"CPUAttentionBackendImpl", "FlashAttentionImpl", "FlashInferImpl", "TritonAttentionImpl"}
+_LATENT = {"CPUMLAImpl", "CutlassMLAImpl", "FlashInferMLAImpl", "FlashMLAImpl", "TritonMLAImpl"}
+_SPARSE = {"FlashInferMLASparseImpl", "FlashInferMLASparseSM90Impl", "FlashMLASparseImpl"}
+_16_BITS_ONLY = {"AMXMLAImpl", "FlashAttnMLAImpl", "FlashAttnMLASparseImpl", "FlexAttentionImpl"}
+#: Layers without an ``impl``: caches of an index, and those of DeepSeek-V4 and GLM-5.3.
+_LAYERS = {
+    "CompressorStateCache",
+    "DeepseekV32IndexerCache",
+    "DeepseekV4IndexerCache",
+    "DeepseekV4SWACache",
+    "DeepseekV4CPUAttention",
+    "DeepseekV4CPUIndexerCache",
+    "DeepseekV4FlashInferMLAAttention",
+    "DeepseekV4FlashMLAAttention",
+    "Glm5NextIndexerCache",
+    "Glm5NextTailCache",
+}
+_ANY_16_BITS = frozenset(_GENERAL | _LATENT | _SPARSE | _16_BITS_ONLY | _LAYERS)
+_FP8 = frozenset(_GENERAL | _LATENT | _SPARSE | _LAYERS)
+_NONE = frozenset[str]()
+#: The attention that PoC runs over each type of cache that a supported release knows. None where the attention holds
+#: views of chat's scales beside ``kv_cache``, or where its packed values have not been compared with the engine's.
+ATTENTION_BY_CACHE_DTYPE = {
+    "auto": _ANY_16_BITS,
+    "float16": _ANY_16_BITS,
+    "bfloat16": _ANY_16_BITS,
+    "fp8": _FP8,
+    "fp8_e4m3": _FP8,
+    "fp8_e5m2": frozenset(_GENERAL - {"FlashAttentionImpl"}),
+    "fp8_ds_mla": frozenset(_SPARSE | _LAYERS),
+    "fp8_inc": _NONE,
+    "nvfp4_ds_mla": _NONE,
+    "turboquant_k8v4": _NONE,
+    "turboquant_4bit_nc": _NONE,
+    "turboquant_k3v4_nc": _NONE,
+    "turboquant_3bit_nc": _NONE,
+    "ultraquant_4bit": _NONE,
+    "int4_per_token_head": _NONE,
+    "int8_per_token_head": _NONE,
+    "fp8_per_token_head": _NONE,
+    "nvfp4": _NONE,
+    "nvfp4_4over6": _NONE,
+}
 #: Of the first, results do not depend on the batch; the second's memory is shared, which graphs would take.
 _OWN_OPERATIONS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
 _PARALLEL_SIZES = {
@@ -85,6 +131,7 @@ def refusal(config: VllmConfig, model: nn.Module) -> str | None:
         or _section_refusal(config)
         or _cache_refusal(config)
         or _model_refusal(config, model)
+        or _attention_refusal(config)
     )
 
 
@@ -122,6 +169,33 @@ def _cache_refusal(config: VllmConfig) -> str | None:
     for name, layer in config.compilation_config.static_forward_context.items():
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             return f"The layer {name} reads another's KV cache: serve another model."
+    return None
+
+
+def _attention_refusal(config: VllmConfig) -> str | None:
+    for layer in config.compilation_config.static_forward_context.values():
+        # Experts are listed here too; what keeps states is for `cache_group` to know.
+        if isinstance(layer, AttentionLayerBase) and not isinstance(layer, MambaBase):
+            dtype = getattr(layer, "kv_cache_dtype", config.cache_config.cache_dtype)
+            reason = attention_refusal(dtype, type(getattr(layer, "impl", layer)).__name__)
+            if reason is not None:
+                return reason
+    return None
+
+
+def attention_refusal(dtype: str, attention: str) -> str | None:
+    """Return why PoC does not run the class ``attention`` over a KV cache of this ``--kv-cache-dtype``, or None."""
+    known = ATTENTION_BY_CACHE_DTYPE.get(dtype, _NONE)
+    if not known:
+        return (
+            f"PoC is not proven to leave chat's KV cache alone with --kv-cache-dtype {dtype}: "
+            "start vLLM with --kv-cache-dtype auto or fp8."
+        )
+    if attention not in known:
+        return (
+            f"PoC is not proven with {attention} over a KV cache of type {dtype}: "
+            "choose another --attention-backend, or --kv-cache-dtype auto."
+        )
     return None
 
 

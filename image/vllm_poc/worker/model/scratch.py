@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 _STATEFUL = {"Glm5NextLinearAttention"}
 #: The first, which is left empty, and one that all sequences write into.
 _STATE_BLOCKS = 2
+
+
+#: Bytes of an int64, and how many are summed at a time.
+_WORD, _WORDS = 8, 2**24
 
 
 class UnsupportedModelError(Exception):
@@ -164,8 +168,10 @@ class ScratchCache:
     def __init__(self, groups: Sequence[CacheGroup], *, max_nonces: int, max_tokens: int) -> None:
         self._tensors: dict[CacheForm, Tensor] = {}
         self._layers: list[tuple[Attention, _Cache]] = []
+        self._blocks: list[tuple[CacheGroup, int]] = []
         for group in groups:
             blocks = group.most_blocks(max_nonces, max_tokens)
+            self._blocks.append((group, blocks))
             for name, layer in group.layers.items():
                 shared = [self._shared(name, own, group, blocks) for own in _tensors(layer.kv_cache)]
                 self._layers.append((layer, tuple(shared) if group.stateful else shared[0]))
@@ -182,8 +188,17 @@ class ScratchCache:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors.values())
 
     @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Make the layers use the scratch, zeroed, and give them back their own caches at the end."""
+    def bound(self, shape: BatchShape) -> Iterator[None]:
+        """Make the layers use the scratch, zeroed, for a batch, and give them back their own caches at the end.
+
+        ValueError if the batch has more blocks than the scratch: kernels would write behind its end.
+        """
+        for group, blocks in self._blocks:
+            if group.blocks(shape) > blocks:
+                raise ValueError(
+                    f"a batch of {shape.nonces} x {shape.seq_len} tokens takes {group.blocks(shape)} blocks of the "
+                    f"scratch KV cache, which has {blocks}: use fewer nonces or a smaller seq_len"
+                )
         # Kernels read whole blocks: a NaN that an earlier batch left behind a sequence's end would spread.
         for tensor in self._tensors.values():
             tensor.zero_()
@@ -195,6 +210,43 @@ class ScratchCache:
         finally:
             for (layer, _), cache in zip(self._layers, own, strict=True):
                 layer.kv_cache = cache
+
+
+class ChatMemory:
+    """What chat keeps for later tokens: KV caches, and what attention holds beside them, such as views of scales."""
+
+    #: Parts of names of tensors that hold nothing from one forward pass to the next.
+    _PASSING = ("workspace", "buffer")
+
+    def __init__(self, layers: Iterable[Attention]) -> None:
+        self._memories: dict[int, Tensor] = {}
+        for layer in layers:
+            held = [value for name, value in self._named(layer) if isinstance(value, Tensor) and value.numel()]
+            for tensor in (*_tensors(layer.kv_cache), *held):
+                self._memories[tensor.untyped_storage().data_ptr()] = tensor
+
+    def _named(self, layer: Attention) -> Iterator[tuple[str, object]]:
+        impl = getattr(getattr(layer, "impl", None), "__dict__", {})
+        yield from ((name, value) for name, value in impl.items() if not any(part in name for part in self._PASSING))
+        own = {**vars(layer), **vars(layer).get("_buffers", {})}
+        yield from ((name, value) for name, value in own.items() if "scale" in name)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory that is, in bytes."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._memories.values())
+
+    def checksums(self) -> list[list[int]]:
+        """Return sums over all of it, which differ if one word has changed."""
+        return [_checksums(tensor) for tensor in self._memories.values()]
+
+
+def _checksums(tensor: Tensor) -> list[int]:
+    """Return sums over the whole memory behind a tensor; of integers, so that none is lost in rounding."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    whole = len(memory) // _WORD * _WORD
+    parts = (*memory[:whole].view(torch.int64).split(_WORDS), memory[whole:])
+    return [int(value) for value in torch.stack([part.sum() for part in parts]).tolist()]
 
 
 def _common_metadata(

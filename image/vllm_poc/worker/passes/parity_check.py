@@ -12,24 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from vllm_poc.logs import get_logger
-from vllm_poc.rpc import PassSpec
+from vllm_poc.rpc import ModelFacts, PassSpec
 from vllm_poc.wire.messages import Protocol as WireProtocol
 from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs, StageOutput
 from vllm_poc.worker.model.layer_subset import comparable, only
+from vllm_poc.worker.model.scratch import BatchShape
 from vllm_poc.worker.results import input_columns
 
 _log = get_logger(__name__)
 
-_NONCES = 4
-#: Short and long sequences have other kernels.
-_SPECS = tuple(
-    PassSpec(WireProtocol.ARTIFACT, seq_len=seq_len, k_dim=1, strong_rng=False, layer_hooks=True, sign_flips=False)
-    for seq_len in (64, 128)
-)
-#: Tokens of the largest batch.
-PARITY_TOKENS = _NONCES * max(spec.seq_len for spec in _SPECS)
+#: Sequences of a batch, and their lengths: short and long ones have other kernels.
+_NONCES, _LENGTHS = 4, (64, 128)
 #: Relative distance of two passes' hidden states. Rounding makes 0.02; a part that is left out or done twice, 1.
 _TOLERANCE = 0.2
+
+
+def parity_batches(limits: ModelFacts) -> list[BatchShape]:
+    """Return the batches to compare: none is larger than what the server, and thus the scratch cache, holds."""
+    tokens = limits["max_batch_tokens"]
+    longest = min(tokens, limits["max_model_len"])
+    lengths = sorted({min(length, longest) for length in _LENGTHS})
+    return [BatchShape(min(_NONCES, limits["max_batch_nonces"], tokens // length), length) for length in lengths]
+
+
+def _spec(seq_len: int) -> PassSpec:
+    return PassSpec(
+        WireProtocol.ARTIFACT, seq_len=seq_len, k_dim=1, strong_rng=False, layer_hooks=True, sign_flips=False
+    )
 
 
 class StageForward(Protocol):
@@ -38,6 +47,11 @@ class StageForward(Protocol):
     @property
     def adapter(self) -> ModelAdapter:
         """The served model."""
+        ...
+
+    @property
+    def limits(self) -> ModelFacts:
+        """What the server allows."""
         ...
 
     def load(self, block_hash: str, spec: PassSpec) -> None:
@@ -59,15 +73,15 @@ def hidden_states(stage: StageForward) -> list[Tensor] | None:
     None if a rank failed, and thus all that share its stage.
     """
     found = []
-    for spec in _SPECS:
-        succeeded, hidden = _through_all_stages(stage, spec)
+    for shape in parity_batches(stage.limits):
+        succeeded, hidden = _through_all_stages(stage, shape)
         if not succeeded:
             return None
         found += [hidden.float()] if hidden is not None else []
     return found
 
 
-def _through_all_stages(stage: StageForward, spec: PassSpec) -> tuple[bool, Tensor | None]:
+def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, Tensor | None]:
     """Compute stage by stage: nobody waits for what a stage that failed would have sent."""
     ranks, output = stage.adapter.ranks, None
     for turn in range(ranks.stages):
@@ -76,23 +90,24 @@ def _through_all_stages(stage: StageForward, spec: PassSpec) -> tuple[bool, Tens
             output = None
         mine = ranks.stage == turn
         if mine:
-            output = _output(stage, spec, ranks.receive())
+            output = _output(stage, shape, ranks.receive())
         # Before anything waits for the device, where another rank may have left this one within a collective.
         if not ranks.in_step((output is not None) if mine else None):
             return False, None
     return True, output if isinstance(output, Tensor) else None
 
 
-def _output(stage: StageForward, spec: PassSpec, received: dict[str, Tensor]) -> StageOutput | None:
+def _output(stage: StageForward, shape: BatchShape, received: dict[str, Tensor]) -> StageOutput | None:
     try:
         with torch.inference_mode():
+            spec = _spec(shape.seq_len)
             stage.load("parity check", spec)
-            seeds = torch.arange(_NONCES * (input_columns(spec) + 1), device=stage.adapter.device)
-            inputs = stage.inputs(spec, seeds.view(_NONCES, -1))
+            seeds = torch.arange(shape.nonces * (input_columns(spec) + 1), device=stage.adapter.device)
+            inputs = stage.inputs(spec, seeds.view(shape.nonces, -1))
             with only(stage.adapter, comparable(stage.adapter)):
-                return stage.forward(spec, inputs, received, _NONCES)
+                return stage.forward(spec, inputs, received, shape.nonces)
     except Exception:
-        _log.exception("PoC computes without fused operations, and slower, since they fail here")
+        _log.exception("a small batch of PoC fails here; PoC computes without operations that fail")
         return None
 
 
@@ -106,9 +121,9 @@ class SeenLayer(NamedTuple):
 def seen_layers(stage: StageForward) -> list[list[SeenLayer]] | None:
     """Return what the first few layers read and make in small batches, on all ranks together; None if one failed."""
     found = []
-    for spec in _SPECS:
+    for shape in parity_batches(stage.limits):
         with _seen(_first_layers(stage)) as seen:
-            succeeded, _ = _through_all_stages(stage, spec)
+            succeeded, _ = _through_all_stages(stage, shape)
         if not succeeded:
             return None
         found.append(seen)
@@ -121,9 +136,9 @@ def layer_differences(stage: StageForward, expected: Sequence[Sequence[SeenLayer
     A difference is then the layer's alone. Behind several layers some tokens are at other experts for a last bit.
     """
     found = list[float]()
-    for spec, seen in zip(_SPECS, expected, strict=True):
+    for shape, seen in zip(parity_batches(stage.limits), expected, strict=True):
         with _fed(_first_layers(stage), seen) as distances:
-            succeeded, _ = _through_all_stages(stage, spec)
+            succeeded, _ = _through_all_stages(stage, shape)
         if not succeeded:
             return None
         found += distances

@@ -15,6 +15,7 @@ from vllm_poc.worker.model.scratch import BatchShape, CacheGroup, ScratchCache, 
 
 BLOCK, WIDTH = 4, 6
 NONCES, TOKENS = 3, 20
+SHAPE = BatchShape(NONCES, 6)
 
 
 def a_layer(*, page: int = BLOCK * WIDTH) -> Any:  # noqa: ANN401 - has only a cache
@@ -36,7 +37,7 @@ def test_layers_of_one_role_share_a_cache_and_others_do_not() -> None:
         max_nonces=NONCES,
         max_tokens=TOKENS,
     )
-    with scratch.bound():
+    with scratch.bound(SHAPE):
         assert first.kv_cache is second.kv_cache
         assert first.kv_cache.data_ptr() not in {own.data_ptr(), window.kv_cache.data_ptr()}
         first.kv_cache.fill_(1.0)
@@ -50,7 +51,7 @@ def test_blocks_begin_where_kernels_expect_them() -> None:
     page, apart = 28, 5 * 28
     layer = a_layer(page=apart)
     scratch = ScratchCache([a_group(page, layers_0_attn=layer)], max_nonces=NONCES, max_tokens=TOKENS)
-    with scratch.bound():
+    with scratch.bound(SHAPE):
         assert layer.kv_cache.stride() == (page, WIDTH, 1)
     assert scratch.nbytes == 4 * page * (1 + TOKENS // BLOCK + NONCES)
 
@@ -89,7 +90,7 @@ def test_all_sequences_write_their_states_into_one_entry() -> None:
         stateful=True,
     )
     scratch = ScratchCache([group], max_nonces=256, max_tokens=32_768)
-    with scratch.bound():
+    with scratch.bound(SHAPE):
         assert first.kv_cache[0] is second.kv_cache[0]
         assert [(cache.shape, cache.dtype) for cache in first.kv_cache] == [
             ((2, 2, 3), torch.float32),
@@ -116,5 +117,5 @@ def test_the_first_entry_of_states_is_left_out() -> None:
 def test_every_batch_within_the_limits_has_its_blocks(shape: BatchShape) -> None:
     group, layer = a_group(), a_layer()
     scratch = ScratchCache([a_group(layers_0_attn=layer)], max_nonces=NONCES, max_tokens=TOKENS)
-    with scratch.bound():
+    with scratch.bound(shape):
         assert group.blocks(shape) <= len(layer.kv_cache)
