@@ -13,7 +13,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from vllm_poc.wire.gpus import Gpu, GpusResponse
+from vllm_poc.wire.answers import Gpu, GpusResponse
 
 _log = logging.getLogger(__name__)
 

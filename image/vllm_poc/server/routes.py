@@ -13,7 +13,14 @@ from vllm_poc.server.engine import vllm_version
 from vllm_poc.server.errors import install_handlers, refusal
 from vllm_poc.server.nvml import read_gpus
 from vllm_poc.server.service import PocService
-from vllm_poc.wire.answers import CommandResponse, ErrorResponse, PowState, StatusResponse, VersionsResponse
+from vllm_poc.wire.answers import (
+    CommandResponse,
+    ErrorResponse,
+    GpusResponse,
+    PowState,
+    StatusResponse,
+    VersionsResponse,
+)
 from vllm_poc.wire.client_gone import ClientGone, while_connected
 from vllm_poc.wire.generate import (
     GeneratedResponse,
@@ -23,7 +30,6 @@ from vllm_poc.wire.generate import (
     ProofVerdict,
     ValidatedResponse,
 )
-from vllm_poc.wire.gpus import GpusResponse
 from vllm_poc.wire.messages import (
     API_PREFIX,
     ExtendRequest,

@@ -4,7 +4,6 @@
 - ``messages``: requests about a round. ``answers``: its status, the answers to commands, and errors.
 - ``generate``: the same for named nonces: ``POST generate`` and ``POST validate``.
 - ``callbacks``: what pods post to receivers.
-- ``gpus``: what a pod tells of its GPUs.
 - ``client_gone``: what both servers do when a client that waits goes away.
 - ``artifacts``: vectors as text. ``partition``: which nonces a slot has. ``stat_test``: when a mismatch is fraud.
 

@@ -15,9 +15,8 @@ from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference_pods import PodVersions, ReferenceStatus
 from poc_operator.observed import PodView
-from vllm_poc.wire.answers import PowState, StatusResponse
+from vllm_poc.wire.answers import GpusResponse, PowState, StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.gpus import GpusResponse
 from vllm_poc.wire.messages import API_PREFIX
 
 #: Pods that are asked at once.

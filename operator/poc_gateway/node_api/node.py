@@ -41,7 +41,7 @@ from poc_gateway.node_api.round_routes import CHANGES, node_status, stopped
 from poc_gateway.node_api.service import NodeApi, models_of
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import StoreError
-from vllm_poc.wire.gpus import Gpu
+from vllm_poc.wire.answers import Gpu
 
 routes = APIRouter()
 

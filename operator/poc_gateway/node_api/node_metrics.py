@@ -17,7 +17,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from poc_gateway.node_api.cluster import ReadyPods
-from vllm_poc.wire.gpus import Gpu
+from vllm_poc.wire.answers import Gpu
 
 _log = logging.getLogger(__name__)
 

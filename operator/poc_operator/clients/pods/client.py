@@ -12,9 +12,8 @@ from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRef
 from poc_operator.clients.http import read_bounded
 from poc_operator.clients.pods import reference_pods
 from poc_operator.clients.pods.reference_pods import Command, PodVersions, Status
-from vllm_poc.wire.answers import ErrorResponse
+from vllm_poc.wire.answers import ErrorResponse, GpusResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.gpus import GpusResponse
 from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ExtendRequest, InitGenerateRequest, LeaseRenewal
 
 #: A status with its lists left out is about 1 KiB; no state or command is near this.

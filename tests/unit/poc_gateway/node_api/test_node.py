@@ -21,7 +21,7 @@ from tests.support.servers.http_server import serve
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import error_of, validation
 from vllm_poc.server import nvml
-from vllm_poc.wire.gpus import Gpu, GpusResponse
+from vllm_poc.wire.answers import Gpu, GpusResponse
 
 VLLM = """
 # HELP vllm:num_requests_running Number of requests.
