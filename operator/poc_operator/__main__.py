@@ -2,6 +2,7 @@
 """``python -m poc_operator``: run the operator."""
 
 import argparse
+import gc
 import logging
 
 import kopf
@@ -41,6 +42,21 @@ def lease_seconds(text: str) -> int:
             f'"{text}" is no whole number from {LEAST_LEASE_SECONDS} to {MAX_LEASE_SECONDS}'
         )
     return int(text)
+
+
+#: As `gc.set_threshold` takes them.
+_GARBAGE_COLLECTION = (20_000, 50, 50)
+
+
+def collect_garbage_rarely() -> None:
+    """Look for garbage less often than Python does by default.
+
+    Each turn of a large round makes a hundred thousand objects and drops them. By default that makes Python search
+    through all that is known of 5 000 pods several times a turn, which stops the event loop for 0.2 s each time.
+    docs/benchmarks.md has the figures.
+    """
+    gc.freeze()  # what is imported stays
+    gc.set_threshold(*_GARBAGE_COLLECTION)
 
 
 def main() -> None:
@@ -99,6 +115,7 @@ def main() -> None:
     # "Handler ... succeeded" for every event of every pod and every probe says nothing to anybody.
     for noisy in ("aiohttp.access", "kopf.activities", "kopf.objects"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    collect_garbage_rarely()
     kopf.run(
         memo=kopf.Memo(options=options),
         standalone=True,

@@ -127,13 +127,17 @@ class PodActions:
 
     def with_answer(self, uid: str, report: PodReport) -> PodReport:
         """Return the report with what the pod answered to its last start."""
+        started, start_error = self._started.pop(uid, None), self._start_errors.pop(uid, None)
+        refusal, told_auth, in_flight = self._refusals.of(uid), self._told.get(uid), uid in self._in_flight
+        if not (started or start_error or refusal or told_auth or in_flight):
+            return report  # as for most pods: a copy takes long
         return dataclasses.replace(
             report,
-            started=self._started.pop(uid, None),
-            refusal=self._refusals.of(uid),
-            start_error=self._start_errors.pop(uid, None),
-            in_flight=uid in self._in_flight,
-            told_auth=self._told.get(uid),
+            started=started,
+            refusal=refusal,
+            start_error=start_error,
+            in_flight=in_flight,
+            told_auth=told_auth,
         )
 
     def forget_refusals(self) -> None:

@@ -115,6 +115,9 @@ class PodCache:
 _CONCURRENCY = 500
 #: Silent pods that are asked at once: they must leave the client's connections to the others.
 _PROBES = 50
+#: Polls that begin a second, of all rounds together: the answers to those that begin at once come at once, and hold up
+#: the event loop.
+BEGINNINGS_PER_SECOND = 5_000
 #: A silent pod that no turn has asked for since so many seconds is forgotten.
 SILENT_SECONDS = 60.0
 
@@ -147,6 +150,7 @@ class PodPoller:
         self._clock = clock
         self._silent: dict[tuple[str, int], _Silent] = {}  # by uid and port
         self._probes = asyncio.Semaphore(_PROBES)
+        self._next_begins = 0.0  # by the event loop's clock
 
     async def poll(
         self, pods: Iterable[PodView], work: Work, failed: PollFailed, renewal: Renewal | None = None
@@ -157,26 +161,39 @@ class PodPoller:
         be sent much later.
         """
         self._forget()
-        limit, port = asyncio.Semaphore(_CONCURRENCY), work.spec.port
+        port = work.spec.port
+        reports: dict[str, PodReport] = {}
 
-        async def ask(pod: PodView, ip: str) -> tuple[str, PodReport]:
+        async def ask(pod: PodView, ip: str) -> PodReport:
             silent = self._error_of_silent(pod, ip, port, failed)
             if silent is not None:
-                return pod.uid, PodReport(error=str(silent))
-            async with limit:
-                try:
-                    # Not before it is sent: it may have waited.
-                    client = await self._clients.of(pod.namespace)
-                    answer = await client.status(base_url(ip, port), _renewed(renewal, pod))
-                    return pod.uid, _report(answer, pod, work)
-                except PodError as error:
-                    failed(error)
-                    if isinstance(error, PodTimeout):
-                        self._silence(pod, ip, port, error)
-                    return pod.uid, PodReport(error=str(error), listens=isinstance(error, PodTimeout | PodRefused))
+                return PodReport(error=str(silent))
+            await self._spaced()
+            try:
+                # Not before it is sent: it may have waited.
+                client = await self._clients.of(pod.namespace)
+                return _report(await client.status(base_url(ip, port), _renewed(renewal, pod)), pod, work)
+            except PodError as error:
+                failed(error)
+                if isinstance(error, PodTimeout):
+                    self._silence(pod, ip, port, error)
+                return PodReport(error=str(error), listens=isinstance(error, PodTimeout | PodRefused))
 
-        asks = [ask(pod, pod.ip) for pod in pods if pod.ip and not pod.gone]
-        return dict(await asyncio.gather(*asks))
+        async def ask_in_turn() -> None:
+            for pod, ip in rest:
+                reports[pod.uid] = await ask(pod, ip)
+
+        asked = [(pod, pod.ip) for pod in pods if pod.ip and not pod.gone]
+        rest = iter(asked)
+        await asyncio.gather(*(ask_in_turn() for _ in range(min(_CONCURRENCY, len(asked)))))
+        return reports
+
+    async def _spaced(self) -> None:
+        """Wait until the next poll may begin."""
+        now = asyncio.get_running_loop().time()
+        begins = max(now, self._next_begins)
+        self._next_begins = begins + 1 / BEGINNINGS_PER_SECOND
+        await asyncio.sleep(begins - now)
 
     async def close(self) -> None:
         """Give up what is under way."""

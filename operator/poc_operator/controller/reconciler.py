@@ -235,7 +235,7 @@ class Reconciler(Generic[WorkT]):
         self._actions.forget_others(reports)
         if work.status.stop_time is not None:
             self._actions.forget_refusals()
-        measured = {uid: self._watch.measured(uid, report) for uid, report in reports.items()}
+        measured = await computed(partial(self._measured, reports), len(reports))
         return Snapshot(
             work=work,
             pods=pods,
@@ -283,5 +283,9 @@ class Reconciler(Generic[WorkT]):
         with self._metrics.poll_seconds.time():
             return await self._poller.poll(pods, work, self._metrics.poll_failed, self._planner.renewal(work))
 
+    def _measured(self, reports: Mapping[str, PodReport]) -> dict[str, PodReport]:
+        return {uid: self._watch.measured(uid, report) for uid, report in reports.items()}
+
     def _with_answers(self, uid: str, report: PodReport) -> PodReport:
-        return dataclasses.replace(self._actions.with_answer(uid, report), answer=self._asks.answer_of(uid))
+        answered, answer = self._actions.with_answer(uid, report), self._asks.answer_of(uid)
+        return answered if answer is None else dataclasses.replace(answered, answer=answer)

@@ -13,9 +13,10 @@ from urllib.parse import parse_qsl
 import pytest
 from kubernetes.aio.client import ApiClient
 
-from poc_operator.clients.errors import PodError, PodTimeout
+from poc_operator.clients.errors import PodError, PodTimeout, PodUnreachable
 from poc_operator.clients.pods import client as pod_client
 from poc_operator.clients.pods.client import PodClient
+from poc_operator.clients.pods.reference_pods import Status
 from poc_operator.clients.pods.tokens import PodClients
 from poc_operator.controller import manager, observing
 from poc_operator.controller.kinds import RoundPlanner
@@ -30,6 +31,7 @@ from tests.support.fakes.lease_api import lease_api
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 from tests.unit.poc_operator.build import UID, a_pod, a_round
+from vllm_poc.wire.messages import LeaseRenewal
 
 HOST, HUNG_HOST = "127.0.0.1", "127.0.0.2"
 TIMEOUT = 1.0
@@ -218,3 +220,20 @@ async def test_no_ask_and_no_order_takes_the_connections_of_the_polls(
 async def connected(api: ApiClient) -> tuple[ApiClient, str]:
     """Connect to an API server as an operator does in its pod."""
     return api, "ns"
+
+
+async def test_polls_do_not_begin_all_at_once() -> None:
+    begun: list[float] = []
+
+    class Client(PodClient):
+        async def status(self, base: str, renewal: LeaseRenewal | None = None) -> Status:
+            begun.append(asyncio.get_running_loop().time())
+            raise PodUnreachable(f"nobody listens at {base}, {renewal}")
+
+    rounds = [a_round(port=free_port()) for _ in range(2)]
+    pods = [a_pod(f"p{number}", ip=f"127.1.{number // 250}.{number % 250 + 1}") for number in range(1000)]
+    async with Client() as client:
+        poller = PodPoller(client, monotonic)
+        await asyncio.gather(*(poller.poll(pods, round_, lambda _: None) for round_ in rounds))
+    assert len(begun) == 2000
+    assert begun[-1] - begun[0] >= 0.9 * 2000 / observing.BEGINNINGS_PER_SECOND
