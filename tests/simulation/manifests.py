@@ -24,18 +24,25 @@ def node(number: int) -> Manifest:
     return {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": {"taints": [TAINT]}}
 
 
+_POD_SPEC = {
+    "nodeSelector": NODE_LABEL,
+    "tolerations": [{"operator": "Exists"}],
+    "terminationGracePeriodSeconds": 0,
+    "automountServiceAccountToken": False,
+    "enableServiceLinks": False,
+    "containers": [{"name": CONTAINER, "image": CONTAINER, "imagePullPolicy": "Never"}],
+}
+
+
+def pod(name: str) -> Manifest:
+    """Return a simulated pod of its own."""
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": _POD_SPEC}
+
+
 def deployment(name: str, replicas: int) -> Manifest:
     """Return a Deployment of simulated pods with the label ``fleet=NAME``."""
     labels = {LABEL: name}
-    pod = {
-        "nodeSelector": NODE_LABEL,
-        "tolerations": [{"operator": "Exists"}],
-        "terminationGracePeriodSeconds": 0,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "containers": [{"name": CONTAINER, "image": CONTAINER, "imagePullPolicy": "Never"}],
-    }
-    template = {"metadata": {"labels": labels}, "spec": pod}
+    template = {"metadata": {"labels": labels}, "spec": _POD_SPEC}
     spec = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": spec}
 

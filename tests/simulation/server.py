@@ -41,7 +41,8 @@ class FleetServer:
         await task
 
     async def open(self, address: str, session: PodServer) -> None:
-        """Let a session serve an address."""
+        """Let a session serve an address, which no other one serves."""
+        assert address not in self._sessions, f"two pods have the address {address}"
         await session.start()
         self._sessions[address] = session
 

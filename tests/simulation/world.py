@@ -144,9 +144,17 @@ def _create(namespace: str, fleets: Mapping[str, int], nodes: int) -> None:
     for number in range(nodes):
         kubectl("apply", "--filename", "-", stdin=json.dumps(manifests.node(number)))
     kubectl("create", "namespace", namespace)
+    _take_an_address(namespace)
     deployments = [manifests.deployment(name, replicas) for name, replicas in fleets.items()]
     items = {"apiVersion": "v1", "kind": "List", "items": deployments}
     kubectl("--namespace", namespace, "apply", "--filename", "-", stdin=json.dumps(items))
+
+
+def _take_an_address(namespace: str) -> None:
+    """Let kwok give an address to one pod alone: the first two that come at once may get the same."""
+    kubectl("--namespace", namespace, "apply", "--filename", "-", stdin=json.dumps(manifests.pod("alone")))
+    kubectl("--namespace", namespace, "wait", "pod", "alone", "--for=jsonpath={.status.podIP}", "--timeout=60s")
+    kubectl("--namespace", namespace, "delete", "pod", "alone", "--wait")
 
 
 async def _end(kubelet: Kubelet, following: asyncio.Task[None]) -> None:
