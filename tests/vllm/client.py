@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.support.checks.metrics import parse
+from tests.support.checks.metrics import parse_pod
 from vllm_poc.wire.messages import API_PREFIX
 
 REQUEST_SECONDS = 60
@@ -93,7 +93,7 @@ class Client:
     def metrics(self) -> dict[str, float]:
         """Return the ``poc_*`` series of vLLM's /metrics."""
         with urllib.request.urlopen(f"{self.base}/metrics", timeout=REQUEST_SECONDS) as answer:  # noqa: S310
-            return parse(answer.read().decode())
+            return parse_pod(answer.read().decode(), self._model)
 
     def job(self, request_id: str) -> Any:  # noqa: ANN401
         """Return the state or the result of queued work."""

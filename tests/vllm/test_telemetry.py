@@ -34,7 +34,7 @@ def test_a_round_shows_in_vllms_log(qwen3: Client) -> None:
     seen = len(qwen3.log.read_text())
     qwen3.start(round_id="telemetry")
     progress = re.compile(
-        r"^\(APIServer pid=\d+\) INFO .*\[generation\.py:\d+\] .*'telemetry'.*GENERATING.*pending$", re.M
+        r"^\(APIServer pid=\d+\) INFO .*\[generation\.py:\d+\] .*'telemetry'.*Computing.*pending$", re.M
     )
     deadline = time.monotonic() + PROGRESS_LIMIT
     while not (lines := progress.findall(qwen3.log.read_text()[seen:])):

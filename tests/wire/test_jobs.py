@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.checks.metrics import parse
+from tests.support.checks.metrics import parse_pod
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.http_server import free_port, serve
@@ -46,7 +46,7 @@ async def ended(pod: Pod, job: str, *, callback: bool = False) -> dict[str, Any]
 
 async def until_queued(pod: Pod, nonces: int) -> None:
     deadline = monotonic() + 10
-    while parse((await pod.http.get("/metrics/")).text)["poc_queued_nonces"] != nonces:
+    while parse_pod((await pod.http.get("/metrics/")).text, "tiny")["poc_queued_nonces"] != nonces:
         assert monotonic() < deadline, f"{nonces} nonces are not queued within 10 s"
         await asyncio.sleep(0.005)
 

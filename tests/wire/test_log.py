@@ -15,7 +15,7 @@ from vllm_poc.wire.answers import PowState
 
 LOGGER = "vllm.vllm_poc.server.generation"
 PROGRESS = re.compile(
-    r"distance round 'r1' of block 7: GENERATING, index \d+, (\d+) checked, \d+ valid, [\d.]+ nonces/s, "
+    r"distance round 'r1' of block 7: Computing, index \d+, (\d+) checked, \d+ valid, [\d.]+ nonces/s, "
     r"held back 0\.0 s, (\d+) delivered up to index \d+, \d+ pending"
 )
 

@@ -2,14 +2,16 @@
 """The ``poc_*`` series on /metrics. Counters live as long as the process, so tests look at differences."""
 
 from collections import defaultdict
+from functools import partial
 from time import time
 
 import pytest
 
-from tests.support.checks.metrics import parse
+from tests.support.checks.metrics import parse_pod
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_phases import VALID, batch
+from vllm_poc.wire.answers import Activity, StatusResponse
 
 ROUND_NONCES = 'poc_nonces_computed_total{protocol="distance",work="round"}'
 REQUEST_NONCES = 'poc_nonces_computed_total{protocol="artifact",work="request"}'
@@ -18,7 +20,7 @@ REQUEST_NONCES = 'poc_nonces_computed_total{protocol="artifact",work="request"}'
 async def scrape(pod: Pod) -> dict[str, float]:
     answer = await pod.http.get("/metrics/")
     assert answer.status_code == 200
-    return parse(answer.text)
+    return parse_pod(answer.text, "tiny")
 
 
 async def growth(pod: Pod, before: dict[str, float]) -> dict[str, float]:
@@ -37,6 +39,63 @@ async def test_the_series_are_there_before_the_first_round(pod: Pod) -> None:
     assert {f'poc_callbacks_total{{outcome="{outcome}"}}' for outcome in ("accepted", "refused", "failed")} <= set(
         found
     )
+
+
+def ready(found: dict[str, float]) -> list[str]:
+    return [name for name, value in found.items() if name.startswith("poc_ready{") and value == 1]
+
+
+async def test_whether_poc_runs_is_shown(pod: Pod) -> None:
+    assert ready(await scrape(pod)) == ['poc_ready{reason="Starting"}']
+    await pod.status()
+    assert ready(await scrape(pod)) == ['poc_ready{reason="Ready"}']
+    await pod.http.post("/sleep")
+    assert ready(await scrape(pod)) == ['poc_ready{reason="Paused"}']
+
+
+async def test_why_poc_does_not_run_is_shown(pod: Pod) -> None:
+    pod.engine.facts["refusal"] = "PoC does not run on this model: serve another one."
+    await pod.status()
+    assert ready(await scrape(pod)) == ['poc_ready{reason="ModelUnsupported"}']
+
+
+async def test_an_engine_that_fails_is_shown(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(*_: object, **__: object) -> list[object]:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(pod.engine, "collective_rpc", failing)
+    await pod.status()
+    assert ready(await scrape(pod)) == ['poc_ready{reason="EngineFailed"}']
+
+
+@pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "64", "PAYLOAD_RESULTS": "32"}])
+async def test_what_a_round_does_is_shown(pod: Pod, receiver: CallbackReceiver) -> None:
+    assert (await shown(pod), (await pod.status()).activity) == ([], None)
+    receiver.answer = 503
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url, "round_id": "r", "end_index": 10})
+    for word in ("WaitingForExtension", "ReceiverFull", "HeldByChat", "Computing", "Paused"):
+        if word == "ReceiverFull":
+            await pod.post("extend", {"round_id": "r", "end_index": 1_000_000})
+        elif word == "HeldByChat":
+            pod.engine.output_processor.busy = True
+            receiver.answer = 200
+        elif word == "Computing":
+            pod.engine.output_processor.busy = False
+        elif word == "Paused":
+            await pod.http.post("/sleep")
+        await pod.reach(partial(does, word))
+    assert await shown(pod) == ["Paused"]
+    await pod.post("stop")
+    assert (await shown(pod), (await pod.status()).activity) == ([], None)
+
+
+def does(word: str, status: StatusResponse) -> bool:
+    return status.activity == word
+
+
+async def shown(pod: Pod) -> list[str]:
+    found = await scrape(pod)
+    return [word for word in Activity if found[f'poc_activity{{activity="{word}"}}']]
 
 
 async def test_a_round_is_counted(pod: Pod, receiver: CallbackReceiver) -> None:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_poc.server import vllm_routes
+from vllm_poc.server import metrics, vllm_routes
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
@@ -118,9 +118,12 @@ class PocMiddleware:
 
     def _set_gauges(self, scope: Scope) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/metrics"):
-            self._app_for(scope["app"].state)
+            state: State = scope["app"].state
+            self._app_for(state)
             if self._service is not None:
-                set_gauges(self._service.phases, self._service.jobs)
+                set_gauges(self._service.scheduler, self._service.phases, self._service.jobs)
+                if deployment_refusal(getattr(state, "args", None), os.environ) is not None:
+                    metrics.set_ready("ModelUnsupported")
 
     def _refuses_inference(self, scope: Scope) -> bool:
         if self._settings.priority is not Priority.POC_FIRST or self._service is None:
@@ -132,6 +135,7 @@ class PocMiddleware:
         client = getattr(state, "engine_client", None)
         models = getattr(state, "openai_serving_models", None)
         if self._poc_app is None and client is not None and models is not None:
+            metrics.begin(models.base_model_paths[0].name)
             names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
             engine = VllmEngine(client, frozenset(names), call_seconds=self._settings.engine_seconds)
             self._service = PocService(engine, self._settings, self._clock, self._pauses)

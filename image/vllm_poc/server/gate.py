@@ -59,6 +59,8 @@ class ChatGate:
     def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
         self.held_back_seconds = 0.0
         self.is_closed = False
+        #: Whether PoC waits for chat now.
+        self.holds_back = False
         self.pauses = pauses or Pauses()
         self._engine = engine
         self._poc_first = settings.priority is Priority.POC_FIRST
@@ -86,10 +88,14 @@ class ChatGate:
 
     async def _pause(self) -> None:
         started = monotonic()
-        await asyncio.sleep(self._backoff)
+        self.holds_back = True
+        try:
+            await asyncio.sleep(self._backoff)
+        finally:
+            self.holds_back = False
         waited = monotonic() - started
         self.held_back_seconds += waited
-        metrics.HELD_BACK.inc(waited)
+        metrics.HELD_BACK.labels().inc(waited)
 
     def _ignores_chat(self) -> bool:
         return self._poc_first or self.busy.value() < self._min_share

@@ -28,7 +28,7 @@ from vllm_poc.server.engine import EngineError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.answers import PowState, StopReason
+from vllm_poc.wire.answers import Activity, PowState, StopReason
 from vllm_poc.wire.messages import InitGenerateRequest
 
 _log = get_logger(__name__)
@@ -110,7 +110,7 @@ class Generation:
             session=session,
             settings=settings,
         )
-        metrics.PROGRESS.set_to_current_time()
+        metrics.PROGRESS.labels().set_to_current_time()
         with self._bound():
             _log.info(
                 "%s; starts, callbacks go to %s",
@@ -125,6 +125,21 @@ class Generation:
     def computes(self) -> bool:
         """Whether it uses the engine, and waits neither at ``end_index`` nor for the receiver."""
         return not self._waits and not self.delivery.is_full
+
+    @property
+    def activity(self) -> Activity | None:
+        """What it does now; None after its end."""
+        if self.state is not PowState.GENERATING:
+            return None
+        if self.counters.next_index >= self.request.slot.capacity:
+            return Activity.DELIVERING
+        if self._scheduler.gate.pauses.reason is not None:
+            return Activity.PAUSED
+        if self._waits:
+            return Activity.WAITING_FOR_EXTENSION
+        if self.delivery.is_full:
+            return Activity.RECEIVER_FULL
+        return Activity.HELD_BY_CHAT if self._scheduler.gate.holds_back else Activity.COMPUTING
 
     @property
     def held_back_seconds(self) -> float:
@@ -281,10 +296,11 @@ class Generation:
     def _progress(self) -> str:
         request, counters, delivered = self.request, self.counters, self.delivery.delivered
         return (
-            f"{request.protocol} round {request.round_id!r} of block {request.block_height}: {self.state}, "
-            f"index {counters.next_index}, {counters.checked} checked, {counters.valid} valid, "
-            f"{counters.rate_per_second:.1f} nonces/s, held back {self.held_back_seconds:.1f} s, "
-            f"{delivered.valid} delivered up to index {delivered.index}, {self.delivery.pending} pending"
+            f"{request.protocol} round {request.round_id!r} of block {request.block_height}: "
+            f"{self.activity or self.state}, index {counters.next_index}, {counters.checked} checked, "
+            f"{counters.valid} valid, {counters.rate_per_second:.1f} nonces/s, "
+            f"held back {self.held_back_seconds:.1f} s, {delivered.valid} delivered up to index {delivered.index}, "
+            f"{self.delivery.pending} pending"
         )
 
 

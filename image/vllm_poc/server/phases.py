@@ -26,7 +26,7 @@ from vllm_poc.server.generation import Ending, Generation
 from vllm_poc.server.lease import Clock, Lease
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.answers import ErrorResponse, PowState, PowStatus, StopReason
+from vllm_poc.wire.answers import Activity, ErrorResponse, PowState, PowStatus, StopReason
 from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest, InitRequest, Protocol, SlotRequest
 
 _ON_REQUEST = Ending(StopReason.REQUESTED, "stopped on request")
@@ -57,6 +57,11 @@ class Phases:
         if self._phase is PowState.GENERATING and self.generation is not None:
             return self.generation.state
         return self._phase
+
+    @property
+    def activity(self) -> Activity | None:
+        """What the round does now; None if none generates."""
+        return self.generation.activity if self.state is PowState.GENERATING and self.generation is not None else None
 
     @property
     def computes(self) -> bool:

@@ -289,8 +289,8 @@ class Scheduler:
         self.gate.busy.add(started, ended)
         if busy is not None:
             busy.add(started, ended)
-        metrics.SLICE.observe(ended - started)
-        metrics.PROGRESS.set_to_current_time()
+        metrics.SLICE.labels().observe(ended - started)
+        metrics.PROGRESS.labels().set_to_current_time()
         return result, ended - started
 
 

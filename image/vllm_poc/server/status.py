@@ -9,7 +9,7 @@ from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.server.generation import Generation
 from vllm_poc.server.jobs import JobQueue
 from vllm_poc.server.phases import Phases
-from vllm_poc.server.scheduler import ModelDescription
+from vllm_poc.server.scheduler import ModelDescription, Scheduler
 from vllm_poc.wire.answers import ModelLimits, PowState, RoundStats, StatusResponse
 from vllm_poc.wire.messages import Protocol
 
@@ -27,6 +27,7 @@ def status_response(
         "session_id": session_id,
         "model": model,
         "leases": True,
+        "activity": phases.activity,
         "paused_by": paused_by,
         "callbacks_pending": outbox.pending,
         "callbacks_lost": outbox.lost,
@@ -87,11 +88,23 @@ async def model_limits(served_names: frozenset[str], model: ModelDescription) ->
     )
 
 
-def set_gauges(phases: Phases, jobs: JobQueue) -> None:
+def readiness(scheduler: Scheduler) -> metrics.Readiness:
+    """Return whether the engine computes for PoC, or why not."""
+    facts = scheduler.model.known
+    if scheduler.gate.is_closed:
+        return "Ending"
+    if scheduler.gate.pauses.reason is not None:
+        return "Paused"
+    if facts is None:
+        return "Starting" if scheduler.model.error is None else "EngineFailed"
+    return "Ready" if facts["refusal"] is None else "ModelUnsupported"
+
+
+def set_gauges(scheduler: Scheduler, phases: Phases, jobs: JobQueue) -> None:
     """Bring the gauges up to date that no event sets."""
-    for state in PowState:
-        metrics.STATE.labels(state).set(state is phases.state)
-    metrics.PENDING.set(phases.pending)
+    metrics.set_ready(readiness(scheduler))
+    metrics.set_state(phases.state, phases.activity)
+    metrics.PENDING.labels().set(phases.pending)
     queued, nonces = jobs.load
-    metrics.QUEUED_JOBS.set(queued)
-    metrics.QUEUED_NONCES.set(nonces)
+    metrics.QUEUED_JOBS.labels().set(queued)
+    metrics.QUEUED_NONCES.labels().set(nonces)

@@ -28,6 +28,17 @@ class PowState(StrEnum):
     FAILED = "FAILED"
 
 
+class Activity(StrEnum):
+    """What a round that generates does now, for programs. A client must expect other words."""
+
+    COMPUTING = "Computing"
+    HELD_BY_CHAT = "HeldByChat"  # requests of vLLM's users come first
+    WAITING_FOR_EXTENSION = "WaitingForExtension"  # it has reached its end_index
+    RECEIVER_FULL = "ReceiverFull"  # so many results wait for their receiver that no more are computed
+    PAUSED = "Paused"  # vLLM sleeps, is paused, or gets new weights
+    DELIVERING = "Delivering"  # all is computed
+
+
 class StopReason(StrEnum):
     """Why a round was stopped, for programs. A client must expect other words."""
 
@@ -132,6 +143,8 @@ class StatusResponse(WireMessage):
     rejected: Index = 0
     last_progress_seconds: Quantity | None = None
     held_back_seconds: Quantity = 0.0
+    # A word of `Activity`; null if no round generates.
+    activity: ShortText | None = None
     # Why nothing is computed: vLLM sleeps, is paused, or gets new weights.
     paused_by: ShortText | None = None
     stop_reason: ShortText | None = None

@@ -303,8 +303,8 @@ class Delivery:
 
     def _count(self, piece: Piece, refused: int) -> None:
         accepted = len(piece.items) - refused
-        metrics.DELIVERED.inc(accepted)
-        metrics.REJECTED.inc(refused)
+        metrics.DELIVERED.labels().inc(accepted)
+        metrics.REJECTED.labels().inc(refused)
         self.delivered.index = piece.end
         self.delivered.valid += accepted
         self.delivered.refused += refused

@@ -108,5 +108,5 @@ class Outbox:
     def _count(self, callback: TrackedCallback) -> None:
         if callback.state != "delivered":
             self.lost += 1
-            metrics.CALLBACKS_LOST.inc()
+            metrics.CALLBACKS_LOST.labels().inc()
             _log.error("a callback was not delivered (%s): %s", callback.state, callback.error)
