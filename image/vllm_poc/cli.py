@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m vllm_poc serve MODEL …``: vLLM's API server with all its flags, plus PoC with ``--enable-poc``.
+"""Start vLLM with PoC, or see first whether that would do.
 
-Without that flag it is plain vLLM.
+serve MODEL …   vLLM's API server with all its flags, plus PoC with --enable-poc; without that flag, plain vLLM
+check MODEL …   say whether PoC would run on the server that these flags start, and how
 """
 
 import argparse
+import asyncio
 import importlib
 import os
 import runpy
 import socket
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+from vllm_poc.logs import get_logger
+from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.admission import deployment_refusal
-from vllm_poc.server.engine import vllm_version
+from vllm_poc.server.engine import VllmEngine, vllm_version
 from vllm_poc.server.settings import Settings, SettingsError
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 #: Flags of ``serve`` in addition to vLLM's own, accepted in any position.
-FLAGS = frozenset({"--enable-poc", "--poc-allow-untested-vllm"})
+FLAGS = frozenset({"--enable-poc"})
 #: First and last minor release of vLLM that the extension is tested with.
 TESTED = ((0, 23), (0, 32))
+
+_log = get_logger(__name__)
 
 
 class UsageError(Exception):
@@ -30,9 +37,16 @@ class UsageError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run vLLM's API server until it ends; exit status 2 with one sentence for a bad command line."""
+    """Run the command; exit status 2 with one sentence for a bad command line."""
+    command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        arguments = server_arguments(sys.argv[1:] if argv is None else argv)
+        if command == "serve":
+            arguments = server_arguments(words)
+        elif command == "check":
+            check(words)
+            return
+        else:
+            _help(command)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command line program
         sys.exit(2)
@@ -41,19 +55,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
 
 
-def server_arguments(argv: Sequence[str]) -> list[str]:
-    """Translate our command line into the API server's. UsageError if PoC cannot run with it."""
-    command, *rest = argv or ["--help"]
-    if command != "serve":
-        parser = argparse.ArgumentParser(prog="python -m vllm_poc", description=__doc__)
-        parser.add_argument("command", choices=["serve"], help="serve MODEL: start the API server")
-        parser.parse_args([command])  # --help, or an error that names the command
-    flags, options, positionals = _split(rest)
+def _help(command: str) -> NoReturn:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_poc", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["serve", "check"], help="followed by the flags of vLLM's API server")
+    parser.parse_args([command])  # --help, or an error that names the command
+    raise AssertionError("argparse has left")
+
+
+def server_arguments(words: Sequence[str]) -> list[str]:
+    """Translate the words behind ``serve`` into the API server's. UsageError if PoC cannot run with them."""
+    flags, options, positionals = _split(words)
     poc = "--enable-poc" in flags
     if poc:
         _check_settings()
-        if "--poc-allow-untested-vllm" not in flags:
-            check_version(_vllm_version())
+        check_version(_vllm_version())
     parsed = parse_as_server([*options, *positionals])
     model = _model(parsed, options)
     if not poc:
@@ -64,18 +81,64 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
     return [*options, *model, *_host(parsed), *hooks, *positionals]
 
 
+def check(words: Sequence[str]) -> None:
+    """Start the engine that ``serve`` with these words would start, and print what it finds out about its model.
+
+    With dummy weights, unless the words choose a ``--load-format``: no weights are downloaded.
+    Exit status 1 if PoC does not run there. UsageError if ``serve`` would refuse the words.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # what is printed is the answer
+    parsed = parse_as_server(server_arguments(["--enable-poc", *words]))
+    try:
+        facts = asyncio.run(_facts(parsed))
+    except Exception as error:  # of all kinds; vLLM has logged what its processes say
+        sys.exit(f"PoC does not run here: vLLM's engine does not start with these flags: {error}")
+    if facts["refusal"] is not None:
+        sys.exit(f"PoC does not run here: {facts['refusal']}")
+    print(f"PoC runs here: {summary(facts)}.")  # noqa: T201 - a command line program
+
+
+async def _facts(parsed: argparse.Namespace) -> ModelFacts:
+    arguments = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs.from_cli_args(parsed)
+    if arguments.load_format == "auto":
+        arguments.load_format = "dummy"
+    usage = importlib.import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER  # whose defaults it takes
+    client = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(
+        arguments, usage_context=usage
+    )
+    try:
+        seconds = Settings.from_environment(os.environ).engine_seconds
+        return await VllmEngine(client, frozenset(), call_seconds=seconds).facts()
+    finally:
+        client.shutdown()
+
+
+def summary(facts: ModelFacts) -> str:
+    """Return on one line how PoC runs on a model."""
+    found = [
+        f"the {'fused' if facts['fused'] else 'plain'} pass with vLLM {_vllm_version()}",
+        f"{facts['num_layers']} layers of {facts['hidden_size']}",
+        f"sequences of up to {min(facts['max_model_len'], facts['max_batch_tokens'])} tokens",
+        *(f"{part} by {', '.join(facts[part])}" for part in ("attention", "experts") if facts[part]),
+        f"{facts['scratch_bytes'] / 2**20:.0f} MiB of memory beside vLLM's",
+    ]
+    return "; ".join(found)
+
+
 def check_version(version: str) -> None:
-    """Raise UsageError unless ``version`` lies in the tested range."""
+    """Warn of a release that is newer than the tested ones. UsageError if it is older, or no release.
+
+    What has changed in a newer one is found by looking at the model, or by a parity check of what it computes.
+    """
     first, last = (".".join(map(str, bound)) for bound in TESTED)
     try:
         minor = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:
         minor = ()
-    if not TESTED[0] <= minor <= TESTED[1]:
-        raise UsageError(
-            f"vLLM {version} is not among the tested releases {first} to {last}: "
-            "take one of them, or add --poc-allow-untested-vllm."
-        )
+    if minor < TESTED[0]:
+        raise UsageError(f"vLLM {version} is none of the tested releases {first} to {last}: take one of them.")
+    if minor > TESTED[1]:
+        _log.warning("vLLM %s is newer than the tested releases %s to %s: check results first", version, first, last)
 
 
 def _vllm_version() -> str:

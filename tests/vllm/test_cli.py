@@ -7,16 +7,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from tests.vllm.server import command_environment
+from tests.vllm.server import FLAGS, command_environment
 from vllm_poc.cli import EXTENSION_CLASS, MIDDLEWARE, UsageError, check_version, parse_as_server, server_arguments
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """What vLLM's API server makes of the translated command line."""
-    return parse_as_server(server_arguments(["serve", *words]))
+    return parse_as_server(server_arguments(words))
 
 
 def test_without_enable_poc_it_is_plain_vllm() -> None:
@@ -72,12 +73,12 @@ def test_the_model_is_found_wherever_the_words_stand(words: list[str], flag: str
 
 def test_a_flag_behind_the_end_of_options_is_none() -> None:
     with pytest.raises(SystemExit):
-        server_arguments(["serve", "m", "--", "--enable-poc"])
+        server_arguments(["m", "--", "--enable-poc"])
 
 
 def test_a_model_that_is_named_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="named twice, by m and by --model"):
-        server_arguments(["serve", "--enable-poc", "m", "--model", "other"])
+        server_arguments(["--enable-poc", "m", "--model", "other"])
 
 
 @pytest.mark.parametrize(
@@ -87,19 +88,19 @@ def test_a_model_that_is_named_twice_is_refused() -> None:
 )
 def test_a_server_of_a_model_that_nobody_named_is_refused(words: list[str]) -> None:
     with pytest.raises(UsageError, match="no model is named: give it first"):
-        server_arguments(["serve", *words])
+        server_arguments(words)
 
 
 def test_a_misspelt_setting_ends_the_start_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_POC_TOKENS", "s3cret")
     with pytest.raises(UsageError, match=r"VLLM_POC_TOKENS is not a setting: did you mean VLLM_POC_TOKEN[?]"):
-        server_arguments(["serve", "m", "--enable-poc"])
+        server_arguments(["m", "--enable-poc"])
 
 
 @pytest.mark.parametrize("flag", [["--worker-extension-cls", "x.Y"], ["--worker_extension_cls=x.Y"]])
 def test_a_second_extension_class_is_refused(flag: list[str]) -> None:
     with pytest.raises(UsageError, match="leave yours out"):
-        server_arguments(["serve", "m", "--enable-poc", *flag])
+        server_arguments(["m", "--enable-poc", *flag])
 
 
 @pytest.mark.parametrize(
@@ -117,26 +118,26 @@ def test_a_second_extension_class_is_refused(flag: list[str]) -> None:
 )
 def test_several_servers_or_engines_are_refused(words: list[str], culprit: str) -> None:
     with pytest.raises(UsageError, match=f"leave {culprit} out, and start several pods"):
-        server_arguments(["serve", "m", "--enable-poc", *words])
-    assert server_arguments(["serve", "m", *words]) == ["m", *words, "--model", "m"], "without PoC it is plain vLLM"
+        server_arguments(["m", "--enable-poc", *words])
+    assert server_arguments(["m", *words]) == ["m", *words, "--model", "m"], "without PoC it is plain vLLM"
 
 
 def test_a_config_file_is_looked_into(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("data-parallel-size: 2\n")
     with pytest.raises(UsageError, match="leave --data-parallel-size out"):
-        server_arguments(["serve", "m", "--enable-poc", "--config", str(config)])
+        server_arguments(["m", "--enable-poc", "--config", str(config)])
 
 
 def test_data_parallelism_by_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
     with pytest.raises(UsageError, match="leave VLLM_DP_SIZE out"):
-        server_arguments(["serve", "m", "--enable-poc"])
+        server_arguments(["m", "--enable-poc"])
 
 
 def test_a_node_without_an_api_server_is_refused() -> None:
     with pytest.raises(UsageError, match=f"--headless .* with --worker-extension-cls {EXTENSION_CLASS}"):
-        server_arguments(["serve", "m", "--enable-poc", "--headless"])
+        server_arguments(["m", "--enable-poc", "--headless"])
 
 
 def test_one_api_server_with_a_sharded_model_passes() -> None:
@@ -148,7 +149,7 @@ def test_one_api_server_with_a_sharded_model_passes() -> None:
 def test_a_wrong_setting_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_POC_FLUSH_SECONDS", "soon")
     with pytest.raises(UsageError, match=r"VLLM_POC_FLUSH_SECONDS: .*valid number"):
-        server_arguments(["serve", "m", "--enable-poc"])
+        server_arguments(["m", "--enable-poc"])
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.25.1", "0.32.0", "0.32.1.dev3+cpu"])
@@ -156,10 +157,17 @@ def test_tested_versions_pass(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.22.9", "0.33.0", "1.0.0", "dev"])
-def test_other_versions_are_refused_with_the_remedy(version: str) -> None:
-    with pytest.raises(UsageError, match="--poc-allow-untested-vllm"):
+@pytest.mark.parametrize("version", ["0.22.9", "0.9", "dev"])
+def test_older_versions_are_refused_with_the_remedy(version: str) -> None:
+    with pytest.raises(UsageError, match=r"none of the tested releases .* take one of them"):
         check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "1.0.0"])
+def test_newer_versions_are_warned_of(version: str) -> None:
+    with patch("vllm_poc.cli._log.warning") as warning:  # vLLM's loggers do not reach the one that pytest looks at
+        check_version(version)
+    assert version in warning.call_args.args
 
 
 @pytest.mark.parametrize("words", [["start"], ["serve", "m", "--enable-poc", "--worker-extension-cls", "x.Y"]])
@@ -169,3 +177,26 @@ def test_a_bad_command_line_exits_with_2(words: list[str]) -> None:
     assert done.returncode == 2
     assert b"error: " in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "answer"),
+    [
+        ([], 0, "PoC runs here: the "),
+        (
+            ["--runner", "pooling"],
+            1,
+            "PoC does not run here: Qwen3ForEmbedding generates nothing under --runner pooling",
+        ),
+        (["--tokenizer", "nowhere", "--config-format", "mistral"], 1, "PoC does not run here: vLLM's engine does not"),
+        (["--data-parallel-size", "2"], 2, "error: PoC needs one API server"),
+    ],
+    ids=["runs", "refused", "does not start", "bad flags"],
+)
+def test_a_check_says_whether_poc_would_run(model_folder: Path, flags: list[str], status: int, answer: str) -> None:
+    argv = [sys.executable, "-m", "vllm_poc", "check", str(model_folder / "qwen3-tiny"), *FLAGS, "--enforce-eager"]
+    done = subprocess.run(
+        [*argv, *flags], env=command_environment(), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert (done.returncode, answer in done.stdout + done.stderr) == (status, True), done.stderr[-2000:]
+    assert ("sequences of up to 1024 tokens; attention by " in done.stdout) == (status == 0)

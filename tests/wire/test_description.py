@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model allows is found once, when chat lets it, and status only looks at it."""
+"""What the model allows is found once, before the server is healthy or when chat lets it; status only looks at it."""
 
 import asyncio
 from time import monotonic
 
-from tests.support.servers.pod import DISTANCE, SLOT, Pod
+import pytest
+
+from tests.support.servers.pod import DISTANCE, SLOT, Pod, lifespan
+from vllm_poc.wire.answers import StatusResponse
 
 
 async def test_polls_do_not_repeat_what_fails_and_tell_why(pod: Pod) -> None:
@@ -43,3 +46,40 @@ async def test_why_poc_does_not_run_on_a_model_is_in_the_status(pod: Pod) -> Non
     pod.engine.facts["refusal"] = "layers of an unknown kind: serve another model"
     model = (await pod.status()).model
     assert (model.max_seq_len, model.error) == (1024, "layers of an unknown kind: serve another model")
+
+
+async def start_of(pod: Pod) -> StatusResponse:
+    """What a server says first whose engine is there before it takes requests, as vLLM's is."""
+    pod.become_ready()
+    async with lifespan(pod.app):
+        assert pod.engine.in_flight == 0
+        return await pod.status()
+
+
+async def test_a_server_has_looked_at_its_model_before_it_is_healthy() -> None:
+    pod = Pod()
+    pod.engine.seconds_to_describe = 1.0
+    model = (await start_of(pod)).model
+    assert (model.max_seq_len, model.error, pod.engine.described) == (1024, None, 1)
+
+
+@pytest.mark.parametrize("fault", ["fails", "hangs"])
+async def test_a_model_that_cannot_be_looked_at_does_not_keep_chat_from_its_server(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_POC_ENGINE_SECONDS", "0.5")
+    pod = Pod()
+    if fault == "fails":
+        pod.engine.fault = RuntimeError("no memory")
+    else:
+        pod.engine.seconds_to_describe = 60.0
+    error = (await start_of(pod)).model.error
+    assert error in {"poc_describe failed: no memory", "poc_describe did not answer within 0.5 s"}
+
+
+async def test_a_deployment_that_poc_cannot_run_in_is_not_looked_at() -> None:
+    pod = Pod()
+    pod.become_ready()
+    pod.app.state.args.data_parallel_size = 2
+    async with lifespan(pod.app):
+        assert pod.engine.described == 0

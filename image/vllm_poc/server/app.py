@@ -62,6 +62,8 @@ class PocMiddleware:
                 await self._service.close()
 
         async def told(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await self._look_at_model(scope)  # before: the server then takes requests, and says that it is healthy
             if message["type"] == "lifespan.shutdown.complete":
                 await close()  # before: the server's event loop may end right after
             await send(message)
@@ -72,6 +74,15 @@ class PocMiddleware:
             await self._inner(scope, receive, told)
         finally:
             await close()
+
+    async def _look_at_model(self, scope: Scope) -> None:
+        """Find out whether PoC runs on this model, while there is no chat that it could disturb."""
+        state: State = scope["app"].state
+        if deployment_refusal(getattr(state, "args", None), os.environ) is not None:
+            return
+        self._app_for(state)
+        if self._service is not None:
+            await self._service.look_at_model()
 
     async def _drain(self) -> None:
         self._ends = True

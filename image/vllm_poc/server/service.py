@@ -16,7 +16,7 @@ from vllm_poc.server import admission
 from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.engine import EngineError, VllmEngine
-from vllm_poc.server.errors import refusal
+from vllm_poc.server.errors import ServerEndsError, refusal
 from vllm_poc.server.gate import RequestShare
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
@@ -55,6 +55,16 @@ class PocService:
         share = RequestShare(lambda: self.phases.computes, settings)
         self._work = RequestWorker(scheduler, self._outbox, self.phases.free, share)
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
+
+    async def look_at_model(self) -> None:
+        """Find out what the model allows, and log it. Chat is served in any case."""
+        try:
+            facts = await self.scheduler.model.facts()
+        except (EngineError, ServerEndsError) as error:
+            _log.error("PoC does not run, and will look at the model again when it is asked for work: %s", error)
+            return
+        if facts["refusal"] is not None:
+            _log.warning("PoC does not run on this server: %s", facts["refusal"])
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""

@@ -104,10 +104,13 @@ async def _talk(websocket: WebSocket) -> None:
 
 @asynccontextmanager
 async def running_pod(clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Pod]:
-    """Run a pod with its lifespan, ready to serve. Leases go by ``clock``."""
+    """Run a pod with its lifespan, ready to serve. Leases go by ``clock``.
+
+    Its engine is there after the start, where vLLM's is there before: a test can still say what the model is like.
+    """
     pod = Pod(clock)
-    pod.become_ready()
     async with lifespan(pod.app), pod.http:
+        pod.become_ready()
         yield pod
 
 
