@@ -82,13 +82,16 @@ histories: .venv/.lock ## Ten thousand random histories for each property of the
 .PHONY: test-worker
 test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)
 	OMP_NUM_THREADS=1 "$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python" -m pytest $(SERVERS) \
-		tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
+		tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm $(if $(REPORT),--junitxml $(REPORT))
 
 .PHONY: test-versions
-test-versions: ## The same as test-worker on the oldest and the newest supported release
+test-versions: ## The same as test-worker on each supported release; keeps what ran for the table of releases
 	@set -e; versions=$$($(PYTHON) -m hack.vllm versions); for version in $$versions; do \
-		echo "vLLM $$version"; $(MAKE) --no-print-directory test-worker VLLM=$$version; \
+		report=build/reports/vllm-$$version.xml; echo "vLLM $$version"; \
+		$(MAKE) --no-print-directory test-worker VLLM=$$version REPORT=$$report; \
+		$(PYTHON) -m hack.vllm record --version $$version --report $$report; \
 	done
+	$(MAKE) --no-print-directory generate
 
 .PHONY: test-long
 test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in up to an hour

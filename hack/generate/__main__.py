@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hack.generate import crds, reference, values
+from hack.generate import crds, reference, releases, values
+from hack.vllm.runs import read_runs
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -31,6 +32,7 @@ def files() -> Mapping[str, str]:
         found[f"docs/reference/{kind.KIND.singular}.md"] = reference.render(kind, source=source)
     for chart in CHARTS:
         found[f"docs/reference/values-{chart}.md"] = values.render(ROOT / "charts" / chart)
+    found["docs/reference/releases.md"] = releases.render(read_runs())
     return found
 
 

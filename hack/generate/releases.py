@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of vLLM's releases, from the runs of the worker's tests."""
+
+from collections.abc import Sequence
+
+from hack.vllm.runs import Run
+
+_NOTE = "<!-- Written by `make generate` from hack/vllm/runs.json: do not edit. -->"
+_HEAD = f"""{_NOTE}
+# Releases of vLLM
+
+The tests of the worker, on real vLLM servers, last passed with these releases. `make test-versions` runs them and keeps
+what they said.
+
+| vLLM | device | passed | skipped | on |
+| --- | --- | --- | --- | --- |
+"""
+_SKIPS = """
+A test is skipped where the release or the device has not what it needs:
+
+| vLLM | device | tests | reason |
+| --- | --- | --- | --- |
+"""
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page in Markdown."""
+    rows = [
+        f"| {run.release} | {run.device} | {run.passed} | {sum(run.skipped.values())} | {run.date} |\n" for run in runs
+    ]
+    skips = [
+        f"| {run.release} | {run.device} | {tests} | {reason} |\n"
+        for run in runs
+        for reason, tests in run.skipped.items()
+    ]
+    return "".join([_HEAD, *rows, *([_SKIPS, *skips] if skips else [])])
