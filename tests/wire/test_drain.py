@@ -139,7 +139,14 @@ async def _a_waiting_round(pod: PodProcess) -> None:
     await pod.reach(lambda s: s.next_index == 16)
 
 
-@pytest.mark.parametrize("before", [_nothing, _a_status, _a_finished_round, _a_waiting_round])
+async def _a_paused_round(pod: PodProcess) -> None:
+    await pod.post("init/generate", ARTIFACT | SLOT)
+    await pod.reach(lambda s: s.next_index > 0)
+    assert (await pod.http.post("/pause")).status_code == 200
+    await pod.post("generate", ARTIFACT | QUEUED)
+
+
+@pytest.mark.parametrize("before", [_nothing, _a_status, _a_finished_round, _a_waiting_round, _a_paused_round])
 async def test_nothing_to_deliver_ends_it_at_once(
     release: str, before: Callable[[PodProcess], Awaitable[None]], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
 from vllm_poc.server.termination import Termination
-from vllm_poc.server.vllm_routes import Pauses
+from vllm_poc.server.vllm_routes import Pauses, Workers
 from vllm_poc.wire.messages import API_PREFIX
 
 #: What a server that ends still answers, beside whatever only asks.
@@ -117,15 +117,9 @@ class PocMiddleware:
         if self._service is None:
             await self._inner(scope, receive, send)  # which answers that it is not ready
         else:
-            await self._pauses.pass_on(
-                self._inner,
-                scope,
-                receive,
-                send,
-                idle=self._service.engine.idle,
-                sleeps=self._service.engine.sleeps,
-                forget=self._service.forget,
-            )
+            service = self._service
+            workers = Workers(idle=service.engine.idle, sleeps=service.sleeps, forget=service.forget)
+            await self._pauses.pass_on(self._inner, scope, receive, send, workers)
 
     def _set_gauges(self, scope: Scope) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/metrics"):

@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from vllm_poc.rpc import STEPS_IN_FLIGHT, BatchRequest, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
+from vllm_poc.server.engine import WeightsChangedError
 from vllm_poc.wire.messages import RoundRequest
 
 #: Kinds of forward passes that the workers keep captured; each holds the memory of one.
@@ -59,6 +60,7 @@ class Autotuner:
         self._warm_up = warm_up
         self._budget = budget_seconds
         self._one_at_a_time = asyncio.Lock()
+        self._forgotten = 0  # how often
         self._tuned = OrderedDict[PassSpec, TunedPass]()
         self._asked = OrderedDict[PassSpec, int]()  # nonces of requests
 
@@ -67,7 +69,8 @@ class Autotuner:
         return self._tuned.get(spec)
 
     def forget(self) -> None:
-        """Know nothing any more: the workers have dropped what they captured."""
+        """Know nothing any more: the workers drop what they captured."""
+        self._forgotten += 1
         self._tuned.clear()
 
     def is_worth(self, request: RoundRequest, nonces: int, facts: ModelFacts) -> bool:
@@ -86,6 +89,8 @@ class Autotuner:
     async def tune(self, request: RoundRequest, facts: ModelFacts) -> None:
         """Find the best pass for work like this, once. EngineError as from the engine.
 
+        WeightsChangedError if what it has measured so far is to be forgotten.
+
         Takes seconds in pieces, between which chat runs. Does nothing where the workers capture nothing.
         """
         spec = PassSpec.of_round(request)
@@ -95,7 +100,7 @@ class Autotuner:
             while len(self._tuned) >= MAX_KINDS:  # whatever comes of this: the workers need the memory now
                 self._tuned.popitem(last=False)
             found = await fastest_pass(
-                partial(self._warmed_up, request),
+                partial(self._warmed_up, request, self._forgotten),
                 limit=_most_captured(spec, facts),
                 seq_len=spec.seq_len,
                 budget_seconds=self._budget,
@@ -103,9 +108,14 @@ class Autotuner:
             if found is not None:
                 self._tuned[spec] = found
 
-    async def _warmed_up(self, request: RoundRequest, nonces: int, segment_seconds: float) -> PassTiming:
+    async def _warmed_up(
+        self, request: RoundRequest, forgotten: int, nonces: int, segment_seconds: float
+    ) -> PassTiming:
         keep = [spec.fields() for spec in self._tuned]
-        return await self._warm_up(batch_request(request, range(nonces), nonces), segment_seconds, keep)
+        timing = await self._warm_up(batch_request(request, range(nonces), nonces), segment_seconds, keep)
+        if forgotten != self._forgotten:
+            raise WeightsChangedError
+        return timing
 
 
 def _most_captured(spec: PassSpec, facts: ModelFacts) -> int:

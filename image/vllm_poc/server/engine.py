@@ -23,6 +23,13 @@ class EngineError(Exception):
     """The engine failed, did not answer in time, or answered no numbers."""
 
 
+class WeightsChangedError(EngineError):
+    """vLLM got new weights while work was on its way, which therefore has to begin anew."""
+
+    def __init__(self) -> None:
+        super().__init__("vLLM got new weights while this was computed: ask again")
+
+
 class OutputProcessor(Protocol):
     """What is needed of vLLM's output processor: it knows every inference request of this process."""
 
@@ -74,8 +81,12 @@ class VllmEngine:
         await self._call("poc_forget")
 
     async def sleeps(self) -> bool:
-        """Whether the engine sleeps, at least in part."""
-        return await self._client.is_sleeping()
+        """Whether the engine sleeps, at least in part. EngineError if it does not say."""
+        try:
+            async with asyncio.timeout(self._call_seconds):
+                return await self._client.is_sleeping()
+        except Exception as error:
+            raise EngineError(f"vLLM does not say whether it sleeps: {str(error) or type(error).__name__}") from error
 
     async def idle(self) -> None:
         """Wait until no call is under way."""

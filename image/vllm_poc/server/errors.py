@@ -49,6 +49,14 @@ class ServerEndsError(RefusalError):
         super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, body, {"Retry-After": "30"})
 
 
+class PausedError(RefusalError):
+    """vLLM sleeps, is paused, or gets new weights: nothing can be computed now."""
+
+    def __init__(self, reason: str) -> None:
+        body = ErrorResponse(reason="Paused", detail=f"{reason}: try again when that is over, or ask another server")
+        super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, body, {"Retry-After": "5"})
+
+
 def refusal(status: HTTPStatus, reason: str, detail: str, headers: Mapping[str, str] | None = None) -> RefusalError:
     """Return a refusal with a CamelCase ``reason`` for programs and a sentence for people."""
     return RefusalError(status, ErrorResponse(reason=reason, detail=detail), headers)

@@ -2,22 +2,27 @@
 """When PoC may compute its next slice: after chat, when vLLM computes at all, and requests no more than their share.
 
 closed      the server ends              ServerEndsError
-paused      vLLM sleeps, or is paused    wait
+paused      vLLM sleeps, or is paused    wait; clients that wait for an answer get 503
 chat        waits or runs                wait, unless PoC goes first or is below its least share
 open
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from http import HTTPStatus
+from math import inf
 from time import monotonic
+from typing import Any, TypeVar
 
 from vllm_poc.server import metrics
 from vllm_poc.server.engine import VllmEngine
-from vllm_poc.server.errors import ServerEndsError
+from vllm_poc.server.errors import PausedError, ServerEndsError, refusal
 from vllm_poc.server.settings import Priority, Settings
-from vllm_poc.server.vllm_routes import Pauses
+from vllm_poc.server.vllm_routes import PAUSE, Pauses
+
+T = TypeVar("T")
 
 #: Looks in a row that find chat idle, after which PoC goes on. A client that chats without pause sends its next request
 #: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not
@@ -68,9 +73,10 @@ class ChatGate:
         self._backoff = settings.chat_backoff_seconds
         self.busy = BusyShare(settings.share_window_seconds, monotonic)
 
-    async def passed(self) -> None:
-        """Wait until PoC may run its next slice. ServerEndsError if there will be none."""
+    async def passed(self, chat_seconds: float = inf) -> None:
+        """Wait until PoC may run its next slice, and for chat no longer than so. ServerEndsError if there is none."""
         idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
+        waited = 0.0
         while True:
             if self.is_closed:
                 raise ServerEndsError
@@ -78,15 +84,30 @@ class ChatGate:
                 await asyncio.sleep(self._backoff)
                 continue
             idle = 0 if self._engine.has_unfinished_chat() else idle + 1
-            if idle >= IDLE_LOOKS or self._ignores_chat():
+            if idle >= IDLE_LOOKS or self._ignores_chat() or waited >= chat_seconds:
                 return
-            await self._pause()
+            waited += await self._pause()
+
+    async def unless_paused(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` returns. PausedError if there is a pause, or one begins; the work is cancelled then."""
+        working, pausing = asyncio.ensure_future(work), asyncio.create_task(self.pauses.begun())
+        try:
+            await asyncio.wait([working, pausing], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise PausedError(self.pauses.reason or PAUSE)
+        finally:
+            working.cancel()
+            pausing.cancel()
+            await asyncio.wait([working, pausing])
+            if not working.cancelled():
+                working.exception()  # nobody else looks at it if there is a pause
 
     def close(self) -> None:
         """Let no further slice pass: the server ends."""
         self.is_closed = True
 
-    async def _pause(self) -> None:
+    async def _pause(self) -> float:
         started = monotonic()
         self.holds_back = True
         try:
@@ -96,9 +117,42 @@ class ChatGate:
         waited = monotonic() - started
         self.held_back_seconds += waited
         metrics.HELD_BACK.labels().inc(waited)
+        return waited
 
     def _ignores_chat(self) -> bool:
         return self._poc_first or self.busy.value() < self._min_share
+
+
+class Patience:
+    """How long a client waits: ``total`` seconds for the result, and ``busy`` seconds, if any, for each slice of it.
+
+    ``why`` it may take so long is for people.
+    """
+
+    def __init__(self, total: float, busy: float | None, why: str) -> None:
+        self._total = total
+        self._busy = busy
+        self._why = why
+        self._slice = asyncio.timeout(None)
+
+    def renew(self) -> None:
+        """Wait as long as at first for the next slice."""
+        if self._busy is not None and not self._slice.expired():
+            self._slice.reschedule(asyncio.get_running_loop().time() + self._busy)
+
+    @asynccontextmanager
+    async def limited(self) -> AsyncIterator[None]:
+        """Cancel what is awaited in this context when the patience ends, and refuse with 503 ``Busy`` then."""
+        try:
+            async with asyncio.timeout(self._total), self._slice:
+                self.renew()
+                yield
+        except TimeoutError:
+            if self._slice.expired():
+                detail = f"the engine has not got to this within {self._busy:g} s, {self._why}: ask again later"
+            else:
+                detail = f"the nonces were not done within {self._total:g} s, {self._why}: ask for fewer, or later"
+            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail, {"Retry-After": "5"}) from None
 
 
 class RequestShare:

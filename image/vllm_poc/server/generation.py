@@ -24,7 +24,7 @@ from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
 from vllm_poc.server.callbacks.payloads import callback, valid_items
-from vllm_poc.server.engine import EngineError
+from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
 from vllm_poc.server.settings import Settings
@@ -99,7 +99,6 @@ class Generation:
         self._scheduler = scheduler
         self._limit = slice_limit
         self._size: SliceSize  # once its forward pass is tuned
-        self._weights = scheduler.weights  # for which it is tuned
         self._held_back_before = scheduler.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings
@@ -198,19 +197,21 @@ class Generation:
             await self._autotune()
             ahead = deque[list[int]]()
             while counters.next_index < slot.capacity:
-                if self._weights != self._scheduler.weights:
+                if self._size.weights != self._scheduler.weights:
                     ahead.clear()
                     await self._autotune()
                 nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
                 look_ahead(ahead, self._size, partial(self._following, counters.next_index + len(nonces)))
-                result = await self._scheduler.run(self.request, nonces, self._size, ahead)
+                try:
+                    result = await self._scheduler.run(self.request, nonces, self._size, ahead)
+                except WeightsChangedError:
+                    continue
                 await self.delivery.add(self._record(len(nonces), result))
                 _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
         finally:
             self._on_idle()  # others need not wait for the receiver
 
     async def _autotune(self) -> None:
-        self._weights = self._scheduler.weights
         await self._scheduler.autotune(self.request)
         self._size = self._scheduler.slice_size(self.request, self._limit)
 

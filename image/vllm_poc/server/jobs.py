@@ -32,10 +32,10 @@ from vllm_poc.server import metrics
 from vllm_poc.server.bodies import PIECE, off_loop
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
-from vllm_poc.server.engine import EngineError
+from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
+from vllm_poc.server.scheduler import Item, Scheduler, SliceSize, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.artifacts import Artifact, decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
@@ -56,6 +56,16 @@ _log = get_logger(__name__)
 Result = GeneratedResponse | ValidatedResponse
 #: Waits until work may begin.
 Ready = Callable[[], Awaitable[None]]
+#: Is told of each slice that was computed.
+Progress = Callable[[], None]
+
+
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
+def _nothing() -> None:
+    """Nobody wants to be told."""
 
 
 @dataclass
@@ -199,9 +209,15 @@ class RequestWorker:
         self._ready = ready
         self._share = share
 
-    async def result(self, request: GenerateRequest, request_id: str, limit: int) -> Result:
-        """Return artifacts, distances or a verdict. EngineError if the engine fails."""
-        slices = self._slices(request, request.nonces, limit, _at_once if request.beside_round else self._ready)
+    async def result(
+        self, request: GenerateRequest, request_id: str, limit: int, progress: Progress = _nothing
+    ) -> Result:
+        """Return artifacts, distances or a verdict; ``progress`` is called per slice. EngineError if the engine fails.
+
+        That is so, too, if the weights become others after the first slice, since a result of both is worth nothing.
+        """
+        ready = _at_once if request.beside_round else self._ready
+        slices = self._slices(request, request.nonces, limit, ready, progress)
         if request.validation is not None:
             return await artifact_verdict(request, request_id, slices)
         items = [item async for part in slices for item in part]
@@ -214,11 +230,13 @@ class RequestWorker:
         if request.receiver is not None:
             job.callback = self._send(request.receiver, request, job.result)
 
-    async def proof(self, round_: SlotRequest, batch: ProofBatch, limit: int) -> ProofVerdict:
+    async def proof(
+        self, round_: SlotRequest, batch: ProofBatch, limit: int, progress: Progress = _nothing
+    ) -> ProofVerdict:
         """Recompute a batch, also between the slices of a round that generates, and send the callback."""
         await self._outbox.wait_for_capacity()
         request = round_.model_copy(update={"public_key": batch.public_key})
-        slices = self._slices(request, batch.nonces, limit, _at_once)
+        slices = self._slices(request, batch.nonces, limit, _at_once, progress)
         items = [item async for part in slices for item in part]
         verdict, callback = await off_loop(len(items), partial(proof_verdict, round_, batch, items))
         if round_.receiver is not None:
@@ -232,12 +250,10 @@ class RequestWorker:
         return self._outbox.send(f"{receiver}/generated", payloads.callback_items(result), payload)
 
     async def _slices(
-        self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready
+        self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready, progress: Progress
     ) -> AsyncIterator[list[Item]]:
         await ready()
-        if len(nonces) > limit and not self._share.round_computes():  # which a search would hold up
-            await self._scheduler.autotune(request, len(nonces))
-        size, ahead, done = self._scheduler.slice_size(request, limit), deque[list[int]](), 0
+        size, ahead, done = await self._size(request, len(nonces), limit), deque[list[int]](), 0
 
         def following(known: int) -> list[int]:
             return list(nonces[done + known : done + known + size.nonces])
@@ -247,14 +263,22 @@ class RequestWorker:
             part = ahead.popleft() if ahead else following(0)
             done += len(part)
             look_ahead(ahead, size, following)
-            async with self._share.slice():
-                result = await self._scheduler.run(request, part, size, ahead, busy=self._share.busy)
+            try:
+                async with self._share.slice():
+                    result = await self._scheduler.run(request, part, size, ahead, busy=self._share.busy)
+            except WeightsChangedError:
+                if done > len(part):
+                    raise
+                size, ahead, done = await self._size(request, len(nonces), limit), deque(), 0
+                continue
+            progress()
             metrics.count_nonces(request.protocol, "request", computed=len(part), not_finite=result.rejected)
             yield result.items
 
-
-async def _at_once() -> None:
-    """Wait for nothing."""
+    async def _size(self, request: RoundRequest, nonces: int, limit: int) -> SliceSize:
+        if nonces > limit and not self._share.round_computes():  # which a search would hold up
+            await self._scheduler.autotune(request, nonces)
+        return self._scheduler.slice_size(request, limit)
 
 
 def _only(callbacks: Sequence[WireMessage]) -> WireMessage:

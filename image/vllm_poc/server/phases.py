@@ -65,7 +65,9 @@ class Phases:
 
     @property
     def computes(self) -> bool:
-        """Whether a round uses the engine: it may compute further nonces, and its receiver keeps up."""
+        """Whether a round uses the engine: it may compute further nonces, its receiver keeps up, and vLLM computes."""
+        if self._scheduler.gate.pauses.reason is not None:
+            return False
         return not self._free.is_set() and self.generation is not None and self.generation.computes
 
     @property

@@ -16,13 +16,14 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from math import inf
 from time import monotonic
 from typing import NamedTuple, Protocol
 
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
-from vllm_poc.server.engine import EngineError, VllmEngine
+from vllm_poc.server.engine import EngineError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.gate import BusyShare, ChatGate
 from vllm_poc.server.settings import Settings
@@ -74,18 +75,23 @@ class ModelDescription:
 
     async def _find(self) -> ModelFacts:
         try:
-            self.known = await self._describe()
+            facts = await self._describe()
         except EngineError as error:
             self.error, self._failed = str(error), monotonic()
             raise
-        self.error = None
-        return self.known
+        if self._task is asyncio.current_task():  # otherwise it was forgotten meanwhile
+            self.known, self.error = facts, None
+        return facts
 
 
 class SliceSize(Protocol):
-    """The size of the next slice of a piece of work; ``ahead`` says how many after it may begin already."""
+    """The size of the next slice of a piece of work; ``ahead`` says how many after it may begin already.
+
+    It was found for ``weights``, as `Scheduler` counts them.
+    """
 
     ahead: int
+    weights: int
 
     @property
     def nonces(self) -> int:
@@ -108,6 +114,7 @@ class HalvingSliceSize:
     """
 
     ahead = 0
+    weights = 0
 
     def __init__(self, limit: int, budget_seconds: float) -> None:
         self._limit = limit
@@ -140,6 +147,8 @@ class TunedSliceSize:
     A pass that is cut into segments is a slice for each. While one slice is answered, a pipeline of several ``stages``
     has as many behind it.
     """
+
+    weights = 0
 
     def __init__(self, tuned: TunedPass, stages: int, budget_seconds: float) -> None:
         self._batch, self._least_seconds, self._segments = tuned
@@ -187,31 +196,42 @@ class Scheduler:
         self._turn = asyncio.Lock()
         self._autotuner = Autotuner(self._warm_up, settings.slice_seconds)
         self._stages = 1  # as the engine says before anything is tuned
+        self._forgotten = 0  # the weights before which the workers have forgotten everything
         self.gate = ChatGate(engine, settings, pauses)
 
     async def forget(self) -> None:
-        """Find out anew what was found of other weights. EngineError as from the engine."""
+        """Find out anew what was found of other weights.
+
+        EngineError as from the engine; then the workers are told once more before they compute anything.
+        """
         self.weights += 1
         self.model.forget()
         self._autotuner.forget()
-        await self._engine.forget()
+        await self._let_workers_forget()
 
     async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
         """Find the best forward pass for work like this, if that was not done. EngineError as from the engine.
 
         For so many ``nonces`` only if that is worth it; a round always is.
         """
-        facts = await self.model.facts()
-        self._stages = facts["stages"]
-        if nonces is None or self._autotuner.is_worth(request, nonces, facts):
-            await self._autotuner.tune(request, facts)
+        is_worth = nonces is None
+        while True:
+            facts = await self.model.facts()
+            self._stages = facts["stages"]
+            is_worth = is_worth or (nonces is not None and self._autotuner.is_worth(request, nonces, facts))
+            if not is_worth:
+                return
+            with suppress(WeightsChangedError):
+                await self._autotuner.tune(request, facts)
+                return
 
     def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
         """Return the size for work whose forward passes hold up to ``limit`` nonces, or what was tuned for it."""
         tuned, budget = self._autotuner.find(PassSpec.of_round(request)), self._settings.slice_seconds
-        if tuned is None:
-            return HalvingSliceSize(limit, budget)
-        return TunedSliceSize(tuned, self._stages, budget)
+        size: HalvingSliceSize | TunedSliceSize
+        size = HalvingSliceSize(limit, budget) if tuned is None else TunedSliceSize(tuned, self._stages, budget)
+        size.weights = self.weights
+        return size
 
     async def run(
         self,
@@ -224,8 +244,8 @@ class Scheduler:
     ) -> SliceResult:
         """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
 
-        ServerEndsError once the gate is closed: a slice that is under way then is still answered, unless it has to be
-        computed in further calls.
+        WeightsChangedError if the ``size`` was found for other weights. ServerEndsError once the gate is closed: a
+        slice that is under way then is still answered, unless it has to be computed in further calls.
 
         ``ahead`` are the slices that follow, as far as they are known: the workers begin them already. ``busy`` is told
         of the time on the workers.
@@ -239,21 +259,26 @@ class Scheduler:
 
     async def _described(self) -> ModelFacts:
         # It computes a little, and so waits for chat, but not for ever: nothing can be said of any request before.
-        self._refuse_pause()
         async with self._turn:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_DESCRIBED_WITHIN_SECONDS):
-                    await self.gate.passed()
-            self._refuse_pause()
+            await self._passed(_DESCRIBED_WITHIN_SECONDS)
             return await self._engine.facts()
 
-    def _refuse_pause(self) -> None:
-        if (reason := self.gate.pauses.reason) is not None:
-            raise EngineError(f"{reason}: try again when that is over")
+    async def _passed(self, chat_seconds: float = inf) -> None:
+        """Wait until the workers may compute, and know nothing of other weights."""
+        while True:
+            await self.gate.passed(chat_seconds)
+            if self._forgotten == self.weights:
+                return
+            await self._let_workers_forget()
+
+    async def _let_workers_forget(self) -> None:
+        weights = self.weights
+        await self._engine.forget()
+        self._forgotten = weights
 
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         async with self._turn:
-            await self.gate.passed()
+            await self._passed()
             started = monotonic()
             timing = await self._engine.warm_up(batch, segment_seconds, keep)
             self.gate.busy.add(started, monotonic())
@@ -272,7 +297,7 @@ class Scheduler:
         async with self._turn:  # other work would make the workers drop what they have begun
             self._autotuner.used(PassSpec.of(message))
             while True:
-                result, seconds = await self._step(message, busy)
+                result, seconds = await self._step(message, busy, size.weights)
                 longest = max(longest, seconds)
                 if result["complete"]:
                     break
@@ -280,9 +305,11 @@ class Scheduler:
         _check_answer(nonces, result)
         return result
 
-    async def _step(self, message: BatchRequest, busy: BusyShare | None) -> tuple[BatchResult, float]:
+    async def _step(self, message: BatchRequest, busy: BusyShare | None, weights: int) -> tuple[BatchResult, float]:
         """Return the workers' answer, and how many seconds it took."""
-        await self.gate.passed()
+        await self._passed()
+        if weights != self.weights:
+            raise WeightsChangedError
         started = monotonic()
         result = await self._engine.compute(message)
         ended = monotonic()

@@ -4,7 +4,6 @@
 import asyncio
 from collections.abc import Coroutine
 from functools import partial
-from http import HTTPStatus
 from secrets import token_hex
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -16,8 +15,8 @@ from vllm_poc.server import admission
 from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.engine import EngineError, VllmEngine
-from vllm_poc.server.errors import ServerEndsError, refusal
-from vllm_poc.server.gate import RequestShare
+from vllm_poc.server.errors import ServerEndsError
+from vllm_poc.server.gate import Patience, RequestShare
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.phases import Phases
@@ -68,7 +67,7 @@ class PocService:
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""
-        await self.phases.start(request, await self._checked(request))
+        await self.phases.start(request, await self._known_limit(request))
         return self._answer(PowState.GENERATING)
 
     async def extend(self, request: ExtendRequest) -> CommandResponse:
@@ -78,13 +77,13 @@ class PocService:
 
     async def init(self, request: InitRequest, phase: PowState) -> CommandResponse:
         """Take over a distance round, to generate or validate later (IDLE), or to validate now (VALIDATING)."""
-        await self._checked(request)
+        await self._known_limit(request)
         await self.phases.init(request, phase)
         return self._answer(phase)
 
     async def resume(self) -> CommandResponse:
         """Generate the distance round on from what was delivered."""
-        await self.phases.resume(await self._checked(self.phases.distance_config()))
+        await self.phases.resume(await self._known_limit(self.phases.distance_config()))
         return self._answer(PowState.GENERATING)
 
     async def validate_phase(self) -> CommandResponse:
@@ -103,18 +102,21 @@ class PocService:
     async def generate(self, request: GenerateRequest) -> Result | JobResponse:
         """Compute the named nonces when no round generates and chat lets PoC pass; now, or queued."""
         await off_loop(len(request.nonces), partial(admission.check_validation, request))
-        limit = await self._checked(request)
+        limit = await self._known_limit(request)
         if not request.wait:
             return self.jobs.submit(request)
+        patience = self._patience(self._settings.busy_seconds if request.beside_round else None)
         with self.jobs.counted(len(request.nonces)):
-            return await self._in_time(self._work.result(request, uuid4().hex, limit))
+            work = self._work.result(request, uuid4().hex, limit, patience.renew)
+            return await self._answered(work, patience)
 
     async def prove(self, batch: ProofBatch) -> ProofVerdict:
         """Recompute a proof batch for the distance round."""
         round_ = self.phases.distance_config()
-        limit = await self._checked(round_)
+        limit = await self._known_limit(round_)
+        patience = self._patience(self._settings.busy_seconds)
         with self.jobs.counted(len(batch.nonces)):
-            return await self._in_time(self._work.proof(round_, batch, limit))
+            return await self._answered(self._work.proof(round_, batch, limit, patience.renew), patience)
 
     async def status(self, *, lists: bool = True, renewal: LeaseRenewal | None = None) -> StatusResponse:
         """Return the state of the round; the model's limits are 0 as long as the engine does not answer.
@@ -123,9 +125,10 @@ class PocService:
         """
         if renewal is not None and renewal.renew_lease is not None:
             self.phases.renew_lease(renewal.renew_lease, renewal.lease_seconds)
+        limits = await model_limits(self.engine.served_names, self.scheduler.model, self._gate.pauses.reason)
         return status_response(
             self.session_id,
-            await model_limits(self.engine.served_names, self.scheduler.model),
+            limits,
             self.phases,
             self._outbox,
             lists=lists,
@@ -137,7 +140,15 @@ class PocService:
         try:
             await self.scheduler.forget()
         except EngineError as error:
-            _log.error("the workers keep what they know of the former weights: %s; restart the server", error)
+            _log.error("the workers did not drop what they know of the former weights, and must before PoC: %s", error)
+
+    async def sleeps(self) -> bool:
+        """Whether the engine sleeps, at least in part, or does not say."""
+        try:
+            return await self.engine.sleeps()
+        except EngineError as error:
+            _log.error("PoC stays paused until vLLM wakes up again: %s", error)
+            return True
 
     async def drain(self) -> None:
         """Compute no further than the slice that is computed, and deliver what there is, within the time for that."""
@@ -174,18 +185,21 @@ class PocService:
         admission.check_callback(request, self._settings)
         return admission.slice_limit(request, facts)
 
-    async def _in_time(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _known_limit(self, request: CallbackRequest) -> int:
+        return await self._answered(self._checked(request), self._patience(self._settings.busy_seconds))
+
+    def _patience(self, busy_seconds: float | None) -> Patience:
+        why = "a round runs" if self.phases.state is PowState.GENERATING else "the server is busy"
+        return Patience(self._settings.request_seconds, busy_seconds, why)
+
+    async def _answered(self, work: Coroutine[Any, Any, T], patience: Patience) -> T:
+        """Return what ``work`` returns; 503 at once if vLLM is paused or becomes so, or if ``patience`` ends."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - as in every coroutine
         self._answering.add(task)
         try:
-            async with asyncio.timeout(self._settings.request_seconds):
-                return await work
-        except TimeoutError:
-            seconds = self._settings.request_seconds
-            why = "a round runs" if self.phases.state is PowState.GENERATING else "the server is busy"
-            detail = f"the nonces were not done within {seconds:g} s, {why}: ask for fewer, or without wait, or later"
-            raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail) from None
+            async with patience.limited():
+                return await self._gate.unless_paused(work)
         finally:
             self._answering.discard(task)
 

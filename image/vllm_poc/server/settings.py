@@ -70,6 +70,9 @@ class Settings(BaseModel):
     result_seconds: Seconds = 300.0
     #: A request that waits longer for its result is answered 503.
     request_seconds: Seconds = 600.0
+    #: A request that does not wait for a round's end is answered 503 when the engine has not got to it for this long:
+    #: no slice of it was computed, or nothing is known of the model yet. Chat or other work keeps the engine busy then.
+    busy_seconds: Seconds = 60.0
     #: Generation is held back while this many results wait for delivery.
     pending_results: int = Field(default=50_000, ge=1)
     #: Results in one callback.

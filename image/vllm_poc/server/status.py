@@ -71,11 +71,13 @@ def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
     }
 
 
-async def model_limits(served_names: frozenset[str], model: ModelDescription) -> ModelLimits:
+async def model_limits(served_names: frozenset[str], model: ModelDescription, paused_by: str | None) -> ModelLimits:
     """Return what the served model allows; all 0 and why, as long as that is not known."""
-    names, facts = sorted(served_names), await model.glance(_GLANCE_SECONDS)
+    names, facts = sorted(served_names), model.known
+    if facts is None and paused_by is None:
+        facts = await model.glance(_GLANCE_SECONDS)
     if facts is None:
-        return ModelLimits(names=names, error=model.error)
+        return ModelLimits(names=names, error=paused_by or model.error)
     return ModelLimits(
         names=names,
         max_seq_len=facts["max_model_len"],

@@ -11,12 +11,18 @@ middleware sees:
     computing -> /sleep, /release_kv_cache_memory -> paused -> /wake_up, once the engine is fully awake
               -> /pause                           -> paused -> /resume
               -> /start_weight_update             -> paused -> /finish_weight_update
-              -> /update_weights                  -> paused -> its answer
+              -> /update_weights, /weight_checker,
+                 /collective_rpc                  -> paused -> its answer
 
-A pause begins before vLLM gets the call, and only a call that succeeds ends it.
+A pause begins before vLLM gets the call, and only a call that succeeds ends it. It ends before the client gets the
+answer. An update that fails may have left some weights as they were, so that nothing is computed until one succeeds.
 """
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.responses import JSONResponse
@@ -74,80 +80,120 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 _SUCCESS = range(200, 300)
+_SERVER_ERRORS = range(500, 600)
 
 SLEEP, PAUSE, UPDATE = "vLLM sleeps", "vLLM is paused", "vLLM gets new weights"
-_BEGIN = {
+BROKEN = "an update of vLLM's weights failed, and has to be made again, or vLLM restarted"
+#: Why nothing may be computed while vLLM does what it is told.
+_MEANWHILE = {
     "/sleep": SLEEP,
     "/release_kv_cache_memory": SLEEP,
     "/pause": PAUSE,
     "/start_weight_update": UPDATE,
     "/start_draft_weight_update": UPDATE,
     "/update_weights": UPDATE,
+    "/finish_weight_update": UPDATE,
+    "/weight_checker": UPDATE,
+    "/collective_rpc": UPDATE,
 }
-_END = {"/wake_up": SLEEP, "/resume": PAUSE, "/finish_weight_update": UPDATE}
-#: After these, results come from other weights.
-_NEW_WEIGHTS = frozenset({"/update_weights", "/finish_weight_update"})
+#: These last until another command ends them.
+_LASTING = frozenset(
+    {"/sleep", "/release_kv_cache_memory", "/pause", "/start_weight_update", "/start_draft_weight_update"}
+)
+#: After these, results may come from other weights, and from half of them if they fail.
+_NEW_WEIGHTS = frozenset({"/update_weights", "/finish_weight_update", "/weight_checker", "/collective_rpc"})
+_COMMANDS = _MEANWHILE.keys() | {"/wake_up", "/resume"}
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What `Pauses` needs of the workers: to wait until they are ``idle``, whether the engine ``sleeps``, and to let
+    them ``forget`` what they know of other weights."""
+
+    idle: Callable[[], Awaitable[None]]
+    sleeps: Callable[[], Awaitable[bool]]
+    forget: Callable[[], Awaitable[None]]
 
 
 class Pauses:
     """Why PoC must not compute now, as far as the calls that came through here tell."""
 
     def __init__(self) -> None:
-        self._reasons: set[str] = set()
-        self._within_update = False  # which is begun and finished by calls of its own
+        self._lasting: set[str] = set()
+        self._meanwhile = Counter[str]()  # commands without an answer so far
+        self._held = asyncio.Event()
 
     @property
     def reason(self) -> str | None:
         """A sentence without a full stop; None if nothing holds PoC back."""
-        return "; ".join(sorted(self._reasons)) or None
+        return "; ".join(sorted(self._lasting | (+self._meanwhile).keys())) or None
 
     def concerns(self, scope: Scope) -> bool:
         """Whether a request begins a pause or ends one."""
-        return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _BEGIN.keys() | _END.keys()
+        return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _COMMANDS
 
-    async def pass_on(
-        self,
-        app: ASGIApp,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        idle: Callable[[], Awaitable[None]],
-        sleeps: Callable[[], Awaitable[bool]],
-        forget: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Let ``app`` answer such a request.
+    async def begun(self) -> None:
+        """Wait until there is a pause."""
+        await self._held.wait()
 
-        Before a pause, awaits that the workers are ``idle``. After it, asks whether the engine still ``sleeps``, and
-        lets the workers ``forget`` what they know of other weights.
-        """
-        path, before, status = scope["path"], set(self._reasons), 0
+    async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, workers: Workers) -> None:
+        """Let ``app`` answer such a request: once the workers are idle, if it begins a pause."""
+        path, answered = scope["path"], False
 
         async def told(message: Message) -> None:
-            nonlocal status
+            nonlocal answered
             if message["type"] == "http.response.start":
-                status = message["status"]
+                # Before the client knows, which may ask for something at once.
+                answered = True
+                await self._answered(path, message["status"], workers)
+                meanwhile.close()
             await send(message)
 
-        if path in _BEGIN:
-            self._reasons.add(_BEGIN[path])
-            await idle()
-        try:
-            await app(scope, receive, told)
-        finally:
-            if status not in _SUCCESS:
-                self._reasons &= before
-            elif path in _NEW_WEIGHTS:
-                await forget()
-        if status in _SUCCESS:
-            await self._succeeded(path, sleeps)
+        with ExitStack() as meanwhile:
+            meanwhile.enter_context(self._commanded(path))
+            if path in _MEANWHILE:
+                await workers.idle()
+            try:
+                await app(scope, receive, told)
+            finally:
+                if not answered:
+                    await self._answered(path, HTTPStatus.INTERNAL_SERVER_ERROR, workers)
 
-    async def _succeeded(self, path: str, sleeps: Callable[[], Awaitable[bool]]) -> None:
-        if path in {"/start_weight_update", "/start_draft_weight_update"}:
-            self._within_update = True
+    @contextmanager
+    def _commanded(self, path: str) -> Iterator[None]:
+        reasons = [_MEANWHILE[path]] if path in _MEANWHILE else []
+        self._meanwhile.update(reasons)
+        self._held_or_not()
+        try:
+            yield
+        finally:
+            self._meanwhile.subtract(reasons)
+            self._held_or_not()
+
+    async def _answered(self, path: str, status: int, workers: Workers) -> None:
+        if path in _NEW_WEIGHTS and (status in _SUCCESS or status in _SERVER_ERRORS):
+            await workers.forget()
+        if status in _SUCCESS:
+            await self._succeeded(path, workers)
+        elif path == "/update_weights" and status in _SERVER_ERRORS:
+            self._lasting.add(BROKEN)
+        elif _MEANWHILE.get(path) == SLEEP and status in _SERVER_ERRORS and await workers.sleeps():
+            self._lasting.add(SLEEP)
+
+    async def _succeeded(self, path: str, workers: Workers) -> None:
+        if path in _LASTING:
+            self._lasting.add(_MEANWHILE[path])
+        elif path == "/resume":
+            self._lasting.discard(PAUSE)
+        elif path == "/update_weights":
+            self._lasting.discard(BROKEN)
         elif path == "/finish_weight_update":
-            self._within_update = False
-        if path == "/update_weights" and not self._within_update:
-            self._reasons.discard(UPDATE)
-        elif path in _END and not (path == "/wake_up" and await sleeps()):
-            self._reasons.discard(_END[path])
+            self._lasting.discard(UPDATE)
+        elif path == "/wake_up" and not await workers.sleeps():
+            self._lasting.discard(SLEEP)
+
+    def _held_or_not(self) -> None:
+        if self.reason is None:
+            self._held.clear()
+        else:
+            self._held.set()

@@ -61,7 +61,9 @@ class FakeEngineClient:
         self.fault: Exception | None = None
         self.worker_error: str | None = None
         self.sick: Counter[int] = Counter()  # nonce: how often it comes out not finite
+        self.calls: list[str] = []
         self.forgotten = 0
+        self.forget_fault: Exception | None = None
         self.described = 0
         self.seconds_to_describe = 0.0
         self.in_flight = 0
@@ -76,11 +78,14 @@ class FakeEngineClient:
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:  # noqa: ASYNC109
         """Answer one call; the engine's own limit never strikes."""
         assert timeout > 0
+        self.calls.append(method)
         if method == "poc_describe":
             self.described += 1
             await self._spend(self.seconds_to_describe)
             return [self.facts, self.facts]
         if method == "poc_forget":
+            if self.forget_fault is not None:
+                raise self.forget_fault
             self.forgotten += 1
             return [{"forgotten": True}] * 2
         if method == "poc_warm_up":

@@ -30,6 +30,7 @@ DISTANCE: dict[str, Any] = ROUND | {"r_target": 1.405, "seq_len": 64}
 PAUSING = (
     *("/sleep", "/release_kv_cache_memory", "/wake_up", "/pause", "/resume"),
     *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/collective_rpc", "/weight_checker"),
 )
 
 
@@ -45,6 +46,7 @@ class Pod:
             self.app.post(path)(_infer)
         self.app.websocket("/v1/realtime")(_talk)
         self.refusing: set[str] = set()
+        self.seconds_per_command = 0.05
         self.met_in_flight = 0  # calls to the workers that vLLM's own commands met
         for path in PAUSING:
             self.app.post(path)(partial(self._command, path))
@@ -56,7 +58,7 @@ class Pod:
 
     async def _command(self, path: str) -> dict[str, str]:
         self.met_in_flight += self.engine.in_flight
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(self.seconds_per_command)
         self.met_in_flight += self.engine.in_flight
         if path in self.refusing:
             raise HTTPException(500)

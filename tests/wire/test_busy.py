@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that a busy engine does not get to are refused in time, and leave nothing behind."""
+
+import asyncio
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.wire.test_pauses import REQUESTS, call, nobody_waits
+from tests.wire.test_requests import error_of
+
+BUSY_SECONDS = 0.3
+IMPATIENT = {"BUSY_SECONDS": str(BUSY_SECONDS)}
+BESIDE = {name: REQUESTS[name] for name in ("beside a round", "validate")}
+NONCE = 10**9  # beyond what the round gets to
+
+impatient = pytest.mark.parametrize("pod_settings", [IMPATIENT])
+
+
+def chat_is_busy(pod: Pod) -> None:
+    pod.engine.output_processor.busy = True
+
+
+def calls_take_long(pod: Pod) -> None:
+    pod.engine.seconds_per_batch = 1
+
+
+@impatient
+@pytest.mark.parametrize("make_busy", [chat_is_busy, calls_take_long])
+@pytest.mark.parametrize("name", BESIDE)
+async def test_a_request_beside_a_round_does_not_wait_for_ever(
+    pod: Pod,
+    name: str,
+    make_busy: Any,  # noqa: ANN401 - pytest's
+) -> None:
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda s: s.total_checked > 0)
+    make_busy(pod)
+    route, body = BESIDE[name]
+    started = monotonic()
+    answer = await pod.post(route, body | {"nonces": [NONCE]})
+    assert BUSY_SECONDS <= monotonic() - started < BUSY_SECONDS + 1
+    error = error_of(answer, 503, "Busy")
+    assert error.detail == "the engine has not got to this within 0.3 s, a round runs: ask again later"
+    assert int(answer.headers["Retry-After"]) > 0
+    await nobody_waits(pod)
+    pod.engine.output_processor.busy, pod.engine.seconds_per_batch = False, 0.001
+    before = (await pod.status()).total_checked
+    await pod.reach(lambda s: s.total_checked > before + 50)
+    assert all(NONCE not in batch["nonces"] for batch in pod.engine.batches)
+
+
+@pytest.mark.parametrize("pod_settings", [IMPATIENT | {"SLICE_SECONDS": "1"}])
+@pytest.mark.parametrize("name", BESIDE)
+async def test_a_request_that_is_got_to_is_waited_for(pod: Pod, name: str) -> None:
+    """However long all of it takes."""
+    await pod.post("init/validate", DISTANCE | SLOT)
+    pod.engine.seconds_per_batch = 0.1
+    route, body = BESIDE[name]
+    many = list(range(16 * 8))
+    started = monotonic()
+    lists = {"nonces": many, "dist": [1.4] * len(many)} if route == "validate" else {"nonces": many}
+    assert (await pod.post(route, body | lists)).status_code == 200
+    assert monotonic() - started > 2 * BUSY_SECONDS
+
+
+STARTS: dict[str, tuple[str, Any]] = {
+    "init": ("init", DISTANCE | SLOT),
+    "init/validate": ("init/validate", DISTANCE | SLOT),
+    "phase/generate": ("phase/generate", None),
+    "start": ("init/generate", DISTANCE | SLOT | {"round_id": "b"}),
+    "queued": ("generate", ARTIFACT | {"nonces": [NONCE]}),
+    "validate": BESIDE["validate"],
+}
+
+
+@impatient
+@pytest.mark.parametrize("name", STARTS)
+async def test_who_needs_the_models_limits_does_not_wait_for_ever(pod: Pod, name: str) -> None:
+    """They are not known after new weights, and busy chat holds up the round, whose slice is first."""
+    await pod.start(DISTANCE | SLOT | {"round_id": "a"})
+    await pod.reach(lambda s: s.total_checked > 0)
+    chat_is_busy(pod)
+    await asyncio.sleep(0.05)
+    await call(pod, ["/update_weights"])
+    route, body = STARTS[name]
+    started = monotonic()
+    answer = await pod.post(route, body)
+    assert monotonic() - started < BUSY_SECONDS + 1
+    error_of(answer, 503, "Busy")
+    assert int(answer.headers["Retry-After"]) > 0
+    pod.engine.output_processor.busy = False
+    before = (await pod.status()).total_checked
+    await pod.reach(lambda s: s.total_checked > before)
+
+
+@pytest.mark.parametrize("pod_settings", [{"REQUEST_SECONDS": "0.1"}])
+async def test_who_waits_for_the_end_of_a_round_is_told_when_to_ask_again(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT)
+    answer = await pod.post("generate", DISTANCE | {"nonces": [NONCE], "wait": True})
+    assert "not done within 0.1 s, a round runs" in error_of(answer, 503, "Busy").detail
+    assert int(answer.headers["Retry-After"]) > 0
