@@ -10,8 +10,8 @@ What else reads vLLM's internals is in this package and in `vllm_poc.worker.pass
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -90,6 +90,12 @@ class ModelAdapter:
         #: Number of token ids if the model chooses experts by them, else None.
         self.vocabulary = token_vocabulary(runner.vllm_config.model_config)
         self._config = runner.vllm_config
+        # With async scheduling, vLLM's first model runner prepares a batch while copies of the last one's inputs are on
+        # their way, and this makes it wait for them: builders fill memory of the CPU that such copies read. The second
+        # one has memory for each batch. Both build in the thread that also runs PoC's calls, and on one stream.
+        self._input_prep: Callable[[], AbstractContextManager[None]] = getattr(
+            runner, "synchronize_input_prep", nullcontext
+        )
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -124,13 +130,17 @@ class ModelAdapter:
         return _class_names(kernel.impl.fused_experts for kernel in kernels if kernel is not None)
 
     def plan(self, shape: BatchShape) -> AttentionPlan:
-        """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own."""
+        """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own.
+
+        The builders are chat's, so this waits for chat's inputs as vLLM's next batch would, and that waits for these.
+        """
         positions = shape.positions(self.device)
         plan = AttentionPlan(shape, positions, {}, {})
-        for group in self.groups:
-            metadata, slot_mapping = group.plan(shape, positions)
-            plan.metadata.update(dict.fromkeys(group.layers, metadata))
-            plan.slot_mapping.update(dict.fromkeys(group.layers, slot_mapping))
+        with self._input_prep():
+            for group in self.groups:
+                metadata, slot_mapping = group.plan(shape, positions)
+                plan.metadata.update(dict.fromkeys(group.layers, metadata))
+                plan.slot_mapping.update(dict.fromkeys(group.layers, slot_mapping))
         return plan
 
     def forward(self, inputs: StageInputs, received: dict[str, Tensor], plan: AttentionPlan) -> StageOutput:

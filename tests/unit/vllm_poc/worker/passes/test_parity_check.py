@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,7 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
         vocabulary=None,
         reflects=False,
         ranks=ONE_RANK,
+        _input_prep=nullcontext,
         forward=forward,
     )
     adapter.plan = lambda shape: ModelAdapter.plan(adapter, shape)
