@@ -67,11 +67,20 @@ class PocMiddleware:
             await send(message)
             if message["type"] == "lifespan.startup.complete":
                 termination.begin()
+                self._describe(scope)
 
         try:
             await self._inner(scope, receive, told)
         finally:
             await close()
+
+    def _describe(self, scope: Scope) -> None:
+        """Find out what this server allows before anybody asks, so that the log of its start tells it."""
+        state: State = scope["app"].state
+        if deployment_refusal(getattr(state, "args", None), os.environ) is None:
+            self._app_for(state)
+        if self._service is not None:
+            self._service.describe()
 
     async def _drain(self) -> None:
         self._ends = True

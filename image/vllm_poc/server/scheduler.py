@@ -19,6 +19,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple, Protocol
 
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
@@ -28,6 +29,8 @@ from vllm_poc.server.gate import BusyShare, ChatGate
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import RoundRequest
+
+_log = get_logger(__name__)
 
 #: What one nonce gives: a distance, or a vector in base64.
 Value = float | str
@@ -76,9 +79,15 @@ class ModelDescription:
         try:
             self.known = await self._describe()
         except EngineError as error:
+            if self.error != str(error):  # it is tried again and again
+                _log.error("PoC cannot run: %s", error)
             self.error, self._failed = str(error), monotonic()
             raise
         self.error = None
+        for finding in self.known["findings"]:
+            _log.info("%s", finding)
+        if self.known["refusal"] is not None:
+            _log.error("PoC does not run on this server: %s", self.known["refusal"])
         return self.known
 
 

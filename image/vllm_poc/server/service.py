@@ -50,11 +50,16 @@ class PocService:
         self.scheduler = scheduler = Scheduler(engine, settings, pauses)
         self._gate = scheduler.gate
         self._answering: set[asyncio.Task[Any]] = set()  # the requests that clients wait for
+        self._describing: asyncio.Task[Any] | None = None
         self.phases = Phases(scheduler, self._session, settings, clock)
         self._outbox = Outbox(self._session, settings)
         share = RequestShare(lambda: self.phases.computes, settings)
         self._work = RequestWorker(scheduler, self._outbox, self.phases.free, share)
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
+
+    def describe(self) -> None:
+        """Begin to find out what the served model allows, though nobody has asked yet."""
+        self._describing = asyncio.create_task(self.scheduler.model.glance(self._settings.engine_seconds))
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""
@@ -142,6 +147,8 @@ class PocService:
 
     async def close(self) -> None:
         """End all work at once and release the connections."""
+        if self._describing is not None:
+            self._describing.cancel()
         await self.jobs.cancel("cancelled by the server's end")
         await self.phases.close()
         await self._outbox.close()

@@ -84,6 +84,7 @@ async def model_limits(served_names: frozenset[str], model: ModelDescription) ->
         fused=facts["fused"],
         attention=", ".join(facts["attention"]),
         experts=", ".join(facts["experts"]),
+        findings=facts["findings"],
         error=facts["refusal"],
     )
 

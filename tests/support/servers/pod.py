@@ -104,10 +104,13 @@ async def _talk(websocket: WebSocket) -> None:
 
 @asynccontextmanager
 async def running_pod(clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Pod]:
-    """Run a pod with its lifespan, ready to serve. Leases go by ``clock``."""
+    """Run a pod with its lifespan, ready to serve. Leases go by ``clock``.
+
+    It becomes ready behind its start, where it would otherwise describe its model before a test has set any fault.
+    """
     pod = Pod(clock)
-    pod.become_ready()
     async with lifespan(pod.app), pod.http:
+        pod.become_ready()
         yield pod
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
@@ -27,7 +28,6 @@ from vllm_poc.worker.model.scratch import BatchShape, UnsupportedModelError, cac
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     #: vLLM's own, whose two generations have the same attributes here.
@@ -41,8 +41,8 @@ _LAYER_PATHS = ("model.layers", "transformer.h", "layers")
 # Where other types of models keep them. The network's plugin looks for layers in the places above alone, so that no
 # layer of these is reflected, on any of the network's nodes.
 _UNREFLECTED = {"glm5_next": "language_model.model.layers", "glm5_next_text": "language_model.model.layers"}
-
-
+# Types of caches that hold keys and values as they are.
+_UNROUNDED = {"auto", "float16", "bfloat16"}
 # Types of models that choose the experts of some layers by token id, and for which the network gives nonces token ids.
 _ROUTED_BY_TOKEN = {"deepseek_v4"}
 
@@ -116,6 +116,22 @@ class ModelAdapter:
     def attention_layers(self) -> dict[str, Attention]:
         """All attention layers of this stage, by vLLM's name."""
         return {name: layer for group in self.groups for name, layer in group.layers.items()}
+
+    @property
+    def attention_modules(self) -> list[nn.Module]:
+        """Those of them that are called with queries, keys and values, and return what they make."""
+        return [layer for layer in self.attention_layers.values() if isinstance(layer, Attention)]
+
+    @property
+    def borders(self) -> frozenset[int]:
+        """Numbers of tokens behind which attention treats a sequence in another way: blocks, windows, chunks."""
+        return frozenset(border for group in self.groups for border in group.borders)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights, or the KV cache, are rounded to fewer bits than the model's dtype has."""
+        cache = self._config.cache_config.cache_dtype
+        return bool(self._config.model_config.quantization) or cache not in _UNROUNDED
 
     @property
     def attention_kernels(self) -> list[str]:

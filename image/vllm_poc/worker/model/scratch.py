@@ -35,6 +35,8 @@ _STATEFUL = {"Glm5NextLinearAttention"}
 _STATE_BLOCKS = 2
 
 
+#: Where specifications of caches and layers keep behind how many tokens they look no further back.
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 #: Bytes of an int64, and how many are summed at a time.
 _WORD, _WORDS = 8, 2**24
 
@@ -66,6 +68,7 @@ class CacheGroup:
     ``block_dim`` is the dimension of a layer's ``kv_cache`` that counts blocks, ``block_size`` the number of tokens in
     such a block, and ``page_bytes`` how far apart kernels may expect blocks to begin, which can be more than they hold.
     If ``stateful``, the layers write states for later tokens, which PoC has not: all sequences write into one block.
+    ``borders`` are the numbers of tokens behind which a sequence is treated in another way: blocks, windows, chunks.
     """
 
     layers: dict[str, Attention]
@@ -74,6 +77,7 @@ class CacheGroup:
     block_size: int
     page_bytes: int
     stateful: bool = False
+    borders: frozenset[int] = frozenset()
 
     def blocks(self, shape: BatchShape) -> int:
         """Return how many blocks such a batch needs, with the first, which is left empty."""
@@ -124,7 +128,15 @@ def cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
         # Of states only the entries of one sequence need to lie together.
         page_bytes=0 if states else spec.page_size_bytes // split,
         stateful=bool(states),
+        borders=_borders(spec, *layers.values()),
     )
+
+
+def _borders(spec: object, *layers: object) -> frozenset[int]:
+    """Return the sizes of blocks, windows and chunks. A group has windows of its own, or layers that have some."""
+    found = [getattr(spec, "block_size", None)]
+    found += [getattr(part, name, None) for part in (spec, *layers) for name in _WINDOWS]
+    return frozenset(size for size in found if isinstance(size, int) and size > 0)
 
 
 class CacheForm(NamedTuple):
