@@ -144,7 +144,8 @@ class ModelFacts(TypedDict):
 
     ``max_batch_tokens`` and ``max_batch_nonces`` are those of the largest pass that needs no warm-up. ``fused`` says
     whether its forward pass is PoC's faster one; then ``max_captured_tokens`` and ``max_captured_nonces`` are those of
-    the largest one that is worth capturing, else 0. ``stages`` is the length of the pipeline. ``attention`` and
+    the largest one that is worth capturing, else 0. ``findings`` are sentences for people about what the worker found
+    out about this server before it computed for PoC. ``stages`` is the length of the pipeline. ``attention`` and
     ``experts`` are the names of the kernels that compute these, empty where there are none or they have no name.
     """
 
@@ -160,6 +161,7 @@ class ModelFacts(TypedDict):
     stages: int
     attention: list[str]
     experts: list[str]
+    findings: list[str]
     refusal: str | None
 
 

@@ -3,6 +3,7 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 # Without torch the tests are skipped, but their modules must load to say so.
 _TORCH = import_module("torch") if find_spec("torch") is not None else None
@@ -24,3 +25,12 @@ ARTIFACT_TOLERANCE = 0.04 if ON_GPU else 5e-4
 DISTANCE_TOLERANCE = 1e-3 if ON_GPU else 2e-5
 #: Largest difference of an artifact's number between batches of different sizes.
 BATCH_TOLERANCE = 0.06 if ON_GPU else 1e-3
+
+
+def lacks(folder: str) -> bool:
+    """Whether vLLM is here and has no such folder.
+
+    Looked up by file: an import takes half a minute, and a package may be there without all of its models.
+    """
+    spec = find_spec("vllm")
+    return spec is not None and not any(Path(root, folder).is_dir() for root in spec.submodule_search_locations or ())

@@ -58,3 +58,16 @@ def test_poc_leaves_the_kv_cache_as_it_is(family: Family) -> None:
     assert client.worker("poc_test_kv_checksum") == filled
     client.chat("A question that was not asked before.")
     assert client.worker("poc_test_kv_checksum") != filled, "the checksum must see chat's writes"
+
+
+def test_poc_calls_the_builders_of_chats_metadata_in_chats_own_thread(qwen3: Client) -> None:
+    """They are not made for two threads, and what orders them is that a worker does one thing after the other."""
+    qwen3.worker("poc_test_watch_builders")
+    chats_then_pocs = []
+    for ask in (lambda: qwen3.chat(PROMPTS[0]), lambda: qwen3.artifacts(range(4))):
+        qwen3.worker("poc_test_builder_threads")
+        ask()
+        chats_then_pocs.append(set(qwen3.worker("poc_test_builder_threads")))
+    chats, pocs = chats_then_pocs
+    assert len(chats) == 1
+    assert pocs == chats

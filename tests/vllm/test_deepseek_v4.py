@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.vllm.client import K_DIM, ROUND
-from tests.vllm.device import ON_GPU
+from tests.vllm.device import ON_GPU, lacks
 from tests.vllm.server import command_environment, serving
 
 if TYPE_CHECKING:
@@ -28,10 +27,7 @@ pytestmark = [
     pytest.mark.skipif(
         ON_GPU, reason="vLLM's kernels for GPUs take no such small model: benchmarks.gpu has a real one"
     ),
-    pytest.mark.skipif(
-        find_spec("vllm") is not None and find_spec("vllm.models") is None,
-        reason="this release of vLLM has no DeepSeek-V4 for CPU",
-    ),
+    pytest.mark.skipif(lacks("models/deepseek_v4/cpu"), reason="this release of vLLM has no DeepSeek-V4 for CPU"),
 ]
 BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
 #: Layers of all kinds: windows alone, and beside them compressed keys, either few by an index or all of fewer.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.vllm.client import K_DIM, ROUND
-from tests.vllm.device import ON_GPU
+from tests.vllm.device import ON_GPU, lacks
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
@@ -30,10 +29,7 @@ torch = pytest.importorskip("torch", reason="needs the worker environment: pytho
 
 pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_recurrent.py has the real kernels"),
-    pytest.mark.skipif(
-        find_spec("vllm") is not None and find_spec("vllm.models") is None,
-        reason="this release of vLLM has no GLM-5.3",
-    ),
+    pytest.mark.skipif(lacks("models/glm5next"), reason="this release of vLLM has no GLM-5.3"),
 ]
 BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
 LAYERS = 3

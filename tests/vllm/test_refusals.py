@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.vllm.device import ON_GPU
+from tests.vllm.device import ON_GPU, lacks
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def test_routing_by_token_is_refused_where_nonces_have_no_tokens(tmp_path: Path)
 
 
 @on_one_device
-@pytest.mark.skipif(
-    find_spec("vllm") is not None and find_spec("vllm.models") is None, reason="this release of vLLM has no GLM-5.3"
-)
+@pytest.mark.skipif(lacks("models/glm5next"), reason="this release of vLLM has no GLM-5.3")
 @pytest.mark.usefixtures("rank")
 def test_what_has_not_been_compared_is_refused(tmp_path: Path) -> None:
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM

@@ -2,6 +2,10 @@
 """A worker extension that also tells what tests want to know of the worker."""
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from typing import Any
 
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
@@ -19,6 +23,11 @@ class CheckingExtension(PocWorkerExtension):
             digest.update(cache.contiguous().view(torch.uint8).cpu().numpy())
         return digest.hexdigest()
 
+    def poc_test_held(self) -> dict[str, list[int]]:
+        """Return a checksum and the address of each tensor that chat's attention holds, by name."""
+        held = self._poc().stage.adapter.chat_memory.held()
+        return {name: [part.address, hash(part.sums)] for name, part in held.items()}
+
     def poc_test_cache_sums(self) -> list[tuple[int, int]]:
         """Return two sums over the memory of chat's caches, in integers, one of them by place.
 
@@ -34,6 +43,23 @@ class CheckingExtension(PocWorkerExtension):
             by_place = sum((place + 1) * part for place, part in enumerate(parts))
             sums.append((int(sum(parts)), int(by_place)))
         return sums
+
+    def poc_test_watch_builders(self) -> None:
+        """Note from now on in which thread chat's metadata builders run, by whatever calls them."""
+        self._poc_test_threads: list[int] = []
+        for groups in self.model_runner.attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(0)
+                builder.build = partial(self._poc_test_built, type(builder).build, builder)
+
+    def poc_test_builder_threads(self) -> list[int]:
+        """Return the threads in which they ran since the last call."""
+        found, self._poc_test_threads = self._poc_test_threads, []
+        return found
+
+    def _poc_test_built(self, build: Callable[..., Any], builder: object, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        self._poc_test_threads.append(get_ident())
+        return build(builder, *args, **options)
 
     def poc_test_workspace(self) -> tuple[bool, list[int]]:
         """Say whether vLLM's shared workspace is locked, and the addresses of its parts."""

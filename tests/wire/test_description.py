@@ -2,11 +2,13 @@
 """What the model allows is found once, before the server is healthy or when chat lets it; status only looks at it."""
 
 import asyncio
+import logging
 from time import monotonic
 
 import pytest
 
 from tests.support.servers.pod import DISTANCE, SLOT, Pod, lifespan
+from vllm_poc.server import scheduler
 from vllm_poc.wire.answers import StatusResponse
 
 
@@ -83,3 +85,36 @@ async def test_a_deployment_that_poc_cannot_run_in_is_not_looked_at() -> None:
     pod.app.state.args.data_parallel_size = 2
     async with lifespan(pod.app):
         assert pod.engine.described == 0
+
+
+async def test_a_server_says_at_its_start_what_it_found(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    pod, findings = Pod(), ["PoC computes by a formula.", "PoC has left chat alone."]
+    pod.engine.facts["findings"] = findings
+    pod.become_ready()
+    async with asyncio.timeout(5), lifespan(pod.app), pod.http:
+        while not pod.engine.described:  # and nobody asks  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert (await pod.reach(lambda s: s.model.max_seq_len > 0)).model.findings == findings
+    assert [record.message for record in caplog.records if record.message in findings] == findings
+    assert pod.engine.described == 1
+
+
+async def test_a_server_whose_engine_is_not_there_yet_starts_all_the_same() -> None:
+    pod = Pod()
+    async with lifespan(pod.app), pod.http:
+        pod.become_ready()
+        assert (await pod.reach(lambda s: s.model.max_seq_len > 0)).model.error is None
+
+
+@pytest.mark.parametrize("refusal", [None, "no memory"])
+async def test_why_poc_does_not_run_is_logged_once(
+    pod: Pod, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refusal: str | None
+) -> None:
+    monkeypatch.setattr(scheduler, "_DESCRIBED_AGAIN_SECONDS", 0)
+    pod.engine.facts["refusal"] = refusal
+    pod.engine.fault = RuntimeError("no memory") if refusal is None else None
+    errors = {(await pod.status()).model.error for _ in range(3)}
+    assert pod.engine.described == (3 if refusal is None else 1)
+    (error,) = errors
+    assert len([record for record in caplog.records if record.message.endswith(str(error))]) == 1

@@ -74,6 +74,7 @@ class VllmEngine:
             "scratch_bytes": max(rank["scratch_bytes"] for rank in ranks),
             "attention": sorted({name for rank in ranks for name in rank["attention"]}),
             "experts": sorted({name for rank in ranks for name in rank["experts"]}),
+            "findings": list(dict.fromkeys(finding for rank in ranks for finding in rank["findings"])),
         }
 
     async def forget(self) -> None:

@@ -20,6 +20,7 @@ from math import inf
 from time import monotonic
 from typing import NamedTuple, Protocol
 
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
@@ -29,6 +30,8 @@ from vllm_poc.server.gate import BusyShare, ChatGate
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import RoundRequest
+
+_log = get_logger(__name__)
 
 #: What one nonce gives: a distance, or a vector in base64.
 Value = float | str
@@ -77,10 +80,16 @@ class ModelDescription:
         try:
             facts = await self._describe()
         except EngineError as error:
+            if self.error != str(error):  # it is tried again and again
+                _log.error("PoC cannot run: %s", error)
             self.error, self._failed = str(error), monotonic()
             raise
         if self._task is asyncio.current_task():  # otherwise it was forgotten meanwhile
             self.known, self.error = facts, None
+        for finding in facts["findings"]:
+            _log.info("%s", finding)
+        if facts["refusal"] is not None:
+            _log.error("PoC does not run on this server: %s", facts["refusal"])
         return facts
 
 

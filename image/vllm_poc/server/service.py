@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -56,14 +57,9 @@ class PocService:
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
 
     async def look_at_model(self) -> None:
-        """Find out what the model allows, and log it. Chat is served in any case."""
-        try:
-            facts = await self.scheduler.model.facts()
-        except (EngineError, ServerEndsError) as error:
-            _log.error("PoC does not run, and will look at the model again when it is asked for work: %s", error)
-            return
-        if facts["refusal"] is not None:
-            _log.warning("PoC does not run on this server: %s", facts["refusal"])
+        """Find out what the model allows, before anybody asks. What goes wrong is in the log and in the status."""
+        with suppress(EngineError, ServerEndsError):
+            await self.scheduler.model.facts()
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""

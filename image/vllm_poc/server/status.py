@@ -86,6 +86,7 @@ async def model_limits(served_names: frozenset[str], model: ModelDescription, pa
         fused=facts["fused"],
         attention=", ".join(facts["attention"]),
         experts=", ".join(facts["experts"]),
+        findings=facts["findings"],
         error=facts["refusal"],
     )
 

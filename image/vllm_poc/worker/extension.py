@@ -16,23 +16,26 @@ from vllm_poc.worker.model.capabilities import (
     refusal,
     unproven,
 )
-from vllm_poc.worker.model.layer_subset import stands_alone
 from vllm_poc.worker.model.ranks import OtherRankError, Ranks
-from vllm_poc.worker.model.scratch import ChatMemory, UnsupportedModelError
+from vllm_poc.worker.model.scratch import UnsupportedModelError
 from vllm_poc.worker.model_runner import PocModelRunner
 from vllm_poc.worker.passes.parity_check import (
-    differences,
+    SECONDS,
+    Deadline,
+    Tolerances,
+    compare,
     hidden_states,
-    is_equal,
-    layer_differences,
     parity_batches,
-    seen_layers,
 )
 
 if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import VllmModelRunner
 
 _log = get_logger(__name__)
+
+#: Tensors that are named in a refusal.
+_NAMED = 3
+_SLOWER = "PoC computes with vLLM's own operations, and slower,"
 
 T = TypeVar("T")
 
@@ -125,27 +128,33 @@ class PocWorkerExtension:
 
 
 def harmless(plain: PocModelRunner) -> PocModelRunner:
-    """Return the runner that `fastest` chooses. UnsupportedModelError if a pass has changed what chat keeps.
+    """Return the runner that `fastest` chooses. UnsupportedModelError if no pass works, or one changes what chat keeps.
 
-    Nothing of chat runs meanwhile, since vLLM's worker does one thing after the other.
+    Nothing of chat runs meanwhile, since vLLM's worker does one thing after the other. What is found out is added to
+    the runner's findings.
     """
     adapter = plain.stage.adapter
     if not adapter.ranks.alone and adapter.device.type != "cuda":
-        return plain  # on a CPU, ranks that wait in a collective would never learn that another one has failed
-    chat = ChatMemory(adapter.attention_layers.values())
-    before = chat.checksums()
-    hidden_states(plain.stage)
-    runner = fastest(plain)
-    if not adapter.ranks.agreed(chat.checksums() == before):
-        _log.error("PoC's small batches changed chat's KV cache, or scales that attention holds: PoC does not run")
+        # On a CPU, ranks that wait in a collective would never learn that another one has failed.
+        plain.findings.append("PoC has not checked that it leaves chat's KV cache alone: several ranks share CPUs.")
+        return plain
+    chat = adapter.chat_memory
+    before = chat.held()
+    if hidden_states(plain.stage) is None:
         raise UnsupportedModelError(
-            "PoC's forward pass changes chat's KV cache here: restart vLLM with another --attention-backend."
+            "PoC's forward pass fails on this server, and the worker's log says how: "
+            "start vLLM with a lower --gpu-memory-utilization, or serve another model."
         )
-    _log.info(
-        "PoC's small batches %s left %.1f GiB of chat's KV cache and scales unchanged; PoC uses the %s pass",
-        ", ".join(f"{shape.nonces} x {shape.seq_len}" for shape in parity_batches(plain.stage.limits)),
-        chat.nbytes / 2**30,
-        "plain" if runner is plain else "fused",
+    runner = fastest(plain)
+    changed = chat.changes(before, plain.stage.scratch_storages | runner.stage.scratch_storages)
+    if not adapter.ranks.agreed(not changed):
+        named = ", ".join(changed[:_NAMED]) or "on another rank"
+        raise UnsupportedModelError(
+            f"PoC's forward pass changes what chat's attention holds here ({named}): "
+            "restart vLLM with another --attention-backend."
+        )
+    runner.findings.append(
+        f"PoC left chat's KV cache and what attention holds as they were, in batches of {_batches(plain)} tokens."
     )
     return runner
 
@@ -157,11 +166,25 @@ def fastest(plain: PocModelRunner) -> PocModelRunner:
     """
     adapter = plain.stage.adapter
     if not adapter.ranks.agreed(_may_fuse(adapter)):
+        plain.findings.append("PoC computes with vLLM's own operations: it has no others for this device or attention.")
         return plain
     fused = _with_fused_pass(adapter, plain)
     if not adapter.ranks.agreed(fused is not None) or fused is None:
+        plain.findings.append(f"{_SLOWER} since it cannot prepare fused ones, and the worker's log says why.")
         return plain
-    return fused if _is_equal(fused, plain) else plain
+    reason = _inequality(fused, plain)
+    if reason is not None:
+        plain.findings.append(f"{_SLOWER} since {reason}.")
+        return plain
+    fused.findings.append(
+        f"PoC computes with fused operations: in batches of {_batches(plain)} tokens they gave what vLLM's own gave."
+    )
+    return fused
+
+
+def _batches(plain: PocModelRunner) -> str:
+    shapes = parity_batches(plain.stage.limits, plain.stage.adapter.borders)
+    return ", ".join(f"{shape.nonces} x {shape.seq_len}" for shape in shapes)
 
 
 def _may_fuse(adapter: ModelAdapter) -> bool:
@@ -175,7 +198,7 @@ def _may_fuse(adapter: ModelAdapter) -> bool:
         known = (attention.needs_no_cache, attention.rounds_in_cache, attention.is_compressed, recurrent.is_recurrent)
         return any(knows(layers) for knows in known)
     except Exception:
-        _log.exception("PoC computes without fused operations, and slower, since it does not know this attention")
+        _log.exception("PoC does not know this attention")
         return False
 
 
@@ -191,30 +214,27 @@ def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRu
         runner.memory.fixed = fused.fixed_bytes
         return runner
     except Exception:
-        _log.exception("PoC computes without fused operations, and slower, since it cannot prepare them")
+        _log.exception("PoC cannot prepare fused operations")
         return None
 
 
-def _is_equal(fused: PocModelRunner, plain: PocModelRunner) -> bool:
-    distances = _distances(fused, plain)
-    if distances is None:
-        return False
-    if plain.stage.adapter.ranks.agreed(is_equal(distances)):
-        return True
-    _log.warning("PoC computes without fused operations, and slower: with them results are %s away", distances)
-    return False
-
-
-def _distances(fused: PocModelRunner, plain: PocModelRunner) -> list[float] | None:
-    most = max(shape.tokens for shape in parity_batches(plain.stage.limits))
-    if stands_alone(plain.stage.adapter):
-        seen = seen_layers(plain.stage)
-        with fused.memory.learning(most):
-            return layer_differences(fused.stage, seen) if seen is not None else None
-    with fused.memory.learning(most):
-        found = hidden_states(fused.stage)
-    expected = hidden_states(plain.stage)
-    return differences(found, expected) if found is not None and expected is not None else None
+def _inequality(fused: PocModelRunner, plain: PocModelRunner) -> str | None:
+    """Return why the fused pass is not used, or None; the same on all ranks."""
+    stage, deadline = plain.stage, Deadline()
+    tolerances = Tolerances.of(stage.adapter.dtype, quantised=stage.adapter.is_quantised)
+    for shape in parity_batches(stage.limits, stage.adapter.borders):
+        called = f"a batch of {shape.nonces} x {shape.seq_len} tokens"
+        if deadline.passed(stage):
+            return f"{called} was not compared within {SECONDS} s"
+        with fused.memory.learning(shape.tokens):
+            found = compare(stage, fused.stage, shape)
+        if found is None:
+            return f"{called} fails with them, and the worker's log says how"
+        if not stage.adapter.ranks.agreed(found.is_equal(tolerances)):
+            if not found.is_equal(tolerances):
+                _log.warning("with fused operations, %s is %s away; allowed are %s", called, found, tolerances)
+            return f"{called} is further from vLLM's own than rounding makes it"
+    return None
 
 
 def _answer(call: Callable[[], T]) -> T | Failure:

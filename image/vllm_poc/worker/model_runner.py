@@ -33,13 +33,16 @@ class PocModelRunner:
         self.memory = Memory(adapter.device, adapter.chat_peak)
         self._warm_up = WarmUp(self.stage, self._graphs, self.memory)
         self._queue: BatchQueue | None = None
+        #: What was found out about this server before it computed for PoC, in sentences.
+        self.findings: list[str] = []
 
     @property
     def facts(self) -> ModelFacts:
         """The limits, and what this pass adds to them."""
         adapter, fused = self.stage.adapter, not isinstance(self.stage.pass_, PlainPass)
         facts: ModelFacts = {**self.stage.limits, "scratch_bytes": self.stage.scratch_bytes, "fused": fused}
-        return {**facts, "attention": adapter.attention_kernels, "experts": adapter.expert_kernels}
+        kernels = {"attention": adapter.attention_kernels, "experts": adapter.expert_kernels}
+        return {**facts, **kernels, "findings": self.findings}  # type: ignore[typeddict-item]
 
     def prepare(self, request: BatchRequest) -> Callable[[], BatchResult | None]:
         """Do what a rank can do alone; what is returned computes the request, together with all other ranks.
@@ -169,6 +172,11 @@ class Stage:
         self.tensors = RoundTensors(layers=len(adapter.layers), hidden=self._hidden, device=adapter.device)
         self._scratch = _scratch(adapter, limits) if pass_.needs_cache else None
         self._side = torch.cuda.Stream(adapter.device) if adapter.device.type == "cuda" else None
+
+    @property
+    def scratch_storages(self) -> set[int]:
+        """Addresses of the memory of the scratch cache."""
+        return self._scratch.storages if self._scratch is not None else set()
 
     @property
     def scratch_bytes(self) -> int:

@@ -21,6 +21,7 @@ FACTS = ModelFacts(
     stages=1,
     attention=["FakeAttention"],
     experts=[],
+    findings=["PoC computes by a formula."],
     refusal=None,
 )
 

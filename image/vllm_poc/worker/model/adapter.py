@@ -10,24 +10,24 @@ What else reads vLLM's internals is in this package and in `vllm_poc.worker.pass
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 
 from vllm_poc.worker.model.ranks import Ranks
-from vllm_poc.worker.model.scratch import BatchShape, UnsupportedModelError, cache_group
+from vllm_poc.worker.model.scratch import BatchShape, ChatMemory, UnsupportedModelError, cache_group
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     #: vLLM's own, whose two generations have the same attributes here.
@@ -41,8 +41,8 @@ _LAYER_PATHS = ("model.layers", "transformer.h", "layers")
 # Where other types of models keep them. The network's plugin looks for layers in the places above alone, so that no
 # layer of these is reflected, on any of the network's nodes.
 _UNREFLECTED = {"glm5_next": "language_model.model.layers", "glm5_next_text": "language_model.model.layers"}
-
-
+# Types of caches that hold keys and values as they are.
+_UNROUNDED = {"auto", "float16", "bfloat16"}
 # Types of models that choose the experts of some layers by token id, and for which the network gives nonces token ids.
 _ROUTED_BY_TOKEN = {"deepseek_v4"}
 
@@ -90,6 +90,12 @@ class ModelAdapter:
         #: Number of token ids if the model chooses experts by them, else None.
         self.vocabulary = token_vocabulary(runner.vllm_config.model_config)
         self._config = runner.vllm_config
+        # With async scheduling, vLLM's first model runner prepares a batch while copies of the last one's inputs are on
+        # their way, and this makes it wait for them: builders fill memory of the CPU that such copies read. The second
+        # one has memory for each batch. Both build in the thread that also runs PoC's calls, and on one stream.
+        self._input_prep: Callable[[], AbstractContextManager[None]] = getattr(
+            runner, "synchronize_input_prep", nullcontext
+        )
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -112,6 +118,29 @@ class ModelAdapter:
         return {name: layer for group in self.groups for name, layer in group.layers.items()}
 
     @property
+    def chat_memory(self) -> ChatMemory:
+        """What chat keeps for later tokens: that of all layers with a cache, also of a model that only drafts."""
+        context = self._config.compilation_config.static_forward_context
+        builders = {next(iter(group.layers)): group.builder for group in self.groups}
+        return ChatMemory({name: layer for name, layer in context.items() if hasattr(layer, "kv_cache")}, builders)
+
+    @property
+    def attention_modules(self) -> list[nn.Module]:
+        """Those of them that are called with queries, keys and values, and return what they make."""
+        return [layer for layer in self.attention_layers.values() if isinstance(layer, Attention)]
+
+    @property
+    def borders(self) -> frozenset[int]:
+        """Numbers of tokens behind which attention treats a sequence in another way: blocks, windows, chunks."""
+        return frozenset(border for group in self.groups for border in group.borders)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights, or the KV cache, are rounded to fewer bits than the model's dtype has."""
+        cache = self._config.cache_config.cache_dtype
+        return bool(self._config.model_config.quantization) or cache not in _UNROUNDED
+
+    @property
     def attention_kernels(self) -> list[str]:
         """Names of the classes that compute attention; those of another GPU or setting round differently."""
         return _class_names(getattr(layer, "impl", layer) for layer in self.attention_layers.values())
@@ -124,13 +153,17 @@ class ModelAdapter:
         return _class_names(kernel.impl.fused_experts for kernel in kernels if kernel is not None)
 
     def plan(self, shape: BatchShape) -> AttentionPlan:
-        """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own."""
+        """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own.
+
+        The builders are chat's, so this waits for chat's inputs as vLLM's next batch would, and that waits for these.
+        """
         positions = shape.positions(self.device)
         plan = AttentionPlan(shape, positions, {}, {})
-        for group in self.groups:
-            metadata, slot_mapping = group.plan(shape, positions)
-            plan.metadata.update(dict.fromkeys(group.layers, metadata))
-            plan.slot_mapping.update(dict.fromkeys(group.layers, slot_mapping))
+        with self._input_prep():
+            for group in self.groups:
+                metadata, slot_mapping = group.plan(shape, positions)
+                plan.metadata.update(dict.fromkeys(group.layers, metadata))
+                plan.slot_mapping.update(dict.fromkeys(group.layers, slot_mapping))
         return plan
 
     def forward(self, inputs: StageInputs, received: dict[str, Tensor], plan: AttentionPlan) -> StageOutput:

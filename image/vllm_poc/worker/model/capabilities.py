@@ -104,6 +104,7 @@ def model_facts(config: VllmConfig) -> ModelFacts:
         stages=config.parallel_config.pipeline_parallel_size,
         attention=[],
         experts=[],
+        findings=[],
         refusal=None,
     )
 

@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parity check: before a pass is used, it must give what vLLM's own gives for small batches."""
+"""The parity check: before a pass is used, it must give what vLLM's own gives for small batches.
+
+Two things are compared for each batch: the hidden states behind all layers, and what one attention layer of each kind
+makes of the same queries, keys and values. The first finds what is wrong anywhere; the second also what shows little
+behind the residual stream, such as tokens beyond a window.
+
+Lengths go beyond each sliding window, attention chunk and block of this server's caches, as far as its own limits
+allow. All of it takes at most `SECONDS`, and what was not compared by then is not used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,24 +25,53 @@ from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts, PassSpec
 from vllm_poc.wire.messages import Protocol as WireProtocol
 from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs, StageOutput
-from vllm_poc.worker.model.layer_subset import comparable, only
+from vllm_poc.worker.model.layer_subset import comparable, only, stands_alone
 from vllm_poc.worker.model.scratch import BatchShape
 from vllm_poc.worker.results import input_columns
 
 _log = get_logger(__name__)
 
-#: Sequences of a batch, and their lengths: short and long ones have other kernels.
-_NONCES, _LENGTHS = 4, (64, 128)
-#: Relative distance of two passes' hidden states. Rounding makes 0.02; a part that is left out or done twice, 1.
-_TOLERANCE = 0.2
+#: Seconds after which no further batch is begun. One batch is at most as large as chat's largest.
+SECONDS = 60
+#: Lengths of sequences, beside those beyond borders: short and long ones have other kernels.
+_LENGTHS = (64, 128)
+#: Sequences of a batch, fewer if they have more tokens than `_MANY`: at least two, of which one does not come first.
+_NONCES, _FEW_NONCES, _MANY = 4, 2, 512
+#: Relative distance of hidden states, in units of the dtype's epsilon. Rounding makes 3 of them (0.02 in bfloat16); a
+#: part that is left out or done twice, 128.
+_EPSILONS_OF_MODEL = 26
+#: The same for the outputs of one attention layer at each token. Rounding makes 1; other tokens, 50 and more.
+_EPSILONS_OF_ATTENTION = 8
 
 
-def parity_batches(limits: ModelFacts) -> list[BatchShape]:
-    """Return the batches to compare: none is larger than what the server, and thus the scratch cache, holds."""
+def parity_batches(limits: ModelFacts, borders: Collection[int] = ()) -> list[BatchShape]:
+    """Return the batches to compare: none is larger than what the server, and thus the scratch cache, holds.
+
+    Their sequences are twice as long as each of the ``borders``, so that half of the tokens are beyond it.
+    """
     tokens = limits["max_batch_tokens"]
     longest = min(tokens, limits["max_model_len"])
-    lengths = sorted({min(length, longest) for length in _LENGTHS})
-    return [BatchShape(min(_NONCES, limits["max_batch_nonces"], tokens // length), length) for length in lengths]
+    lengths = sorted({min(length, longest) for length in (*_LENGTHS, *(2 * border + 1 for border in borders))})
+    return [BatchShape(_nonces(limits, length), length) for length in lengths]
+
+
+def _nonces(limits: ModelFacts, length: int) -> int:
+    most = _NONCES if length <= _MANY else _FEW_NONCES
+    return min(most, limits["max_batch_nonces"], limits["max_batch_tokens"] // length)
+
+
+class Tolerances(NamedTuple):
+    """Largest relative distances of two passes that compute the same."""
+
+    model: float
+    attention: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *, quantised: bool) -> Tolerances:
+        """Return those of a dtype. What rounds to 8 bits or less in between is as far apart as bfloat16."""
+        # Matrix products on a GPU round to no less than these, whatever the dtype.
+        epsilon = max(torch.finfo(dtype).eps, torch.finfo(torch.bfloat16 if quantised else torch.float16).eps)
+        return cls(_EPSILONS_OF_MODEL * epsilon, _EPSILONS_OF_ATTENTION * epsilon)
 
 
 def _spec(seq_len: int) -> PassSpec:
@@ -67,13 +106,28 @@ class StageForward(Protocol):
         ...
 
 
-def hidden_states(stage: StageForward) -> list[Tensor] | None:
+class Deadline:
+    """When no further batch is begun, as all ranks see it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + SECONDS
+
+    def passed(self, stage: StageForward) -> bool:
+        """Wait for all ranks, and say whether it has passed for one."""
+        return not stage.adapter.ranks.agreed(self._clock() < self._end)
+
+
+def hidden_states(stage: StageForward, deadline: Deadline | None = None) -> list[Tensor] | None:
     """Return the hidden states of small batches, on all ranks together; none of them if another stage has them.
 
-    None if a rank failed, and thus all that share its stage.
+    None if a rank failed, and thus all. Those that come after the deadline are left out.
     """
-    found = []
-    for shape in parity_batches(stage.limits):
+    found: list[Tensor] = []
+    until = deadline or Deadline()
+    for shape in parity_batches(stage.limits, stage.adapter.borders):
+        if found and until.passed(stage):
+            return found
         succeeded, hidden = _through_all_stages(stage, shape)
         if not succeeded:
             return None
@@ -111,69 +165,97 @@ def _output(stage: StageForward, shape: BatchShape, received: dict[str, Tensor])
         return None
 
 
-class SeenLayer(NamedTuple):
-    """What a layer read, and the tensors that it made, ``[tokens, ...]`` each."""
+class Comparison(NamedTuple):
+    """How far two passes are apart for one batch, on this rank: relative distances, NaN where one is not finite.
 
-    read: tuple[Any, ...]
-    made: list[Tensor]
-
-
-def seen_layers(stage: StageForward) -> list[list[SeenLayer]] | None:
-    """Return what the first few layers read and make in small batches, on all ranks together; None if one failed."""
-    found = []
-    for shape in parity_batches(stage.limits):
-        with _seen(_first_layers(stage)) as seen:
-            succeeded, _ = _through_all_stages(stage, shape)
-        if not succeeded:
-            return None
-        found.append(seen)
-    return found
-
-
-def layer_differences(stage: StageForward, expected: Sequence[Sequence[SeenLayer]]) -> list[float] | None:
-    """Return the relative distances of what these layers make here of what they read there; None if a rank failed.
-
-    A difference is then the layer's alone. Behind several layers some tokens are at other experts for a last bit.
+    ``model`` are those of the hidden states, ``layers`` those of single layers with the same input, ``attention`` those
+    of single attention layers, of the token that is furthest apart.
     """
-    found = list[float]()
-    for shape, seen in zip(parity_batches(stage.limits), expected, strict=True):
-        with _fed(_first_layers(stage), seen) as distances:
-            succeeded, _ = _through_all_stages(stage, shape)
-        if not succeeded:
-            return None
-        found += distances
-    return found
+
+    model: list[float]
+    layers: list[float]
+    attention: list[float]
+
+    def is_equal(self, tolerances: Tolerances) -> bool:
+        """Whether both compute the same, as far as rounding allows."""
+        whole = all(distance <= tolerances.model for distance in (*self.model, *self.layers))  # NaN is not
+        return whole and all(distance <= tolerances.attention for distance in self.attention)
+
+
+def compare(plain: StageForward, fused: StageForward, shape: BatchShape) -> Comparison | None:
+    """Compute a batch with both, on all ranks together; None if a rank failed.
+
+    Where layers can be called one by one, they are compared so: behind several, some tokens are at other experts for a
+    last bit.
+    """
+    one_by_one = stands_alone(plain.adapter)
+    modules = _first_layers(plain) if one_by_one else _attention_kinds(plain)
+    with _seen(modules) as seen:
+        succeeded, expected = _through_all_stages(plain, shape)
+    if not succeeded:
+        return None
+    with _fed(modules, seen, differences if one_by_one else token_differences) as distances:
+        succeeded, _ = _through_all_stages(fused, shape)
+    distances += [math.nan] * (len(seen) - len(distances))  # which the pass went around
+    if not succeeded or one_by_one:
+        return Comparison([], distances, []) if succeeded else None
+    seen.clear()  # which takes memory
+    succeeded, found = _through_all_stages(fused, shape)
+    if not succeeded:
+        return None
+    model = differences([found.float()], [expected.float()]) if found is not None and expected is not None else []
+    return Comparison(model, [], distances)
 
 
 def _first_layers(stage: StageForward) -> list[nn.Module]:
     return [stage.adapter.own_layers[number] for number in comparable(stage.adapter)]
 
 
+def _attention_kinds(stage: StageForward) -> list[nn.Module]:
+    """Return one attention layer of each class and window: the first, before which least is rounded."""
+    kinds: dict[object, nn.Module] = {}
+    for layer in stage.adapter.attention_modules:
+        impl = getattr(layer, "impl", None)
+        kinds.setdefault((type(layer), type(impl), str(getattr(impl, "sliding_window", None))), layer)
+    return list(kinds.values())
+
+
+class SeenModule(NamedTuple):
+    """What a module read, and the tensors that it made, ``[tokens, ...]`` each."""
+
+    read: tuple[Any, ...]
+    made: list[Tensor]
+
+
 @contextmanager
-def _seen(layers: Sequence[nn.Module]) -> Iterator[list[SeenLayer]]:
-    found: list[SeenLayer] = []
+def _seen(modules: Sequence[nn.Module]) -> Iterator[dict[int, SeenModule]]:
+    found: dict[int, SeenModule] = {}
 
-    def begin(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        found.append(SeenLayer(_cloned(inputs), []))
+    def begin(number: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        found[number] = SeenModule(_cloned(inputs), [])
 
-    def end(_: nn.Module, _inputs: object, output: object) -> None:
-        found[-1].made.extend(_cloned(_tensors(output)))
+    def end(number: int, _: nn.Module, _inputs: object, output: object) -> None:
+        found[number].made.extend(_cloned(_tensors(output)))
 
-    with _hooked(layers, lambda _: begin, lambda _: end):
+    with _hooked(modules, lambda number: partial(begin, number), lambda number: partial(end, number)):
         yield found
 
 
 @contextmanager
-def _fed(layers: Sequence[nn.Module], seen: Sequence[SeenLayer]) -> Iterator[list[float]]:
+def _fed(
+    modules: Sequence[nn.Module],
+    seen: dict[int, SeenModule],
+    distances: Callable[[Sequence[Tensor], Sequence[Tensor]], list[float]],
+) -> Iterator[list[float]]:
     found: list[float] = []
 
     def begin(number: int, _: nn.Module, _inputs: object) -> tuple[Any, ...]:
         return _cloned(seen[number].read)
 
     def end(number: int, _: nn.Module, _inputs: object, output: object) -> None:
-        found.append(max(differences(_tensors(output), seen[number].made)))
+        found.append(max(distances(_tensors(output), seen[number].made)))
 
-    with _hooked(layers, lambda number: partial(begin, number), lambda number: partial(end, number)):
+    with _hooked(modules, lambda number: partial(begin, number), lambda number: partial(end, number)):
         yield found
 
 
@@ -202,6 +284,8 @@ def differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[flo
     return [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
 
 
-def is_equal(distances: Sequence[float]) -> bool:
-    """Whether two passes with these `differences` compute the same, as far as rounding allows."""
-    return all(distance <= _TOLERANCE for distance in distances)  # NaN is not
+def token_differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    """Return the largest relative distances of a token; NaN where one is not finite."""
+    pairs = [(one.flatten(1), other.flatten(1)) for one, other in zip(found, expected, strict=True)]
+    least = torch.finfo(torch.float32).tiny  # of tokens that are nothing but zeros
+    return [float(((one - other).norm(dim=1) / other.norm(dim=1).clamp_min(least)).max()) for one, other in pairs]

@@ -20,7 +20,8 @@ def layer(dtype: str, **changed: Any) -> Any:  # noqa: ANN401 - stands for vLLM'
     fields = {"attn_type": "decoder", "kv_cache_dtype": dtype} | changed
     impl = type(changed.get("named", "FlashAttentionImpl"), (), fields)()
     quantised = None if dtype in {"auto", "bfloat16", "float16"} else object()
-    return SimpleNamespace(impl=impl, query_quant=quantised, _k_scale=ONE, _v_scale=changed.get("scale", ONE))
+    kind = type(changed.get("kind", "Attention"), (SimpleNamespace,), {})
+    return kind(impl=impl, query_quant=quantised, _k_scale=ONE, _v_scale=changed.get("scale", ONE))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ def layer(dtype: str, **changed: Any) -> Any:  # noqa: ANN401 - stands for vLLM'
         ([layer("fp8", named="FlashInferImpl")], (False, False)),
         ([layer("auto"), layer("auto", named="TritonAttentionImpl")], (False, False)),
         ([layer("fp8", attn_type="encoder_only")], (False, False)),
+        ([layer("auto"), layer("auto", kind="ChunkedLocalAttention")], (False, False)),
         ([], (False, False)),
     ],
 )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -30,34 +32,70 @@ ONE_RANK = SimpleNamespace(
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Runners with the plain pass and the fused one, and the hidden states of each."""
+    """Runners with the plain pass and the fused one, and how far they are apart."""
     from vllm_poc.worker import extension  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.memory import Memory  # noqa: PLC0415
     from vllm_poc.worker.passes import attention  # noqa: PLC0415
+    from vllm_poc.worker.passes.parity_check import Comparison  # noqa: PLC0415
 
-    adapter = SimpleNamespace(device=torch.device("cuda"), ranks=SimpleNamespace(agreed=bool), attention_layers={})
-    plain = SimpleNamespace(stage=SimpleNamespace(adapter=adapter, limits=LIMITS))
-    fused = SimpleNamespace(stage=object(), memory=Memory(torch.device("cpu")))
-    ways = SimpleNamespace(
-        plain=plain, fused=fused, expected=[ONES, ONES], found=[ONES, ONES], fastest=extension.fastest
+    adapter = SimpleNamespace(
+        device=torch.device("cuda"),
+        ranks=SimpleNamespace(agreed=bool),
+        attention_layers={},
+        borders=(),
+        dtype=torch.bfloat16,
+        is_quantised=False,
     )
+    plain = SimpleNamespace(stage=SimpleNamespace(adapter=adapter, limits=LIMITS), findings=[])
+    fused = SimpleNamespace(stage=object(), memory=Memory(torch.device("cpu")), findings=[])
+    ways = SimpleNamespace(
+        plain=plain, fused=fused, model=0.0, attention=0.0, fails=False, fastest=extension.fastest, compared=[]
+    )
+
+    def compare(_plain: object, _fused: object, shape: tuple[int, int]) -> Comparison | None:
+        ways.compared.append(shape)
+        return None if ways.fails else Comparison([ways.model], [], [ways.attention])
+
     monkeypatch.setattr(extension, "_with_fused_pass", lambda *_: fused)
-    monkeypatch.setattr(extension, "hidden_states", lambda stage: ways.found if stage is fused.stage else ways.expected)
-    monkeypatch.setattr(extension, "stands_alone", lambda _: False)
+    monkeypatch.setattr(extension, "compare", compare)
     monkeypatch.setattr(attention, "needs_no_cache", lambda _: True)
     return ways
 
 
-@pytest.mark.parametrize("found", [[ONES, ONES], [ONES, 1.1 * ONES]])
-def test_what_gives_the_same_is_chosen(ways: Any, found: list[Tensor]) -> None:  # noqa: ANN401 - a namespace
-    ways.found = found
+@pytest.mark.parametrize("apart", [{}, {"model": 0.15}, {"attention": 0.03}])
+def test_what_gives_the_same_is_chosen(ways: Any, apart: dict[str, float]) -> None:  # noqa: ANN401 - a namespace
+    vars(ways).update(apart)
     assert ways.fastest(ways.plain) is ways.fused
+    assert ways.fused.findings == [
+        "PoC computes with fused operations: in batches of 4 x 64, 4 x 128 tokens they gave what vLLM's own gave."
+    ]
 
 
-@pytest.mark.parametrize("found", [[ONES, 2 * ONES], [ONES, torch.nan * ONES], [torch.nan * ONES, ONES], None])
-def test_what_does_not_is_not(ways: Any, found: list[Tensor] | None) -> None:  # noqa: ANN401
-    ways.found = found
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("apart", [{"model": 0.3}, {"model": NAN}, {"attention": 0.1}, {"attention": NAN}])
+def test_what_does_not_is_not(ways: Any, apart: dict[str, float]) -> None:  # noqa: ANN401
+    vars(ways).update(apart)
     assert ways.fastest(ways.plain) is ways.plain
+    assert len(ways.compared) == 1
+    (finding,) = ways.plain.findings
+    assert "slower, since a batch of 4 x 64 tokens is further from vLLM's own than rounding makes it" in finding
+
+
+def test_what_fails_is_not_chosen(ways: Any) -> None:  # noqa: ANN401
+    ways.fails = True
+    assert ways.fastest(ways.plain) is ways.plain
+    assert "fails with them, and the worker's log says how" in ways.plain.findings[0]
+
+
+def test_what_was_not_compared_in_time_is_not_chosen(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
+    from vllm_poc.worker.passes import parity_check  # noqa: PLC0415 - needs vLLM
+
+    monkeypatch.setattr(parity_check, "SECONDS", -1)
+    assert ways.fastest(ways.plain) is ways.plain
+    assert "a batch of 4 x 64 tokens was not compared within" in ways.plain.findings[0]
+    assert ways.compared == []
 
 
 def test_attention_of_another_form_is_left_to_vllm(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
@@ -99,28 +137,170 @@ def a_stage(*scales: int) -> Any:  # noqa: ANN401
     return SimpleNamespace(adapter=adapter, limits=LIMITS, **parts)
 
 
+def shared(stage: Any, *scales: int) -> Any:  # noqa: ANN401
+    """Return a stage that computes by the same layers, which meanwhile have other scales, as a pass patches them."""
+    own = [layer.scale for layer in stage.adapter.own_layers]
+    forward = stage.forward
+
+    def patched(*arguments: Any) -> Tensor:  # noqa: ANN401
+        try:
+            for layer, scale in zip(stage.adapter.own_layers, scales, strict=True):
+                layer.scale = scale
+            return forward(*arguments)
+        finally:
+            for layer, scale in zip(stage.adapter.own_layers, own, strict=True):
+                layer.scale = scale
+
+    return SimpleNamespace(**{**vars(stage), "forward": patched})
+
+
+def compared(plain: Any, fused: Any, seq_len: int = 64) -> Any:  # noqa: ANN401
+    from vllm_poc.worker.model.scratch import BatchShape  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.passes.parity_check import compare  # noqa: PLC0415
+
+    return compare(plain, fused, BatchShape(2, seq_len))
+
+
 def test_a_layer_is_compared_by_what_it_makes_of_the_same_input() -> None:
-    from vllm_poc.worker.model.layer_subset import stands_alone  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.passes.parity_check import layer_differences, seen_layers  # noqa: PLC0415
-
-    plain, fused = a_stage(2, 3, 5), a_stage(2, 4, 5)
-    assert stands_alone(plain.adapter)
-    seen = seen_layers(plain)
-    assert seen is not None
-    found = layer_differences(fused, seen)
-    assert found == pytest.approx([0, 1 / 3, 0] * 2)
-    assert layer_differences(plain, seen) == [0] * 6
+    plain = a_stage(2, 3, 5)
+    assert compared(plain, shared(plain, 2, 4, 5)).layers == pytest.approx([0, 1 / 3, 0])
+    assert compared(plain, plain).layers == [0] * 3
 
 
-def test_layers_are_not_compared_if_a_rank_failed() -> None:
-    from vllm_poc.worker.passes.parity_check import layer_differences, seen_layers  # noqa: PLC0415 - needs vLLM
-
+def test_passes_are_not_compared_if_a_rank_failed() -> None:
     plain, failing = a_stage(2, 3), a_stage(2, 3)
     failing.forward = None
-    assert seen_layers(failing) is None
-    seen = seen_layers(plain)
-    assert seen is not None
-    assert layer_differences(failing, seen) is None
+    assert compared(failing, plain) is None
+    assert compared(plain, failing) is None
+
+
+class WindowedAttention(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Attention with equal weights over the tokens of a window, and what patches may set: whether it has one."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.impl = SimpleNamespace(sliding_window=window)
+        self.window: int | None = window
+
+    def forward(self, values: Tensor) -> Tensor:
+        tokens = torch.arange(len(values))
+        seen = tokens[:, None] >= tokens
+        if self.window is not None:
+            seen &= tokens[:, None] - tokens < self.window
+        return (seen / seen.sum(dim=1, keepdim=True)) @ values
+
+
+WINDOW = 300
+#: How much of the output is attention's: little, as behind a large residual.
+SHARE = 0.01
+
+
+def a_windowed_stage(**limits: int) -> Any:  # noqa: ANN401
+    """Return a stage of one sequence with such attention behind a residual."""
+    attention = WindowedAttention(WINDOW)
+
+    def forward(spec: Any, _inputs: object, _received: object, _nonces: int) -> Tensor:  # noqa: ANN401
+        values = torch.randn(spec.seq_len, 64, generator=torch.Generator().manual_seed(spec.seq_len))
+        return (values + SHARE * attention(values))[-1:]
+
+    adapter = SimpleNamespace(
+        model=torch.nn.Module(),
+        stack=None,
+        own_layers=[],
+        attention_modules=[attention],
+        ranks=ONE_RANK,
+        device=CPU,
+        borders={WINDOW},
+        dtype=torch.bfloat16,
+        is_quantised=False,
+    )
+    parts = {"load": lambda *_: None, "inputs": lambda *_: None, "forward": forward}
+    return SimpleNamespace(adapter=adapter, limits={**LIMITS, **limits}, attention=attention, **parts)
+
+
+def without_window(plain: Any) -> Any:  # noqa: ANN401
+    """Return the same stage with a pass that forgets the window."""
+
+    def forward(*arguments: Any) -> Tensor:  # noqa: ANN401
+        plain.attention.window = None
+        try:
+            return plain.forward(*arguments)
+        finally:
+            plain.attention.window = WINDOW
+
+    return SimpleNamespace(**{**vars(plain), "forward": forward})
+
+
+def test_a_pass_that_is_wrong_only_beyond_the_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_poc.worker import extension  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.memory import Memory  # noqa: PLC0415
+    from vllm_poc.worker.passes.parity_check import Tolerances  # noqa: PLC0415
+
+    stage = a_windowed_stage()
+    wrong = without_window(stage)
+    tolerances = Tolerances.of(torch.bfloat16, quantised=False)
+    for seq_len in (64, 128, WINDOW):
+        assert compared(stage, wrong, seq_len).is_equal(tolerances), "up to the window it is right"
+    beyond = compared(stage, wrong, 2 * WINDOW + 1)
+    assert not beyond.is_equal(tolerances)
+    assert beyond.model[0] <= tolerances.model, "behind the residual it hardly shows"
+
+    monkeypatch.setattr(extension, "_may_fuse", lambda _: True)
+    runners = [SimpleNamespace(stage=found, findings=[], memory=Memory(CPU)) for found in (stage, wrong)]
+    plain, fused = runners
+    monkeypatch.setattr(extension, "_with_fused_pass", lambda *_: fused)
+    assert extension.fastest(plain) is plain  # type: ignore[arg-type, comparison-overlap]
+    assert f"a batch of 2 x {2 * WINDOW + 1} tokens is further from vLLM's own" in plain.findings[0]
+    fused.stage = stage
+    assert extension.fastest(plain) is fused  # type: ignore[arg-type, comparison-overlap]
+
+
+def test_attention_that_a_pass_goes_around_does_not_count_as_equal() -> None:
+    from vllm_poc.worker.passes.parity_check import Tolerances  # noqa: PLC0415 - needs vLLM
+
+    stage = a_windowed_stage()
+    around = SimpleNamespace(**{**vars(stage), "forward": lambda *_: torch.zeros(1, 64)})
+    assert not compared(stage, around).is_equal(Tolerances(10.0, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("borders", "limits", "expected"),
+    [
+        ((), {}, [(4, 64), (4, 128)]),
+        ((16, 1024), {}, [(4, 33), (4, 64), (4, 128), (2, 2049)]),
+        ((1024,), {"max_model_len": 1500}, [(4, 64), (4, 128), (2, 1500)]),
+        ((1024,), {"max_batch_tokens": 2048}, [(4, 64), (4, 128), (1, 2048)]),
+        ((8192,), {}, [(4, 64), (4, 128), (2, 4096)]),
+    ],
+)
+def test_lengths_go_beyond_each_border_within_the_limits(
+    borders: tuple[int, ...], limits: dict[str, int], expected: list[tuple[int, int]]
+) -> None:
+    from vllm_poc.worker.passes.parity_check import parity_batches  # noqa: PLC0415 - needs vLLM
+
+    found: Any = {**LIMITS, **limits}
+    assert parity_batches(found, borders) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantised", "model"),
+    [("bfloat16", False, 0.203), ("float16", False, 0.0254), ("float16", True, 0.203), ("float32", False, 0.0254)],
+)
+def test_tolerances_follow_from_the_dtype(dtype: str, quantised: bool, model: float) -> None:
+    from vllm_poc.worker.passes.parity_check import Tolerances  # noqa: PLC0415 - needs vLLM
+
+    found = Tolerances.of(getattr(torch, dtype), quantised=quantised)
+    assert found == pytest.approx((model, model * 8 / 26), rel=0.01)
+
+
+def test_batches_end_when_their_time_is_over() -> None:
+    from vllm_poc.worker.passes.parity_check import SECONDS, Deadline, hidden_states  # noqa: PLC0415 - needs vLLM
+
+    stage, batches = a_stage_that_writes()
+    now = iter([0.0, SECONDS + 1.0])
+    found = hidden_states(stage, Deadline(lambda: next(now)))
+    assert found is not None
+    assert len(found) == len(batches) == 1
 
 
 BLOCK, WIDTH, HIDDEN = 16, 2, 8
@@ -134,11 +314,19 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
     from vllm_poc.worker.passes.plain import PlainPass  # noqa: PLC0415
 
     layer: Any = SimpleNamespace(kv_cache=torch.zeros(64, BLOCK, WIDTH))
-    builder: Any = SimpleNamespace(build=lambda **_: SimpleNamespace())
+    builder: Any = SimpleNamespace(
+        build=lambda **_: SimpleNamespace(),
+        max_len_tensor=torch.full((3,), 7),
+        arange_buffer=torch.arange(5),
+        decode_lens_buffer=torch.zeros(5),
+    )
     group = CacheGroup({"layers.0.attn": layer}, builder, block_dim=0, block_size=BLOCK, page_bytes=0)
     batches: list[tuple[int, int]] = []
 
-    layer.impl = SimpleNamespace(_k_scale_cache=torch.zeros(5), _workspace=torch.zeros(5))
+    layer.impl = SimpleNamespace(
+        _k_scale_cache=torch.zeros(5), _workspace=torch.zeros(5), views=[torch.zeros(5)], sliding_window=-1
+    )
+    drafter: Any = SimpleNamespace(kv_cache=torch.zeros(4))
 
     def forward(inputs: Any, _received: object, plan: Any) -> Tensor:  # noqa: ANN401
         batches.append(tuple(plan.shape))
@@ -158,11 +346,18 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
         vocabulary=None,
         reflects=False,
         ranks=ONE_RANK,
+        borders=frozenset({BLOCK}),
+        _input_prep=nullcontext,
         forward=forward,
     )
     adapter.plan = lambda shape: ModelAdapter.plan(adapter, shape)
+    context = {**group.layers, "draft.attn": drafter, "experts": object()}
+    adapter._config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    adapter.chat_memory = ModelAdapter.chat_memory.fget(adapter)  # type: ignore[attr-defined]
     facts: Any = {**LIMITS, "hidden_size": HIDDEN, **limits}
-    return Stage(adapter, facts, PlainPass(adapter)), batches
+    stage: Any = Stage(adapter, facts, PlainPass(adapter))
+    stage.drafter = drafter
+    return stage, batches
 
 
 @pytest.mark.parametrize(
@@ -205,27 +400,79 @@ def test_a_pass_that_leaves_chats_memory_alone_is_used() -> None:
     from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
 
     stage, batches = a_stage_that_writes()
-    runner: Any = SimpleNamespace(stage=stage)
+    runner: Any = SimpleNamespace(stage=stage, findings=[])
     (layer,) = stage.adapter.attention_layers.values()
     own = layer.kv_cache
-    _then(stage.adapter, lambda: layer.impl._workspace.add_(1.0))
+    builder = stage.adapter.groups[0].builder
+    _then(stage.adapter, lambda: (layer.impl._workspace.add_(1.0), builder.decode_lens_buffer.add_(1.0)))
     assert harmless(runner) is runner
     assert batches, "it has run"
     assert layer.kv_cache is own
     assert not own.any()
 
 
-@pytest.mark.parametrize("place", ["kv_cache", "scales"])
-def test_a_pass_that_writes_into_chats_memory_is_refused(place: str) -> None:
+#: What chat reads again, by its name in the refusal.
+KEPT: dict[str, Any] = {
+    "attn kv_cache": lambda layer, _: layer.kv_cache,
+    "attn impl._k_scale_cache": lambda layer, _: layer.impl._k_scale_cache,
+    "attn impl.views.0": lambda layer, _: layer.impl.views[0],
+    "attn builder.max_len_tensor": lambda _, builder: builder.max_len_tensor,
+    "attn builder.arange_buffer": lambda _, builder: builder.arange_buffer,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_pass_that_writes_into_chats_memory_is_refused(name: str) -> None:
     from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
 
     stage, _ = a_stage_that_writes()
     (layer,) = stage.adapter.attention_layers.values()
-    memory = {"kv_cache": layer.kv_cache, "scales": layer.impl._k_scale_cache}[place]
-    _then(stage.adapter, lambda: memory.flatten()[-1:].add_(2.0**-20))
-    with pytest.raises(UnsupportedModelError, match="changes chat's KV cache here: restart vLLM"):
-        harmless(SimpleNamespace(stage=stage))  # type: ignore[arg-type]
+    memory = KEPT[name](layer, stage.adapter.groups[0].builder)
+    _then(stage.adapter, lambda: memory.flatten()[-1:].add_(1))
+    with pytest.raises(UnsupportedModelError, match=rf"holds here \(layers.0.{re.escape(name)}\): restart vLLM"):
+        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+
+
+def test_a_pass_that_writes_into_the_cache_of_a_layer_that_is_none_of_its_own_is_refused() -> None:
+    """As of a model that only drafts for speculative decoding."""
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    _then(stage.adapter, lambda: stage.drafter.kv_cache.add_(1))
+    with pytest.raises(UnsupportedModelError, match=r"\(draft.attn kv_cache\)"):
+        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+
+
+def test_words_that_change_places_show() -> None:
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    (layer,) = stage.adapter.attention_layers.values()
+    layer.kv_cache.view(-1)[:4] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    own = layer.kv_cache
+    _then(stage.adapter, lambda: own.view(-1)[:4].copy_(torch.tensor([3.0, 4.0, 1.0, 2.0])))
+    with pytest.raises(UnsupportedModelError, match="attn kv_cache"):
+        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "refused"), [("_late", True), ("_own", False)])
+def test_a_view_of_the_scratch_cache_that_attention_keeps_is_refused(name: str, refused: bool) -> None:
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    (layer,) = stage.adapter.attention_layers.values()
+    made = {"_late": lambda: layer.kv_cache[1:2], "_own": lambda: torch.zeros(3)}
+    _then(stage.adapter, lambda: setattr(layer.impl, name, made[name]()))
+    runner: Any = SimpleNamespace(stage=stage, findings=[])
+    if not refused:
+        assert harmless(runner) is runner
+        return
+    with pytest.raises(UnsupportedModelError, match=r"\(layers.0.attn impl._late\)"):
+        harmless(runner)
 
 
 def _then(adapter: Any, do: Any) -> None:  # noqa: ANN401
