@@ -75,7 +75,10 @@ async def test_results_wait_while_the_gateway_refuses_the_password_and_a_repeate
     field = "url" if "params" in body else "callback_url"
     order = body | SLOT | {"round_id": "r1"}
     await pod.start(order | {field: with_password(receiver.url)})
-    status = await pod.reach(lambda s: s.callback_unauthorized)
+    await pod.reach(lambda s: s.callback_unauthorized)
+    refused = receiver.attempts
+    # For longer than another receiver is waited for.
+    status = await pod.reach(lambda s: s.callback_unauthorized and receiver.attempts > refused + 10)
     assert (status.delivered_index, status.delivered_rejected) == (0, 0)
     assert status.delivery_error == f"{receiver.url}/generated: HTTP 401"
     again = await pod.start(order | {field: with_password(receiver.url, "another")})

@@ -113,6 +113,19 @@ async def test_what_is_refused_for_a_moment_is_delivered(pod: Pod, receiver: Cal
     assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
 
 
+@pytest.mark.parametrize("other", [503, 0], ids=["fails", "silence"])
+async def test_a_receiver_that_is_away_has_not_refused_meanwhile(
+    pod: Pod, receiver: CallbackReceiver, other: int
+) -> None:
+    """As when a receiver's ingress comes before it and goes behind it."""
+    away = 12  # of at most 0.05 s each: longer than REFUSED_SECONDS
+    receiver.faults = [404, *[other] * away, 404]
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert (status.rejected, status.delivered_valid) == (0, 100)
+    assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
+
+
 async def test_a_refusal_that_lasts_is_final_until_something_is_accepted(pod: Pod, receiver: CallbackReceiver) -> None:
     receiver.answer = 404
     await pod.start(ARTIFACT | SLOT | {"url": receiver.url})

@@ -74,6 +74,8 @@ BAD_GENERATES: list[tuple[dict[str, Any], str]] = [
     (GENERATE | {"stat_test": {"dist_threshold": "NaN"}}, "stat_test.dist_threshold"),
     (GENERATE | {"stat_test": {"p_value_threshold": -1}}, "stat_test.p_value_threshold"),
     (GENERATE | {"callback_url": "ftp://host/x"}, "callback_url"),
+    (GENERATE | {"callback_url": "http://host/x#y"}, "callback_url: has a fragment (#y)"),
+    (GENERATE | {"url": "http://host/x?y=z"}, "url: has a query (?y=z)"),
 ]
 
 

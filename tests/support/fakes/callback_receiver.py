@@ -11,7 +11,7 @@ from aiohttp import web
 
 
 class CallbackReceiver:
-    """Keeps accepted payloads. ``faults`` are the answers to the next posts; then comes ``answer``.
+    """Keeps accepted payloads. ``faults`` are the answers to the next posts, 0 for none; then comes ``answer``.
 
     A payload with one of the ``bad`` nonces is answered 400 as a whole, as the network does. With a ``password`` a post
     that does not have it is answered 401 with this ``challenge``.
@@ -44,6 +44,10 @@ class CallbackReceiver:
         payload = await request.json()
         await asyncio.sleep(self.delay)
         status = self.faults.pop(0) if self.faults else self.answer
+        if not status:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
         if self.bad.intersection(payload_nonces(payload)):
             status = 400
         if status // 100 == 2:

@@ -114,6 +114,8 @@ class Poster(Generic[T]):
         pause = self._settings.retry_first_seconds
         while True:
             status = await self._attempt(body)
+            if status not in _PASSING_FOR_A_WHILE:
+                self._turned_away = None
             if status in _SUCCESS or (status in _CLIENT_ERRORS and not self._may_pass(status)):
                 return self._judge(status, len(items))
             metrics.CALLBACKS.labels("failed").inc()
@@ -153,8 +155,6 @@ class Poster(Generic[T]):
         return status
 
     def _judge(self, status: int, count: int) -> Outcome:
-        if status not in _PASSING_FOR_A_WHILE:
-            self._turned_away = None
         if status in _SUCCESS:
             self.error, self._refused_in_a_row = None, 0
             metrics.CALLBACKS.labels("accepted").inc()
