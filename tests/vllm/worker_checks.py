@@ -23,6 +23,11 @@ class CheckingExtension(PocWorkerExtension):
             digest.update(cache.contiguous().view(torch.uint8).cpu().numpy())
         return digest.hexdigest()
 
+    def poc_test_held(self) -> dict[str, list[int]]:
+        """Return a checksum and the address of each tensor that chat's attention holds, by name."""
+        held = self._poc().stage.adapter.chat_memory.held()
+        return {name: [part.address, hash(part.sums)] for name, part in held.items()}
+
     def poc_test_cache_sums(self) -> list[tuple[int, int]]:
         """Return two sums over the memory of chat's caches, in integers, one of them by place.
 

@@ -17,7 +17,7 @@ from vllm_poc.worker.model.capabilities import (
     unproven,
 )
 from vllm_poc.worker.model.ranks import OtherRankError, Ranks
-from vllm_poc.worker.model.scratch import ChatMemory, UnsupportedModelError
+from vllm_poc.worker.model.scratch import UnsupportedModelError
 from vllm_poc.worker.model_runner import PocModelRunner
 from vllm_poc.worker.passes.parity_check import (
     SECONDS,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+#: Tensors that are named in a refusal.
+_NAMED = 3
 _SLOWER = "PoC computes with vLLM's own operations, and slower,"
 
 T = TypeVar("T")
@@ -136,19 +138,24 @@ def harmless(plain: PocModelRunner) -> PocModelRunner:
         # On a CPU, ranks that wait in a collective would never learn that another one has failed.
         plain.findings.append("PoC has not checked that it leaves chat's KV cache alone: several ranks share CPUs.")
         return plain
-    chat = ChatMemory(adapter.attention_layers.values())
-    before = chat.checksums()
+    chat = adapter.chat_memory
+    before = chat.held()
     if hidden_states(plain.stage) is None:
         raise UnsupportedModelError(
             "PoC's forward pass fails on this server, and the worker's log says how: "
             "start vLLM with a lower --gpu-memory-utilization, or serve another model."
         )
     runner = fastest(plain)
-    if not adapter.ranks.agreed(chat.checksums() == before):
+    changed = chat.changes(before, plain.stage.scratch_storages | runner.stage.scratch_storages)
+    if not adapter.ranks.agreed(not changed):
+        named = ", ".join(changed[:_NAMED]) or "on another rank"
         raise UnsupportedModelError(
-            "PoC's forward pass changes chat's KV cache here: restart vLLM with another --attention-backend."
+            f"PoC's forward pass changes what chat's attention holds here ({named}): "
+            "restart vLLM with another --attention-backend."
         )
-    runner.findings.append(f"PoC left chat's KV cache and scales as they were in batches of {_batches(plain)} tokens.")
+    runner.findings.append(
+        f"PoC left chat's KV cache and what attention holds as they were, in batches of {_batches(plain)} tokens."
+    )
     return runner
 
 

@@ -174,6 +174,11 @@ class Stage:
         self._side = torch.cuda.Stream(adapter.device) if adapter.device.type == "cuda" else None
 
     @property
+    def scratch_storages(self) -> set[int]:
+        """Addresses of the memory of the scratch cache."""
+        return self._scratch.storages if self._scratch is not None else set()
+
+    @property
     def scratch_bytes(self) -> int:
         """Device memory of the scratch cache, in bytes; 0 if no layer needs one."""
         return self._scratch.nbytes if self._scratch is not None else 0

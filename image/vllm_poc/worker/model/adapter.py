@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 
 from vllm_poc.worker.model.ranks import Ranks
-from vllm_poc.worker.model.scratch import BatchShape, UnsupportedModelError, cache_group
+from vllm_poc.worker.model.scratch import BatchShape, ChatMemory, UnsupportedModelError, cache_group
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -116,6 +116,13 @@ class ModelAdapter:
     def attention_layers(self) -> dict[str, Attention]:
         """All attention layers of this stage, by vLLM's name."""
         return {name: layer for group in self.groups for name, layer in group.layers.items()}
+
+    @property
+    def chat_memory(self) -> ChatMemory:
+        """What chat keeps for later tokens: that of all layers with a cache, also of a model that only drafts."""
+        context = self._config.compilation_config.static_forward_context
+        builders = {next(iter(group.layers)): group.builder for group in self.groups}
+        return ChatMemory({name: layer for name, layer in context.items() if hasattr(layer, "kv_cache")}, builders)
 
     @property
     def attention_modules(self) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,8 +37,8 @@ _STATE_BLOCKS = 2
 
 #: Where specifications of caches and layers keep behind how many tokens they look no further back.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-#: Bytes of an int64, and how many are summed at a time.
-_WORD, _WORDS = 8, 2**24
+#: Bytes of an int64, how many are summed at a time, and by how many places.
+_WORD, _WORDS, _COLUMNS = 8, 2**24, 1024
 
 
 class UnsupportedModelError(Exception):
@@ -195,6 +195,11 @@ class ScratchCache:
         return self._tensors[form]
 
     @property
+    def storages(self) -> set[int]:
+        """Addresses of the memory of the scratch."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
+
+    @property
     def nbytes(self) -> int:
         """Device memory that the scratch takes, in bytes."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors.values())
@@ -224,41 +229,87 @@ class ScratchCache:
                 layer.kv_cache = cache
 
 
+class Held(NamedTuple):
+    """Where a tensor is, which storage it is a view of, and sums over that; None if it holds nothing for later."""
+
+    address: int
+    storage: int
+    sums: tuple[int, ...] | None
+
+
 class ChatMemory:
-    """What chat keeps for later tokens: KV caches, and what attention holds beside them, such as views of scales."""
+    """What chat keeps for later tokens: KV caches, and the tensors that attention and its metadata builders hold."""
 
-    #: Parts of names of tensors that hold nothing from one forward pass to the next.
-    _PASSING = ("workspace", "buffer")
+    #: Parts of names of tensors that are written anew for each batch, or within one.
+    _PASSING = (
+        *("workspace", "buf", "scheduler_metadata", "num_splits", "paged_kv", "persistent_", "softmax_segm"),
+        *("per_token", "token_to_req", "decode_swa", "is_valid_token", "context_", "query_", "_cpu", "spec_"),
+        *("state_indices", "num_accepted", "block_idx", "with_sink", "topk_indices", "scratch"),
+    )
+    #: Tensors with such a name that are made once and only read.
+    _CONSTANT = frozenset({"offsets_buffer", "arange_buffer", "cu_seqlens_q_buffer"})
 
-    def __init__(self, layers: Iterable[Attention]) -> None:
-        self._memories: dict[int, Tensor] = {}
-        for layer in layers:
-            held = [value for name, value in self._named(layer) if isinstance(value, Tensor) and value.numel()]
-            for tensor in (*_tensors(layer.kv_cache), *held):
-                self._memories[tensor.untyped_storage().data_ptr()] = tensor
+    def __init__(self, layers: Mapping[str, object], builders: Mapping[str, object]) -> None:
+        self._layers = layers
+        self._builders = builders
 
-    def _named(self, layer: Attention) -> Iterator[tuple[str, object]]:
-        impl = getattr(getattr(layer, "impl", None), "__dict__", {})
-        yield from ((name, value) for name, value in impl.items() if not any(part in name for part in self._PASSING))
-        own = {**vars(layer), **vars(layer).get("_buffers", {})}
-        yield from ((name, value) for name, value in own.items() if "scale" in name)
+    def held(self) -> dict[str, Held]:
+        """Return what is held now, by name."""
+        known: dict[int, tuple[int, ...]] = {}  # layers may share memory
+        return {
+            name: self._seen(tensor, known, passing=self._is_passing(name))
+            for name, tensor in self._named()
+            if tensor.numel()
+        }
 
-    @property
-    def nbytes(self) -> int:
-        """How much memory that is, in bytes."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._memories.values())
+    def changes(self, before: Mapping[str, Held], foreign: Collection[int]) -> list[str]:
+        """Return the names of what is not as it was ``before``, or is a view of one of the ``foreign`` storages."""
+        now = self.held()
+        changed = [name for name, held in before.items() if now.get(name) != held]
+        return changed + [name for name, held in now.items() if name not in before and held.storage in foreign]
 
-    def checksums(self) -> list[list[int]]:
-        """Return sums over all of it, which differ if one word has changed."""
-        return [_checksums(tensor) for tensor in self._memories.values()]
+    @staticmethod
+    def _seen(tensor: Tensor, known: dict[int, tuple[int, ...]], *, passing: bool) -> Held:
+        storage = tensor.untyped_storage().data_ptr()
+        if not passing and storage not in known:
+            known[storage] = _checksums(tensor)
+        return Held(tensor.data_ptr(), storage, None if passing else known[storage])
+
+    def _is_passing(self, name: str) -> bool:
+        own = name.rpartition(" ")[2]
+        return self._CONSTANT.isdisjoint(own.split(".")) and any(part in own for part in self._PASSING)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for name, layer in self._layers.items():
+            parts = {**vars(layer), **vars(layer).get("_buffers", {})}
+            yield from _tensors_of(f"{name} ", parts)
+            yield from _tensors_of(f"{name} impl.", getattr(getattr(layer, "impl", None), "__dict__", {}))
+        for name, builder in self._builders.items():
+            yield from _tensors_of(f"{name} builder.", vars(builder))
 
 
-def _checksums(tensor: Tensor) -> list[int]:
-    """Return sums over the whole memory behind a tensor; of integers, so that none is lost in rounding."""
+def _tensors_of(prefix: str, parts: Mapping[str, object], depth: int = 2) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among these parts, also those in lists and dictionaries, with their names."""
+    for name, value in parts.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif depth and isinstance(value, list | tuple | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from _tensors_of(f"{prefix}{name}.", {str(key): item for key, item in items}, depth - 1)
+
+
+def _checksums(tensor: Tensor) -> tuple[int, ...]:
+    """Return sums over the whole memory behind a tensor; of integers, so that none is lost in rounding.
+
+    A word counts by its place among `_COLUMNS`, so that words which change places show, too.
+    """
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    whole = len(memory) // _WORD * _WORD
-    parts = (*memory[:whole].view(torch.int64).split(_WORDS), memory[whole:])
-    return [int(value) for value in torch.stack([part.sum() for part in parts]).tolist()]
+    whole = len(memory) // (_WORD * _COLUMNS) * (_WORD * _COLUMNS)
+    weights = 2 * torch.arange(_COLUMNS, device=tensor.device) + 1
+    parts = [part.view(-1, _COLUMNS).sum(dim=0) for part in memory[:whole].view(torch.int64).split(_WORDS)]
+    rest = memory[whole:].long()
+    sums = [(part * weights).sum() for part in parts] + [(rest * weights.repeat(_WORD)[: len(rest)]).sum()]
+    return tuple(int(value) for value in torch.stack(sums).tolist())
 
 
 def _common_metadata(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -313,11 +314,19 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
     from vllm_poc.worker.passes.plain import PlainPass  # noqa: PLC0415
 
     layer: Any = SimpleNamespace(kv_cache=torch.zeros(64, BLOCK, WIDTH))
-    builder: Any = SimpleNamespace(build=lambda **_: SimpleNamespace())
+    builder: Any = SimpleNamespace(
+        build=lambda **_: SimpleNamespace(),
+        max_len_tensor=torch.full((3,), 7),
+        arange_buffer=torch.arange(5),
+        decode_lens_buffer=torch.zeros(5),
+    )
     group = CacheGroup({"layers.0.attn": layer}, builder, block_dim=0, block_size=BLOCK, page_bytes=0)
     batches: list[tuple[int, int]] = []
 
-    layer.impl = SimpleNamespace(_k_scale_cache=torch.zeros(5), _workspace=torch.zeros(5))
+    layer.impl = SimpleNamespace(
+        _k_scale_cache=torch.zeros(5), _workspace=torch.zeros(5), views=[torch.zeros(5)], sliding_window=-1
+    )
+    drafter: Any = SimpleNamespace(kv_cache=torch.zeros(4))
 
     def forward(inputs: Any, _received: object, plan: Any) -> Tensor:  # noqa: ANN401
         batches.append(tuple(plan.shape))
@@ -342,8 +351,13 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
         forward=forward,
     )
     adapter.plan = lambda shape: ModelAdapter.plan(adapter, shape)
+    context = {**group.layers, "draft.attn": drafter, "experts": object()}
+    adapter._config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    adapter.chat_memory = ModelAdapter.chat_memory.fget(adapter)  # type: ignore[attr-defined]
     facts: Any = {**LIMITS, "hidden_size": HIDDEN, **limits}
-    return Stage(adapter, facts, PlainPass(adapter)), batches
+    stage: Any = Stage(adapter, facts, PlainPass(adapter))
+    stage.drafter = drafter
+    return stage, batches
 
 
 @pytest.mark.parametrize(
@@ -389,24 +403,76 @@ def test_a_pass_that_leaves_chats_memory_alone_is_used() -> None:
     runner: Any = SimpleNamespace(stage=stage, findings=[])
     (layer,) = stage.adapter.attention_layers.values()
     own = layer.kv_cache
-    _then(stage.adapter, lambda: layer.impl._workspace.add_(1.0))
+    builder = stage.adapter.groups[0].builder
+    _then(stage.adapter, lambda: (layer.impl._workspace.add_(1.0), builder.decode_lens_buffer.add_(1.0)))
     assert harmless(runner) is runner
     assert batches, "it has run"
     assert layer.kv_cache is own
     assert not own.any()
 
 
-@pytest.mark.parametrize("place", ["kv_cache", "scales"])
-def test_a_pass_that_writes_into_chats_memory_is_refused(place: str) -> None:
+#: What chat reads again, by its name in the refusal.
+KEPT: dict[str, Any] = {
+    "attn kv_cache": lambda layer, _: layer.kv_cache,
+    "attn impl._k_scale_cache": lambda layer, _: layer.impl._k_scale_cache,
+    "attn impl.views.0": lambda layer, _: layer.impl.views[0],
+    "attn builder.max_len_tensor": lambda _, builder: builder.max_len_tensor,
+    "attn builder.arange_buffer": lambda _, builder: builder.arange_buffer,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_pass_that_writes_into_chats_memory_is_refused(name: str) -> None:
     from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
 
     stage, _ = a_stage_that_writes()
     (layer,) = stage.adapter.attention_layers.values()
-    memory = {"kv_cache": layer.kv_cache, "scales": layer.impl._k_scale_cache}[place]
-    _then(stage.adapter, lambda: memory.flatten()[-1:].add_(2.0**-20))
-    with pytest.raises(UnsupportedModelError, match="changes chat's KV cache here: restart vLLM"):
+    memory = KEPT[name](layer, stage.adapter.groups[0].builder)
+    _then(stage.adapter, lambda: memory.flatten()[-1:].add_(1))
+    with pytest.raises(UnsupportedModelError, match=rf"holds here \(layers.0.{re.escape(name)}\): restart vLLM"):
         harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+
+
+def test_a_pass_that_writes_into_the_cache_of_a_layer_that_is_none_of_its_own_is_refused() -> None:
+    """As of a model that only drafts for speculative decoding."""
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    _then(stage.adapter, lambda: stage.drafter.kv_cache.add_(1))
+    with pytest.raises(UnsupportedModelError, match=r"\(draft.attn kv_cache\)"):
+        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+
+
+def test_words_that_change_places_show() -> None:
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    (layer,) = stage.adapter.attention_layers.values()
+    layer.kv_cache.view(-1)[:4] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    own = layer.kv_cache
+    _then(stage.adapter, lambda: own.view(-1)[:4].copy_(torch.tensor([3.0, 4.0, 1.0, 2.0])))
+    with pytest.raises(UnsupportedModelError, match="attn kv_cache"):
+        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "refused"), [("_late", True), ("_own", False)])
+def test_a_view_of_the_scratch_cache_that_attention_keeps_is_refused(name: str, refused: bool) -> None:
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    (layer,) = stage.adapter.attention_layers.values()
+    made = {"_late": lambda: layer.kv_cache[1:2], "_own": lambda: torch.zeros(3)}
+    _then(stage.adapter, lambda: setattr(layer.impl, name, made[name]()))
+    runner: Any = SimpleNamespace(stage=stage, findings=[])
+    if not refused:
+        assert harmless(runner) is runner
+        return
+    with pytest.raises(UnsupportedModelError, match=r"\(layers.0.attn impl._late\)"):
+        harmless(runner)
 
 
 def _then(adapter: Any, do: Any) -> None:  # noqa: ANN401
