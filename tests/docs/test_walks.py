@@ -36,7 +36,7 @@ LONGEST = {
 #: Files that take part and tell nothing about the walk's subject.
 BESIDE = {
     "image/vllm_poc/logs.py": "names for the lines of a round",
-    "image/vllm_poc/server/bodies.py": "large bodies; this one is small",
+    "image/vllm_poc/server/bodies.py": "bodies are read in pieces",
     "image/vllm_poc/server/gate.py": "whether chat is idle; it is",
     "image/vllm_poc/server/metrics.py": "counts",
     "image/vllm_poc/server/vllm_routes.py": "whether vLLM sleeps; it does not",

@@ -4,6 +4,7 @@
 vllm serve MODEL --middleware vllm_poc.server.app.PocMiddleware
 """
 
+import asyncio
 import hmac
 import os
 from http import HTTPStatus
@@ -26,6 +27,7 @@ from vllm_poc.wire.messages import API_PREFIX
 
 #: What a server that ends still answers, beside whatever only asks.
 STOP_PATH = f"{API_PREFIX}/stop"
+_LARGE_BYTES = 2**20
 
 
 class PocMiddleware:
@@ -168,15 +170,18 @@ def _is_poc(path: str) -> bool:
 
 
 async def _read_body(receive: Receive, limit: int) -> bytes:
-    body = bytearray()
+    pieces: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
-        body += message.get("body", b"")
-        if len(body) > limit:
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > limit:
             detail = f"the request body exceeds {limit} bytes: send less"
             raise refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
         if not message.get("more_body", False):
-            return bytes(body)
+            # From a mebibyte on this lets other threads run, such as the event loop's.
+            return await asyncio.to_thread(b"".join, pieces) if size > _LARGE_BYTES else b"".join(pieces)
 
 
 def _as_json(scope: Scope) -> Scope:

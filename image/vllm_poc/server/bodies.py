@@ -1,38 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large bodies are read and written in a thread and in pieces, so that chat's streams go on meanwhile.
+"""Bodies are read and written in pieces, and large ones in a thread, so that chat's streams go on meanwhile.
 
 A thread alone would not do: one call into C that takes long, such as that of `json.loads`, holds up all threads.
 """
 
 import asyncio
 import json
+import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine
-from json.decoder import (  # type: ignore[attr-defined] # Python's own, between whose steps other threads run
-    JSONArray,
-    JSONDecodeError,
-    JSONObject,
-)
+from http import HTTPStatus
+from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
+from starlette.exceptions import HTTPException
 
 from vllm_poc.server.errors import InvalidBodyError
+from vllm_poc.wire.generate import MAX_REQUEST_NONCES
 
 T = TypeVar("T")
 
 #: What is smaller takes less time at once than a thread takes to begin.
-_LARGE_BYTES, _LARGE_ITEMS = 65_536, 2_000
+_LARGE_BYTES, _LARGE_ITEMS = 16_384, 2_000
 #: Items that one call into C handles; it takes about a millisecond.
 PIECE = 2_000
 _C_SCANNER = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
-_SPACES = " \t\n\r"
+_SPACES = re.compile(rb"[ \t\n\r]*")
+#: Bytes that one call into C reads; it takes less than a millisecond.
+_WINDOW = 32_768
+_SHORT_TEXT, _LONGEST_TEXT, _LONGEST_NUMBER = 512, 65_536, 5_000
+_LONGEST_ESCAPE = len(r"\ud83d\ude00")
+#: A request for the most nonces has an object and four values for each. What holds others is looked through by the
+#: garbage collector, all at once.
+_MOST_VALUES, _MOST_OBJECTS, _MOST_LISTS = 5 * MAX_REQUEST_NONCES, MAX_REQUEST_NONCES + 1_000, 1_000
+_MOST_FIELDS, _DEEPEST = 1_000, 50
 
 
-class LargeBodyRoute(APIRoute):
-    """A route whose body becomes the model off the event loop, if it is large."""
+class BodyRoute(APIRoute):
+    """A route whose body is read in pieces, and off the event loop if it is large."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:  # noqa: D102 - FastAPI's
         handle = super().get_route_handler()
@@ -40,29 +49,32 @@ class LargeBodyRoute(APIRoute):
         if not isinstance(model, type) or not issubclass(model, BaseModel):
             return handle
 
-        async def handle_large(request: Request) -> Response:
-            return await handle(_LargeRequest(request, model))
+        async def handle_read(request: Request) -> Response:
+            return await handle(_ReadRequest(request, model))
 
-        return handle_large
+        return handle_read
 
 
-class _LargeRequest(Request):
+class _ReadRequest(Request):
     def __init__(self, request: Request, model: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
 
     async def json(self) -> Any:  # noqa: ANN401 - as it is there
         body = await self.body()
-        return await super().json() if len(body) < _LARGE_BYTES else await asyncio.to_thread(parse, self._model, body)
+        return (
+            parse(self._model, body) if len(body) < _LARGE_BYTES else await asyncio.to_thread(parse, self._model, body)
+        )
 
 
 def parse(model: type[BaseModel], body: bytes) -> BaseModel:
     """Return the message. JSONDecodeError if it is no JSON, InvalidBodyError if it is not of this model."""
-    data = decode(body.decode(json.detect_encoding(body)))
+    data = decode(body)
     try:
         return model.model_validate(data)  # FastAPI takes an instance as it is
     except ValidationError as error:
-        raise InvalidBodyError([{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]) from None
+        entries = error.errors(include_url=False, include_context=False, include_input=False)
+        raise InvalidBodyError([{**entry, "loc": ("body", *entry["loc"])} for entry in entries]) from None
     finally:
         _forget(data)
 
@@ -73,28 +85,196 @@ def _forget(data: object) -> None:
         for value in data.values():
             _forget(value)
     elif isinstance(data, list):
+        for value in data:
+            if isinstance(value, list):
+                _forget(value)
         while data:
             del data[-PIECE:]
 
 
-def decode(text: str) -> object:
-    """Return what ``json.loads`` would; the elements of an array in the outer objects are read one by one."""
+def decode(body: bytes) -> object:
+    """Return what ``json.loads`` would, read in pieces, of a body that has no more of anything than a request may need.
+
+    JSONDecodeError if it is no JSON, HTTPException with 400 if it is not UTF-8, InvalidBodyError beyond the limits.
+    """
+    if not json.detect_encoding(body).startswith("utf-8"):
+        raise _not_utf8()
+    return _Reader(body).document()
+
+
+def _beyond(limit: str) -> InvalidBodyError:
+    return InvalidBodyError([{"type": "limit", "loc": ("body",), "msg": f"the body has {limit}: send less of it"}])
+
+
+def _not_utf8() -> HTTPException:
+    return HTTPException(HTTPStatus.BAD_REQUEST, "the body is not UTF-8: send JSON in UTF-8")
+
+
+class _Reader:
+    """Reads one body; no call into C gets more than a window of it."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._at = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0
+        self._values = self._lists = self._objects = 0
+        self._singly_until = 0  # where several elements were tried at once, in vain
+
+    def document(self) -> object:
+        self._skip_spaces()
+        found = self._value(0)
+        self._skip_spaces()
+        if self._at < len(self._body):
+            raise self._error("Extra data")
+        return found
+
+    def _value(self, depth: int) -> object:
+        self._count(values=1)
+        match self._next():
+            case b"[":
+                return self._array(depth + 1)
+            case b"{":
+                return self._object(depth + 1)
+            case b'"':
+                return self._text()
+        return self._number_or_word()
+
+    def _array(self, depth: int) -> list[object]:
+        self._count(lists=1, depth=depth)
+        found: list[object] = []
+        try:
+            self._step()
+            if self._next() == b"]":
+                self._at += 1
+                return found
+            while True:
+                self._several(found)
+                found.append(self._value(depth))
+                if self._ends(b"]"):
+                    return found
+        except Exception:
+            _forget(found)
+            raise
+
+    def _several(self, found: list[object]) -> None:
+        """Read as many whole elements of an array as a window has, by one call, unless they have to be read singly."""
+        if self._at < self._singly_until:
+            return
+        window = self._body[self._at : self._at + _WINDOW]
+        inside = window.partition(b"]")[0]
+        elements = inside[: inside.rfind(b"},") + 1 if b"{" in inside else max(0, inside.rfind(b","))]
+        self._singly_until = self._at + len(window)
+        if not elements or b"[" in elements:
+            return
+        try:
+            several, _ = _C_SCANNER(f"[{elements.decode()}]", 0)  # whose end is that of the text: it has no other "]"
+        except (ValueError, StopIteration, RecursionError):
+            return  # a cut within an element, or an error, whose place is found singly
+        self._count(values=elements.count(b",") + 1, objects=elements.count(b"{"))
+        found += several
+        self._singly_until = 0
+        self._at += len(elements)
+        self._step()
+
+    def _object(self, depth: int) -> dict[str, object]:
+        self._count(objects=1, depth=depth)
+        found: dict[str, object] = {}
+        self._step()
+        if self._next() == b"}":
+            self._at += 1
+            return found
+        for _ in range(_MOST_FIELDS):
+            if self._next() != b'"':
+                raise self._error("Expecting property name enclosed in double quotes")
+            name = self._text()
+            self._skip_spaces()
+            if self._next() != b":":
+                raise self._error("Expecting ':' delimiter")
+            self._step()
+            found[name] = self._value(depth)
+            if self._ends(b"}"):
+                return found
+        raise _beyond(f"an object of more than {_MOST_FIELDS} fields")
+
+    def _text(self) -> str:
+        for size in (_SHORT_TEXT, _LONGEST_TEXT):
+            window = self._body[self._at : self._at + size]
+            text, is_cut = _decoded(window), self._at + size < len(self._body)
+            try:
+                found, end = scanstring(text, 1, True)
+            except JSONDecodeError as error:
+                if not is_cut or (error.pos < len(text) - _LONGEST_ESCAPE and not error.msg.startswith("Unterminated")):
+                    raise self._error(error.msg, error.pos) from None
+                continue
+            self._at += end if window.isascii() else len(text[:end].encode())
+            return str(found)
+        raise _beyond(f"a text of more than {_LONGEST_TEXT} bytes")
+
+    def _number_or_word(self) -> object:
+        window = self._body[self._at : self._at + _LONGEST_NUMBER].decode("latin-1")  # all of it is ASCII
+        try:
+            found, end = _C_SCANNER(window, 0)
+        except StopIteration as error:
+            raise self._error("Expecting value", error.value) from None
+        except ValueError:
+            raise _beyond("an integer of too many digits") from None
+        if end == _LONGEST_NUMBER:
+            raise _beyond("a number of too many digits")
+        self._at += end
+        return found
+
+    def _ends(self, bracket: bytes) -> bool:
+        """Pass over what follows a value: whether that is the ``bracket``, or a comma."""
+        self._skip_spaces()
+        following = self._next()
+        if following == bracket:
+            self._at += 1
+            return True
+        if following != b",":
+            raise self._error("Expecting ',' delimiter")
+        self._step()
+        return False
+
+    def _next(self) -> bytes:
+        return self._body[self._at : self._at + 1]
+
+    def _step(self) -> None:
+        self._at += 1
+        self._skip_spaces()
+
+    def _skip_spaces(self) -> None:
+        end = self._at + _WINDOW
+        while (found := _SPACES.match(self._body, self._at, end)) is not None and found.end() == end:
+            self._at, end = end, end + _WINDOW
+        self._at = found.end() if found is not None else self._at
+
+    def _count(self, *, values: int = 0, lists: int = 0, objects: int = 0, depth: int = 0) -> None:
+        self._values += values
+        self._lists += lists
+        self._objects += objects
+        if self._values > _MOST_VALUES:
+            raise _beyond(f"more than {_MOST_VALUES} values")
+        if self._lists > _MOST_LISTS:
+            raise _beyond(f"more than {_MOST_LISTS} lists")
+        if self._objects > _MOST_OBJECTS:
+            raise _beyond(f"more than {_MOST_OBJECTS} objects")
+        if depth > _DEEPEST:
+            raise _beyond(f"values that are nested more than {_DEEPEST} deep")
+
+    def _error(self, message: str, offset: int = 0) -> JSONDecodeError:
+        # Without the text, in which the error would count the lines.
+        error = JSONDecodeError(message, "", 0)
+        error.pos = self._at + offset
+        return error
+
+
+def _decoded(window: bytes) -> str:
+    """Return the text of a window, whose last character may be cut off."""
     try:
-        found, end = _scan(text, len(text) - len(text.lstrip(_SPACES)))
-    except StopIteration as error:
-        raise JSONDecodeError("Expecting value", text, error.value) from None
-    if rest := text[end:].lstrip(_SPACES):
-        raise JSONDecodeError("Extra data", text, len(text) - len(rest))
-    return found
-
-
-def _scan(text: str, index: int) -> tuple[Any, int]:
-    first = text[index : index + 1]
-    if first == "[":
-        return JSONArray((text, index + 1), _C_SCANNER)  # type: ignore[no-any-return]
-    if first == "{":
-        return JSONObject((text, index + 1), True, _scan, None, None)  # type: ignore[no-any-return]
-    return _C_SCANNER(text, index)  # type: ignore[no-any-return]
+        return window.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(window) - 3 or error.reason != "unexpected end of data":
+            raise _not_utf8() from None
+        return window[: error.start].decode()
 
 
 async def off_loop(items: int, work: Callable[[], T]) -> T:

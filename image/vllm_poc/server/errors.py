@@ -13,10 +13,12 @@ from starlette.exceptions import HTTPException
 from vllm_poc.logs import get_logger
 from vllm_poc.server.engine import EngineError
 from vllm_poc.wire.answers import ErrorResponse, FieldError
-from vllm_poc.wire.messages import is_json
+from vllm_poc.wire.messages import MAX_TEXT, is_json
 
 _log = get_logger(__name__)
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
+#: Most fields that an answer names.
+MAX_ERRORS = 20
 
 
 class RefusalError(Exception):
@@ -109,7 +111,7 @@ async def _not_the_message(_: Request, error: InvalidBodyError) -> JSONResponse:
 
 
 def _wrong_fields(entries: Sequence[Mapping[str, Any]]) -> JSONResponse:
-    fields = [FieldError(field=_field(entry), message=entry["msg"].removeprefix(_VALUE_ERROR)) for entry in entries]
+    fields = [FieldError(field=_field(entry), message=_message(entry)) for entry in entries[:MAX_ERRORS]]
     return response(RefusalError(HTTPStatus.UNPROCESSABLE_ENTITY, _invalid(fields, "InvalidRequest")))
 
 
@@ -139,4 +141,10 @@ def _invalid(fields: Sequence[FieldError], reason: str) -> ErrorResponse:
 def _field(entry: Mapping[str, Any]) -> str:
     # An empty name stands for rules between fields, whose message names them.
     location = entry["loc"][1:]
-    return "body" if entry["type"] == "json_invalid" else ".".join(str(part) for part in location)
+    return "body" if entry["type"] == "json_invalid" else ".".join(str(part) for part in location)[:MAX_TEXT]
+
+
+def _message(entry: Mapping[str, Any]) -> str:
+    if entry["type"] == "json_invalid":
+        return f"is no JSON: {entry['ctx']['error']} at byte {entry['loc'][-1]}"
+    return str(entry["msg"]).removeprefix(_VALUE_ERROR)[:MAX_TEXT]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.security import HTTPBearer
 
-from vllm_poc.server.bodies import LargeBodyRoute, answer
+from vllm_poc.server.bodies import BodyRoute, answer
 from vllm_poc.server.engine import vllm_version
 from vllm_poc.server.errors import install_handlers, refusal
 from vllm_poc.server.nvml import read_gpus
@@ -59,7 +59,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 _BEARER = HTTPBearer(auto_error=False, description="Needed where the server has VLLM_POC_TOKEN set.")
 
 
-router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)], route_class=LargeBodyRoute)
+router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)], route_class=BodyRoute)
 
 
 _WITHOUT_NONE: dict[str, Any] = {"response_model_exclude_none": True}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Set
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.messages import CallbackRequest, Nonce, Protocol, WireMessage
@@ -17,13 +17,14 @@ from vllm_poc.wire.stat_test import StatTest, Verdict
 #: Largest number of nonces that one request may name.
 MAX_REQUEST_NONCES = 100_000
 
-Nonces = Annotated[list[Nonce], Field(min_length=1, max_length=MAX_REQUEST_NONCES)]
+#: The first that is wrong is named alone: there may be a hundred thousand.
+Nonces = Annotated[list[Nonce], Field(min_length=1, max_length=MAX_REQUEST_NONCES), FailFast()]
 
 
 class Validation(WireMessage):
     """The artifacts to compare with, one for each of the request's nonces."""
 
-    artifacts: list[Artifact] = Field(min_length=1, max_length=MAX_REQUEST_NONCES)
+    artifacts: Annotated[list[Artifact], Field(min_length=1, max_length=MAX_REQUEST_NONCES), FailFast()]
 
     @model_validator(mode="after")
     def _nonces_are_unique(self) -> Self:
@@ -134,7 +135,7 @@ class ProofBatch(WireMessage):
     node_id: int = 0
     nonces: Nonces
     #: One for each nonce, in the same order.
-    dist: list[float]
+    dist: Annotated[list[float], Field(max_length=MAX_REQUEST_NONCES), FailFast()]
 
     @model_validator(mode="after")
     def _lists_run_parallel(self) -> Self:
