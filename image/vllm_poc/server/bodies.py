@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies are read and written in pieces, and large ones in a thread, so that chat's streams go on meanwhile.
 
-A thread alone would not do: one call into C that takes long, such as that of `json.loads`, holds up all threads.
+A thread alone would not do: one call into C that takes long, such as that of `json.loads`, holds up all threads. ijson
+reads in pieces, but takes 24 s for a text of 16 MiB, and ended the process at an integer of 400 000 digits.
 """
 
 import asyncio
