@@ -97,6 +97,10 @@ class StageForward(Protocol):
         """Make what all nonces of a block hash share."""
         ...
 
+    def dry_run(self, spec: PassSpec, seeds: Tensor) -> Exception | None:
+        """Run the forward pass of these seeds without other ranks, and return what went wrong."""
+        ...
+
     def inputs(self, spec: PassSpec, seeds: Tensor) -> StageInputs:
         """Return what this stage reads of the nonces with these seeds."""
         ...
@@ -125,8 +129,8 @@ def hidden_states(stage: StageForward, deadline: Deadline | None = None) -> list
     """
     found: list[Tensor] = []
     until = deadline or Deadline()
-    for shape in parity_batches(stage.limits, stage.adapter.borders):
-        if found and until.passed(stage):
+    for number, shape in enumerate(parity_batches(stage.limits, stage.adapter.borders)):
+        if number and until.passed(stage):  # which all ranks ask together
             return found
         succeeded, hidden = _through_all_stages(stage, shape)
         if not succeeded:
@@ -138,6 +142,9 @@ def hidden_states(stage: StageForward, deadline: Deadline | None = None) -> list
 def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, Tensor | None]:
     """Compute stage by stage: nobody waits for what a stage that failed would have sent."""
     ranks, output = stage.adapter.ranks, None
+    # A rank that failed among others of its stage would leave them within a collective.
+    if not ranks.alone and not ranks.agreed(_runs_dry(stage, shape)):
+        return False, None
     for turn in range(ranks.stages):
         if isinstance(output, dict):
             ranks.send(output)
@@ -151,13 +158,28 @@ def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, T
     return True, output if isinstance(output, Tensor) else None
 
 
+def _runs_dry(stage: StageForward, shape: BatchShape) -> bool:
+    try:
+        spec, seeds = _prepared(stage, shape)
+        return stage.dry_run(spec, seeds) is None
+    except Exception:
+        _log.exception("a small batch of PoC cannot be prepared here")
+        return False
+
+
+def _prepared(stage: StageForward, shape: BatchShape) -> tuple[PassSpec, Tensor]:
+    spec = _spec(shape.seq_len)
+    with torch.inference_mode():
+        stage.load("parity check", spec)
+    seeds = torch.arange(shape.nonces * (input_columns(spec) + 1), device=stage.adapter.device)
+    return spec, seeds.view(shape.nonces, -1)
+
+
 def _output(stage: StageForward, shape: BatchShape, received: dict[str, Tensor]) -> StageOutput | None:
     try:
+        spec, seeds = _prepared(stage, shape)
         with torch.inference_mode():
-            spec = _spec(shape.seq_len)
-            stage.load("parity check", spec)
-            seeds = torch.arange(shape.nonces * (input_columns(spec) + 1), device=stage.adapter.device)
-            inputs = stage.inputs(spec, seeds.view(shape.nonces, -1))
+            inputs = stage.inputs(spec, seeds)
             with only(stage.adapter, comparable(stage.adapter)):
                 return stage.forward(spec, inputs, received, shape.nonces)
     except Exception:
