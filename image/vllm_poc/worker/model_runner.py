@@ -17,6 +17,7 @@ from vllm_poc.worker.batch_queue import AsyncOutput, BatchQueue
 from vllm_poc.worker.graphs import CapturedPass, GraphCache
 from vllm_poc.worker.memory import Memory
 from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs, StageOutput
+from vllm_poc.worker.model.layer_subset import only, spans
 from vllm_poc.worker.model.scratch import BatchShape, ScratchCache
 from vllm_poc.worker.passes.plain import Pass, PlainPass
 from vllm_poc.worker.results import RoundTensors, draw, drawn_bytes, input_columns, result_values, seeds_of
@@ -73,7 +74,8 @@ class PocModelRunner:
     ) -> PassTiming:
         self._queue = None
         seeds = seeds_of(spec, request, request["nonces"])
-        if not self._runs_dry(request, request["nonces"], spec):
+        fits = self._ranks.agreed(self._fits(len(seeds), spec))
+        if not fits or not self._runs_dry(request, request["nonces"], spec):
             return OUT_OF_MEMORY
         try:
             with torch.inference_mode(), self._ranks.together():
@@ -237,9 +239,10 @@ class Stage:
             return None
         try:
             with torch.inference_mode(), self.adapter.ranks.without_collectives():
-                self.forward(
-                    spec, self.inputs(spec, seeds), self.adapter.received(len(seeds) * spec.seq_len), len(seeds)
-                )
+                for span in spans(self.adapter):  # a few layers of each kind need what all need
+                    with only(self.adapter, span):
+                        received = self.adapter.received(len(seeds) * spec.seq_len)
+                        self.forward(spec, self.inputs(spec, seeds), received, len(seeds))
                 if self.adapter.device.type == "cuda":
                     torch.cuda.synchronize(self.adapter.device)
         except Exception as error:

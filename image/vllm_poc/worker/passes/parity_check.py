@@ -142,8 +142,7 @@ def hidden_states(stage: StageForward, deadline: Deadline | None = None) -> list
 def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, Tensor | None]:
     """Compute stage by stage: nobody waits for what a stage that failed would have sent."""
     ranks, output = stage.adapter.ranks, None
-    # A rank that failed among others of its stage would leave them within a collective.
-    if not ranks.alone and not ranks.agreed(_runs_dry(stage, shape)):
+    if not _runs_dry(stage, shape):
         return False, None
     for turn in range(ranks.stages):
         if isinstance(output, dict):
@@ -159,6 +158,12 @@ def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, T
 
 
 def _runs_dry(stage: StageForward, shape: BatchShape) -> bool:
+    """Whether the batch runs on each rank alone: one that fails among others would leave them within a collective."""
+    ranks = stage.adapter.ranks
+    return ranks.alone or ranks.agreed(_runs_dry_here(stage, shape))
+
+
+def _runs_dry_here(stage: StageForward, shape: BatchShape) -> bool:
     try:
         spec, seeds = _prepared(stage, shape)
         return stage.dry_run(spec, seeds) is None
@@ -212,6 +217,8 @@ def compare(plain: StageForward, fused: StageForward, shape: BatchShape) -> Comp
     """
     one_by_one = stands_alone(plain.adapter)
     modules = _first_layers(plain) if one_by_one else _attention_kinds(plain)
+    if not (_runs_dry(plain, shape) and _runs_dry(fused, shape)):  # before anything looks at what modules make
+        return None
     with _seen(modules) as seen:
         succeeded, expected = _through_all_stages(plain, shape)
     if not succeeded:

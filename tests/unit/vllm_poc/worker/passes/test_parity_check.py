@@ -167,6 +167,23 @@ def test_a_layer_is_compared_by_what_it_makes_of_the_same_input() -> None:
     assert compared(plain, plain).layers == [0] * 3
 
 
+def test_what_modules_make_in_a_dry_run_does_not_count() -> None:
+    """Other ranks have added nothing there, so a layer that is right makes something else."""
+    plain = a_stage(2, 3, 5)
+    plain.adapter.ranks = SimpleNamespace(**{**vars(ONE_RANK), "alone": False})
+    runs = []
+
+    def dry_run(spec: Any, _: Tensor) -> None:  # noqa: ANN401
+        if spec not in runs:  # as a stage does, which runs each size once
+            runs.append(spec)
+            shared(plain, 7, 7, 7).forward(spec, torch.ones(4, 8), {}, 2)
+
+    plain.dry_run = lambda *_: None
+    fused = SimpleNamespace(**{**vars(plain), "dry_run": dry_run})
+    assert compared(plain, fused).layers == [0] * 3
+    assert len(runs) == 1
+
+
 def test_passes_are_not_compared_if_a_rank_failed() -> None:
     plain, failing = a_stage(2, 3), a_stage(2, 3)
     failing.forward = None
