@@ -209,11 +209,11 @@ class Comparison(NamedTuple):
         return whole and all(distance <= tolerances.attention for distance in self.attention)
 
 
-def compare(plain: StageForward, fused: StageForward, shape: BatchShape) -> Comparison | None:
-    """Compute a batch with both, on all ranks together; None if a rank failed.
+def compare(plain: StageForward, fused: StageForward, shape: BatchShape, found: Tensor | None) -> Comparison | None:
+    """Compare ``found``, the hidden states of a batch by the fused pass, and what modules make of the same input.
 
-    Where layers can be called one by one, they are compared so: behind several, some tokens are at other experts for a
-    last bit.
+    None if a rank failed. Where layers can be called one by one, they are compared so: behind several, some tokens are
+    at other experts for a last bit.
     """
     one_by_one = stands_alone(plain.adapter)
     modules = _first_layers(plain) if one_by_one else _attention_kinds(plain)
@@ -225,15 +225,13 @@ def compare(plain: StageForward, fused: StageForward, shape: BatchShape) -> Comp
         return None
     with _fed(modules, seen, differences if one_by_one else token_differences) as distances:
         succeeded, _ = _through_all_stages(fused, shape)
-    distances += [math.nan] * (len(seen) - len(distances))  # which the pass went around
-    if not succeeded or one_by_one:
-        return Comparison([], distances, []) if succeeded else None
-    seen.clear()  # which takes memory
-    succeeded, found = _through_all_stages(fused, shape)
     if not succeeded:
         return None
-    model = differences([found.float()], [expected.float()]) if found is not None and expected is not None else []
-    return Comparison(model, [], distances)
+    distances += [math.nan] * (len(seen) - len(distances))  # which the pass went around
+    if one_by_one:
+        return Comparison([], distances, [])
+    hidden = differences([found.float()], [expected.float()]) if found is not None and expected is not None else []
+    return Comparison(hidden, [], distances)
 
 
 def _first_layers(stage: StageForward) -> list[nn.Module]:

@@ -49,15 +49,23 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     plain = SimpleNamespace(stage=SimpleNamespace(adapter=adapter, limits=LIMITS), findings=[])
     fused = SimpleNamespace(stage=object(), memory=Memory(torch.device("cpu")), findings=[])
     ways = SimpleNamespace(
-        plain=plain, fused=fused, model=0.0, attention=0.0, fails=False, fastest=extension.fastest, compared=[]
+        plain=plain,
+        fused=fused,
+        model=0.0,
+        attention=0.0,
+        fails=False,
+        found=[],
+        fastest=extension.fastest,
+        compared=[],
     )
 
-    def compare(_plain: object, _fused: object, shape: tuple[int, int]) -> Comparison | None:
+    def compare(_plain: object, _fused: object, shape: tuple[int, int], _found: object) -> Comparison | None:
         ways.compared.append(shape)
         return None if ways.fails else Comparison([ways.model], [], [ways.attention])
 
     monkeypatch.setattr(extension, "_with_fused_pass", lambda *_: fused)
     monkeypatch.setattr(extension, "compare", compare)
+    monkeypatch.setattr(extension, "hidden_states", lambda *_: ways.found)
     monkeypatch.setattr(attention, "needs_no_cache", lambda _: True)
     return ways
 
@@ -86,7 +94,14 @@ def test_what_does_not_is_not(ways: Any, apart: dict[str, float]) -> None:  # no
 def test_what_fails_is_not_chosen(ways: Any) -> None:  # noqa: ANN401
     ways.fails = True
     assert ways.fastest(ways.plain) is ways.plain
-    assert "fails with them, and the worker's log says how" in ways.plain.findings[0]
+    assert "a batch of 4 x 64 tokens fails with fused ones, and the worker's log says how" in ways.plain.findings[0]
+
+
+def test_what_fails_before_it_is_compared_is_not_chosen(ways: Any) -> None:  # noqa: ANN401
+    ways.found = None
+    assert ways.fastest(ways.plain) is ways.plain
+    assert "a small batch fails with fused ones, and the worker's log says how" in ways.plain.findings[0]
+    assert ways.compared == []
 
 
 def test_what_was_not_compared_in_time_is_not_chosen(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
@@ -156,9 +171,11 @@ def shared(stage: Any, *scales: int) -> Any:  # noqa: ANN401
 
 def compared(plain: Any, fused: Any, seq_len: int = 64) -> Any:  # noqa: ANN401
     from vllm_poc.worker.model.scratch import BatchShape  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.passes.parity_check import compare  # noqa: PLC0415
+    from vllm_poc.worker.passes.parity_check import _output, compare  # noqa: PLC0415
 
-    return compare(plain, fused, BatchShape(2, seq_len))
+    shape = BatchShape(2, seq_len)
+    found: Any = _output(fused, shape, {})
+    return compare(plain, fused, shape, found)
 
 
 def test_a_layer_is_compared_by_what_it_makes_of_the_same_input() -> None:
