@@ -350,7 +350,7 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
     layer: Any = SimpleNamespace(kv_cache=torch.zeros(64, BLOCK, WIDTH))
     builder: Any = SimpleNamespace(
         build=lambda **_: SimpleNamespace(),
-        max_len_tensor=torch.full((3,), 7),
+        max_model_len_tensor=torch.full((3,), 7),
         arange_buffer=torch.arange(5),
         decode_lens_buffer=torch.zeros(5),
     )
@@ -450,7 +450,7 @@ KEPT: dict[str, Any] = {
     "attn kv_cache": lambda layer, _: layer.kv_cache,
     "attn impl._k_scale_cache": lambda layer, _: layer.impl._k_scale_cache,
     "attn impl.views.0": lambda layer, _: layer.impl.views[0],
-    "attn builder.max_len_tensor": lambda _, builder: builder.max_len_tensor,
+    "attn builder.max_model_len_tensor": lambda _, builder: builder.max_model_len_tensor,
     "attn builder.arange_buffer": lambda _, builder: builder.arange_buffer,
 }
 
@@ -489,6 +489,18 @@ def test_words_that_change_places_show() -> None:
     own = layer.kv_cache
     _then(stage.adapter, lambda: own.view(-1)[:4].copy_(torch.tensor([3.0, 4.0, 1.0, 2.0])))
     with pytest.raises(UnsupportedModelError, match="attn kv_cache"):
+        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+
+
+def test_a_builders_tensor_that_moves_is_refused() -> None:
+    """CUDA graphs of chat read it where it was."""
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    builder = stage.adapter.groups[0].builder
+    _then(stage.adapter, lambda: setattr(builder, "decode_lens_buffer", builder.decode_lens_buffer.clone()))
+    with pytest.raises(UnsupportedModelError, match=r"builder\.decode_lens_buffer"):
         harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
 
 
