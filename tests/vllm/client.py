@@ -95,6 +95,12 @@ class Client:
         with urllib.request.urlopen(f"{self.base}/metrics", timeout=REQUEST_SECONDS) as answer:  # noqa: S310
             return parse_pod(answer.read().decode(), self._model)
 
+    def metric(self, name: str) -> float:
+        """Return the sum of one of vLLM's own series."""
+        with urllib.request.urlopen(f"{self.base}/metrics", timeout=REQUEST_SECONDS) as answer:  # noqa: S310
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
     def job(self, request_id: str) -> Any:  # noqa: ANN401
         """Return the state or the result of queued work."""
         url = f"{self.base}{API_PREFIX}/generate/{request_id}"

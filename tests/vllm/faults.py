@@ -2,8 +2,11 @@
 """A worker extension by which the tests find a worker's process and break its model."""
 
 import os
+from functools import partial
 
+import torch
 from torch import Tensor, nn
+from vllm.distributed import get_pp_group, get_tp_group
 
 from tests.vllm.replay import replay_passes
 from tests.vllm.worker_checks import CheckingExtension
@@ -29,8 +32,19 @@ class FaultExtension(CheckingExtension):
     def poc_test_break_layer(self, rank: int) -> None:
         """Let the model of this rank fail in the middle of a forward pass."""
         self._poc_model_runner = None  # on all ranks: what was recorded before would not meet the hook
+        self._poc()  # whose checks must not meet it
         if self.rank == rank:
-            self.model_runner.get_model().model.layers[-1].register_forward_hook(_fail)
+            self.model_runner.get_model().model.layers[-1].register_forward_hook(_fail_among_others)
+
+    def poc_test_lack_memory(self, rank: int | None, tokens: int = 0) -> None:
+        """Let this rank, and no other, run out of memory in the middle of passes of more tokens, from now on."""
+        self._poc_test_hooks = getattr(self, "_poc_test_hooks", [])
+        while self._poc_test_hooks:
+            self._poc_test_hooks.pop().remove()
+        if self.rank == rank:
+            model = self.model_runner.get_model().model
+            layer = model.layers[model.end_layer - 1]  # the last one of its stage
+            self._poc_test_hooks.append(layer.register_forward_hook(partial(_lack_memory, tokens)))
 
     def poc_test_replay(self) -> None:
         """Ready passes for repetition on a CPU too, until the model is made anew."""
@@ -58,5 +72,12 @@ def _out_of_memory(*_: object) -> None:
     raise MemoryError("no memory on this rank")
 
 
-def _fail(_module: nn.Module, _inputs: object, _output: Tensor) -> None:
-    raise RuntimeError("this layer fails")
+def _lack_memory(most: int, _module: nn.Module, inputs: tuple[Tensor, ...], _output: object) -> None:
+    if len(inputs[0]) > most:
+        raise torch.OutOfMemoryError("no memory in the middle of a pass")
+
+
+def _fail_among_others(_module: nn.Module, _inputs: object, _output: Tensor) -> None:
+    """Fail where no dry run shows it: with the other ranks' collectives."""
+    if not any("all_reduce" in vars(group) for group in (get_tp_group(), get_pp_group())):
+        raise RuntimeError("this layer fails")

@@ -15,6 +15,7 @@ import pytest
 from tests.support.builders.batches import a_batch
 from tests.vllm.device import (
     ARTIFACT_TOLERANCE,
+    BATCH_TOLERANCE,
     DISTANCE_TOLERANCE,
     LAYOUTS,
     ON_GPU,
@@ -41,7 +42,7 @@ FLAGS = ["--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
 FLAGS += [] if ON_GPU else ["--enforce-eager"]
 FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware"]
 #: The first call compiles kernels on a GPU.
-ENGINE_SECONDS = 30 if ON_GPU else 5
+ENGINE_SECONDS = 30 if ON_GPU else 10
 
 
 @pytest.fixture(scope="module")
@@ -188,16 +189,53 @@ def test_a_round_delivers_every_nonce_once(parallel: Client, receiver: Receiver)
 
 
 def test_the_parity_check_runs_through_all_ranks(parallel: Client) -> None:
-    shapes = [[4, 128], [4, 128]]  # of the last hidden states
     stages = parallel.workers("poc_describe")[0]["stages"]
-    assert parallel.workers("poc_test_parity", None) == [shapes if stages == 1 else [], shapes]
+    first, last = parallel.workers("poc_test_parity", None)
+    assert len(last) >= 3, "two lengths, and one beyond a block"
+    assert {hidden for _, hidden in last} == {128}
+    assert first == (last if stages == 1 else [])
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_stage_that_fails_in_the_parity_check_ends_it_for_all(parallel: Client, failing: int) -> None:
-    if parallel.workers("poc_describe")[0]["stages"] == 1:
-        pytest.skip("with tensor parallelism, a rank that fails alone ends the server")
+def test_a_rank_that_fails_in_the_parity_check_ends_it_for_all(parallel: Client, failing: int) -> None:
     assert parallel.workers("poc_test_parity", failing) == [None, None]
+    assert len(parallel.artifacts(NONCES)) == len(NONCES)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_rank_that_lacks_memory_in_a_warm_up_ends_it_for_all_and_no_more(parallel: Client, lacking: int) -> None:
+    """In the middle of a forward pass, where the other rank would wait within a collective."""
+    parallel.workers("poc_test_anew")
+    assert {facts["refusal"] for facts in parallel.workers("poc_describe")} == {None}
+    parallel.workers("poc_test_lack_memory", lacking)
+    timing = answer(parallel, "poc_warm_up", a_slice("artifact", [0, 1]), 1.0)
+    assert timing == {"seconds": None, "segments": 1}
+    parallel.start()
+    assert "start vLLM with a lower --gpu-memory-utilization" in failed(parallel, 10)["error"]
+    parallel.workers("poc_test_lack_memory", None)
+    assert parallel.is_healthy()
+    assert len(parallel.artifacts(NONCES)) == len(NONCES)
+
+
+def test_a_larger_batch_than_one_rank_has_memory_for_is_halved(parallel: Client) -> None:
+    expected = parallel.artifacts(NONCES, seq_len=33)
+    parallel.workers("poc_test_anew")
+    parallel.workers("poc_describe")
+    parallel.workers("poc_test_lack_memory", 1, 2 * 33)
+    found = torch.tensor(parallel.artifacts(NONCES, seq_len=33))
+    torch.testing.assert_close(found, torch.tensor(expected), atol=BATCH_TOLERANCE, rtol=0)
+    parallel.workers("poc_test_lack_memory", None)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_poc_is_refused_if_a_rank_lacks_memory_at_the_start(parallel: Client, lacking: int) -> None:
+    parallel.workers("poc_test_anew")
+    parallel.workers("poc_test_lack_memory", lacking)
+    refusals = {facts["refusal"] for facts in parallel.workers("poc_describe")}
+    assert all("fails on this server, and the worker's log says how" in str(refusal) for refusal in refusals)
+    parallel.workers("poc_test_lack_memory", None)
+    assert {facts["refusal"] for facts in parallel.workers("poc_describe")} == refusals, "until it is told to forget"
+    parallel.workers("poc_forget")
     assert len(parallel.artifacts(NONCES)) == len(NONCES)
 
 

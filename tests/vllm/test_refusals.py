@@ -95,6 +95,51 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
 
 
 @on_one_device
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("lora_config", SimpleNamespace(), "the adapter of the last chat: start vLLM without --enable-lora"),
+        ("kv_transfer_config", SimpleNamespace(), "without --kv-transfer-config and --kv-offloading-size"),
+        ("parallel_config.enable_eplb", True, "start vLLM without --enable-eplb"),
+        ("offload_config.uva.cpu_offload_gb", 1.0, "start vLLM without --cpu-offload-gb"),
+        ("offload_config.prefetch.offload_group_size", 2, "start vLLM without --offload-group-size"),
+        ("speculative_config", SimpleNamespace(method="eagle3"), "not proven beside the drafts of eagle3"),
+        ("speculative_config", SimpleNamespace(method="ngram"), None),
+    ],
+)
+@pytest.mark.usefixtures("rank")
+def test_parts_of_the_configuration_are_refused_by_their_flags(
+    path: str, value: object, reason: str | None, tmp_path: Path
+) -> None:
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+
+    config, model = build("OPTForCausalLM", tmp_path)
+    assert refusal(config, model) is None
+    *owners, name = path.split(".")
+    part: object = config
+    for owner in owners:
+        part = getattr(part, owner)
+    assert hasattr(part, name), "this release calls it otherwise"
+    object.__setattr__(part, name, value)
+    assert reason in refusal(config, model) if reason else refusal(config, model) is None  # type: ignore[operator]
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
+def test_attention_that_reads_a_few_of_the_tokens_is_refused_in_models_that_were_not_compared(tmp_path: Path) -> None:
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+
+    config, model = build("OPTForCausalLM", tmp_path)
+    *_, layer = config.compilation_config.static_forward_context.values()
+    layer.impl = type("FlashMLASparseImpl", (), {})()
+    assert "not proven with FlashMLASparseImpl, which reads a few" in (refusal(config, model) or "")
+    config.model_config.hf_config.model_type = "deepseek_v4"
+    assert refusal(config, model) is None
+
+
+@on_one_device
 @pytest.mark.usefixtures("rank")
 def test_a_layer_is_refused_by_its_own_cache_and_attention(tmp_path: Path) -> None:
     """A checkpoint or a flag may give some layers another type of cache than the server's."""

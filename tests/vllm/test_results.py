@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results depend on the round and the nonce alone."""
 
+import json
 from pathlib import Path
 
 from tests.support.builders.batches import a_batch
 from tests.vllm.client import Client
 from tests.vllm.device import BATCH_TOLERANCE
+from tests.vllm.families import FAMILIES
 from tests.vllm.server import serving
 
 NONCES = range(16)
@@ -60,3 +62,21 @@ def test_the_engine_survives_a_batch_that_is_too_large(qwen3: Client) -> None:
     request = a_batch([0], seq_len=qwen3.worker("poc_describe")["max_model_len"] + 1)
     assert "seq_len 1025 must lie in 1..1024" in qwen3.worker("poc_compute", request)["error"]
     assert qwen3.artifacts([0]) != []
+
+
+def test_drafts_by_ngrams_change_no_result_and_poc_none_of_chats_tokens(
+    qwen3: Client, model_folder: Path, tmp_path: Path
+) -> None:
+    """The target's forward pass is the same, and no other model drafts."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    flags = [*FAMILIES["qwen3"], "--speculative-config", json.dumps(drafts)]
+    prompt = "one two three four " * 20
+    with serving(model_folder / "qwen3-tiny", tmp_path / "server.log", flags) as drafting:
+        before = [drafting.chat(prompt), drafting.chat(prompt)]
+        assert before == [qwen3.chat(prompt)] * 2
+        filled = drafting.worker("poc_test_kv_checksum")
+        for seq_len in (1, 4, 17, 64, 130):  # some as short as drafts are
+            assert drafting.artifacts(NONCES, seq_len=seq_len) == qwen3.artifacts(NONCES, seq_len=seq_len)
+        assert drafting.worker("poc_test_kv_checksum") == filled
+        assert drafting.chat(prompt) == before[0]
+        assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") > 0, "chat must have had drafts"

@@ -10,16 +10,20 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from vllm_poc.logs import get_logger
 from vllm_poc.maths.sampling import fill_inputs, token_ids
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassSpec, PassTiming
 from vllm_poc.worker.batch_queue import AsyncOutput, BatchQueue
 from vllm_poc.worker.graphs import CapturedPass, GraphCache
 from vllm_poc.worker.memory import Memory
 from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs, StageOutput
+from vllm_poc.worker.model.layer_subset import only, spans
 from vllm_poc.worker.model.scratch import BatchShape, ScratchCache
 from vllm_poc.worker.passes.plain import Pass, PlainPass
 from vllm_poc.worker.results import RoundTensors, draw, drawn_bytes, input_columns, result_values, seeds_of
 from vllm_poc.worker.warm_up import OUT_OF_MEMORY, WarmUp
+
+_log = get_logger(__name__)
 
 
 class PocModelRunner:
@@ -70,6 +74,9 @@ class PocModelRunner:
     ) -> PassTiming:
         self._queue = None
         seeds = seeds_of(spec, request, request["nonces"])
+        fits = self._ranks.agreed(self._fits(len(seeds), spec))
+        if not fits or not self._runs_dry(request, request["nonces"], spec):
+            return OUT_OF_MEMORY
         try:
             with torch.inference_mode(), self._ranks.together():
                 self.stage.load(request["block_hash"], spec)
@@ -92,17 +99,19 @@ class PocModelRunner:
 
     def _new_queue(self, request: BatchRequest, spec: PassSpec) -> BatchQueue:
         wanted = min(request["batch"], len(request["nonces"]))
-        fitting = self._fitting(wanted, spec)
+        fitting = self._fitting(wanted, request, spec)
         batch = request["batch"] if fitting == wanted else fitting
         return BatchQueue(
             request, segments=self._segments(request, batch, spec), batch=batch, stages=self._ranks.stages
         )
 
-    def _fitting(self, nonces: int, spec: PassSpec) -> int:
+    def _fitting(self, nonces: int, request: BatchRequest, spec: PassSpec) -> int:
         """Return how many of ``nonces`` fit into a forward pass on all ranks. MemoryError if not even one does."""
         if self._captured(spec, nonces) is not None:
             return nonces
-        while not self._ranks.agreed(self._fits(nonces, spec)):
+        while not (
+            self._ranks.agreed(self._fits(nonces, spec)) and self._runs_dry(request, request["nonces"][:nonces], spec)
+        ):
             if nonces == 1:
                 raise MemoryError(
                     "the GPU has no room for the forward pass of one nonce: start vLLM with a lower "
@@ -110,6 +119,15 @@ class PocModelRunner:
                 )
             nonces //= 2
         return nonces
+
+    def _runs_dry(self, request: BatchRequest, nonces: Sequence[int], spec: PassSpec) -> bool:
+        """Whether the forward pass of these nonces fits on all ranks, each of which first runs it alone."""
+        if self._ranks.alone:
+            return True
+        with torch.inference_mode():
+            self.stage.load(request["block_hash"], spec)
+        seeds = self._on_device(seeds_of(spec, request, nonces))
+        return self._ranks.all_fit(self.stage.dry_run(spec, seeds))
 
     def _fits(self, nonces: int, spec: PassSpec) -> bool:
         return self.memory.fits(nonces * spec.seq_len, self.stage.drawn_bytes(spec, nonces))
@@ -171,6 +189,7 @@ class Stage:
         self._hidden = limits["hidden_size"]
         self.tensors = RoundTensors(layers=len(adapter.layers), hidden=self._hidden, device=adapter.device)
         self._scratch = _scratch(adapter, limits) if pass_.needs_cache else None
+        self._ran_dry: dict[PassSpec, int] = {}  # nonces
         self._side = torch.cuda.Stream(adapter.device) if adapter.device.type == "cuda" else None
 
     @property
@@ -209,6 +228,30 @@ class Stage:
             return output
         _join(side)
         return result_values(output, drawn, self.tensors)
+
+    def dry_run(self, spec: PassSpec, seeds: Tensor) -> Exception | None:
+        """Run the forward pass of these seeds without other ranks, and return what went wrong, or None.
+
+        Without such a dry run, a rank that fails would leave the others within a collective. Nothing if there is no
+        other rank, or as large a pass ran before.
+        """
+        if self.adapter.ranks.alone or len(seeds) <= self._ran_dry.get(spec, 0):
+            return None
+        try:
+            with torch.inference_mode(), self.adapter.ranks.without_collectives():
+                for span in spans(self.adapter):  # a few layers of each kind need what all need
+                    with only(self.adapter, span):
+                        received = self.adapter.received(len(seeds) * spec.seq_len)
+                        self.forward(spec, self.inputs(spec, seeds), received, len(seeds))
+                if self.adapter.device.type == "cuda":
+                    torch.cuda.synchronize(self.adapter.device)
+        except Exception as error:
+            _log.exception("PoC's forward pass of %d x %d tokens fails on this rank", len(seeds), spec.seq_len)
+            if self.adapter.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return error
+        self._ran_dry[spec] = len(seeds)
+        return None
 
     def inputs(self, spec: PassSpec, seeds: Tensor) -> StageInputs:
         """Return what this stage reads of the nonces with these seeds, which are on the device."""

@@ -152,6 +152,12 @@ class ModelAdapter:
         kernels = (getattr(method, "moe_kernel", None) for method in methods)
         return _class_names(kernel.impl.fused_experts for kernel in kernels if kernel is not None)
 
+    def received(self, tokens: int) -> dict[str, Tensor]:
+        """Return zeros in place of what the stage before would send for so many tokens."""
+        if self.ranks.has_first_layer:
+            return {}
+        return dict(self.model.make_empty_intermediate_tensors(tokens, self.dtype, self.device).tensors)
+
     def plan(self, shape: BatchShape) -> AttentionPlan:
         """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own.
 

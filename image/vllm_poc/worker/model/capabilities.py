@@ -15,13 +15,24 @@ from vllm_poc.rpc import ModelFacts
 from vllm_poc.worker.model.adapter import takes_embeddings, token_embeddings, token_vocabulary
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-# Parts of vLLM's configuration that change what a forward pass computes or writes, and their flags.
-_FORBIDDEN = {
-    "lora_config": "--enable-lora",
-    "speculative_config": "--speculative-config",
-    "kv_transfer_config": "--kv-transfer-config",
+#: Speculative decoding whose drafts come from no model, so that nothing but the target's own forward pass runs.
+_DRAFTS_WITHOUT_MODEL = {"ngram"}
+#: Parts of vLLM's configuration that change what a forward pass computes, writes or counts: what each would do to PoC,
+#: and the flag.
+_UNPROVEN_PARTS = {
+    "lora_config": ("would compute nonces with the adapter of the last chat", "--enable-lora"),
+    "kv_transfer_config": (
+        "is not proven to keep its keys and values from a KV connector",
+        "--kv-transfer-config and --kv-offloading-size",
+    ),
+    "parallel_config.enable_eplb": ("would count its tokens in the statistics that place experts", "--enable-eplb"),
+    "offload_config.uva.cpu_offload_gb": ("is not proven with weights in the CPU's memory", "--cpu-offload-gb"),
+    "offload_config.prefetch.offload_group_size": (
+        "is not proven with weights in the CPU's memory",
+        "--offload-group-size",
+    ),
 }
 #: Types of models whose results have not been compared with the engine's on a GPU.
 _UNPROVEN = {"glm5_next", "glm5_next_text"}
@@ -32,7 +43,10 @@ _16_BITS = {"auto", "bfloat16"}
 _GENERAL = {"CPUAttentionBackendImpl", "FlashAttentionImpl", "FlashInferImpl", "TritonAttentionImpl"}
 _LATENT = {"CPUMLAImpl", "CutlassMLAImpl", "FlashInferMLAImpl", "FlashMLAImpl", "TritonMLAImpl"}
 _SPARSE = {"FlashInferMLASparseImpl", "FlashInferMLASparseSM90Impl", "FlashMLASparseImpl"}
-_16_BITS_ONLY = {"AMXMLAImpl", "FlashAttnMLAImpl", "FlashAttnMLASparseImpl", "FlexAttentionImpl"}
+_SPARSE_16_BITS = {"FlashAttnMLASparseImpl"}
+_16_BITS_ONLY = {"AMXMLAImpl", "FlashAttnMLAImpl", "FlexAttentionImpl"} | _SPARSE_16_BITS
+#: Types of models with which the sparse ones have been compared.
+_COMPARED_SPARSE = {"deepseek_v4", "glm5_next", "glm5_next_text"}
 #: Layers without an ``impl``: caches of an index, and those of DeepSeek-V4 and GLM-5.3.
 _LAYERS = {
     "CompressorStateCache",
@@ -152,14 +166,27 @@ def _parallel_refusal(parallel: ParallelConfig) -> str | None:
 
 
 def _section_refusal(config: VllmConfig) -> str | None:
-    for name, flag in _FORBIDDEN.items():
-        if getattr(config, name, None) is not None:
-            return f"PoC results would depend on {flag}: start vLLM without it."
+    for path, (why, flag) in _UNPROVEN_PARTS.items():
+        if _part(config, path):
+            return f"PoC {why}: start vLLM without {flag}."
+    drafts = getattr(config.speculative_config, "method", None)
+    if drafts is not None and drafts not in _DRAFTS_WITHOUT_MODEL:
+        return (
+            f"PoC is not proven beside the drafts of {drafts}: "
+            'start vLLM without --speculative-config, or with "method": "ngram".'
+        )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return "PoC results would depend on the first chat with --calculate-kv-scales: start vLLM without it."
     if getattr(config.model_config, "enable_return_routed_experts", False):
         return "PoC has batches that --enable-return-routed-experts cannot record: start vLLM without it."
     return None
+
+
+def _part(config: object, path: str) -> object:
+    """Return a part of the configuration by the names that lead to it; None where the release has none."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
 
 
 def _cache_refusal(config: VllmConfig) -> str | None:
@@ -178,10 +205,17 @@ def _attention_refusal(config: VllmConfig) -> str | None:
         # Experts are listed here too; what keeps states is for `cache_group` to know.
         if isinstance(layer, AttentionLayerBase) and not isinstance(layer, MambaBase):
             dtype = getattr(layer, "kv_cache_dtype", config.cache_config.cache_dtype)
-            reason = attention_refusal(dtype, type(getattr(layer, "impl", layer)).__name__)
+            name = type(getattr(layer, "impl", layer)).__name__
+            reason = attention_refusal(dtype, name) or _sparse_refusal(config.model_config, name)
             if reason is not None:
                 return reason
     return None
+
+
+def _sparse_refusal(kind: ModelConfig, attention: str) -> str | None:
+    if attention not in _SPARSE | _SPARSE_16_BITS or getattr(kind.hf_config, "model_type", None) in _COMPARED_SPARSE:
+        return None
+    return f"PoC is not proven with {attention}, which reads a few of the tokens only: serve another model."
 
 
 def attention_refusal(dtype: str, attention: str) -> str | None:

@@ -2,17 +2,28 @@
 """This worker among the ranks that share the model: tensor parallel within a pipeline stage, stages in a row."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
-from vllm.distributed.parallel_state import GraphCaptureContext, Handle, get_pp_group, get_tp_group, get_world_group
+from vllm.distributed import parallel_state
+from vllm.distributed.parallel_state import (
+    GraphCaptureContext,
+    GroupCoordinator,
+    Handle,
+    get_pp_group,
+    get_tp_group,
+    get_world_group,
+)
 
 from vllm_poc.logs import get_logger
 
 _log = get_logger(__name__)
+
+#: How a dry run ends; the worst of all ranks counts.
+_LACKS_MEMORY, _FAILED = 1, 2
 
 
 class OtherRankError(Exception):
@@ -72,6 +83,19 @@ class Ranks:
         """Wait for all ranks, and say whether all are ready."""
         return self.largest(-float(ready)) < 0
 
+    def all_fit(self, error: Exception | None) -> bool:
+        """Wait for all ranks, and say whether none lacks memory. Raises what else went wrong on one.
+
+        ``error`` is this rank's; OtherRankError where it is another's.
+        """
+        lacks_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        worst = self.largest(0 if error is None else _LACKS_MEMORY if lacks_memory else _FAILED)
+        if worst < _FAILED:
+            return worst < _LACKS_MEMORY
+        if error is not None and not lacks_memory:
+            raise error
+        raise OtherRankError("another rank could not compute the batch")
+
     def in_step(self, succeeded: bool | None) -> bool:
         """Wait for all ranks, and say whether none has failed; None from those that had nothing to do.
 
@@ -106,6 +130,24 @@ class Ranks:
             _log.exception("PoC failed between collectives, which the other ranks cannot know: ending this worker")
             os._exit(1)
 
+    @contextmanager
+    def without_collectives(self) -> Iterator[None]:
+        """Let a forward pass run on this rank alone while the context lasts, as much memory as it would take.
+
+        What other ranks would add is left out, so its results are of no use. A rank that fails here holds nobody up.
+        """
+        groups = [
+            group for group in {self._world, self._tensor, self._pipeline, *_expert_groups()} if _is_shared(group)
+        ]
+        own = [(group, name, stand_in(group)) for group in groups for name, stand_in in _STAND_INS.items()]
+        for group, name, stand_in in own:
+            setattr(group, name, stand_in)
+        try:
+            yield
+        finally:
+            for group, name, _ in own:
+                delattr(group, name)  # the class has its own
+
     def receive(self) -> dict[str, Tensor]:
         """Return what the stage before sent, by name; nothing on the first."""
         if self.has_first_layer:
@@ -132,3 +174,45 @@ class Ranks:
         context = GraphCaptureContext(stream)
         with self._tensor.graph_capture(context), self._pipeline.graph_capture(context):
             yield
+
+
+def _is_shared(group: GroupCoordinator) -> bool:
+    return bool(group.world_size > 1)
+
+
+def _expert_groups() -> list[GroupCoordinator]:
+    group = getattr(parallel_state, "_EP", None)  # there is none without experts
+    return [group] if group is not None else []
+
+
+def _copied(_: GroupCoordinator) -> Callable[..., Tensor]:
+    return lambda x: x.clone()
+
+
+def _repeated(group: GroupCoordinator) -> Callable[..., Tensor]:
+    return lambda x, dim=-1: torch.cat([x] * group.world_size, dim=dim)
+
+
+def _repeated_for_one(group: GroupCoordinator) -> Callable[..., Tensor | None]:
+    return lambda x, dst=0, dim=-1: torch.cat([x] * group.world_size, dim=dim) if group.rank_in_group == dst else None
+
+
+def _own_part(group: GroupCoordinator) -> Callable[..., Tensor]:
+    return lambda x, dim=-1: x.chunk(group.world_size, dim)[group.rank_in_group].contiguous()
+
+
+def _unchanged(_: GroupCoordinator) -> Callable[..., Tensor]:
+    return lambda x, src=0: x
+
+
+#: What takes the place of each collective of vLLM's groups that a forward pass calls: as many bytes, and no other rank.
+_STAND_INS: dict[str, Callable[[GroupCoordinator], Callable[..., Tensor | None]]] = {
+    "all_reduce": _copied,
+    "_all_reduce_out_place": _copied,
+    "all_gather": _repeated,
+    "_all_gather_out_place": _repeated,
+    "reduce_scatter": _own_part,
+    "_reduce_scatter_out_place": _own_part,
+    "gather": _repeated_for_one,
+    "broadcast": _unchanged,
+}

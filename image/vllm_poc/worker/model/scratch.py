@@ -240,14 +240,15 @@ class Held(NamedTuple):
 class ChatMemory:
     """What chat keeps for later tokens: KV caches, and the tensors that attention and its metadata builders hold."""
 
-    #: Parts of names of tensors that are written anew for each batch, or within one.
-    _PASSING = (
-        *("workspace", "buf", "scheduler_metadata", "num_splits", "paged_kv", "persistent_", "softmax_segm"),
-        *("per_token", "token_to_req", "decode_swa", "is_valid_token", "context_", "query_", "_cpu", "spec_"),
-        *("state_indices", "num_accepted", "block_idx", "with_sink", "topk_indices", "scratch"),
+    #: Parts of names of an implementation's tensors that are written anew within each batch.
+    _PASSING = ("workspace", "buf", "scratch", "topk_indices", "num_splits", "_cpu")
+    #: A builder writes all its tensors anew for each batch, at the same address, except these: it only reads them.
+    _CONSTANT = frozenset(
+        {
+            *("offsets_buffer", "arange_buffer", "cu_seqlens_q_buffer", "topk_tokens_tensor", "max_model_len_tensor"),
+            *("dcp_rank_tensor", "persistent_rswa_window_tensor"),
+        }
     )
-    #: Tensors with such a name that are made once and only read.
-    _CONSTANT = frozenset({"offsets_buffer", "arange_buffer", "cu_seqlens_q_buffer"})
 
     def __init__(self, layers: Mapping[str, object], builders: Mapping[str, object]) -> None:
         self._layers = layers
@@ -276,8 +277,10 @@ class ChatMemory:
         return Held(tensor.data_ptr(), storage, None if passing else known[storage])
 
     def _is_passing(self, name: str) -> bool:
-        own = name.rpartition(" ")[2]
-        return self._CONSTANT.isdisjoint(own.split(".")) and any(part in own for part in self._PASSING)
+        owner, *parts = name.rpartition(" ")[2].split(".")
+        if owner == "builder":
+            return self._CONSTANT.isdisjoint(parts)
+        return any(passing in part for part in (owner, *parts) for passing in self._PASSING)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for name, layer in self._layers.items():

@@ -97,6 +97,10 @@ class StageForward(Protocol):
         """Make what all nonces of a block hash share."""
         ...
 
+    def dry_run(self, spec: PassSpec, seeds: Tensor) -> Exception | None:
+        """Run the forward pass of these seeds without other ranks, and return what went wrong."""
+        ...
+
     def inputs(self, spec: PassSpec, seeds: Tensor) -> StageInputs:
         """Return what this stage reads of the nonces with these seeds."""
         ...
@@ -125,8 +129,8 @@ def hidden_states(stage: StageForward, deadline: Deadline | None = None) -> list
     """
     found: list[Tensor] = []
     until = deadline or Deadline()
-    for shape in parity_batches(stage.limits, stage.adapter.borders):
-        if found and until.passed(stage):
+    for number, shape in enumerate(parity_batches(stage.limits, stage.adapter.borders)):
+        if number and until.passed(stage):  # which all ranks ask together
             return found
         succeeded, hidden = _through_all_stages(stage, shape)
         if not succeeded:
@@ -138,6 +142,8 @@ def hidden_states(stage: StageForward, deadline: Deadline | None = None) -> list
 def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, Tensor | None]:
     """Compute stage by stage: nobody waits for what a stage that failed would have sent."""
     ranks, output = stage.adapter.ranks, None
+    if not _runs_dry(stage, shape):
+        return False, None
     for turn in range(ranks.stages):
         if isinstance(output, dict):
             ranks.send(output)
@@ -151,13 +157,34 @@ def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, T
     return True, output if isinstance(output, Tensor) else None
 
 
+def _runs_dry(stage: StageForward, shape: BatchShape) -> bool:
+    """Whether the batch runs on each rank alone: one that fails among others would leave them within a collective."""
+    ranks = stage.adapter.ranks
+    return ranks.alone or ranks.agreed(_runs_dry_here(stage, shape))
+
+
+def _runs_dry_here(stage: StageForward, shape: BatchShape) -> bool:
+    try:
+        spec, seeds = _prepared(stage, shape)
+        return stage.dry_run(spec, seeds) is None
+    except Exception:
+        _log.exception("a small batch of PoC cannot be prepared here")
+        return False
+
+
+def _prepared(stage: StageForward, shape: BatchShape) -> tuple[PassSpec, Tensor]:
+    spec = _spec(shape.seq_len)
+    with torch.inference_mode():
+        stage.load("parity check", spec)
+    seeds = torch.arange(shape.nonces * (input_columns(spec) + 1), device=stage.adapter.device)
+    return spec, seeds.view(shape.nonces, -1)
+
+
 def _output(stage: StageForward, shape: BatchShape, received: dict[str, Tensor]) -> StageOutput | None:
     try:
+        spec, seeds = _prepared(stage, shape)
         with torch.inference_mode():
-            spec = _spec(shape.seq_len)
-            stage.load("parity check", spec)
-            seeds = torch.arange(shape.nonces * (input_columns(spec) + 1), device=stage.adapter.device)
-            inputs = stage.inputs(spec, seeds.view(shape.nonces, -1))
+            inputs = stage.inputs(spec, seeds)
             with only(stage.adapter, comparable(stage.adapter)):
                 return stage.forward(spec, inputs, received, shape.nonces)
     except Exception:
@@ -182,29 +209,29 @@ class Comparison(NamedTuple):
         return whole and all(distance <= tolerances.attention for distance in self.attention)
 
 
-def compare(plain: StageForward, fused: StageForward, shape: BatchShape) -> Comparison | None:
-    """Compute a batch with both, on all ranks together; None if a rank failed.
+def compare(plain: StageForward, fused: StageForward, shape: BatchShape, found: Tensor | None) -> Comparison | None:
+    """Compare ``found``, the hidden states of a batch by the fused pass, and what modules make of the same input.
 
-    Where layers can be called one by one, they are compared so: behind several, some tokens are at other experts for a
-    last bit.
+    None if a rank failed. Where layers can be called one by one, they are compared so: behind several, some tokens are
+    at other experts for a last bit.
     """
     one_by_one = stands_alone(plain.adapter)
     modules = _first_layers(plain) if one_by_one else _attention_kinds(plain)
+    if not (_runs_dry(plain, shape) and _runs_dry(fused, shape)):  # before anything looks at what modules make
+        return None
     with _seen(modules) as seen:
         succeeded, expected = _through_all_stages(plain, shape)
     if not succeeded:
         return None
     with _fed(modules, seen, differences if one_by_one else token_differences) as distances:
         succeeded, _ = _through_all_stages(fused, shape)
-    distances += [math.nan] * (len(seen) - len(distances))  # which the pass went around
-    if not succeeded or one_by_one:
-        return Comparison([], distances, []) if succeeded else None
-    seen.clear()  # which takes memory
-    succeeded, found = _through_all_stages(fused, shape)
     if not succeeded:
         return None
-    model = differences([found.float()], [expected.float()]) if found is not None and expected is not None else []
-    return Comparison(model, [], distances)
+    distances += [math.nan] * (len(seen) - len(distances))  # which the pass went around
+    if one_by_one:
+        return Comparison([], distances, [])
+    hidden = differences([found.float()], [expected.float()]) if found is not None and expected is not None else []
+    return Comparison(hidden, [], distances)
 
 
 def _first_layers(stage: StageForward) -> list[nn.Module]:

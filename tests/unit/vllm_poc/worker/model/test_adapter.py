@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,14 @@ import pytest
 pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hack.vllm")
 
 import torch
+from vllm.distributed import communication_op
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.worker.gpu import model_runner as second_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_poc.worker.model import adapter as adapters
+from vllm_poc.worker.model import ranks
 from vllm_poc.worker.model.scratch import BatchShape, CacheGroup
 
 if TYPE_CHECKING:
@@ -93,3 +97,34 @@ def test_a_worker_does_one_call_after_the_other() -> None:
     assert "rpc_broadcast_mq.dequeue(" in source
     assert "Thread" not in source
     assert "submit(" not in source
+
+
+@pytest.mark.parametrize("name", ranks._STAND_INS)
+def test_what_a_dry_run_replaces_is_a_collective_of_vllms(name: str) -> None:
+    """One with another name would be left as it is, and wait for the other ranks."""
+    assert callable(getattr(GroupCoordinator, name))
+
+
+def test_a_dry_run_leaves_no_collective_that_a_pass_may_call() -> None:
+    source = inspect.getsource(communication_op)
+    called = set(re.findall(r"get_tp_group\(\)\.(\w+)\(", source)) - {"broadcast_tensor_dict"}  # chat's inputs
+    assert called
+    assert called <= ranks._STAND_INS.keys()
+
+
+def test_a_dry_run_runs_without_others_and_leaves_the_groups_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        world_size, rank_in_group = 2, 1
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("nobody else is there")
+
+    group: Any = Group()
+    for name in ("get_world_group", "get_tp_group", "get_pp_group"):
+        monkeypatch.setattr(ranks, name, lambda: group)
+    x = torch.arange(6.0).view(2, 3)
+    with ranks.Ranks().without_collectives():
+        assert torch.equal(group.all_reduce(x), x)
+        assert group.all_gather(x, 0).shape == (4, 3)
+        assert torch.equal(group.reduce_scatter(x, 0), x[1:])
+    assert vars(group) == {}

@@ -49,15 +49,23 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     plain = SimpleNamespace(stage=SimpleNamespace(adapter=adapter, limits=LIMITS), findings=[])
     fused = SimpleNamespace(stage=object(), memory=Memory(torch.device("cpu")), findings=[])
     ways = SimpleNamespace(
-        plain=plain, fused=fused, model=0.0, attention=0.0, fails=False, fastest=extension.fastest, compared=[]
+        plain=plain,
+        fused=fused,
+        model=0.0,
+        attention=0.0,
+        fails=False,
+        found=[],
+        fastest=extension.fastest,
+        compared=[],
     )
 
-    def compare(_plain: object, _fused: object, shape: tuple[int, int]) -> Comparison | None:
+    def compare(_plain: object, _fused: object, shape: tuple[int, int], _found: object) -> Comparison | None:
         ways.compared.append(shape)
         return None if ways.fails else Comparison([ways.model], [], [ways.attention])
 
     monkeypatch.setattr(extension, "_with_fused_pass", lambda *_: fused)
     monkeypatch.setattr(extension, "compare", compare)
+    monkeypatch.setattr(extension, "hidden_states", lambda *_: ways.found)
     monkeypatch.setattr(attention, "needs_no_cache", lambda _: True)
     return ways
 
@@ -86,7 +94,14 @@ def test_what_does_not_is_not(ways: Any, apart: dict[str, float]) -> None:  # no
 def test_what_fails_is_not_chosen(ways: Any) -> None:  # noqa: ANN401
     ways.fails = True
     assert ways.fastest(ways.plain) is ways.plain
-    assert "fails with them, and the worker's log says how" in ways.plain.findings[0]
+    assert "a batch of 4 x 64 tokens fails with fused ones, and the worker's log says how" in ways.plain.findings[0]
+
+
+def test_what_fails_before_it_is_compared_is_not_chosen(ways: Any) -> None:  # noqa: ANN401
+    ways.found = None
+    assert ways.fastest(ways.plain) is ways.plain
+    assert "a small batch fails with fused ones, and the worker's log says how" in ways.plain.findings[0]
+    assert ways.compared == []
 
 
 def test_what_was_not_compared_in_time_is_not_chosen(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
@@ -156,15 +171,34 @@ def shared(stage: Any, *scales: int) -> Any:  # noqa: ANN401
 
 def compared(plain: Any, fused: Any, seq_len: int = 64) -> Any:  # noqa: ANN401
     from vllm_poc.worker.model.scratch import BatchShape  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.passes.parity_check import compare  # noqa: PLC0415
+    from vllm_poc.worker.passes.parity_check import _output, compare  # noqa: PLC0415
 
-    return compare(plain, fused, BatchShape(2, seq_len))
+    shape = BatchShape(2, seq_len)
+    found: Any = _output(fused, shape, {})
+    return compare(plain, fused, shape, found)
 
 
 def test_a_layer_is_compared_by_what_it_makes_of_the_same_input() -> None:
     plain = a_stage(2, 3, 5)
     assert compared(plain, shared(plain, 2, 4, 5)).layers == pytest.approx([0, 1 / 3, 0])
     assert compared(plain, plain).layers == [0] * 3
+
+
+def test_what_modules_make_in_a_dry_run_does_not_count() -> None:
+    """Other ranks have added nothing there, so a layer that is right makes something else."""
+    plain = a_stage(2, 3, 5)
+    plain.adapter.ranks = SimpleNamespace(**{**vars(ONE_RANK), "alone": False})
+    runs = []
+
+    def dry_run(spec: Any, _: Tensor) -> None:  # noqa: ANN401
+        if spec not in runs:  # as a stage does, which runs each size once
+            runs.append(spec)
+            shared(plain, 7, 7, 7).forward(spec, torch.ones(4, 8), {}, 2)
+
+    plain.dry_run = lambda *_: None
+    fused = SimpleNamespace(**{**vars(plain), "dry_run": dry_run})
+    assert compared(plain, fused).layers == [0] * 3
+    assert len(runs) == 1
 
 
 def test_passes_are_not_compared_if_a_rank_failed() -> None:
@@ -316,7 +350,7 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
     layer: Any = SimpleNamespace(kv_cache=torch.zeros(64, BLOCK, WIDTH))
     builder: Any = SimpleNamespace(
         build=lambda **_: SimpleNamespace(),
-        max_len_tensor=torch.full((3,), 7),
+        max_model_len_tensor=torch.full((3,), 7),
         arange_buffer=torch.arange(5),
         decode_lens_buffer=torch.zeros(5),
     )
@@ -416,7 +450,7 @@ KEPT: dict[str, Any] = {
     "attn kv_cache": lambda layer, _: layer.kv_cache,
     "attn impl._k_scale_cache": lambda layer, _: layer.impl._k_scale_cache,
     "attn impl.views.0": lambda layer, _: layer.impl.views[0],
-    "attn builder.max_len_tensor": lambda _, builder: builder.max_len_tensor,
+    "attn builder.max_model_len_tensor": lambda _, builder: builder.max_model_len_tensor,
     "attn builder.arange_buffer": lambda _, builder: builder.arange_buffer,
 }
 
@@ -455,6 +489,18 @@ def test_words_that_change_places_show() -> None:
     own = layer.kv_cache
     _then(stage.adapter, lambda: own.view(-1)[:4].copy_(torch.tensor([3.0, 4.0, 1.0, 2.0])))
     with pytest.raises(UnsupportedModelError, match="attn kv_cache"):
+        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+
+
+def test_a_builders_tensor_that_moves_is_refused() -> None:
+    """CUDA graphs of chat read it where it was."""
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import UnsupportedModelError  # noqa: PLC0415
+
+    stage, _ = a_stage_that_writes()
+    builder = stage.adapter.groups[0].builder
+    _then(stage.adapter, lambda: setattr(builder, "decode_lens_buffer", builder.decode_lens_buffer.clone()))
+    with pytest.raises(UnsupportedModelError, match=r"builder\.decode_lens_buffer"):
         harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
 
 
