@@ -41,7 +41,7 @@ async def test_a_request_beside_a_round_does_not_wait_for_ever(
     route, body = BESIDE[name]
     started = monotonic()
     answer = await pod.post(route, body | {"nonces": [NONCE]})
-    assert BUSY_SECONDS <= monotonic() - started < BUSY_SECONDS + 1
+    assert BUSY_SECONDS <= monotonic() - started < BUSY_SECONDS + 5
     error = error_of(answer, 503, "Busy")
     assert error.detail == "the engine has not got to this within 0.3 s, a round runs: ask again later"
     assert int(answer.headers["Retry-After"]) > 0
@@ -88,7 +88,7 @@ async def test_who_needs_the_models_limits_does_not_wait_for_ever(pod: Pod, name
     route, body = STARTS[name]
     started = monotonic()
     answer = await pod.post(route, body)
-    assert monotonic() - started < BUSY_SECONDS + 1
+    assert monotonic() - started < BUSY_SECONDS + 5
     error_of(answer, 503, "Busy")
     assert int(answer.headers["Retry-After"]) > 0
     pod.engine.output_processor.busy = False

@@ -8,8 +8,10 @@ protocol, and exactly one of them must be there. Fields after "ours" are additio
 which its clients may leave out and ignore.
 """
 
+import re
 from email.message import Message as Headed
 from enum import StrEnum
+from ipaddress import IPv6Address
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -89,25 +91,69 @@ DEFAULT_P_FLIP = 5e-4
 
 #: Index of a slot at which a round waits; the largest lies behind every slot's last nonce.
 EndIndex = Annotated[int, Field(ge=0, le=MAX_NONCE + 1)]
-#: Longest host name and longest part of one, as DNS has them.
-_MAX_HOST, _MAX_LABEL = 253, 63
+#: Longest part of a host name.
+_MAX_LABEL = 63
+#: Longest callback address, without user and password; longest user and password; longest host name, as DNS has it.
+MAX_CALLBACK_URL, _MAX_USER, MAX_HOST = 1024, 1024, 253
+_LABEL = "[A-Za-z0-9_](?:[-A-Za-z0-9_]{0,61}[A-Za-z0-9_])?"
+_TOP_LABEL = "[A-Za-z_](?:[-A-Za-z0-9_]{0,61}[A-Za-z0-9_])?"
+_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_PORT = "(?:6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[1-9][0-9]{0,3})"
+#: What a callback address looks like without user and password, in RE2's syntax, for the operator's API has it, too.
+CALLBACK_URL = (
+    rf"https?://(?:(?:{_LABEL}[.])*{_TOP_LABEL}|(?:{_OCTET}[.]){{3}}{_OCTET}|\[[0-9A-Fa-f:]+\])(?::{_PORT})?"
+    r"(?:/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*)?"
+)
+_USER = re.compile(rf"(https?://)(?:[A-Za-z0-9._~!$&'()*+,;=:-]|%[0-9A-Fa-f]{{2}}){{1,{_MAX_USER}}}@")
+_HOST = re.compile(r"https?://(?:\[([^/\]]*)\]|([^/:]*))")
 
 
-def _refuse_what_cannot_be_posted_to(url: AnyHttpUrl) -> AnyHttpUrl:
-    # Paths are added to it, and behind these they would lead elsewhere.
-    if url.fragment is not None:
-        raise ValueError(f"has a fragment (#{url.fragment}): leave it out, since /generated is added to the address")
-    if url.query is not None:
-        raise ValueError(f"has a query (?{url.query}): leave it out, since /generated is added to the address")
-    host = url.host or ""
-    labels = host.removesuffix(".").split(".")
-    if not host.startswith("[") and (len(host) > _MAX_HOST or not all(0 < len(x) <= _MAX_LABEL for x in labels)):
-        raise ValueError(f"{host} is no host name: its parts between dots have 1 to {_MAX_LABEL} characters")
+def check_callback_url(url: str) -> str:
+    """Return the address. ValueError unless results can be posted to it; user and password are not part of it."""
+    if len(url) > MAX_CALLBACK_URL:
+        raise ValueError(f"has {len(url)} characters: use an address of at most {MAX_CALLBACK_URL}")
+    for mark, part in (("#", "fragment"), ("?", "query")):
+        _, found, rest = url.partition(mark)
+        if found:
+            message = f"has a {part} ({mark}{rest}): leave it out, since /generated is added to the address"
+            raise ValueError(message)
+    if host := _HOST.match(url):
+        _check_host(address=host[1], name=host[2])
+    if not re.fullmatch(CALLBACK_URL, url):
+        message = (
+            "must be an http:// or https:// URL with a host name or an IP address, and a port of 1 to 65535 if any"
+        )
+        raise ValueError(message)
     return url
 
 
-#: Base of callbacks.
-CallbackUrl = Annotated[AnyHttpUrl, AfterValidator(_refuse_what_cannot_be_posted_to)]
+def _check_host(*, address: str | None, name: str | None) -> None:
+    if address is not None:
+        try:
+            zone = IPv6Address(address).scope_id
+        except ValueError:
+            raise ValueError(f"[{address}] is no IPv6 address: correct it") from None
+        if zone is not None:
+            raise ValueError(f"[{address}] has a zone, which says nothing on another host: use an address without one")
+    if name is None:
+        return
+    if len(name) > MAX_HOST:
+        raise ValueError(f"the host name has {len(name)} characters: use one of at most {MAX_HOST}")
+    labels = name.split(".")
+    if not all(0 < len(label) <= _MAX_LABEL for label in labels):
+        raise ValueError(f"{name} is no host name: its parts between dots have 1 to {_MAX_LABEL} characters")
+    if not name.isascii() or any(label.lower().startswith("xn--") for label in labels):
+        raise ValueError(f"{name} is an internationalised host name: use another name of the host")
+
+
+def _check_pods_callback_url(url: object) -> object:
+    if isinstance(url, str):  # anything else is refused as no URL
+        check_callback_url(_USER.sub(r"\1", url, count=1) if _USER.match(url) else url)
+    return url
+
+
+#: Base of callbacks, with user and password where the receiver asks for them.
+CallbackUrl = Annotated[AnyHttpUrl, BeforeValidator(_check_pods_callback_url)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 #: Chains count blocks in int64.
 MAX_BLOCK_HEIGHT = 2**63 - 1

@@ -5,13 +5,14 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from poc_operator.apis.v1alpha1.fields import MAX_SECONDS, Decimal, ObjectName, Seconds
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, Mutable, Rule
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec
+from vllm_poc.wire.messages import CALLBACK_URL, MAX_CALLBACK_URL, MAX_HOST, check_callback_url
 from vllm_poc.wire.partition import MAX_NONCE
 
 #: Slots that one round may have in this cluster. Their list is the largest part of the status, and the API server must
@@ -21,21 +22,18 @@ MAX_SLOTS = 3_000
 #: Largest priority, as a PriorityClass of a user may have.
 MAX_PRIORITY = 1_000_000_000
 
-_LABEL = "[A-Za-z0-9](?:[-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
-_TOP_LABEL = "[A-Za-z](?:[-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
-_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_PORT = "(?:6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[1-9][0-9]{0,3})"
-_URL = (
-    rf"https?://(?:(?:{_LABEL}[.])*{_TOP_LABEL}|(?:{_OCTET}[.]){{3}}{_OCTET}|\[[0-9A-Fa-f:]+\])(?::{_PORT})?"
-    r"(?:/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*)?"
-)
 CallbackURL = Annotated[
     str,
-    Field(max_length=1024),
+    Field(max_length=MAX_CALLBACK_URL),
+    AfterValidator(check_callback_url),
     Grammar(
-        _URL,
+        CALLBACK_URL,
         "must be an http:// or https:// URL with a host, a valid port if any, "
         "without user name, password, query or fragment",
+    ),
+    Rule(
+        rule=rf"self.matches('^https?://(?:\\[|[^/:]{{1,{MAX_HOST}}}(?:[/:]|$))')",
+        message=f"must have a host name of at most {MAX_HOST} characters",
     ),
     Rule(
         rule=r"!self.matches('^https?://\\[[0-9A-Fa-f:]+\\]') || "
@@ -43,7 +41,7 @@ CallbackURL = Annotated[
         message="must have a valid IPv6 address in its brackets",
     ),
     Rule(
-        rule="!self.lowerAscii().contains('/xn--') && !self.lowerAscii().contains('.xn--')",
+        rule="!self.lowerAscii().matches('^https?://(?:[^/]*[.])?xn--')",
         message="must not have an internationalised host name (xn--): use another name of the host",
     ),
 ]
