@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import vllm_version
-from vllm_poc.server.settings import Settings, SettingsError
+from vllm_poc.server.settings import PREFIX, Settings, SettingsError
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 #: Flags of ``serve`` in addition to vLLM's own, accepted in any position.
-FLAGS = frozenset({"--enable-poc", "--poc-allow-untested-vllm"})
+FLAGS = frozenset({"--enable-poc", "--poc-open", "--poc-allow-untested-vllm"})
 #: First and last minor release of vLLM that the extension is tested with.
 TESTED = ((0, 23), (0, 32))
 
@@ -31,12 +31,14 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run vLLM's API server until it ends; exit status 2 with one sentence for a bad command line."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = server_arguments(sys.argv[1:] if argv is None else argv)
+        arguments = server_arguments(words)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command line program
         sys.exit(2)
     # Not the `vllm` command: it wants a distribution of that name, which the CPU build is not.
+    os.environ.update(variables(words))
     sys.argv = [SERVER_MODULE, *arguments]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
 
@@ -50,6 +52,10 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
         parser.parse_args([command])  # --help, or an error that names the command
     flags, options, positionals = _split(rest)
     poc = "--enable-poc" in flags
+    if not poc and "--poc-open" in flags:
+        raise UsageError(
+            "--poc-open is about PoC's routes, which --enable-poc adds: add that, or leave --poc-open out."
+        )
     if poc:
         _check_settings()
         if "--poc-allow-untested-vllm" not in flags:
@@ -62,6 +68,12 @@ def server_arguments(argv: Sequence[str]) -> list[str]:
     _check_model(parsed, options)
     hooks = ["--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
     return [*options, *model, *_host(parsed), *hooks, *positionals]
+
+
+def variables(argv: Sequence[str]) -> dict[str, str]:
+    """Return the settings that our flags stand for, by their variables: the middleware reads these alone."""
+    flags, _, _ = _split(argv)
+    return {f"{PREFIX}OPEN": "1"} if "--poc-open" in flags else {}
 
 
 def check_version(version: str) -> None:
