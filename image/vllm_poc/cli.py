@@ -19,13 +19,13 @@ from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine, vllm_version
-from vllm_poc.server.settings import Settings, SettingsError
+from vllm_poc.server.settings import PREFIX, Settings, SettingsError
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 #: Flags of ``serve`` in addition to vLLM's own, accepted in any position.
-FLAGS = frozenset({"--enable-poc"})
+FLAGS = frozenset({"--enable-poc", "--poc-open"})
 #: First and last minor release of vLLM that the extension is tested with.
 TESTED = ((0, 23), (0, 32))
 
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command line program
         sys.exit(2)
     # Not the `vllm` command: it wants a distribution of that name, which the CPU build is not.
+    os.environ.update(variables(words))
     sys.argv = [SERVER_MODULE, *arguments]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
 
@@ -68,6 +69,10 @@ def server_arguments(words: Sequence[str]) -> list[str]:
     """Translate the words behind ``serve`` into the API server's. UsageError if PoC cannot run with them."""
     flags, options, positionals = _split(words)
     poc = "--enable-poc" in flags
+    if not poc and "--poc-open" in flags:
+        raise UsageError(
+            "--poc-open is about PoC's routes, which --enable-poc adds: add that, or leave --poc-open out."
+        )
     if poc:
         _check_settings()
         check_version(_vllm_version())
@@ -123,6 +128,12 @@ def summary(facts: ModelFacts) -> str:
         f"{facts['scratch_bytes'] / 2**20:.0f} MiB of memory beside vLLM's",
     ]
     return "; ".join(found)
+
+
+def variables(argv: Sequence[str]) -> dict[str, str]:
+    """Return the settings that our flags stand for, by their variables: the middleware reads these alone."""
+    flags, _, _ = _split(argv)
+    return {f"{PREFIX}OPEN": "1"} if "--poc-open" in flags else {}
 
 
 def check_version(version: str) -> None:

@@ -17,7 +17,7 @@ LIMIT = 30.0
 #: Not the demo's release, so that the API server judges new objects and not changes of present ones.
 RELEASE = "fresh"
 NAMESPACES = {OPERATOR_CHART: SYSTEM_NAMESPACE, WORKER_CHART: NAMESPACE}
-MODEL: Values = {"model": {"path": "some/model"}}
+MODEL: Values = {"model": {"path": "some/model"}, "auth": {"existingSecret": "pod-token"}}
 
 _TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 _COMMON: Values = {
@@ -108,7 +108,7 @@ ALL_VALUES: dict[Path, Values] = {
         "extraArgs": ["--tensor-parallel-size=2"],
         "command": ["vllm-poc", "serve"],
         "poc": {"callbackAllow": ["*.example.org", "example.com"]},
-        "auth": {"existingSecret": "pod-token"},
+        "auth": {"existingSecret": "pod-token", "open": True},
         "host": "::",
         "port": 9000,
         "huggingFace": {"tokenSecret": "hub"},

@@ -9,7 +9,7 @@ import yaml
 
 from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART, WORKER_CHART
-from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
+from hack.deploy.releases import NAMESPACE, OPEN, SYSTEM_NAMESPACE
 from hack.images.site import ROOT
 from hack.toolchain.common import UserError
 from tests.chart.helm import (
@@ -24,6 +24,7 @@ from tests.chart.helm import (
     objects,
     render,
 )
+from vllm_poc.server.admission import Access, Answered
 from vllm_poc.server.settings import Settings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
@@ -86,6 +87,18 @@ WRONG: dict[str, tuple[Path, Values, tuple[str, ...]]] = {
         {},
         ("model.path is required: the hub id or the path of the model that vLLM shall serve",),
     ),
+    "neither token nor open": (
+        WORKER_CHART,
+        {**MODEL, "auth": {"existingSecret": ""}, "poc": {"callbackAllow": ["*"]}},
+        ("auth.existingSecret is required: name the Secret", "or set auth.open to true, and whoever reaches a pod"),
+    ),
+    "open for any receiver": (
+        WORKER_CHART,
+        {**MODEL, "auth": {"existingSecret": "", "open": True}},
+        ("poc.callbackAllow is required where auth.existingSecret is empty: name the hosts", 'or "*" for any'),
+    ),
+    "open as text": (WORKER_CHART, {**MODEL, "auth": {"open": "yes"}}, ("/auth/open", "want boolean")),
+    "auth typo": (WORKER_CHART, {**MODEL, "auth": {"token": "a"}}, ("/auth", "'token' not allowed")),
     "worker typo": (WORKER_CHART, {**MODEL, "replica": 2}, ("'replica' not allowed",)),
     "negative replicas": (WORKER_CHART, {**MODEL, "replicas": -1}, ("/replicas", "minimum")),
     "replicas as text": (WORKER_CHART, {**MODEL, "replicas": "two"}, ("/replicas", "want integer")),
@@ -162,6 +175,23 @@ def test_values_reach_the_worker(kube: Kube) -> None:
     assert environment["VLLM_POC_CALLBACK_ALLOW"] == "*.example.org,example.com"
     assert {"VLLM_POC_TOKEN", "HF_TOKEN", "HTTPS_PROXY"} <= environment.keys()
     assert vllm["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "10"]}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "answered"),
+    [
+        (MODEL, Answered.WITH_TOKEN),
+        ({**MODEL, "auth": {"existingSecret": "pod-token", "open": True}}, Answered.WITH_TOKEN),
+        ({**MODEL, **OPEN}, Answered.EVERYBODY),
+    ],
+    ids=["token", "token and open", "open"],
+)
+def test_a_pod_answers_whom_the_values_name(kube: Kube, values: Values, answered: Answered) -> None:
+    (vllm,) = deployment(kube, WORKER_CHART, values)["spec"]["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry.get("value", "from-a-secret") for entry in vllm["env"]}
+    access = Access.decide(Settings.from_environment(variables), None, {})
+    assert access.answered is answered
+    assert access.allows_callback_to("collector.example.org")
 
 
 def test_a_pod_has_time_to_end(kube: Kube) -> None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.docs.pages import ROOT, Block, blocks
+from vllm_poc.server.admission import Access, Answered
 from vllm_poc.server.settings import Settings
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
@@ -104,12 +105,6 @@ def _references(namespace: str, part: Any) -> set[Thing]:  # noqa: ANN401 - any 
     return found
 
 
-def _environment(body: dict[str, Any], prefix: str) -> dict[str, str]:
-    (container,) = body["spec"]["template"]["spec"]["containers"]
-    found = {entry["name"]: entry["value"] for entry in container.get("env", []) if "value" in entry}
-    return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-
-
 def _gateway_host(installation: Installation) -> str:
     """Return the host of the address that the operator gives to pods."""
     for _, body in installation.deployments():
@@ -125,12 +120,18 @@ def _worker(installation: Installation) -> dict[str, Any]:
     return installation.deployments()[workers.index(True)][1]
 
 
-def test_pods_may_deliver_to_the_gateway(installation: Installation) -> None:
-    variables = _environment(_worker(installation), "VLLM_POC_")
-    allow = variables.get("CALLBACK_ALLOW")
-    settings = Settings.from_environment({"VLLM_POC_CALLBACK_ALLOW": allow} if allow else {})
+def _variables(body: dict[str, Any]) -> dict[str, str]:
+    """Return the pod settings, those from Secrets with a value of our own."""
+    (container,) = body["spec"]["template"]["spec"]["containers"]
+    found = {entry["name"]: entry.get("value", "from-a-secret") for entry in container.get("env", [])}
+    return {name: value for name, value in found.items() if name.startswith("VLLM_POC_")}
+
+
+def test_pods_answer_the_operator_alone_and_deliver_to_the_gateway(installation: Installation) -> None:
+    access = Access.decide(Settings.from_environment(_variables(_worker(installation))), None, {})
+    assert access.answered is Answered.WITH_TOKEN
     host = _gateway_host(installation)
-    assert settings.allows_callback_to(host), f"{settings.callback_allow} refuses the gateway's own address {host}"
+    assert access.allows_callback_to(host), f"{access.callback_allow} refuses the gateway's own address {host}"
 
 
 def test_everything_that_a_pod_names_is_made(installation: Installation) -> None:

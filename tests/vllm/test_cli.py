@@ -2,6 +2,8 @@
 """The command line around vLLM's own."""
 
 import argparse
+import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -12,7 +14,16 @@ from unittest.mock import patch
 import pytest
 
 from tests.vllm.server import FLAGS, command_environment
-from vllm_poc.cli import EXTENSION_CLASS, MIDDLEWARE, UsageError, check_version, parse_as_server, server_arguments
+from vllm_poc.cli import (
+    EXTENSION_CLASS,
+    MIDDLEWARE,
+    UsageError,
+    check_version,
+    main,
+    parse_as_server,
+    server_arguments,
+)
+from vllm_poc.server.settings import Settings
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -95,6 +106,30 @@ def test_a_misspelt_setting_ends_the_start_before_anything_is_loaded(monkeypatch
     monkeypatch.setenv("VLLM_POC_TOKENS", "s3cret")
     with pytest.raises(UsageError, match=r"VLLM_POC_TOKENS is not a setting: did you mean VLLM_POC_TOKEN[?]"):
         server_arguments(["m", "--enable-poc"])
+
+
+@pytest.mark.parametrize("flag", [[], ["--poc-open"], ["--poc_open"]], ids=str)
+@pytest.mark.parametrize("before", [None, "0"])
+def test_poc_open_is_the_variable_of_that_name(
+    monkeypatch: pytest.MonkeyPatch, flag: list[str], before: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **({"VLLM_POC_OPEN": before} if before else {})})
+    started: list[tuple[list[str], bool]] = []
+
+    def start(*_: object, **__: object) -> None:
+        started.append((sys.argv[1:], Settings.from_environment(os.environ).open))
+
+    monkeypatch.setattr(runpy, "run_module", start)
+    monkeypatch.setattr(sys, "argv", ["vllm_poc"])
+    main(["serve", *flag, "m", "--enable-poc"])
+    ((words, is_open),) = started
+    assert is_open == bool(flag)
+    assert parse_as_server(words).model == "m", "vLLM does not know the flag"
+
+
+def test_poc_open_without_poc_is_refused() -> None:
+    with pytest.raises(UsageError, match="--poc-open is about PoC's routes, which --enable-poc adds"):
+        server_arguments(["m", "--poc-open"])
 
 
 @pytest.mark.parametrize("flag", [["--worker-extension-cls", "x.Y"], ["--worker_extension_cls=x.Y"]])

@@ -1,19 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before work begins: deployments that PoC cannot run in, and requests beyond the model's limits.
+"""What is refused before work begins: strangers, deployments that PoC cannot run in, and what the model does not allow.
 
 Each check of a request raises a RefusalError.
 """
 
+import hmac
 from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from fnmatch import fnmatchcase
 from http import HTTPStatus
+from ipaddress import IPv6Address, ip_address
+from typing import Self
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts
-from vllm_poc.server.errors import field_refusal, refusal
+from vllm_poc.server.errors import RefusalError, field_refusal, refusal
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, RoundRequest
 
+_log = get_logger(__name__)
+
+#: Beginnings of headers by which proxies on this machine tell that somebody else asks, and browsers that a page does.
+_FROM_ELSEWHERE = ("x-forwarded-", "x-real-ip", "forwarded", "via", "x-envoy-", "l5d-", "origin")
 #: How many nonces a message names.
 _NAMED = 5
 # Options of vLLM that make several API servers or engines, with the values that do not.
@@ -27,6 +41,113 @@ _SEVERAL: Mapping[str, tuple[object, ...]] = {
     "data_parallel_external_lb": (None, False),
     "data_parallel_multi_port_external_lb": (None, False),
 }
+
+
+class Answered(Enum):
+    """Whom the PoC routes answer."""
+
+    WITH_TOKEN = auto()
+    WITH_API_KEY = auto()
+    EVERYBODY = auto()
+    THIS_MACHINE = auto()
+
+
+_LOGGED: Mapping[Answered, str] = {
+    Answered.WITH_TOKEN: "whoever sends the token of VLLM_POC_TOKEN",
+    Answered.WITH_API_KEY: "whoever sends a key of vLLM's --api-key: set VLLM_POC_TOKEN to have another one for PoC",
+    Answered.EVERYBODY: "everybody who reaches the port, as VLLM_POC_OPEN says: set VLLM_POC_TOKEN to close them",
+    Answered.THIS_MACHINE: "this machine alone: set VLLM_POC_TOKEN, or VLLM_POC_OPEN=1, for others",
+}
+_REFUSED: Mapping[Answered, str] = {
+    Answered.WITH_TOKEN: "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'",
+    Answered.WITH_API_KEY: "send a key of vLLM's --api-key as 'Authorization: Bearer <key>', or set VLLM_POC_TOKEN",
+    Answered.THIS_MACHINE: (
+        "this server answers PoC requests of its own machine alone: set VLLM_POC_TOKEN and send it as "
+        "'Authorization: Bearer <token>', or a key of vLLM's --api-key, or set VLLM_POC_OPEN=1 to answer everybody"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may call the PoC routes, and where the results may go that he asks for.
+
+    The first of these decides: PoC's own token, vLLM's API keys, whether the server is open, and otherwise the caller's
+    address. Where no list of hosts is set, whoever has the token may name any: he runs the server. Callers of this
+    machine may name it, for they reach it without the server, too.
+    """
+
+    answered: Answered
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    uds: str | None = None
+    callback_allow: tuple[str, ...] | None = None
+
+    @classmethod
+    def decide(cls, settings: Settings, arguments: object, environment: Mapping[str, str]) -> Self:
+        """Return what the settings, vLLM's parsed ``arguments`` and vLLM's variables say."""
+        uds, allow = getattr(arguments, "uds", None), settings.callback_allow
+        if settings.token is not None:
+            return cls(Answered.WITH_TOKEN, (settings.token.get_secret_value(),), uds, allow)
+        # As vLLM does for its own routes. The flag wins.
+        given = getattr(arguments, "api_key", None) or [environment.get("VLLM_API_KEY", "")]
+        if keys := tuple(key for key in given if key):
+            return cls(Answered.WITH_API_KEY, keys, uds, allow)
+        answered = Answered.EVERYBODY if settings.open else Answered.THIS_MACHINE
+        return cls(answered, (), uds, allow)
+
+    def log(self) -> None:
+        """Write down who is answered."""
+        level = _log.warning if self.answered is Answered.EVERYBODY else _log.info
+        level("the PoC routes answer %s", _LOGGED[self.answered])
+
+    def check(self, scope: Scope) -> None:
+        """Refuse with 401 who may not call."""
+        headers = Headers(scope=scope)
+        if self.answered is Answered.THIS_MACHINE:
+            self._check_machine(scope, headers)
+        elif self.keys:
+            sent = headers.get("authorization", "").encode()
+            # All of them are compared, so that the time tells nothing.
+            if not sum(hmac.compare_digest(sent, f"Bearer {key}".encode()) for key in self.keys):
+                raise _unauthorized(_REFUSED[self.answered])
+
+    def allows_callback_to(self, host: str) -> bool:
+        """Return whether results may go to ``host``."""
+        if self.callback_allow is not None:
+            return any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.callback_allow)
+        if self.answered is Answered.THIS_MACHINE:
+            return host.lower() == "localhost" or _is_loopback(host)
+        return self.answered is Answered.WITH_TOKEN
+
+    def _check_machine(self, scope: Scope, headers: Headers) -> None:
+        detail = _REFUSED[self.answered]
+        if not self._is_of_this_machine(scope):
+            raise _unauthorized(detail)
+        foreign = next((name for name in headers if name.lower().startswith(_FROM_ELSEWHERE)), None)
+        if foreign is not None:
+            raise _unauthorized(f"{detail}; the header {foreign} says that this request comes from elsewhere")
+
+    def _is_of_this_machine(self, scope: Scope) -> bool:
+        peer, server = scope.get("client"), scope.get("server")
+        if peer:
+            return _is_loopback(peer[0])
+        # Connections to a Unix socket have no peer; those to a port may have lost theirs. uvicorn tells the socket's
+        # path, and earlier releases nothing.
+        return self.uds is not None and (server is None or tuple(server) == (self.uds, None))
+
+
+def _unauthorized(detail: str) -> RefusalError:
+    return refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    # A server of both IP versions sees IPv4 mapped into IPv6.
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def deployment_refusal(arguments: object, environment: Mapping[str, str]) -> str | None:
@@ -53,13 +174,17 @@ def check_round(request: RoundRequest, facts: ModelFacts, served_names: frozense
         _check_params(request.params, facts, served_names)
 
 
-def check_callback(request: CallbackRequest, settings: Settings) -> None:
-    """Refuse a callback to a host outside the allow list with 422."""
+def check_callback(request: CallbackRequest, access: Access) -> None:
+    """Refuse a callback to a host that is not allowed with 422."""
     host = urlsplit(request.receiver or "").hostname
-    if host is not None and not settings.allows_callback_to(host):
-        field = "url" if request.url is not None else "callback_url"
-        allowed = ", ".join(settings.callback_allow)
-        raise field_refusal(field, f"callbacks to {host} are not allowed; VLLM_POC_CALLBACK_ALLOW allows {allowed}")
+    if host is None or access.allows_callback_to(host):
+        return
+    if access.callback_allow is not None:
+        remedy = f"VLLM_POC_CALLBACK_ALLOW allows {', '.join(access.callback_allow)}"
+    else:
+        remedy = "set VLLM_POC_CALLBACK_ALLOW to the hosts that may get results, or set VLLM_POC_TOKEN"
+    name = "url" if request.url is not None else "callback_url"
+    raise field_refusal(name, f"callbacks to {host} are not allowed: {remedy}")
 
 
 def check_validation(request: GenerateRequest) -> None:

@@ -5,15 +5,14 @@ vllm serve MODEL --middleware vllm_poc.server.app.PocMiddleware
 """
 
 import asyncio
-import hmac
 import os
 from http import HTTPStatus
 
-from starlette.datastructures import Headers, MutableHeaders, State
+from starlette.datastructures import MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_poc.server import metrics, vllm_routes
-from vllm_poc.server.admission import deployment_refusal
+from vllm_poc.server.admission import Access, deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
 from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
@@ -70,6 +69,7 @@ class PocMiddleware:
                 await close()  # before: the server's event loop may end right after
             await send(message)
             if message["type"] == "lifespan.startup.complete":
+                self._access(scope["app"].state).log()
                 termination.begin()
 
         try:
@@ -102,7 +102,7 @@ class PocMiddleware:
 
     def _admitted(self, scope: Scope) -> ASGIApp:
         state: State = scope["app"].state
-        self._authorise(Headers(scope=scope), getattr(state, "args", None))
+        self._access(state).check(scope)
         if self._ends and scope["method"] != "GET" and scope["path"] != STOP_PATH:
             raise ServerEndsError
         unsupported = deployment_refusal(getattr(state, "args", None), os.environ)
@@ -137,6 +137,9 @@ class PocMiddleware:
             return False
         return vllm_routes.is_inference(scope) and self._service.phases.computes
 
+    def _access(self, state: State) -> Access:
+        return Access.decide(self._settings, getattr(state, "args", None), os.environ)
+
     def _app_for(self, state: State) -> ASGIApp | None:
         # vLLM sets both while it starts; the models last.
         client = getattr(state, "engine_client", None)
@@ -145,24 +148,9 @@ class PocMiddleware:
             metrics.begin(models.base_model_paths[0].name)
             names = {name for path in models.base_model_paths for name in (path.name, path.model_path)}
             engine = VllmEngine(client, frozenset(names), call_seconds=self._settings.engine_seconds)
-            self._service = PocService(engine, self._settings, self._clock, self._pauses)
+            self._service = PocService(engine, self._settings, self._clock, self._pauses, access=self._access(state))
             self._poc_app = create_app(self._service)
         return self._poc_app
-
-    def _authorise(self, headers: Headers, arguments: object) -> None:
-        """Refuse with 401 whoever has neither PoC's token nor, where there is none, a key of vLLM's own."""
-        if self._settings.token is not None:
-            tokens = [self._settings.token.get_secret_value()]
-            detail = "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'"
-        else:
-            # As vLLM does for its own routes. The flag wins.
-            given = getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY", "")]
-            tokens = [key for key in given if key]
-            detail = "send a key of vLLM's --api-key as 'Authorization: Bearer <key>', or set VLLM_POC_TOKEN"
-        sent = headers.get("authorization", "").encode()
-        # All of them are compared, so that the time tells nothing.
-        if tokens and not sum(hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens):
-            raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
 
 
 def _is_poc(path: str) -> bool:

@@ -42,7 +42,7 @@ from vllm_poc.wire.messages import (
 
 _MEANINGS = {
     400: "No round is configured, or the artifacts are not those of the nonces",
-    401: "The token is missing or wrong",
+    401: "The token is missing or wrong, or the server has none and answers its own machine alone",
     404: "Unknown or expired",
     409: "Another round runs, or the server's model or protocol is another one",
     413: "The body is too large",
@@ -56,7 +56,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": meaning} for status, meaning in _MEANINGS.items()
 }
 # The middleware checks the token; this documents it.
-_BEARER = HTTPBearer(auto_error=False, description="Needed where the server has VLLM_POC_TOKEN set.")
+_BEARER = HTTPBearer(auto_error=False, description="The token of VLLM_POC_TOKEN, or a key of vLLM's --api-key.")
 
 
 router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)], route_class=BodyRoute)

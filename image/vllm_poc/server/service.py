@@ -41,11 +41,18 @@ class PocService:
     """
 
     def __init__(
-        self, engine: VllmEngine, settings: Settings, clock: Clock = SYSTEM_CLOCK, pauses: Pauses | None = None
+        self,
+        engine: VllmEngine,
+        settings: Settings,
+        clock: Clock = SYSTEM_CLOCK,
+        pauses: Pauses | None = None,
+        *,
+        access: admission.Access,
     ) -> None:
         self.session_id = token_hex(8)
         self.engine = engine
         self._settings = settings
+        self._access = access
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
         self.scheduler = scheduler = Scheduler(engine, settings, pauses)
         self._gate = scheduler.gate
@@ -178,7 +185,7 @@ class PocService:
         # Returns how many nonces a forward pass may hold.
         facts = await self.scheduler.model.facts()
         admission.check_round(request, facts, self.engine.served_names)
-        admission.check_callback(request, self._settings)
+        admission.check_callback(request, self._access)
         return admission.slice_limit(request, facts)
 
     async def _known_limit(self, request: CallbackRequest) -> int:

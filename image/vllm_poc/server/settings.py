@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
@@ -43,8 +42,12 @@ class Settings(BaseModel):
 
     #: Bearer token that guards the PoC routes; none by default.
     token: SecretStr | None = Field(default=None, min_length=1)
-    #: Hosts that callbacks may go to, as patterns with ``*``.
-    callback_allow: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=("*",), min_length=1)
+    #: Answer everybody who reaches the port, where neither PoC has a token nor vLLM has keys.
+    open: bool = False
+    #: Hosts that callbacks may go to, as patterns with ``*``. None: as `vllm_poc.server.admission.Access` has it.
+    callback_allow: Annotated[tuple[str, ...] | None, BeforeValidator(_split_commas)] = Field(
+        default=None, min_length=1
+    )
     #: chat-first: PoC waits while chat has work. poc-first: PoC never waits, and new inference requests
     #: are answered 503 while a round computes; those that run already go on.
     priority: Priority = Priority.CHAT_FIRST
@@ -105,13 +108,9 @@ class Settings(BaseModel):
             first = error.errors()[0]
             raise SettingsError(f"{first['loc'][0]}: {first['msg']}.") from None
 
-    def allows_callback_to(self, host: str) -> bool:
-        """Whether callbacks may go to ``host``."""
-        return any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.callback_allow)
-
     @classmethod
     def _refuse_unknown(cls, environment: Mapping[str, str]) -> None:
-        # A misspelt VLLM_POC_TOKEN would leave the server open.
+        # With a misspelt VLLM_POC_TOKEN the server would answer vLLM's keys, or everybody if it is open.
         known = [f"{PREFIX}{field.upper()}" for field in cls.model_fields]
         for name in sorted(set(environment) - set(known)):
             if name.upper().startswith(PREFIX) and not _SERVICE_LINK.fullmatch(name):

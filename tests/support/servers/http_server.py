@@ -39,8 +39,15 @@ def free_port() -> int:
 async def serve(app: Any, host: str, port: int) -> AsyncIterator[None]:  # noqa: ANN401 - any ASGI app
     """Serve ``app`` until the block ends."""
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
+    async with running(config):
+        yield
+
+
+@asynccontextmanager
+async def running(config: uvicorn.Config, sockets: list[socket.socket] | None = None) -> AsyncIterator[None]:
+    """Run a server until the block ends, on these sockets if there are any."""
     server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
+    task = asyncio.create_task(server.serve(sockets))
     while not server.started:
         assert not task.done(), "the server did not start"
         await asyncio.sleep(0.01)

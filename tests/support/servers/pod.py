@@ -105,14 +105,15 @@ async def _talk(websocket: WebSocket) -> None:
 
 
 @asynccontextmanager
-async def running_pod(clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Pod]:
-    """Run a pod with its lifespan, ready to serve. Leases go by ``clock``.
+async def running_pod(clock: Clock = SYSTEM_CLOCK, api_key: list[str] | None = None) -> AsyncIterator[Pod]:
+    """Run a pod with its lifespan, ready to serve. Leases go by ``clock``; ``api_key`` is vLLM's option.
 
     Its engine is there after the start, where vLLM's is there before: a test can still say what the model is like.
     """
     pod = Pod(clock)
     async with lifespan(pod.app), pod.http:
         pod.become_ready()
+        pod.app.state.args.api_key = api_key
         yield pod
 
 
@@ -123,7 +124,12 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     answers: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     serving = asyncio.create_task(app({"type": "lifespan"}, events.get, answers.put))  # type: ignore[arg-type]
     await events.put({"type": "lifespan.startup"})
-    assert (await answers.get())["type"] == "lifespan.startup.complete"
+    begun = asyncio.create_task(answers.get())
+    await asyncio.wait({begun, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not begun.done():
+        begun.cancel()
+        await serving  # which raises what went wrong
+    assert begun.result()["type"] == "lifespan.startup.complete"
     yield
     await events.put({"type": "lifespan.shutdown"})
     await serving

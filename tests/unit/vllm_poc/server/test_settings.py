@@ -4,24 +4,21 @@ import pytest
 from vllm_poc.server.settings import Settings, SettingsError
 
 
-def test_defaults_allow_every_host_and_no_token() -> None:
+def test_by_default_nobody_else_is_answered() -> None:
     settings = Settings.from_environment({})
-    assert settings.token is None
-    assert settings.allows_callback_to("example.org")
+    assert (settings.token, settings.open, settings.callback_allow) == (None, False, None)
 
 
 def test_variables_are_read_by_their_name() -> None:
     settings = Settings.from_environment(
-        {"VLLM_POC_FLUSH_SECONDS": "3", "VLLM_POC_CALLBACK_ALLOW": "a.b, *.C", "OTHER": "x"}
+        {
+            "VLLM_POC_FLUSH_SECONDS": "3",
+            "VLLM_POC_CALLBACK_ALLOW": "a.b, *.C",
+            "VLLM_POC_OPEN": "1",
+            "OTHER": "x",
+        }
     )
-    assert settings.flush_seconds == 3
-    assert [settings.allows_callback_to(host) for host in ("a.b", "x.c", "X.C", "c", "b.a")] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert (settings.flush_seconds, settings.callback_allow, settings.open) == (3, ("a.b", "*.C"), True)
 
 
 def test_the_token_is_not_printed() -> None:
@@ -36,6 +33,8 @@ def test_the_token_is_not_printed() -> None:
         ("PENDING_RESULTS", "many"),
         ("CALLBACK_ALLOW", " , "),
         ("TOKEN", ""),
+        ("OPEN", ""),
+        ("OPEN", "everybody"),
     ],
 )
 def test_a_bad_setting_is_named(name: str, value: str) -> None:
