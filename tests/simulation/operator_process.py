@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator as an ordinary process of this machine, with the liveness probe that the chart gives it."""
+"""The operator as an ordinary process of this machine, with the probes that the chart gives it."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,9 @@ from tests.simulation.kept_process import KeptProcess
 from tests.support.builders.secrets import ENVIRONMENT
 from tests.support.servers.http_server import free_port
 
-#: The liveness probe, as in charts/vllm-poc-operator/templates/deployment.yaml: a test compares them.
-PROBE = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3}
+#: The probes, as in charts/vllm-poc-operator/templates/deployment.yaml: a test compares them.
+STARTUP = {"periodSeconds": 2, "failureThreshold": 60}
+LIVENESS = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3}
 
 
 class OperatorProcess(KeptProcess):
@@ -36,7 +37,7 @@ class OperatorProcess(KeptProcess):
         super().__init__(argv, variables, log)
         self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"
         self._health_url = f"http://127.0.0.1:{health}/healthz"
-        #: Why its liveness probe had it killed, each time.
+        #: Why a probe had it killed, each time.
         self.found_dead: list[str] = []
 
     @asynccontextmanager
@@ -51,19 +52,23 @@ class OperatorProcess(KeptProcess):
                 await asyncio.wait([probing])
 
     async def _probe(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=PROBE["timeoutSeconds"])
+        timeout = aiohttp.ClientTimeout(total=LIVENESS["timeoutSeconds"])
         async with aiohttp.ClientSession(timeout=timeout) as http:
-            failures, probed = 0, self._alive()
             while True:
-                await asyncio.sleep(PROBE["periodSeconds"])
-                if self._alive() is not probed:  # a new process starts with no failure
-                    failures, probed = 0, self._alive()
-                found = await self._ill(http)
-                failures = failures + 1 if found else 0
-                if failures == PROBE["failureThreshold"]:
-                    self.found_dead.append(found)
-                    with contextlib.suppress(ProcessLookupError):
-                        probed.kill()
+                await self._probe_one(self._alive(), http)
+
+    async def _probe_one(self, process: asyncio.subprocess.Process, http: aiohttp.ClientSession) -> None:
+        """Probe this process until there is another one."""
+        probe, failures = STARTUP, 0
+        while self._alive() is process:
+            await asyncio.sleep(probe["periodSeconds"])
+            found = await self._ill(http)
+            failures = failures + 1 if found else 0
+            probe = probe if found else LIVENESS
+            if failures == probe["failureThreshold"] and self._alive() is process:
+                self.found_dead.append(found)
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
 
     async def _ill(self, http: aiohttp.ClientSession) -> str:
         """Return what a probe finds wrong; nothing if the operator answers 200."""

@@ -170,6 +170,12 @@ def test_data_parallelism_by_environment_is_refused(monkeypatch: pytest.MonkeyPa
         server_arguments(["m", "--enable-poc"])
 
 
+def test_the_server_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UsageError, match="leave VLLM_USE_RUST_FRONTEND out"):
+        server_arguments(["m", "--enable-poc"])
+
+
 def test_a_node_without_an_api_server_is_refused() -> None:
     with pytest.raises(UsageError, match=f"--headless .* with --worker-extension-cls {EXTENSION_CLASS}"):
         server_arguments(["m", "--enable-poc", "--headless"])

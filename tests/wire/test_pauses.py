@@ -287,6 +287,12 @@ async def test_commands_that_may_change_weights_are_followed_by_a_new_look(pod: 
     assert (await pod.reach(lambda s: s.total_checked > before)).paused_by is None
 
 
+async def test_a_method_of_the_extension_changes_no_weights(pod: Pod) -> None:
+    for body, forgotten in [({"method": "poc_describe"}, 0), ({"method": "load"}, 1), ([], 2), ({"method": None}, 3)]:
+        assert (await pod.http.post("/collective_rpc", json=body)).status_code == 200
+        assert pod.engine.forgotten == forgotten
+
+
 async def test_a_sleep_that_fails_half_way_is_one(pod: Pod) -> None:
     pod.refusing, pod.engine.asleep = {"/sleep"}, True
     await pod.start(DISTANCE | SLOT)

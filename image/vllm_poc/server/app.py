@@ -6,6 +6,7 @@ vllm serve MODEL --middleware vllm_poc.server.app.PocMiddleware
 
 import asyncio
 import os
+import sys
 from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders, State
@@ -21,7 +22,7 @@ from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
 from vllm_poc.server.termination import Termination
-from vllm_poc.server.vllm_routes import Pauses, Workers
+from vllm_poc.server.vllm_routes import COLLECTIVE_RPC, Pauses, Workers, calls_extension, path_of
 from vllm_poc.wire.messages import API_PREFIX
 
 #: What a server that ends still answers, beside whatever only asks.
@@ -44,7 +45,7 @@ class PocMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
-        elif scope["type"] == "http" and _is_poc(scope["path"]):
+        elif scope["type"] == "http" and _is_poc(path_of(scope)):
             await self._serve(scope, receive, send)
         elif self._pauses.concerns(scope):
             await self._pause(scope, receive, send)
@@ -98,12 +99,12 @@ class PocMiddleware:
         except RefusalError as error:
             await response(error)(scope, receive, send)
             return
-        await app(_as_json(scope), _replay(body, receive), send)
+        await app(_for_poc(scope), _replay(body, receive), send)
 
     def _admitted(self, scope: Scope) -> ASGIApp:
         state: State = scope["app"].state
         self._access(state).check(scope)
-        if self._ends and scope["method"] != "GET" and scope["path"] != STOP_PATH:
+        if self._ends and scope["method"] != "GET" and path_of(scope) != STOP_PATH:
             raise ServerEndsError
         unsupported = deployment_refusal(getattr(state, "args", None), os.environ)
         if unsupported is not None:
@@ -116,6 +117,12 @@ class PocMiddleware:
 
     async def _pause(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._app_for(scope["app"].state)
+        if path_of(scope) == COLLECTIVE_RPC:
+            body = await _read_body(receive, sys.maxsize)
+            receive = _replay(body, receive)
+            if calls_extension(body):
+                await self._inner(scope, receive, send)
+                return
         if self._service is None:
             await self._inner(scope, receive, send)  # which answers that it is not ready
         else:
@@ -124,7 +131,7 @@ class PocMiddleware:
             await self._pauses.pass_on(self._inner, scope, receive, send, workers)
 
     def _set_gauges(self, scope: Scope) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/metrics"):
+        if scope["type"] == "http" and path_of(scope).startswith("/metrics"):
             state: State = scope["app"].state
             self._app_for(state)
             if self._service is not None:
@@ -172,12 +179,12 @@ async def _read_body(receive: Receive, limit: int) -> bytes:
             return await asyncio.to_thread(b"".join, pieces) if size > _LARGE_BYTES else b"".join(pieces)
 
 
-def _as_json(scope: Scope) -> Scope:
+def _for_poc(scope: Scope) -> Scope:
     """Return a copy of the scope, for the PoC app puts itself into it, whose body is JSON unless it says otherwise.
 
     The network's Go client sends no Content-Type, and whether FastAPI then reads JSON depends on its version.
     """
-    scope = dict(scope)
+    scope = dict(scope) | {"path": path_of(scope), "root_path": ""}
     headers = MutableHeaders(scope=scope)
     if not headers.get("content-type", "").strip():
         headers["content-type"] = "application/json"

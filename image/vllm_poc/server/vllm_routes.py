@@ -19,6 +19,7 @@ answer. An update that fails may have left some weights as they were, so that no
 """
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -59,11 +60,18 @@ INFERENCE_PATHS = frozenset(_GENERATIVE | _POOLING | _SPEECH)
 _MESSAGE = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
 
 
+def path_of(scope: Scope) -> str:
+    """Return the path as the server's routes see it: without ``--root-path``, which a proxy may have left in front."""
+    path: str = scope["path"]
+    root = str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
 def is_inference(scope: Scope) -> bool:
     """Whether a request, or a WebSocket, makes the engine compute."""
     if scope["type"] == "websocket":
-        return scope["path"] in INFERENCE_PATHS
-    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in INFERENCE_PATHS
+        return path_of(scope) in INFERENCE_PATHS
+    return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in INFERENCE_PATHS
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,6 +111,15 @@ _LASTING = frozenset(
 #: After these, results may come from other weights, and from half of them if they fail.
 _NEW_WEIGHTS = frozenset({"/update_weights", "/finish_weight_update", "/weight_checker", "/collective_rpc"})
 _COMMANDS = _MEANWHILE.keys() | {"/wake_up", "/resume"}
+COLLECTIVE_RPC = "/collective_rpc"
+
+
+def calls_extension(body: bytes) -> bool:
+    """Whether the body of ``/collective_rpc`` names a method of PoC's own, which leaves the weights alone."""
+    try:
+        return str(json.loads(body)["method"]).startswith("poc_")
+    except (ValueError, LookupError, TypeError):
+        return False  # and vLLM says what is wrong
 
 
 @dataclass(frozen=True)
@@ -130,7 +147,7 @@ class Pauses:
 
     def concerns(self, scope: Scope) -> bool:
         """Whether a request begins a pause or ends one."""
-        return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _COMMANDS
+        return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in _COMMANDS
 
     async def begun(self) -> None:
         """Wait until there is a pause."""
@@ -138,7 +155,7 @@ class Pauses:
 
     async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, workers: Workers) -> None:
         """Let ``app`` answer such a request: once the workers are idle, if it begins a pause."""
-        path, answered = scope["path"], False
+        path, answered = path_of(scope), False
 
         async def told(message: Message) -> None:
             nonlocal answered

@@ -18,7 +18,7 @@ from tests.chaos.faults import schedule
 from tests.chaos.inflict import POISON
 from tests.simulation.engine import Work
 from tests.simulation.manifests import Manifest, round_manifest
-from tests.simulation.operator_process import PROBE
+from tests.simulation.operator_process import LIVENESS, STARTUP
 from tests.simulation.session import Poll, Session
 from tests.simulation.world import World
 from tests.support.checks.admission import admitted, flaws
@@ -124,8 +124,11 @@ def test_work_for_a_round_that_is_over_is_found() -> None:
 
 def test_the_operator_is_probed_as_the_chart_has_it_probed() -> None:
     template = (ROOT / "charts/vllm-poc-operator/templates/deployment.yaml").read_text()
-    probe = template.partition("livenessProbe:")[2].partition("securityContext:")[0]
-    assert {name: int(value) for name, value in re.findall(r"(\w+): (\d+)", probe)} == PROBE
+    startup, _, liveness = (
+        template.partition("startupProbe:")[2].partition("securityContext:")[0].partition("livenessProbe:")
+    )
+    found = [{name: int(value) for name, value in re.findall(r"(\w+): (\d+)", probe)} for probe in (startup, liveness)]
+    assert found == [STARTUP, LIVENESS]
 
 
 @pytest.mark.parametrize(("spec", "status"), POISON)
