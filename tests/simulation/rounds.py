@@ -16,6 +16,8 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.simulation.manifests import Manifest
 
 REQUEST_SECONDS = 5.0
+#: For requests about all rounds, of which there may be a thousand.
+ALL_SECONDS = 60.0
 TROUBLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -31,6 +33,7 @@ class Rounds:
             "namespace": namespace,
             "_request_timeout": REQUEST_SECONDS,
         }
+        self._of_all = self._all | {"_request_timeout": ALL_SECONDS}
 
     async def create(self, manifest: Manifest) -> None:
         """Create a round."""
@@ -47,7 +50,7 @@ class Rounds:
 
     async def bodies(self) -> list[dict[str, Any]]:
         """Return all rounds as the API server has them."""
-        found: Any = await self._objects.list_namespaced_custom_object(**self._all)
+        found: Any = await self._objects.list_namespaced_custom_object(**self._of_all)
         return list(found["items"])
 
     async def suspend(self, name: str, suspend: bool) -> None:
@@ -83,7 +86,7 @@ class Rounds:
         """Delete all rounds, whether an operator lives or not."""
         for body in await self.bodies():
             await self._patch(body["metadata"]["name"], {"metadata": {"finalizers": None}})
-        await self._objects.delete_collection_namespaced_custom_object(**self._all)
+        await self._objects.delete_collection_namespaced_custom_object(**self._of_all)
 
     async def _patch(self, name: str, patch: Manifest) -> None:
         await self._objects.patch_namespaced_custom_object(
