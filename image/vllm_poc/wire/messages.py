@@ -129,14 +129,23 @@ def check_callback_url(url: str) -> str:
 
 def _check_host(*, address: str | None, name: str | None) -> None:
     if address is not None:
-        try:
-            zone = IPv6Address(address).scope_id
-        except ValueError:
-            raise ValueError(f"[{address}] is no IPv6 address: correct it") from None
-        if zone is not None:
-            raise ValueError(f"[{address}] has a zone, which says nothing on another host: use an address without one")
-    if name is None:
-        return
+        _check_address(address)
+    if name is not None:
+        _check_name(name)
+
+
+def _check_address(address: str) -> None:
+    try:
+        found = IPv6Address(address)
+    except ValueError:
+        raise ValueError(f"[{address}] is no IPv6 address: correct it") from None
+    if found.ipv4_mapped is not None:
+        raise ValueError(f"[{address}] is an IPv4 address: write it as {found.ipv4_mapped}")
+    if found.scope_id is not None:
+        raise ValueError(f"[{address}] has a zone, which says nothing on another host: use an address without one")
+
+
+def _check_name(name: str) -> None:
     if len(name) > MAX_HOST:
         raise ValueError(f"the host name has {len(name)} characters: use one of at most {MAX_HOST}")
     labels = name.split(".")

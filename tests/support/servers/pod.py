@@ -67,7 +67,7 @@ class Pod:
     def become_ready(self) -> None:
         """Set what vLLM sets in the app's state once its engine runs."""
         path = SimpleNamespace(name="tiny", model_path="/models/tiny")
-        self.app.state.args = SimpleNamespace()
+        self.app.state.args = getattr(self.app.state, "args", SimpleNamespace())
         self.app.state.openai_serving_models = SimpleNamespace(base_model_paths=[path])
         self.app.state.engine_client = self.engine
 
@@ -111,9 +111,9 @@ async def running_pod(clock: Clock = SYSTEM_CLOCK, api_key: list[str] | None = N
     Its engine is there after the start, where vLLM's is there before: a test can still say what the model is like.
     """
     pod = Pod(clock)
+    pod.app.state.args = SimpleNamespace(api_key=api_key)
     async with lifespan(pod.app), pod.http:
         pod.become_ready()
-        pod.app.state.args.api_key = api_key
         yield pod
 
 

@@ -109,6 +109,7 @@ def api_server_takes(url: str) -> bool:
 @example(scheme="http://", user="", host="a." * 126 + "aa", port="", path="")
 @example(scheme="http://", user="", host="my_api", port=":9100", path="/")
 @example(scheme="http://", user="", host="a.b", port="", path="/xn--a")
+@example(scheme="http://", user="", host="[::ffff:0:0]", port="", path="")
 def test_all_of_them_agree(scheme: str, user: str, host: str, port: str, path: str) -> None:
     url = f"{scheme}{host}{port}{path}"
     taken = operator_takes(url)
@@ -146,6 +147,7 @@ def test_what_is_taken_can_be_posted_to(user: str, host: str, port: str, path: s
         ("http://b\u00fccher/", "b\u00fccher is an internationalised host name"),
         ("http://a.xn--bcher-kva/", "a.xn--bcher-kva is an internationalised host name"),
         ("http://[fe80::1%25eth0]/", "[fe80::1%25eth0] has a zone"),
+        ("http://[::ffff:102:304]/", "[::ffff:102:304] is an IPv4 address: write it as 1.2.3.4"),
         ("http://h:0/", "and a port of 1 to 65535"),
         ("http://h:65536/", "and a port of 1 to 65535"),
         ("http://h:/", "and a port of 1 to 65535"),
