@@ -14,8 +14,10 @@ import pytest
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.engine import vector
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
-from vllm_poc.server.bodies import decode, parse, write
+from vllm_poc.server.bodies import decode, parse, write, written
 from vllm_poc.server.errors import InvalidBodyError
+from vllm_poc.wire.artifacts import Artifact, Encoding
+from vllm_poc.wire.callbacks import GeneratedArtifacts
 from vllm_poc.wire.generate import MAX_REQUEST_NONCES, GenerateRequest
 from vllm_poc.wire.messages import API_PREFIX
 
@@ -23,7 +25,8 @@ LONGEST_SECONDS = 0.020
 #: The best of so many tries counts: a collection of all that the tests have made takes long, too.
 TRIES = 6
 NONCES = list(range(MAX_REQUEST_NONCES))
-PROOF = {"public_key": "p", "block_hash": "o", "block_height": 1, "nonces": NONCES, "dist": [1.4] * len(NONCES)}
+PROOF_OF: dict[str, Any] = {"public_key": "p", "block_hash": "o", "block_height": 1}
+PROOF = PROOF_OF | {"nonces": NONCES, "dist": [1.4] * len(NONCES)}
 CLAIMS = [{"nonce": nonce, "vector_b64": vector(nonce, 4)} for nonce in NONCES]
 BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "validate": ("validate", PROOF, 200),
@@ -107,6 +110,23 @@ async def test_callbacks_of_a_large_request_hold_nobody_up(pod: Pod, receiver: C
         found.append(longest.seconds)
         if longest.seconds < 2 * LONGEST_SECONDS:  # the receiver, of this process too, parses 5 000 results at once
             return
+    raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
+
+
+@pytest.mark.parametrize("k_dim", [12, 1_024, 5_120])
+async def test_results_of_any_length_are_written_beside_others(k_dim: int) -> None:
+    encoding = Encoding(k_dim=k_dim)
+    artifacts = [Artifact(nonce=nonce, vector_b64="A" * (8 * k_dim // 3)) for nonce in range(5_000)]
+    message = GeneratedArtifacts(**PROOF_OF, node_id=1, artifacts=artifacts, encoding=encoding)
+    found = []
+    with unlooked():
+        for _ in range(TRIES):
+            async with watched() as longest:
+                body = await written(message)
+            assert json.loads(body) == message.model_dump(mode="json", exclude_none=True)
+            found.append(longest.seconds)
+            if longest.seconds < LONGEST_SECONDS:
+                return
     raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
 
 

@@ -29,6 +29,8 @@ T = TypeVar("T")
 _LARGE_BYTES, _LARGE_ITEMS = 16_384, 2_000
 #: Items that one call into C handles; it takes about a millisecond.
 PIECE = 2_000
+#: The same where items are long.
+_PIECE_BYTES = 262_144
 _C_SCANNER = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _SPACES = re.compile(rb"[ \t\n\r]*")
 #: Bytes that one call into C reads; it takes less than a millisecond.
@@ -295,10 +297,21 @@ def write(message: BaseModel) -> bytes:
     lists = _lists(message)
     parts = [message.model_dump_json(exclude=set(lists), exclude_none=True).encode()[:-1]]
     for name, items in lists.items():
-        pieces = (to_json(items[start : start + PIECE])[1:-1] for start in range(0, len(items), PIECE))
+        at_once = _piece(items)
+        pieces = (to_json(items[start : start + at_once])[1:-1] for start in range(0, len(items), at_once))
         parts += [f',"{name}":['.encode(), b",".join(pieces), b"]"]
     return b"".join([*parts, b"}"])
 
 
+async def written(message: BaseModel) -> bytes:
+    """Return the message as JSON, written off the event loop if it is large."""
+    return await asyncio.to_thread(write, message) if _lists(message) else write(message)
+
+
 def _lists(message: BaseModel) -> dict[str, list[Any]]:
-    return {name: value for name, value in message if isinstance(value, list) and len(value) > PIECE}
+    return {name: value for name, value in message if isinstance(value, list) and len(value) > _piece(value)}
+
+
+def _piece(items: list[Any]) -> int:
+    """Return how many items one call writes; all of a list are about as long as the first one."""
+    return max(1, min(PIECE, _PIECE_BYTES // len(to_json(items[0])))) if items else PIECE

@@ -25,6 +25,7 @@ from yarl import URL
 
 from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.bodies import written
 from vllm_poc.server.scheduler import Item
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.callbacks import GATEWAY_REALM, NOT_ABOUT_CONTENT
@@ -110,7 +111,7 @@ class Poster(Generic[T]):
                     yield outcome is Outcome.ACCEPTED
 
     async def _post(self, items: Sequence[T]) -> Outcome:
-        body = self._payload(items).model_dump_json(exclude_none=True)
+        body = await written(self._payload(items))
         pause = self._settings.retry_first_seconds
         while True:
             status = await self._attempt(body)
@@ -140,7 +141,7 @@ class Poster(Generic[T]):
             self._turned_away = now
         return now < self._turned_away + self._settings.refused_seconds
 
-    async def _attempt(self, body: str) -> int:
+    async def _attempt(self, body: bytes) -> int:
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer:
