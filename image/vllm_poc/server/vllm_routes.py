@@ -110,7 +110,8 @@ _LASTING = frozenset(
 )
 #: After these, results may come from other weights, and from half of them if they fail.
 _NEW_WEIGHTS = frozenset({"/update_weights", "/finish_weight_update", "/weight_checker", "/collective_rpc"})
-_COMMANDS = _MEANWHILE.keys() | {"/wake_up", "/resume"}
+#: All that begins a pause or ends one.
+COMMANDS = _MEANWHILE.keys() | {"/wake_up", "/resume"}
 COLLECTIVE_RPC = "/collective_rpc"
 
 
@@ -147,7 +148,7 @@ class Pauses:
 
     def concerns(self, scope: Scope) -> bool:
         """Whether a request begins a pause or ends one."""
-        return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in _COMMANDS
+        return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in COMMANDS
 
     async def begun(self) -> None:
         """Wait until there is a pause."""
