@@ -51,6 +51,7 @@ ADDRESSES = (
 PORTS = st.sampled_from(
     ["", ":", ":0", ":1", ":080", ":80", ":443", ":65535", ":65536", ":99999", ":-1", ":a", ":8\u0660"]
 )
+#: Without a NUL, at which a string ends for what evaluates the rules here.
 PATHS = st.sampled_from(
     [
         "",
@@ -68,7 +69,7 @@ PATHS = st.sampled_from(
         "/\u00e9",
         "/\n",
         "\n",
-        *("\\", "/a\\b", "?", "?a=b", "#", "#f", "/?#", "/'()*", "/\0", " ", "/" + "a" * 1000),
+        *("\\", "/a\\b", "?", "?a=b", "#", "#f", "/?#", "/'()*", " ", "/" + "a" * 1000),
     ]
 )
 SCHEMES = st.sampled_from(
