@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any, TypeVar
 
 import uvloop
 from kubernetes.aio.client import ApiClient
@@ -26,6 +28,8 @@ from poc_operator.clients.kube.objects import ObjectStore
 from vllm_poc import logs
 
 _log = logging.getLogger("poc_gateway")
+
+Result = TypeVar("Result")
 
 
 async def _run(settings: Settings) -> None:
@@ -64,11 +68,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _run_until_done(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run it in uvloop, which every signal wakes; asyncio's loop may sleep on after one that came to another thread."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
 def _perform(arguments: argparse.Namespace, settings: Settings) -> None:
     if arguments.command == "archive":
         from poc_gateway.query import archive  # noqa: PLC0415 - a gateway starts sooner without it
 
-        _log.info("the round is archived: %s", asyncio.run(archive.by_hand(settings, arguments.round)).uri)
+        _log.info("the round is archived: %s", _run_until_done(archive.by_hand(settings, arguments.round)).uri)
         return
     url, file = settings.database.get_secret_value(), arguments.file
     if arguments.command == "backup":
@@ -87,8 +97,7 @@ def main() -> None:
         if arguments.command in ("archive", "backup", "restore"):
             _perform(arguments, settings)
         else:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_run(settings))
+            _run_until_done(_run(settings))
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except (ValueError, DatabaseError, ConfigException, OSError) as error:
