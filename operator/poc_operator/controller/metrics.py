@@ -29,7 +29,7 @@ from poc_operator.planning.reaping import Cause
 from poc_operator.planning.snapshot import Snapshot, Work, WorkEvent
 
 _POLL_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 5, 10)
-_LAG_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_LAG_BUCKETS = (0.003, 0.01, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 1, 3, 10)
 _PLAN_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 _NONCES = ("checked", "valid", "delivered")
 

@@ -10,7 +10,8 @@ pods, whose reports are held against the answer, and never waits for long.
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -115,9 +116,10 @@ class PodCache:
 _CONCURRENCY = 500
 #: Silent pods that are asked at once: they must leave the client's connections to the others.
 _PROBES = 50
-#: Polls that begin a second, of all rounds together: the answers to those that begin at once come at once, and hold up
-#: the event loop.
-BEGINNINGS_PER_SECOND = 5_000
+#: Polls of all rounds that wait for an answer which may come at any moment: what comes at once holds up the event loop.
+FRESH_POLLS = 50
+#: After so long a poll counts no more as one of them: pods that do not answer must not hold up the others.
+FRESH_SECONDS = 0.2
 #: A silent pod that no turn has asked for since so many seconds is forgotten.
 SILENT_SECONDS = 60.0
 
@@ -150,7 +152,7 @@ class PodPoller:
         self._clock = clock
         self._silent: dict[tuple[str, int], _Silent] = {}  # by uid and port
         self._probes = asyncio.Semaphore(_PROBES)
-        self._next_begins = 0.0  # by the event loop's clock
+        self._fresh = asyncio.Semaphore(FRESH_POLLS)
 
     async def poll(
         self, pods: Iterable[PodView], work: Work, failed: PollFailed, renewal: Renewal | None = None
@@ -168,11 +170,11 @@ class PodPoller:
             silent = self._error_of_silent(pod, ip, port, failed)
             if silent is not None:
                 return PodReport(error=str(silent))
-            await self._spaced()
             try:
-                # Not before it is sent: it may have waited.
-                client = await self._clients.of(pod.namespace)
-                return _report(await client.status(base_url(ip, port), _renewed(renewal, pod)), pod, work)
+                async with self._among_few():
+                    # Not before it is sent: it may have waited.
+                    client = await self._clients.of(pod.namespace)
+                    return _report(await client.status(base_url(ip, port), _renewed(renewal, pod)), pod, work)
             except PodError as error:
                 failed(error)
                 if isinstance(error, PodTimeout):
@@ -188,12 +190,17 @@ class PodPoller:
         await asyncio.gather(*(ask_in_turn() for _ in range(min(_CONCURRENCY, len(asked)))))
         return reports
 
-    async def _spaced(self) -> None:
-        """Wait until the next poll may begin."""
-        now = asyncio.get_running_loop().time()
-        begins = max(now, self._next_begins)
-        self._next_begins = begins + 1 / BEGINNINGS_PER_SECOND
-        await asyncio.sleep(begins - now)
+    @asynccontextmanager
+    async def _among_few(self) -> AsyncIterator[None]:
+        """Begin when few polls are fresh, and be one of them for a moment."""
+        await self._fresh.acquire()
+        with ExitStack() as fresh:
+            fresh.callback(self._fresh.release)
+            aged = asyncio.get_running_loop().call_later(FRESH_SECONDS, fresh.close)
+            try:
+                yield
+            finally:
+                aged.cancel()
 
     async def close(self) -> None:
         """Give up what is under way."""
