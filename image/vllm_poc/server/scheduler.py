@@ -24,6 +24,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.gate import BusyShare, ChatGate
@@ -196,7 +197,9 @@ class SliceResult(NamedTuple):
 class Scheduler:
     """Runs slices on the engine for whoever asks, first come first served."""
 
-    def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
+    def __init__(
+        self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self.model = ModelDescription(self._described)
         #: Counts how often the weights have become others.
         self.weights = 0
@@ -206,7 +209,7 @@ class Scheduler:
         self._autotuner = Autotuner(self._warm_up, settings.slice_seconds)
         self._stages = 1  # as the engine says before anything is tuned
         self._forgotten = 0  # the weights before which the workers have forgotten everything
-        self.gate = ChatGate(engine, settings, pauses)
+        self.gate = ChatGate(engine, settings, pauses, clock)
 
     async def forget(self) -> None:
         """Find out anew what was found of other weights.
@@ -288,9 +291,9 @@ class Scheduler:
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         async with self._turn:
             await self._passed()
-            started = monotonic()
+            started = self.gate.clock.now()
             timing = await self._engine.warm_up(batch, segment_seconds, keep)
-            self.gate.busy.add(started, monotonic())
+            self.gate.busy.add(started, self.gate.clock.now())
         return timing
 
     async def _compute(
@@ -319,9 +322,9 @@ class Scheduler:
         await self._passed()
         if weights != self.weights:
             raise WeightsChangedError
-        started = monotonic()
+        started = self.gate.clock.now()
         result = await self._engine.compute(message)
-        ended = monotonic()
+        ended = self.gate.clock.now()
         self.gate.busy.add(started, ended)
         if busy is not None:
             busy.add(started, ended)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for vLLM's engine client: it answers the workers' calls by a formula."""
 
-import asyncio
 from collections import Counter
 from typing import Any
 
 from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassTiming
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.wire.artifacts import encode_vector
 
 FACTS = ModelFacts(
@@ -48,9 +48,13 @@ class FakeOutputProcessor:
 
 
 class FakeEngineClient:
-    """Answers like a tensor-parallel pair of workers, the second of which speaks. Faults are attributes."""
+    """Answers like a tensor-parallel pair of workers, the second of which speaks. Faults are attributes.
 
-    def __init__(self) -> None:
+    Calls take their seconds by the ``clock``.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.output_processor = FakeOutputProcessor()
         self.facts = FACTS.copy()
         self.batches: list[BatchRequest] = []
@@ -111,7 +115,7 @@ class FakeEngineClient:
     async def _spend(self, seconds: float) -> None:
         self.in_flight += 1
         try:
-            await asyncio.sleep(seconds)
+            await self._clock.sleep(seconds)
         finally:
             self.in_flight -= 1
         if self.fault is not None:

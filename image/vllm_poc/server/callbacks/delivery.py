@@ -26,6 +26,7 @@ from yarl import URL
 from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.bodies import written
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.scheduler import Item
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.callbacks import GATEWAY_REALM, NOT_ABOUT_CONTENT
@@ -71,6 +72,7 @@ class Poster(Generic[T]):
         *,
         session: aiohttp.ClientSession,
         settings: Settings,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.error: str | None = None  # of the last attempt
         self.refusal: str | None = None  # the last one that was final
@@ -80,6 +82,7 @@ class Poster(Generic[T]):
         self._payload = payload
         self._session = session
         self._settings = settings
+        self._clock = clock
         self._refused_in_a_row = 0
         self._hurried = asyncio.Event()
         self._turned_away: float | None = None  # since when it has answered nothing else
@@ -125,10 +128,10 @@ class Poster(Generic[T]):
 
     async def _pause(self, seconds: float) -> None:
         if self._hurried.is_set():
-            await asyncio.sleep(min(seconds, self._settings.retry_first_seconds))
+            await self._clock.sleep(min(seconds, self._settings.retry_first_seconds))
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with self._clock.timeout(seconds):
                 await self._hurried.wait()
 
     def _may_pass(self, status: int) -> bool:
@@ -136,7 +139,7 @@ class Poster(Generic[T]):
             return True
         if status not in _PASSING_FOR_A_WHILE:
             return False
-        now = asyncio.get_running_loop().time()
+        now = self._clock.now()
         if self._turned_away is None:
             self._turned_away = now
         return now < self._turned_away + self._settings.refused_seconds
@@ -144,7 +147,10 @@ class Poster(Generic[T]):
     async def _attempt(self, body: bytes) -> int:
         headers = {"Content-Type": "application/json"}
         try:
-            async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer:
+            async with (
+                self._clock.timeout(self._settings.callback_seconds),
+                self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer,
+            ):
                 status = answer.status
                 challenge = answer.headers.get("WWW-Authenticate", "")
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -206,19 +212,21 @@ class Delivery:
         start_index: int,
         session: aiohttp.ClientSession,
         settings: Settings,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.delivered = Delivered(start_index)
         self.is_full = False  # and therefore holds generation back
         self._poster = None
         if receiver is not None:
-            self._poster = Poster(f"{receiver}/generated", payload, session=session, settings=settings)
+            self._poster = Poster(f"{receiver}/generated", payload, session=session, settings=settings, clock=clock)
         self._settings = settings
+        self._clock = clock
         self._queue: deque[Piece] = deque()
         self._weight = 0
         self._draining = False
         self._hurried = False
         self._changed = asyncio.Condition()
-        self._next_post = 0.0
+        self._next_post = clock.now()
 
     @property
     def error(self) -> str | None:
@@ -274,13 +282,13 @@ class Delivery:
         """Send until cancelled; without a receiver there is nothing to send."""
         while self._poster is not None:
             await self._deliver(self._poster, await self._next_pieces())
-            self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
+            self._next_post = self._clock.now() + self._settings.callback_interval_seconds
 
     async def _next_pieces(self) -> list[Piece]:
         async with self._changed:
             await self._changed.wait_for(lambda: self._queue)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._next_post):
+                async with self._clock.timeout(self._next_post - self._clock.now()):
                     await self._changed.wait_for(self._must_hurry)
             return list(_up_to(self._queue, self._settings.payload_results))
 
