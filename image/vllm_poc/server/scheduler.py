@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import inf
 from time import monotonic
 from typing import NamedTuple, Protocol
@@ -25,7 +25,7 @@ from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, Pass
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
-from vllm_poc.server.engine import EngineError, VllmEngine, WeightsChangedError
+from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.gate import BusyShare, ChatGate
 from vllm_poc.server.settings import Settings
@@ -42,6 +42,8 @@ Item = tuple[int, Value]
 _NEWEST = 0.2
 #: Chat is waited for no longer than this before the model is described.
 _DESCRIBED_WITHIN_SECONDS = 5.0
+#: Seconds between two tries whether the device has room again.
+_ROOM_AGAIN_SECONDS = 30.0
 #: After a failure, whoever only wants to know does not make the engine try again for so long.
 _DESCRIBED_AGAIN_SECONDS = 30.0
 
@@ -92,6 +94,57 @@ class ModelDescription:
         if facts["refusal"] is not None:
             _log.error("PoC does not run on this server: %s", facts["refusal"])
         return facts
+
+
+class MemoryShortage:
+    """Whether the device had no room for the last work, which is then tried again now and then: a single nonce.
+
+    So the server says that it is ready as soon as it is, also if nobody gives work to one that is not. ``attempt``
+    computes such a batch; EngineError as from the engine.
+    """
+
+    def __init__(self, attempt: Callable[[BatchRequest], Awaitable[object]], clock: Clock) -> None:
+        #: What found no room; None if the last work did.
+        self.error: str | None = None
+        self._attempt = attempt
+        self._clock = clock
+        self._trying: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def noticed(self, request: RoundRequest, nonces: Sequence[int]) -> Iterator[None]:
+        """Learn from what is computed in this context."""
+        try:
+            yield
+        except NoMemoryError as error:
+            if self.error is None:
+                _log.error("PoC finds no memory, and tries again every %g s: %s", _ROOM_AGAIN_SECONDS, error)
+            self.error = str(error)
+            if self._trying is None:
+                self._trying = asyncio.create_task(self._try(batch_request(request, nonces[:1], 1, ())))
+            raise
+        self.end()
+
+    def end(self) -> None:
+        """Take it that there is room, and try no more."""
+        if self.error is not None:
+            _log.info("PoC finds memory again")
+        self.error = None
+        if self._trying is not None:
+            self._trying.cancel()
+            self._trying = None
+
+    async def _try(self, batch: BatchRequest) -> None:
+        while True:
+            await self._clock.sleep(_ROOM_AGAIN_SECONDS)
+            try:
+                await self._attempt(batch)
+            except EngineError:
+                continue
+            except ServerEndsError:
+                return
+            self._trying = None
+            self.end()
+            return
 
 
 class SliceSize(Protocol):
@@ -210,6 +263,7 @@ class Scheduler:
         self._stages = 1  # as the engine says before anything is tuned
         self._forgotten = 0  # the weights before which the workers have forgotten everything
         self.gate = ChatGate(engine, settings, pauses, clock)
+        self.shortage = MemoryShortage(self._attempted, clock)
 
     async def forget(self) -> None:
         """Find out anew what was found of other weights.
@@ -218,6 +272,7 @@ class Scheduler:
         """
         self.weights += 1
         self.model.forget()
+        self.shortage.end()
         self._autotuner.forget()
         await self._let_workers_forget()
 
@@ -296,6 +351,11 @@ class Scheduler:
             self.gate.busy.add(started, self.gate.clock.now())
         return timing
 
+    async def _attempted(self, batch: BatchRequest) -> None:
+        async with self._turn:
+            while not (await self._step(batch, None, self.weights))[0]["complete"]:
+                pass
+
     async def _compute(
         self,
         request: RoundRequest,
@@ -308,11 +368,12 @@ class Scheduler:
         longest = 0.0
         async with self._turn:  # other work would make the workers drop what they have begun
             self._autotuner.used(PassSpec.of(message))
-            while True:
-                result, seconds = await self._step(message, busy, size.weights)
-                longest = max(longest, seconds)
-                if result["complete"]:
-                    break
+            with self.shortage.noticed(request, nonces):
+                while True:
+                    result, seconds = await self._step(message, busy, size.weights)
+                    longest = max(longest, seconds)
+                    if result["complete"]:
+                        break
         size.learn(len(nonces), longest)
         _check_answer(nonces, result)
         return result

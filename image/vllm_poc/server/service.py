@@ -128,7 +128,12 @@ class PocService:
         """
         if renewal is not None and renewal.renew_lease is not None:
             self.phases.renew_lease(renewal.renew_lease, renewal.lease_seconds)
-        limits = await model_limits(self.engine.served_names, self.scheduler.model, self._gate.pauses.reason)
+        limits = await model_limits(
+            self.engine.served_names,
+            self.scheduler.model,
+            paused_by=self._gate.pauses.reason,
+            shortage=self.scheduler.shortage.error,
+        )
         return status_response(
             self.session_id,
             limits,
@@ -166,6 +171,7 @@ class PocService:
 
     async def close(self) -> None:
         """End all work at once and release the connections."""
+        self.scheduler.shortage.end()
         await self.jobs.cancel("cancelled by the server's end")
         await self.phases.close()
         await self._outbox.close()

@@ -26,6 +26,13 @@ FACTS = ModelFacts(
 )
 
 
+#: What workers answer whose device has no room.
+NO_ROOM = (
+    "MemoryError: the GPU has no room for the forward pass of one nonce: "
+    "start vLLM with a lower --gpu-memory-utilization"
+)
+
+
 def distance(nonce: int) -> float:
     """The distance that the fake gives a nonce, in 1.39..1.43."""
     return 1.39 + (nonce * 37 % 100) / 2500
@@ -65,6 +72,7 @@ class FakeEngineClient:
         self.seconds_per_batch = 0.001
         self.fault: Exception | None = None
         self.worker_error: str | None = None
+        self.has_room = True  # in the device's memory
         self.sick: Counter[int] = Counter()  # nonce: how often it comes out not finite
         self.calls: list[str] = []
         self.forgotten = 0
@@ -97,6 +105,8 @@ class FakeEngineClient:
             return [self._warm_up(args[0], args[2])] * 2
         assert method == "poc_compute"
         await self._spend(self.seconds_per_batch)
+        if not self.has_room:
+            return [Failure(error=NO_ROOM)] * 2
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0])]
@@ -110,7 +120,7 @@ class FakeEngineClient:
         self.kept.append(keep)
         if self.worker_error is not None:
             return Failure(error=self.worker_error)
-        return PassTiming(seconds=0.001, segments=self.segments)
+        return PassTiming(seconds=0.001 if self.has_room else None, segments=self.segments)
 
     async def _spend(self, seconds: float) -> None:
         self.in_flight += 1
