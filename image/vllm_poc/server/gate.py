@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from math import inf
 from typing import Any, TypeVar
 
 from vllm_poc.server import metrics
@@ -76,10 +75,9 @@ class ChatGate:
         self.clock = clock
         self.busy = BusyShare(settings.share_window_seconds, clock.now)
 
-    async def passed(self, chat_seconds: float = inf) -> None:
-        """Wait until PoC may run its next slice, and for chat no longer than so. ServerEndsError if there is none."""
+    async def passed(self) -> None:
+        """Wait until PoC may run its next slice. ServerEndsError if there is none."""
         idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
-        waited = 0.0
         while True:
             if self.is_closed:
                 raise ServerEndsError
@@ -87,9 +85,9 @@ class ChatGate:
                 await self.clock.sleep(self._backoff)
                 continue
             idle = 0 if self._engine.has_unfinished_chat() else idle + 1
-            if idle >= IDLE_LOOKS or self._ignores_chat() or waited >= chat_seconds:
+            if idle >= IDLE_LOOKS or self._ignores_chat():
                 return
-            waited += await self._pause()
+            await self._pause()
 
     async def unless_paused(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what ``work`` returns. PausedError if there is a pause, or one begins; the work is cancelled then."""
@@ -110,7 +108,7 @@ class ChatGate:
         """Let no further slice pass: the server ends."""
         self.is_closed = True
 
-    async def _pause(self) -> float:
+    async def _pause(self) -> None:
         started = self.clock.now()
         self.holds_back = True
         try:
@@ -120,7 +118,6 @@ class ChatGate:
         waited = self.clock.now() - started
         self.held_back_seconds += waited
         metrics.HELD_BACK.labels().inc(waited)
-        return waited
 
     def _ignores_chat(self) -> bool:
         return self._poc_first or self.busy.value() < self._min_share

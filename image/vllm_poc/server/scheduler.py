@@ -16,7 +16,6 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from math import inf
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -40,8 +39,6 @@ Value = float | str
 Item = tuple[int, Value]
 #: Weight of the newest slice in the mean time of a pass.
 _NEWEST = 0.2
-#: Chat is waited for no longer than this before the model is described.
-_DESCRIBED_WITHIN_SECONDS = 5.0
 #: Seconds between two tries whether the device has room again.
 _ROOM_AGAIN_SECONDS = 30.0
 #: After a failure, whoever only wants to know does not make the engine try again for so long.
@@ -325,15 +322,19 @@ class Scheduler:
         return SliceResult(items, rejected=len(nonces) - len(items))
 
     async def _described(self) -> ModelFacts:
-        # It computes a little, and so waits for chat, but not for ever: nothing can be said of any request before.
+        # It computes, and so waits for chat as all work does.
         async with self._turn:
-            await self._passed(_DESCRIBED_WITHIN_SECONDS)
-            return await self._engine.facts()
+            await self._passed()
+            started = self.gate.clock.now()
+            try:
+                return await self._engine.facts()
+            finally:
+                self.gate.busy.add(started, self.gate.clock.now())
 
-    async def _passed(self, chat_seconds: float = inf) -> None:
+    async def _passed(self) -> None:
         """Wait until the workers may compute, and know nothing of other weights."""
         while True:
-            await self.gate.passed(chat_seconds)
+            await self.gate.passed()
             if self._forgotten == self.weights:
                 return
             await self._let_workers_forget()
