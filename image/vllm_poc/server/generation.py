@@ -22,12 +22,13 @@ import aiohttp
 
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.autotune import SliceSize
 from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
 from vllm_poc.server.callbacks.payloads import callback, valid_items
 from vllm_poc.server.clock import Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
+from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import Activity, PowState, StopReason
 from vllm_poc.wire.messages import InitGenerateRequest

@@ -29,6 +29,7 @@ from uuid import uuid4
 
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.autotune import SliceSize
 from vllm_poc.server.bodies import PIECE, off_loop
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
@@ -36,7 +37,7 @@ from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import Item, Scheduler, SliceSize, look_ahead
+from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.artifacts import Artifact, decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances

@@ -8,11 +8,10 @@ import pytest
 
 from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import FakeOutputProcessor
-from vllm_poc.server.autotune import TunedPass
+from vllm_poc.server.autotune import HalvingSliceSize, TunedPass, TunedSliceSize
 from vllm_poc.server.clock import Clock
 from vllm_poc.server.engine import OutputProcessor, VllmEngine
 from vllm_poc.server.gate import BusyShare, ChatGate
-from vllm_poc.server.scheduler import HalvingSliceSize, TunedSliceSize
 from vllm_poc.server.settings import Settings
 
 BUDGET = 0.05
