@@ -14,8 +14,7 @@ from benchmarks.gpu_shapes import flops_per_nonce
 from tests.support.builders.batches import a_batch
 from vllm import LLM
 from vllm_poc.rpc import BatchRequest, BatchResult, PassTiming
-from vllm_poc.server.autotune import TunedPass, fastest_pass, longest_segment
-from vllm_poc.server.scheduler import TunedSliceSize
+from vllm_poc.server.autotune import TunedPass, TunedSliceSize, fastest_pass, longest_segment
 
 #: Nonces in a forward pass of the unfused eager baseline.
 NAIVE_NONCES = 32

@@ -24,7 +24,6 @@ SHARED_NAMES = {
 }
 #: Modules of fewer than 50 lines, with the reason why they stand alone.
 SHORT_MODULES = {
-    "image/vllm_poc/server/lease.py": "time alone, so that tests can set the clock; what is done then is of the phases",
     "image/vllm_poc/wire/client_gone.py": "both servers use it, and plans, which import the messages, do no I/O",
     "operator/poc_operator/clients/http.py": "what the siblings beside it share",
     "operator/poc_operator/controller/logs.py": "all modules of the package use it",

@@ -37,6 +37,7 @@ LONGEST = {
 BESIDE = {
     "image/vllm_poc/logs.py": "names for the lines of a round",
     "image/vllm_poc/server/bodies.py": "bodies are read in pieces",
+    "image/vllm_poc/server/clock.py": "what time it is",
     "image/vllm_poc/server/gate.py": "whether chat is idle; it is",
     "image/vllm_poc/server/metrics.py": "counts",
     "image/vllm_poc/server/vllm_routes.py": "whether vLLM sleeps; it does not",

@@ -7,8 +7,9 @@ import pytest
 
 from poc_operator.controller import stored_object
 from tests.support.fakes.callback_receiver import CallbackReceiver, callback_receiver
-from tests.support.fakes.clock import FakeClock
+from tests.support.fakes.clock import FakeClock, LeaseClock
 from tests.support.servers.pod import Pod, running_pod
+from vllm_poc.server.clock import SYSTEM_CLOCK
 
 VLLM_VERSION = "0.32.0"
 QUICK = {
@@ -32,17 +33,20 @@ def pod_settings() -> dict[str, str]:
 
 @pytest.fixture
 def clock() -> FakeClock:
-    """What the pod's leases go by."""
-    return FakeClock()
+    """What the pod's leases go by, in a test that asks for it."""
+    return LeaseClock()
 
 
 @pytest.fixture
-async def pod(pod_settings: dict[str, str], clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pod]:
+async def pod(
+    pod_settings: dict[str, str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pod]:
+    clock = request.getfixturevalue("clock") if "clock" in request.fixturenames else SYSTEM_CLOCK
     for name, value in (QUICK | pod_settings).items():
         monkeypatch.setenv(f"VLLM_POC_{name}", value)
     monkeypatch.setitem(sys.modules, "vllm.version", ModuleType("vllm.version"))
     monkeypatch.setattr(sys.modules["vllm.version"], "__version__", VLLM_VERSION, raising=False)
-    async with running_pod(clock.clock) as pod:
+    async with running_pod(clock) as pod:
         yield pod
 
 

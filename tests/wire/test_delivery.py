@@ -2,19 +2,32 @@
 """Callbacks: every valid nonce exactly once and in order, whatever the receiver does."""
 
 import asyncio
-from time import monotonic
 from typing import Any
 
 import pytest
 
+from poc_gateway.settings import Settings as GatewaySettings
 from tests.support.fakes.callback_receiver import CallbackReceiver, payload_nonces
+from tests.support.fakes.clock import FakeClock
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from vllm_poc.server.callbacks.delivery import SEARCH_LIMIT
+from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
 
+#: Seconds of a clock that stands still unless a test waits for the pod to get somewhere.
+FLUSH_SECONDS, REFUSED_SECONDS = 0.5, 0.2
 NEARLY_DONE = {"node_id": 0, "node_count": 1, "start_index": MAX_NONCE - 99}
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """What all of the pod goes by."""
+    return FakeClock()
+
+
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 def expected_nonces(body: dict[str, Any], status: StatusResponse) -> list[int]:
@@ -22,7 +35,6 @@ def expected_nonces(body: dict[str, Any], status: StatusResponse) -> list[int]:
     return [nonce for nonce in nonces if "params" in body or distance(nonce) < body["r_target"]]
 
 
-@pytest.mark.parametrize("pod_settings", [{"FLUSH_SECONDS": "10"}], ids=["patient"])
 @pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
 @pytest.mark.parametrize("faults", [[], [500, 503, 507], [200, 429, 200, 408, 425, 500, 302]], ids=str)
 async def test_every_nonce_arrives_once_and_in_order(
@@ -113,6 +125,36 @@ async def test_what_is_refused_for_a_moment_is_delivered(pod: Pod, receiver: Cal
     assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
 
 
+GATEWAYS_404 = {"reason": "RoundUnknown", "detail": "nothing is known of a PoCRound: deliver to a round that exists"}
+
+
+async def test_the_gateways_404_is_waited_out_however_long_it_lasts(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock
+) -> None:
+    """As while it does not know the round yet, or its copy of what the API server has is old."""
+    receiver.answer, receiver.body = 404, GATEWAYS_404
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    status = await pod.reach(lambda s: receiver.attempts > 40)
+    assert clock.now() > REFUSED_SECONDS
+    assert (status.state, status.delivered_rejected) == (PowState.GENERATING, 0)
+    assert (status.delivery_error or "").endswith("HTTP 404 RoundUnknown")
+    receiver.faults, receiver.body = [404], None
+    receiver.answer = 200
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert (status.rejected, status.delivered_valid, status.delivery_error) == (0, 100, None)
+    assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
+
+
+@pytest.mark.parametrize(
+    "body", [None, [], {"reason": "NotFound"}, {"reason": ["RoundUnknown"]}, "RoundUnknown", {"x": "y" * 100_000}]
+)
+async def test_another_404_is_final_after_a_while(pod: Pod, receiver: CallbackReceiver, body: object) -> None:
+    receiver.answer, receiver.body = 404, body
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert status.delivered_rejected == 100
+
+
 @pytest.mark.parametrize("other", [503, 0], ids=["fails", "silence"])
 async def test_a_receiver_that_is_away_has_not_refused_meanwhile(
     pod: Pod, receiver: CallbackReceiver, other: int
@@ -166,17 +208,21 @@ async def test_generation_waits_for_a_slow_receiver(pod: Pod, receiver: Callback
     assert receiver.nonces == expected_nonces(ARTIFACT, await pod.status())
 
 
-@pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "64", "FLUSH_SECONDS": "10"}])
-async def test_a_stop_while_the_receiver_holds_poc_up_loses_nothing(pod: Pod, receiver: CallbackReceiver) -> None:
+@pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "64", "FLUSH_SECONDS": "1000"}], ids=["patient"])
+async def test_a_stop_while_the_receiver_holds_poc_up_loses_nothing(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock
+) -> None:
     receiver.answer = 500
     await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
     held = await pod.reach(lambda s: s.next_index >= 64)
-    await asyncio.sleep(0.1)
-    assert (await pod.status()).next_index <= held.next_index + pod.engine.facts["max_batch_nonces"]
+    attempts = receiver.attempts
+    status = await pod.reach(lambda s: receiver.attempts > attempts + 2)
+    assert status.next_index <= held.next_index + pod.engine.facts["max_batch_nonces"]
     stopping = asyncio.create_task(pod.post("stop"))
-    await asyncio.sleep(0.1)
+    await pod.reach(lambda s: receiver.attempts > attempts + 5)
+    assert not stopping.done()
     receiver.answer = 200
-    assert (await stopping).status_code == 200
+    assert (await clock.passes(stopping)).status_code == 200
     status = await pod.status()
     assert status.delivered_index == status.next_index == status.total_checked
     assert receiver.nonces == expected_nonces(ARTIFACT, status)
@@ -192,13 +238,66 @@ async def test_payloads_are_bounded(pod: Pod, receiver: CallbackReceiver) -> Non
     assert max(sizes) <= 40
 
 
-async def test_stop_is_bounded_while_the_receiver_is_down(pod: Pod, receiver: CallbackReceiver) -> None:
+@pytest.mark.parametrize("pod_settings", [{"CALLBACK_INTERVAL_SECONDS": "60"}], ids=["at once"])
+async def test_payloads_of_long_results_stay_within_what_the_gateway_takes(
+    pod: Pod, receiver: CallbackReceiver
+) -> None:
+    limit = GatewaySettings.model_fields["body_bytes"].default
+    pod.engine.facts["hidden_size"] = 8_192
+    receiver.most_bytes = limit
+    body = {"params": {"model": "tiny", "seq_len": 64, "k_dim": 8_192}, "start_index": MAX_NONCE - 899}
+    await pod.start(ARTIFACT | NEARLY_DONE | body | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED, seconds=60)
+    assert (status.rejected, status.delivered_valid) == (0, 900)
+    assert receiver.nonces == list(range(MAX_NONCE - 899, MAX_NONCE + 1))
+    assert sum(receiver.sizes) > limit
+    assert max(receiver.sizes) <= Settings.model_fields["payload_bytes"].default < limit
+
+
+@pytest.mark.parametrize("pod_settings", [{"PAYLOAD_BYTES": "1024", "CALLBACK_INTERVAL_SECONDS": "60"}], ids=["1 KiB"])
+@pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
+async def test_payloads_are_bounded_in_bytes(pod: Pod, receiver: CallbackReceiver, body: dict[str, Any]) -> None:
+    field = "url" if "params" in body else "callback_url"
+    await pod.start(body | NEARLY_DONE | {field: receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert max(receiver.sizes) <= 1024
+    assert status.delivered_valid == len(set(receiver.nonces)) == len(receiver.nonces) > 0
+    assert status.rejected == 0
+
+
+@pytest.mark.parametrize("pod_settings", [{"PAYLOAD_BYTES": "1024"}], ids=["1 KiB"])
+async def test_a_result_that_is_longer_alone_is_posted_alone(pod: Pod, receiver: CallbackReceiver) -> None:
+    pod.engine.facts["hidden_size"] = 1_024
+    body = {"params": {"model": "tiny", "seq_len": 64, "k_dim": 1_024}, "start_index": MAX_NONCE - 9}
+    await pod.start(ARTIFACT | NEARLY_DONE | body | {"url": receiver.url})
+    await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert [len(payload_nonces(payload)) for payload in receiver.payloads] == [1] * 10
+
+
+@pytest.mark.parametrize(
+    "pod_settings", [{"CALLBACK_INTERVAL_SECONDS": "60", "PAYLOAD_RESULTS": "40"}], ids=["at once"]
+)
+async def test_what_a_receiver_finds_too_large_makes_the_next_payloads_smaller(
+    pod: Pod, receiver: CallbackReceiver
+) -> None:
+    receiver.most_bytes = 1_000
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url})
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert (status.rejected, status.delivered_valid) == (0, 100)
+    assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
+    too_large = [size for size in receiver.sizes if size > receiver.most_bytes]
+    assert len(too_large) <= 2, "and only the first ones are too large"
+
+
+async def test_stop_is_bounded_while_the_receiver_is_down(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock
+) -> None:
     receiver.answer = 500
     await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
     await pod.reach(lambda s: s.next_index > 0 and receiver.attempts > 0)
-    started = monotonic()
-    answer = await pod.post("stop")
-    assert 0.4 < monotonic() - started < 2
+    started = clock.now()
+    answer = await clock.passes(pod.post("stop"))
+    assert FLUSH_SECONDS <= clock.now() - started < FLUSH_SECONDS + 1
     assert answer.json()["pow_status"]["delivered_index"] == 0
     status = await pod.status()
     assert (status.state, status.delivered_index, status.delivered_valid) == (PowState.STOPPED, 0, 0)

@@ -7,6 +7,7 @@ from time import monotonic
 
 import pytest
 
+from tests.support.fakes.clock import FakeClock
 from tests.support.servers.pod import DISTANCE, SLOT, Pod, lifespan
 from vllm_poc.server import scheduler
 from vllm_poc.wire.answers import StatusResponse
@@ -42,6 +43,18 @@ async def test_the_first_status_lets_chat_go_first(pod: Pod) -> None:
     pod.engine.output_processor.busy = False
     await pod.reach(lambda s: s.model.max_seq_len == 1024)
     assert pod.engine.described == 1
+
+
+@pytest.mark.parametrize("pod_settings", [{"MIN_SHARE": "0.25", "SHARE_WINDOW_SECONDS": "2"}], ids=["a quarter"])
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["by its share"])
+async def test_a_look_beside_chat_is_paid_for_from_pocs_share(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.output_processor.busy, pod.engine.seconds_to_describe = True, 1.0
+    await clock.passes(pod.start(DISTANCE | SLOT))
+    looked = clock.now()
+    await pod.reach(lambda s: clock.now() > looked + 1)
+    assert pod.engine.batches == []
+    await pod.reach(lambda s: s.total_checked > 0)
+    assert 1.5 < clock.now() - looked + 1.0 < 3
 
 
 async def test_why_poc_does_not_run_on_a_model_is_in_the_status(pod: Pod) -> None:

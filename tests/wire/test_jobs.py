@@ -2,7 +2,6 @@
 """Queued work: its states, results, limits and callbacks."""
 
 import asyncio
-from time import monotonic
 from typing import Any
 
 import httpx
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.checks.metrics import parse_pod
 from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
@@ -18,8 +18,19 @@ from tests.wire.test_requests import error_of
 from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.messages import API_PREFIX
 
+#: How often something is looked for that a test waits for.
+LOOKS = 2_000
 JOB: dict[str, Any] = ARTIFACT | {"nonces": list(range(40))}
 WRONG: dict[str, Any] = {"validation": {"artifacts": [{"nonce": nonce, "vector_b64": ""} for nonce in range(40)]}}
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """What all of the pod goes by."""
+    return FakeClock()
+
+
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 async def submit(pod: Pod, body: dict[str, Any]) -> str:
@@ -35,20 +46,24 @@ async def look(pod: Pod, job: str) -> dict[str, Any]:
 
 
 async def ended(pod: Pod, job: str, *, callback: bool = False) -> dict[str, Any]:
-    deadline = monotonic() + 10
-    while True:
+    for _ in range(LOOKS):
         found = await look(pod, job)
         if found["status"] not in ("queued", "running") and not (callback and found.get("callback") == "pending"):
             return found
-        assert monotonic() < deadline, found
-        await asyncio.sleep(0.005)
+        await pod.pause()
+    raise AssertionError(found)
 
 
 async def until_queued(pod: Pod, nonces: int) -> None:
-    deadline = monotonic() + 10
-    while parse_pod((await pod.http.get("/metrics/")).text, "tiny")["poc_queued_nonces"] != nonces:
-        assert monotonic() < deadline, f"{nonces} nonces are not queued within 10 s"
-        await asyncio.sleep(0.005)
+    for _ in range(LOOKS):
+        if parse_pod((await pod.http.get("/metrics/")).text, "tiny")["poc_queued_nonces"] == nonces:
+            return
+        await pod.pause()
+    raise AssertionError(f"{nonces} nonces are not queued")
+
+
+def batches(pod: Pod, protocol: str) -> int:
+    return [batch["protocol"] for batch in pod.engine.batches].count(protocol)
 
 
 async def test_a_job_ends_with_its_result(pod: Pod) -> None:
@@ -66,9 +81,9 @@ async def test_jobs_run_in_the_order_of_their_arrival(pod: Pod) -> None:
     assert pod.engine.computed == [10, 11, 0, 1, 20, 21]
 
 
-async def test_a_request_beside_the_round_is_answered_while_it_runs(pod: Pod) -> None:
+async def test_a_request_beside_the_round_is_answered_while_it_runs(pod: Pod, clock: FakeClock) -> None:
     await pod.start(ARTIFACT | SLOT)
-    answer = await pod.post("generate", JOB | {"wait": True, "beside_round": True})
+    answer = await clock.passes(pod.post("generate", JOB | {"wait": True, "beside_round": True}))
     assert [item["nonce"] for item in answer.json()["artifacts"]] == JOB["nonces"]
     assert (await pod.status()).state is PowState.GENERATING
 
@@ -92,17 +107,16 @@ async def test_jobs_wait_for_the_round(pod: Pod) -> None:
 async def test_a_round_that_ends_lets_jobs_run_and_one_that_starts_holds_them(pod: Pod) -> None:
     body = DISTANCE | SLOT | {"round_id": "r1"}
     await pod.start(body)
-    pod.engine.seconds_per_batch = 0.03
     job = await submit(pod, JOB | {"nonces": list(range(320))})
     await pod.post("stop?round_id=r1")
-    await asyncio.sleep(0.1)
+    await pod.reach(lambda s: batches(pod, "artifact") > 2)
     assert (await look(pod, job))["status"] == "running"
     await pod.start(body)
-    await asyncio.sleep(0.1)
-    held = [batch["protocol"] for batch in pod.engine.batches].count("artifact")
-    await asyncio.sleep(0.15)
-    assert [batch["protocol"] for batch in pod.engine.batches].count("artifact") == held
-    pod.engine.seconds_per_batch = 0.001
+    began = batches(pod, "distance")
+    await pod.reach(lambda s: batches(pod, "distance") > began)
+    held = batches(pod, "artifact")
+    await pod.reach(lambda s: batches(pod, "distance") > began + 20)
+    assert batches(pod, "artifact") == held
     await pod.post("stop?round_id=r1")
     assert len((await ended(pod, job))["artifacts"]) == 320
 
@@ -117,24 +131,24 @@ async def test_jobs_do_not_wait_for_the_rounds_receiver(pod: Pod, receiver: Call
 async def test_stop_cancels_what_waits_and_runs_and_keeps_results(pod: Pod) -> None:
     done = await submit(pod, JOB)
     await ended(pod, done)
-    pod.engine.seconds_per_batch = 0.1
     jobs = [await submit(pod, JOB) for _ in range(3)]
-    await asyncio.sleep(0.05)
+    await settle()
     assert (await look(pod, jobs[0]))["status"] == "running"
     await pod.post("stop")
     for job in jobs:
         assert await look(pod, job) == {"status": "cancelled", "request_id": job, "error": "cancelled by stop"}
     assert (await look(pod, done))["status"] == "completed"
-    pod.engine.seconds_per_batch = 0.001
     assert (await ended(pod, await submit(pod, JOB)))["status"] == "completed"
 
 
-async def test_stop_lets_no_job_start_when_the_round_ends(pod: Pod, receiver: CallbackReceiver) -> None:
+async def test_stop_lets_no_job_start_when_the_round_ends(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock
+) -> None:
     receiver.answer = 503
     await pod.start(DISTANCE | SLOT | {"callback_url": receiver.url})
     job = await submit(pod, JOB)
     await pod.reach(lambda s: receiver.attempts > 0)
-    await pod.post("stop")
+    await clock.passes(pod.post("stop"))
     assert (await look(pod, job))["status"] == "cancelled"
     assert {batch["protocol"] for batch in pod.engine.batches} == {"distance"}
 
@@ -157,13 +171,14 @@ async def test_a_defect_fails_its_job(pod: Pod, monkeypatch: pytest.MonkeyPatch)
     assert (await ended(pod, await submit(pod, JOB)))["error"] == "TypeError: no result"
 
 
-@pytest.mark.parametrize("pod_settings", [{"RESULT_SECONDS": "0.2"}])
-async def test_results_expire_by_themselves(pod: Pod) -> None:
+async def test_results_expire_by_themselves(pod: Pod, clock: FakeClock) -> None:
     job = await submit(pod, JOB)
     await ended(pod, job)
-    await asyncio.sleep(0.3)
+    clock.advance(299)
+    assert (await look(pod, job))["status"] == "completed"
+    clock.advance(1)
     answer = await pod.http.get(f"{API_PREFIX}/generate/{job}")
-    assert "kept for 0.2 s" in error_of(answer, 404, "JobNotFound").detail
+    assert "kept for 300 s" in error_of(answer, 404, "JobNotFound").detail
 
 
 async def test_an_unknown_job_is_not_found(pod: Pod) -> None:
@@ -172,7 +187,6 @@ async def test_an_unknown_job_is_not_found(pod: Pod) -> None:
 
 @pytest.mark.parametrize("pod_settings", [{"QUEUED_NONCES": "100"}])
 async def test_the_queue_is_bounded(pod: Pod) -> None:
-    pod.engine.seconds_per_batch = 0.1
     counts = [(await pod.post("generate", JOB)).json()["queued_count"] for _ in range(2)]
     assert counts == [40, 80]
     error = error_of(await pod.post("generate", JOB), 429, "QueueFull")
@@ -183,7 +197,8 @@ async def test_the_queue_is_bounded(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("pod_settings", [{"QUEUED_NONCES": "100"}])
-async def test_requests_that_wait_count_as_queued(pod: Pod) -> None:
+async def test_requests_that_wait_count_as_queued(pod: Pod, clock: FakeClock) -> None:
+    await pod.status()  # which looks at the model, and would wait for chat
     pod.engine.output_processor.busy = True
     waiting = [asyncio.create_task(pod.post("generate", JOB | {"wait": True})) for _ in range(2)]
     await until_queued(pod, 80)
@@ -192,8 +207,8 @@ async def test_requests_that_wait_count_as_queued(pod: Pod) -> None:
     error_of(await pod.post("generate", JOB), 429, "QueueFull")
     assert (await pod.post("generate", JOB | {"nonces": [1]})).json()["queued_count"] == 81
     pod.engine.output_processor.busy = False
-    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
-    assert (await pod.post("generate", JOB | {"wait": True})).status_code == 200
+    assert {answer.status_code for answer in await clock.passes(asyncio.gather(*waiting))} == {200}
+    assert (await clock.passes(pod.post("generate", JOB | {"wait": True}))).status_code == 200
 
 
 @pytest.mark.parametrize("pod_settings", [{"PAYLOAD_RESULTS": "15"}])
@@ -259,7 +274,8 @@ async def test_jobs_wait_while_too_many_results_wait_for_delivery(pod: Pod, rece
     receiver.answer = 503
     first, second = [await submit(pod, JOB | {"url": receiver.url}) for _ in range(2)]
     await ended(pod, first)
-    await asyncio.sleep(0.1)
+    attempts = receiver.attempts
+    await pod.reach(lambda s: receiver.attempts > attempts + 2)
     assert len(pod.engine.computed) == 40
     receiver.answer = 200
     assert (await ended(pod, second, callback=True))["callback"] == "delivered"
@@ -274,20 +290,22 @@ async def test_callbacks_of_jobs_go_to_allowed_hosts_only(pod: Pod) -> None:
 
 @pytest.mark.parametrize("pod_settings", [{"QUEUED_NONCES": "40"}])
 @pytest.mark.parametrize("behind", ["chat", "a round"])
-async def test_a_client_that_goes_away_takes_its_work_along(pod: Pod, behind: str) -> None:
-    if behind == "chat":
-        pod.engine.output_processor.busy = True
-    else:
-        await pod.start(DISTANCE | SLOT)
+async def test_a_client_that_goes_away_takes_its_work_along(pod: Pod, clock: FakeClock, behind: str) -> None:
     port = free_port()
-    async with serve(pod.app, "127.0.0.1", port), httpx.AsyncClient(timeout=0.3) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post(f"http://127.0.0.1:{port}{API_PREFIX}/generate", json=JOB | {"wait": True})
-        await asyncio.sleep(0.1)
+    url = f"http://127.0.0.1:{port}{API_PREFIX}/generate"
+    async with serve(pod.app, "127.0.0.1", port), httpx.AsyncClient(timeout=30) as client:
+        if behind == "chat":
+            pod.engine.output_processor.busy = True
+        else:
+            await pod.start(DISTANCE | SLOT)
+        asked = asyncio.create_task(client.post(url, json=JOB | {"wait": True}))
+        await until_queued(pod, 40)
+        asked.cancel()
+        await until_queued(pod, 0)
         pod.engine.output_processor.busy = False
         await pod.post("stop")
-        await asyncio.sleep(0.2)
-        assert "artifact" not in {batch["protocol"] for batch in pod.engine.batches}
-        url = f"http://127.0.0.1:{port}{API_PREFIX}/generate"
-        answer = await client.post(url, json=JOB | {"wait": True}, timeout=30)
+        for _ in range(20):
+            await clock.tick()
+        assert not batches(pod, "artifact")
+        answer = await clock.passes(client.post(url, json=JOB | {"wait": True}))
     assert len(answer.json()["artifacts"]) == 40, "and leaves its place in the queue"

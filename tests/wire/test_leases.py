@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round with a lease stops, and delivers what is left, when its owner does not renew it any more."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from tests.support.fakes.callback_receiver import CallbackReceiver
-from tests.support.fakes.clock import FakeClock
+from tests.support.fakes.clock import FakeClock, settle
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.messages import API_PREFIX
@@ -23,12 +22,6 @@ async def asked(pod: Pod, **query: str) -> StatusResponse:
 
 def stopped(status: StatusResponse) -> bool:
     return status.state is PowState.STOPPED
-
-
-async def settle() -> None:
-    """Let everything run that waits for nothing but its turn."""
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("pod_settings", [{"FLUSH_SECONDS": "10"}], ids=["patient"])

@@ -45,7 +45,7 @@ async def fleet(
         monkeypatch.setenv(f"VLLM_POC_{name}", "0.01")
     async with AsyncExitStack() as stack, PodClient() as client:
         leavers = Leavers(stack, receiver, client, nodes=GROUPS, stop={"afterNonces": 4_000})
-        leavers.clock = clock.clock
+        leavers.clock = clock
         yield leavers
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from tests.support.checks.metrics import parse_pod
 from tests.support.fakes.callback_receiver import CallbackReceiver
+from tests.support.fakes.clock import FakeClock, settle
+from tests.support.fakes.engine import NO_ROOM
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_phases import VALID, batch
-from vllm_poc.wire.answers import Activity, StatusResponse
+from vllm_poc.wire.answers import Activity, PowState, StatusResponse
 
 ROUND_NONCES = 'poc_nonces_computed_total{protocol="distance",work="round"}'
 REQUEST_NONCES = 'poc_nonces_computed_total{protocol="artifact",work="request"}'
@@ -57,6 +59,49 @@ async def test_why_poc_does_not_run_is_shown(pod: Pod) -> None:
     pod.engine.facts["refusal"] = "PoC does not run on this model: serve another one."
     await pod.status()
     assert ready(await scrape(pod)) == ['poc_ready{reason="ModelUnsupported"}']
+
+
+async def without_memory(pod: Pod) -> StatusResponse:
+    """Start a round that finds no memory, neither when it is warmed up nor for a single nonce."""
+    pod.engine.facts["fused"], pod.engine.has_room = True, False
+    await pod.start(ARTIFACT | SLOT)
+    status = await pod.reach(lambda s: s.state is PowState.FAILED)
+    assert pod.engine.warmed_up
+    assert status.error == status.model.error == f"poc_compute failed: {NO_ROOM}"
+    assert ready(await scrape(pod)) == ['poc_ready{reason="NoMemory"}']
+    return status
+
+
+async def test_a_lack_of_memory_fails_the_round_and_is_shown_until_it_is_over(pod: Pod, clock: FakeClock) -> None:
+    await without_memory(pod)
+    attempts = len(pod.engine.calls)
+    for _ in range(2):
+        clock.advance(30)
+        await settle()
+    await pod.reach(lambda s: len(pod.engine.calls) > attempts)
+    assert ready(await scrape(pod)) == ['poc_ready{reason="NoMemory"}']
+    pod.engine.has_room = True
+    clock.advance(29)
+    await settle()
+    assert ready(await scrape(pod)) == ['poc_ready{reason="NoMemory"}'], "it is tried now and then only"
+    clock.advance(1)
+    status = await pod.reach(lambda s: s.model.error is None)
+    assert (status.state, len(pod.engine.computed)) == (PowState.FAILED, 1), "of a single nonce"
+    assert ready(await scrape(pod)) == ['poc_ready{reason="Ready"}']
+    tried = len(pod.engine.calls)
+    clock.advance(300)
+    await settle()
+    assert len(pod.engine.calls) == tried
+
+
+async def test_work_that_finds_memory_ends_the_lack_of_it_at_once(pod: Pod, clock: FakeClock) -> None:
+    await without_memory(pod)
+    pod.engine.has_room = True
+    await pod.start(ARTIFACT | SLOT)
+    status = await pod.reach(lambda s: s.total_checked > 0)
+    assert (status.error, status.model.error) == (None, None)
+    assert ready(await scrape(pod)) == ['poc_ready{reason="Ready"}']
+    assert clock.now() == 0
 
 
 async def test_an_engine_that_fails_is_shown(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:

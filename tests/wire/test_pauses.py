@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tests.support.checks.metrics import parse_pod
 from tests.support.fakes.callback_receiver import CallbackReceiver
-from tests.support.fakes.clock import FakeClock
+from tests.support.fakes.clock import FakeClock, settle
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import expected_nonces
 from tests.wire.test_jobs import JOB, ended, look, submit
@@ -239,6 +239,34 @@ async def test_nothing_is_tuned_in_a_pause(pod: Pod) -> None:
     await call(pod, ["/resume"])
     await pod.reach(lambda s: s.total_checked > 0)
     assert pod.engine.warmed_up == [8, 16]
+
+
+@pytest.mark.parametrize("computes", [False, True], ids=["an idle server", "a round"])
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["an hour"])
+async def test_new_weights_are_looked_at_when_chat_lets_poc_pass_and_not_before(
+    pod: Pod, clock: FakeClock, computes: bool
+) -> None:
+    """The look computes, and waits for chat as a round does. Until then nothing is computed, and status says so."""
+    if computes:
+        await pod.start(ARTIFACT | SLOT)
+        await pod.reach(lambda s: s.total_checked > 0)
+    await pod.status()
+    pod.engine.output_processor.busy = True
+    await clock.passes(call(pod, ["/update_weights"]))
+    calls = len(pod.engine.calls)
+    assert pod.engine.calls[-1] == "poc_forget"
+    await pod.status()  # which begins the look, where no work does
+    for _ in range(3_600):
+        clock.advance(1)
+        await settle(5)
+    assert pod.engine.calls[calls:] == []
+    status = await pod.status()
+    assert (status.error, status.model.max_seq_len) == (None, 0)
+    found = parse_pod((await pod.http.get("/metrics/")).text, "tiny")
+    assert found['poc_ready{reason="Starting"}'] == 1
+    pod.engine.output_processor.busy = False
+    await pod.reach(lambda s: s.model.max_seq_len > 0 and s.total_checked >= status.total_checked + computes)
+    assert pod.engine.calls[calls] == "poc_describe"
 
 
 async def test_what_was_tuned_for_other_weights_is_not_used(pod: Pod) -> None:

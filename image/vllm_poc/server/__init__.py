@@ -6,7 +6,7 @@
     bodies        large ones, off the event loop
     admission     what is refused before work begins
     phases        the one round, its phases  generation   computes a slot
-    lease         how long a round runs that nobody asks for
+    clock         what waits for a time, and how long a round runs that nobody asks for
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
     scheduler     slices                     autotune     how many nonces a forward pass holds
     gate          when a slice may begin: chat first

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_poc.server import metrics, vllm_routes
 from vllm_poc.server.admission import Access, deployment_refusal
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
-from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autotuning: how many nonces a forward pass holds, chosen by warming up passes of growing size on the workers.
+"""Autotuning: how many nonces a forward pass holds, chosen by warming up passes of growing size, and so a slice.
 
 What is chosen is kept for the kind of work, and the workers keep the pass captured. They drop what they are not told to
 keep, so that this process alone decides which kinds these are: those used last.
@@ -11,7 +11,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vllm_poc.rpc import STEPS_IN_FLIGHT, BatchRequest, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server.engine import WeightsChangedError
@@ -30,6 +30,9 @@ _LEAST_GROWTH = 1.25
 #: How many times as fast as a smaller pass one in segments must be measured, at least. It is measured on a card that
 #: gets hot meanwhile, and saves what that card spends on reading the weights more often.
 _WORTH_CUTTING = 0.95
+
+#: Weight of the newest slice in the mean time of a pass.
+_NEWEST = 0.2
 
 #: What a search takes, in passes of the largest size: it captures and measures several, and drops another kind.
 _SEARCH_COST = 4
@@ -173,3 +176,96 @@ def _next_size(best: TunedPass, limit: int, seq_len: int, segment_seconds: float
         return largest
     # Otherwise it is cut; where it is nearly as large as it may be, that gains nothing.
     return limit if limit >= 2 * best.nonces else 0
+
+
+class SliceSize(Protocol):
+    """The size of the next slice of a piece of work; ``ahead`` says how many after it may begin already.
+
+    It was found for ``weights``, as `Scheduler` counts them.
+    """
+
+    ahead: int
+    weights: int
+
+    @property
+    def nonces(self) -> int:
+        """Nonces of the slice, at least 1."""
+        ...
+
+    def batch(self, nonces: int) -> int:
+        """Return how many nonces a forward pass of a slice of ``nonces`` holds."""
+        ...
+
+    def learn(self, nonces: int, seconds: float) -> None:
+        """Adapt to a slice of ``nonces`` that took ``seconds``."""
+        ...
+
+
+class HalvingSliceSize:
+    """One forward pass: the limit, halved as often as the time budget demands.
+
+    Halving keeps the number of shapes small, for each of which the worker may have to prepare.
+    """
+
+    ahead = 0
+    weights = 0
+
+    def __init__(self, limit: int, budget_seconds: float) -> None:
+        self._limit = limit
+        self._budget = budget_seconds
+        self._halvings = 0
+        self._slow_in_a_row = 0
+
+    @property
+    def nonces(self) -> int:
+        """Size of the next slice, at least 1."""
+        return max(1, self._limit >> self._halvings)
+
+    def batch(self, nonces: int) -> int:
+        """Return all of them."""
+        return nonces
+
+    def learn(self, nonces: int, seconds: float) -> None:
+        """Adapt to a slice that took ``seconds``. One slow slice may be the first of its shape."""
+        self._slow_in_a_row = self._slow_in_a_row + 1 if seconds > self._budget else 0
+        if self._slow_in_a_row > 1 and self.nonces > 1:
+            self._halvings += 1
+            self._slow_in_a_row = 0
+        elif 2 * seconds <= self._budget and self._halvings:
+            self._halvings -= 1
+
+
+class TunedSliceSize:
+    """As many captured forward passes as the time budget holds twice, since two slices are on their way; or one.
+
+    A pass that is cut into segments is a slice for each. While one slice is answered, a pipeline of several ``stages``
+    has as many behind it.
+    """
+
+    weights = 0
+
+    def __init__(self, tuned: TunedPass, stages: int, budget_seconds: float) -> None:
+        self._batch, self._least_seconds, self._segments = tuned
+        self._seconds = self._least_seconds
+        self._longest = longest_segment(budget_seconds)
+        self.ahead = stages
+
+    @property
+    def nonces(self) -> int:
+        """Size of the next slice."""
+        if self._segments > 1:
+            return self._batch
+        return self._batch * max(1, int(self._longest / self._seconds))
+
+    def batch(self, nonces: int) -> int:
+        """Return the captured size."""
+        return self._batch
+
+    def learn(self, nonces: int, seconds: float) -> None:
+        """Adapt to a slice of whole passes; a segment of one takes longer than its share.
+
+        One that was computed while chat ran seems to take no time.
+        """
+        passes, rest = divmod(nonces, self._batch)
+        if not rest and self._segments == 1:
+            self._seconds = max(self._least_seconds, self._seconds + _NEWEST * (seconds / passes - self._seconds))

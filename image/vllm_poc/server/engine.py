@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassTiming
 
+#: Exceptions of workers whose device has no room.
+_NO_MEMORY = ("MemoryError:", "OutOfMemoryError:")
 #: Whoever waits for a call to end looks this often.
 _LOOK_SECONDS = 0.005
 
@@ -21,6 +23,10 @@ def vllm_version() -> str:
 
 class EngineError(Exception):
     """The engine failed, did not answer in time, or answered no numbers."""
+
+
+class NoMemoryError(EngineError):
+    """The device has no room for the work."""
 
 
 class WeightsChangedError(EngineError):
@@ -129,7 +135,8 @@ class VllmEngine:
         answers = [answer for answer in answers if answer is not None]
         errors = dict.fromkeys(answer["error"] for answer in answers if "error" in answer)
         if errors:
-            raise EngineError(f"{method} failed: {'; '.join(errors)}")
+            lacks_memory = any(error.startswith(_NO_MEMORY) for error in errors)
+            raise (NoMemoryError if lacks_memory else EngineError)(f"{method} failed: {'; '.join(errors)}")
         if not answers:
             raise EngineError(f"{method} was answered by no worker")
         return answers

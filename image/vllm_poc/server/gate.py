@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from math import inf
-from time import monotonic
 from typing import Any, TypeVar
 
 from vllm_poc.server import metrics
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import PausedError, ServerEndsError, refusal
 from vllm_poc.server.settings import Priority, Settings
@@ -58,10 +57,12 @@ class BusyShare:
 class ChatGate:
     """Lets a slice of PoC work pass when chat is idle, when PoC goes first, or when it is below its least share.
 
-    Whoever runs a slice tells ``busy`` from when to when (`time.monotonic`).
+    Whoever runs a slice tells ``busy`` from when to when, by the ``clock``.
     """
 
-    def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
+    def __init__(
+        self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self.held_back_seconds = 0.0
         self.is_closed = False
         #: Whether PoC waits for chat now.
@@ -71,22 +72,22 @@ class ChatGate:
         self._poc_first = settings.priority is Priority.POC_FIRST
         self._min_share = settings.min_share
         self._backoff = settings.chat_backoff_seconds
-        self.busy = BusyShare(settings.share_window_seconds, monotonic)
+        self.clock = clock
+        self.busy = BusyShare(settings.share_window_seconds, clock.now)
 
-    async def passed(self, chat_seconds: float = inf) -> None:
-        """Wait until PoC may run its next slice, and for chat no longer than so. ServerEndsError if there is none."""
+    async def passed(self) -> None:
+        """Wait until PoC may run its next slice. ServerEndsError if there is none."""
         idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
-        waited = 0.0
         while True:
             if self.is_closed:
                 raise ServerEndsError
             if self.pauses.reason is not None:
-                await asyncio.sleep(self._backoff)
+                await self.clock.sleep(self._backoff)
                 continue
             idle = 0 if self._engine.has_unfinished_chat() else idle + 1
-            if idle >= IDLE_LOOKS or self._ignores_chat() or waited >= chat_seconds:
+            if idle >= IDLE_LOOKS or self._ignores_chat():
                 return
-            waited += await self._pause()
+            await self._pause()
 
     async def unless_paused(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what ``work`` returns. PausedError if there is a pause, or one begins; the work is cancelled then."""
@@ -107,17 +108,16 @@ class ChatGate:
         """Let no further slice pass: the server ends."""
         self.is_closed = True
 
-    async def _pause(self) -> float:
-        started = monotonic()
+    async def _pause(self) -> None:
+        started = self.clock.now()
         self.holds_back = True
         try:
-            await asyncio.sleep(self._backoff)
+            await self.clock.sleep(self._backoff)
         finally:
             self.holds_back = False
-        waited = monotonic() - started
+        waited = self.clock.now() - started
         self.held_back_seconds += waited
         metrics.HELD_BACK.labels().inc(waited)
-        return waited
 
     def _ignores_chat(self) -> bool:
         return self._poc_first or self.busy.value() < self._min_share
@@ -161,8 +161,9 @@ class RequestShare:
     Whoever runs their slices tells ``busy`` from when to when.
     """
 
-    def __init__(self, round_computes: Callable[[], bool], settings: Settings) -> None:
-        self.busy = BusyShare(settings.share_window_seconds, monotonic)
+    def __init__(self, round_computes: Callable[[], bool], settings: Settings, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.busy = BusyShare(settings.share_window_seconds, clock.now)
+        self._clock = clock
         self.round_computes = round_computes
         self._share = settings.request_share
         self._backoff = settings.chat_backoff_seconds
@@ -172,6 +173,6 @@ class RequestShare:
     async def slice(self) -> AsyncIterator[None]:
         """Wait for the turn of a slice, which lasts as long as the context does."""
         async with self._turn:
-            while self.round_computes() and self.busy.value() >= self._share:  # noqa: ASYNC110 - it falls by the clock
-                await asyncio.sleep(self._backoff)
+            while self.round_computes() and self.busy.value() >= self._share:
+                await self._clock.sleep(self._backoff)
             yield

@@ -22,11 +22,13 @@ import aiohttp
 
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.autotune import SliceSize
 from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
 from vllm_poc.server.callbacks.payloads import callback, valid_items
+from vllm_poc.server.clock import Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, SliceSize, look_ahead
+from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import Activity, PowState, StopReason
 from vllm_poc.wire.messages import InitGenerateRequest
@@ -86,6 +88,7 @@ class Generation:
         slice_limit: int,
         session: aiohttp.ClientSession,
         settings: Settings,
+        clock: Clock,
         on_idle: Callable[[], None],
     ) -> None:
         self.request = request
@@ -102,12 +105,14 @@ class Generation:
         self._held_back_before = scheduler.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings
+        self._clock = clock
         self.delivery = Delivery(
             receiver=request.receiver,
             payload=partial(callback, request),
             start_index=request.start_index,
             session=session,
             settings=settings,
+            clock=clock,
         )
         metrics.PROGRESS.labels().set_to_current_time()
         with self._bound():
@@ -263,7 +268,7 @@ class Generation:
 
     async def _flush(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.flush_seconds):
+            async with self._clock.timeout(self._settings.flush_seconds):
                 await self.delivery.drained()
 
     def _stopped(self, why: Ending) -> None:

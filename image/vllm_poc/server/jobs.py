@@ -29,13 +29,15 @@ from uuid import uuid4
 
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
+from vllm_poc.server.autotune import SliceSize
 from vllm_poc.server.bodies import PIECE, off_loop
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import Item, Scheduler, SliceSize, look_ahead
+from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.artifacts import Artifact, decode_vector
 from vllm_poc.wire.callbacks import ValidatedDistances
@@ -98,10 +100,12 @@ class JobQueue:
         ready: Ready,
         work: Callable[[Job, GenerateRequest], Awaitable[None]],
         settings: Settings,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._ready = ready
         self._work = work
         self._settings = settings
+        self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._worker: asyncio.Task[None] | None = None
@@ -189,7 +193,7 @@ class JobQueue:
             return  # it ended before it could be cancelled
         self._nonces -= len(job.request.nonces)
         job.state, job.error, job.request = state, error, None
-        asyncio.get_running_loop().call_later(self._settings.result_seconds, self._jobs.pop, job.id, None)
+        self._clock.call_later(self._settings.result_seconds, partial(self._jobs.pop, job.id, None))
 
     def _admit(self, nonces: int) -> None:
         queued, limit = self._nonces + nonces, self._settings.queued_nonces

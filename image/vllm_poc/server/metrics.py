@@ -5,7 +5,7 @@ Plain instruments on the default registry, with gauges set when ``/metrics`` is 
 up would not be seen where PROMETHEUS_MULTIPROC_DIR is set, since vLLM then answers from the instruments' files alone.
 """
 
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
@@ -16,8 +16,8 @@ from vllm_poc.wire.messages import Protocol
 #: What nonces are computed for: a round, or POST generate and validate.
 Work = Literal["round", "request"]
 #: Whether PoC runs on this server, or why not.
-Readiness = Literal["Ready", "Starting", "ModelUnsupported", "EngineFailed", "Paused", "Ending"]
-READINESS: tuple[Readiness, ...] = ("Ready", "Starting", "ModelUnsupported", "EngineFailed", "Paused", "Ending")
+Readiness = Literal["Ready", "Starting", "ModelUnsupported", "EngineFailed", "NoMemory", "Paused", "Ending"]
+READINESS: tuple[Readiness, ...] = get_args(Readiness)
 
 _SLICE_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 30)
 

@@ -21,9 +21,9 @@ from http import HTTPStatus
 import aiohttp
 
 from vllm_poc.server.callbacks.payloads import round_config
+from vllm_poc.server.clock import Clock, Lease
 from vllm_poc.server.errors import RefusalError, ServerEndsError, field_refusal, refusal
 from vllm_poc.server.generation import Ending, Generation
-from vllm_poc.server.lease import Clock, Lease
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import Activity, ErrorResponse, PowState, PowStatus, StopReason
@@ -210,6 +210,7 @@ class Phases:
             slice_limit=slice_limit,
             session=self._session,
             settings=self._settings,
+            clock=self._clock,
             on_idle=self._free.set,
         )
         self._take_lease(request.lease_seconds)

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
-from math import inf
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server import metrics
-from vllm_poc.server.autotune import Autotuner, TunedPass, longest_segment
-from vllm_poc.server.engine import EngineError, VllmEngine, WeightsChangedError
+from vllm_poc.server.autotune import Autotuner, HalvingSliceSize, SliceSize, TunedSliceSize
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
+from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.gate import BusyShare, ChatGate
 from vllm_poc.server.settings import Settings
@@ -37,10 +37,8 @@ _log = get_logger(__name__)
 Value = float | str
 #: A nonce with its value.
 Item = tuple[int, Value]
-#: Weight of the newest slice in the mean time of a pass.
-_NEWEST = 0.2
-#: Chat is waited for no longer than this before the model is described.
-_DESCRIBED_WITHIN_SECONDS = 5.0
+#: Seconds between two tries whether the device has room again.
+_ROOM_AGAIN_SECONDS = 30.0
 #: After a failure, whoever only wants to know does not make the engine try again for so long.
 _DESCRIBED_AGAIN_SECONDS = 30.0
 
@@ -93,97 +91,55 @@ class ModelDescription:
         return facts
 
 
-class SliceSize(Protocol):
-    """The size of the next slice of a piece of work; ``ahead`` says how many after it may begin already.
+class MemoryShortage:
+    """Whether the device had no room for the last work, which is then tried again now and then: a single nonce.
 
-    It was found for ``weights``, as `Scheduler` counts them.
+    So the server says that it is ready as soon as it is, also if nobody gives work to one that is not. ``attempt``
+    computes such a batch; EngineError as from the engine.
     """
 
-    ahead: int
-    weights: int
+    def __init__(self, attempt: Callable[[BatchRequest], Awaitable[object]], clock: Clock) -> None:
+        #: What found no room; None if the last work did.
+        self.error: str | None = None
+        self._attempt = attempt
+        self._clock = clock
+        self._trying: asyncio.Task[None] | None = None
 
-    @property
-    def nonces(self) -> int:
-        """Nonces of the slice, at least 1."""
-        ...
+    @contextmanager
+    def noticed(self, request: RoundRequest, nonces: Sequence[int]) -> Iterator[None]:
+        """Learn from what is computed in this context."""
+        try:
+            yield
+        except NoMemoryError as error:
+            if self.error is None:
+                _log.error("PoC finds no memory, and tries again every %g s: %s", _ROOM_AGAIN_SECONDS, error)
+            self.error = str(error)
+            if self._trying is None:
+                self._trying = asyncio.create_task(self._try(batch_request(request, nonces[:1], 1, ())))
+            raise
+        self.end()
 
-    def batch(self, nonces: int) -> int:
-        """Return how many nonces a forward pass of a slice of ``nonces`` holds."""
-        ...
+    def end(self) -> None:
+        """Take it that there is room, and try no more."""
+        if self.error is not None:
+            _log.info("PoC finds memory again")
+        self.error = None
+        if self._trying is not None:
+            self._trying.cancel()
+            self._trying = None
 
-    def learn(self, nonces: int, seconds: float) -> None:
-        """Adapt to a slice of ``nonces`` that took ``seconds``."""
-        ...
-
-
-class HalvingSliceSize:
-    """One forward pass: the limit, halved as often as the time budget demands.
-
-    Halving keeps the number of shapes small, for each of which the worker may have to prepare.
-    """
-
-    ahead = 0
-    weights = 0
-
-    def __init__(self, limit: int, budget_seconds: float) -> None:
-        self._limit = limit
-        self._budget = budget_seconds
-        self._halvings = 0
-        self._slow_in_a_row = 0
-
-    @property
-    def nonces(self) -> int:
-        """Size of the next slice, at least 1."""
-        return max(1, self._limit >> self._halvings)
-
-    def batch(self, nonces: int) -> int:
-        """Return all of them."""
-        return nonces
-
-    def learn(self, nonces: int, seconds: float) -> None:
-        """Adapt to a slice that took ``seconds``. One slow slice may be the first of its shape."""
-        self._slow_in_a_row = self._slow_in_a_row + 1 if seconds > self._budget else 0
-        if self._slow_in_a_row > 1 and self.nonces > 1:
-            self._halvings += 1
-            self._slow_in_a_row = 0
-        elif 2 * seconds <= self._budget and self._halvings:
-            self._halvings -= 1
-
-
-class TunedSliceSize:
-    """As many captured forward passes as the time budget holds twice, since two slices are on their way; or one.
-
-    A pass that is cut into segments is a slice for each. While one slice is answered, a pipeline of several ``stages``
-    has as many behind it.
-    """
-
-    weights = 0
-
-    def __init__(self, tuned: TunedPass, stages: int, budget_seconds: float) -> None:
-        self._batch, self._least_seconds, self._segments = tuned
-        self._seconds = self._least_seconds
-        self._longest = longest_segment(budget_seconds)
-        self.ahead = stages
-
-    @property
-    def nonces(self) -> int:
-        """Size of the next slice."""
-        if self._segments > 1:
-            return self._batch
-        return self._batch * max(1, int(self._longest / self._seconds))
-
-    def batch(self, nonces: int) -> int:
-        """Return the captured size."""
-        return self._batch
-
-    def learn(self, nonces: int, seconds: float) -> None:
-        """Adapt to a slice of whole passes; a segment of one takes longer than its share.
-
-        One that was computed while chat ran seems to take no time.
-        """
-        passes, rest = divmod(nonces, self._batch)
-        if not rest and self._segments == 1:
-            self._seconds = max(self._least_seconds, self._seconds + _NEWEST * (seconds / passes - self._seconds))
+    async def _try(self, batch: BatchRequest) -> None:
+        while True:
+            await self._clock.sleep(_ROOM_AGAIN_SECONDS)
+            try:
+                await self._attempt(batch)
+            except EngineError:
+                continue
+            except ServerEndsError:
+                return
+            self._trying = None
+            self.end()
+            return
 
 
 class SliceResult(NamedTuple):
@@ -196,7 +152,9 @@ class SliceResult(NamedTuple):
 class Scheduler:
     """Runs slices on the engine for whoever asks, first come first served."""
 
-    def __init__(self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None) -> None:
+    def __init__(
+        self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self.model = ModelDescription(self._described)
         #: Counts how often the weights have become others.
         self.weights = 0
@@ -206,7 +164,8 @@ class Scheduler:
         self._autotuner = Autotuner(self._warm_up, settings.slice_seconds)
         self._stages = 1  # as the engine says before anything is tuned
         self._forgotten = 0  # the weights before which the workers have forgotten everything
-        self.gate = ChatGate(engine, settings, pauses)
+        self.gate = ChatGate(engine, settings, pauses, clock)
+        self.shortage = MemoryShortage(self._attempted, clock)
 
     async def forget(self) -> None:
         """Find out anew what was found of other weights.
@@ -215,6 +174,7 @@ class Scheduler:
         """
         self.weights += 1
         self.model.forget()
+        self.shortage.end()
         self._autotuner.forget()
         await self._let_workers_forget()
 
@@ -267,15 +227,19 @@ class Scheduler:
         return SliceResult(items, rejected=len(nonces) - len(items))
 
     async def _described(self) -> ModelFacts:
-        # It computes a little, and so waits for chat, but not for ever: nothing can be said of any request before.
+        # It computes, and so waits for chat as all work does.
         async with self._turn:
-            await self._passed(_DESCRIBED_WITHIN_SECONDS)
-            return await self._engine.facts()
+            await self._passed()
+            started = self.gate.clock.now()
+            try:
+                return await self._engine.facts()
+            finally:
+                self.gate.busy.add(started, self.gate.clock.now())
 
-    async def _passed(self, chat_seconds: float = inf) -> None:
+    async def _passed(self) -> None:
         """Wait until the workers may compute, and know nothing of other weights."""
         while True:
-            await self.gate.passed(chat_seconds)
+            await self.gate.passed()
             if self._forgotten == self.weights:
                 return
             await self._let_workers_forget()
@@ -288,10 +252,15 @@ class Scheduler:
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         async with self._turn:
             await self._passed()
-            started = monotonic()
+            started = self.gate.clock.now()
             timing = await self._engine.warm_up(batch, segment_seconds, keep)
-            self.gate.busy.add(started, monotonic())
+            self.gate.busy.add(started, self.gate.clock.now())
         return timing
+
+    async def _attempted(self, batch: BatchRequest) -> None:
+        async with self._turn:
+            while not (await self._step(batch, None, self.weights))[0]["complete"]:
+                pass
 
     async def _compute(
         self,
@@ -305,11 +274,12 @@ class Scheduler:
         longest = 0.0
         async with self._turn:  # other work would make the workers drop what they have begun
             self._autotuner.used(PassSpec.of(message))
-            while True:
-                result, seconds = await self._step(message, busy, size.weights)
-                longest = max(longest, seconds)
-                if result["complete"]:
-                    break
+            with self.shortage.noticed(request, nonces):
+                while True:
+                    result, seconds = await self._step(message, busy, size.weights)
+                    longest = max(longest, seconds)
+                    if result["complete"]:
+                        break
         size.learn(len(nonces), longest)
         _check_answer(nonces, result)
         return result
@@ -319,9 +289,9 @@ class Scheduler:
         await self._passed()
         if weights != self.weights:
             raise WeightsChangedError
-        started = monotonic()
+        started = self.gate.clock.now()
         result = await self._engine.compute(message)
-        ended = monotonic()
+        ended = self.gate.clock.now()
         self.gate.busy.add(started, ended)
         if busy is not None:
             busy.add(started, ended)

@@ -15,11 +15,11 @@ from vllm_poc.logs import get_logger
 from vllm_poc.server import admission
 from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks.outbox import Outbox
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.gate import Patience, RequestShare
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
-from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
@@ -53,15 +53,15 @@ class PocService:
         self.engine = engine
         self._settings = settings
         self._access = access
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.callback_seconds))
-        self.scheduler = scheduler = Scheduler(engine, settings, pauses)
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))  # each post has its own
+        self.scheduler = scheduler = Scheduler(engine, settings, pauses, clock)
         self._gate = scheduler.gate
         self._answering: set[asyncio.Task[Any]] = set()  # the requests that clients wait for
         self.phases = Phases(scheduler, self._session, settings, clock)
-        self._outbox = Outbox(self._session, settings)
-        share = RequestShare(lambda: self.phases.computes, settings)
+        self._outbox = Outbox(self._session, settings, clock)
+        share = RequestShare(lambda: self.phases.computes, settings, clock)
         self._work = RequestWorker(scheduler, self._outbox, self.phases.free, share)
-        self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings)
+        self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings, clock=clock)
 
     async def look_at_model(self) -> None:
         """Find out what the model allows, before anybody asks. What goes wrong is in the log and in the status."""
@@ -128,7 +128,12 @@ class PocService:
         """
         if renewal is not None and renewal.renew_lease is not None:
             self.phases.renew_lease(renewal.renew_lease, renewal.lease_seconds)
-        limits = await model_limits(self.engine.served_names, self.scheduler.model, self._gate.pauses.reason)
+        limits = await model_limits(
+            self.engine.served_names,
+            self.scheduler.model,
+            paused_by=self._gate.pauses.reason,
+            shortage=self.scheduler.shortage.error,
+        )
         return status_response(
             self.session_id,
             limits,
@@ -166,6 +171,7 @@ class PocService:
 
     async def close(self) -> None:
         """End all work at once and release the connections."""
+        self.scheduler.shortage.end()
         await self.jobs.cancel("cancelled by the server's end")
         await self.phases.close()
         await self._outbox.close()

@@ -80,6 +80,8 @@ class Settings(BaseModel):
     pending_results: int = Field(default=50_000, ge=1)
     #: Results in one callback.
     payload_results: int = Field(default=5_000, ge=1)
+    #: Bytes of one callback, unless it has a single result. The gateway takes 16 MiB.
+    payload_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     #: Least time between two callbacks, unless one is full.
     callback_interval_seconds: Seconds = 1.0
     #: One callback may take this long.
@@ -88,7 +90,7 @@ class Settings(BaseModel):
     retry_first_seconds: Seconds = 1.0
     retry_limit_seconds: Seconds = 30.0
     #: A receiver that answers 401, 403 or 404 is tried for this long, since it may have another token or route in a
-    #: moment. After that such answers are final, until it accepts something.
+    #: moment. After that such answers are final, until it accepts something. The gateway is tried for ever.
     refused_seconds: Seconds = 300.0
     #: ``stop`` waits this long for what is still to be delivered.
     flush_seconds: Seconds = 30.0

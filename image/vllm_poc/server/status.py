@@ -71,8 +71,13 @@ def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
     }
 
 
-async def model_limits(served_names: frozenset[str], model: ModelDescription, paused_by: str | None) -> ModelLimits:
-    """Return what the served model allows; all 0 and why, as long as that is not known."""
+async def model_limits(
+    served_names: frozenset[str], model: ModelDescription, *, paused_by: str | None, shortage: str | None
+) -> ModelLimits:
+    """Return what the served model allows; all 0 and why, as long as that is not known.
+
+    ``shortage`` says what found no room in the device's memory.
+    """
     names, facts = sorted(served_names), model.known
     if facts is None and paused_by is None:
         facts = await model.glance(_GLANCE_SECONDS)
@@ -87,7 +92,7 @@ async def model_limits(served_names: frozenset[str], model: ModelDescription, pa
         attention=", ".join(facts["attention"]),
         experts=", ".join(facts["experts"]),
         findings=facts["findings"],
-        error=facts["refusal"],
+        error=facts["refusal"] or shortage,
     )
 
 
@@ -100,7 +105,9 @@ def readiness(scheduler: Scheduler) -> metrics.Readiness:
         return "Paused"
     if facts is None:
         return "Starting" if scheduler.model.error is None else "EngineFailed"
-    return "Ready" if facts["refusal"] is None else "ModelUnsupported"
+    if facts["refusal"] is not None:
+        return "ModelUnsupported"
+    return "Ready" if scheduler.shortage.error is None else "NoMemory"
 
 
 def set_gauges(scheduler: Scheduler, phases: Phases, jobs: JobQueue) -> None:

@@ -9,6 +9,8 @@ from vllm_poc.wire.stat_test import Verdict
 
 #: Realm of the gateway's 401: the address is not valid now, as while keys are changed, and may be replaced.
 GATEWAY_REALM = "poc-gateway"
+#: Reason of the gateway's 404 while it does not know the round: it may come to know it, so that nothing is lost.
+ROUND_UNKNOWN = "RoundUnknown"
 #: A receiver's client errors about the address or the sender: no part of the payload would fare better.
 NOT_ABOUT_CONTENT = frozenset(
     {

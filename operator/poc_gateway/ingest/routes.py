@@ -25,7 +25,7 @@ from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.rounds import Fits, KnownRound, RoundDeleted, Rounds, RoundTerms
 from poc_operator.credentials import Grant
 from vllm_poc.logs import bound
-from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
+from vllm_poc.wire.callbacks import ROUND_UNKNOWN, Callback, GeneratedArtifacts, GeneratedDistances
 
 _log = logging.getLogger(__name__)
 #: Nonces that a line of the log names.
@@ -125,7 +125,7 @@ async def _find(rounds: Rounds, namespace: str, name: str, uid: str, fits: Fits)
 
 def _unknown(namespace: str, name: str, uid: str) -> Refusal:
     detail = f"nothing is known of a PoCRound {namespace}/{name} with uid {uid}: deliver to a round that exists"
-    return Refusal(HTTPStatus.NOT_FOUND, "RoundUnknown", detail)
+    return Refusal(HTTPStatus.NOT_FOUND, ROUND_UNKNOWN, detail)
 
 
 def _deleted(rounds: Rounds, uid: str) -> Refusal:

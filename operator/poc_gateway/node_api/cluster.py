@@ -69,8 +69,13 @@ class ReadyPod:
 
     @property
     def computes_named_nonces(self) -> bool:
-        """Whether it can be asked for named nonces now; a reference pod lets them wait until its round ends."""
-        return self.idle or isinstance(self.status, StatusResponse)
+        """Whether it can be asked for named nonces now.
+
+        A reference pod lets them wait until its round ends, and one whose vLLM sleeps or is paused refuses them.
+        """
+        if isinstance(self.status, StatusResponse):
+            return self.status.paused_by is None
+        return self.idle
 
 
 class ReadyPods:

@@ -5,7 +5,8 @@ What is about the latest block comes first, since the network judges a block's r
 what has waited for long holds up nothing new. Of one block it is first come first served.
 
 A pod that fails gives its chunk back, and rests; the next free pod takes it. Pods that generate a round compute
-named nonces beside it. While no pod answers, work waits.
+named nonces beside it. A pod that is paused gets nothing, and one that was too busy nothing for a while, as long as
+there is another. While no pod answers, or all are paused, work waits.
 """
 
 import asyncio
@@ -33,6 +34,10 @@ _log = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 #: Seconds that a pod gets nothing after it failed.
 REST_SECONDS = 5.0
+#: Seconds that a pod which was too busy gets nothing, as long as there is another.
+DECLINED_SECONDS = 60.0
+#: Refusals of a pod that may compute the same later: its vLLM is paused, or has more to do than it gets done.
+_NOT_NOW = {"Busy", "EngineNotReady", "Paused", "QueueFull", "ServerEnds"}
 #: Chunks of one request that may fail in a row.
 FAILURES = 10
 #: Refusals that every pod would give, since they are about the request.
@@ -81,6 +86,8 @@ class Work:
     def give_back(self, nonces: Sequence[int], error: PodError) -> None:
         """Let another pod compute the chunk; fail if pods keep failing, or the request is at fault."""
         self.waiting.extendleft(reversed(nonces))
+        if _is_not_now(error):
+            return
         self.failures += 1
         if isinstance(error, PodRefused) and error.reason in _FINAL:
             self._fail(_FINAL[error.reason], error.reason, str(error))
@@ -113,7 +120,8 @@ class Dispatcher:
         self._look_seconds = look_seconds
         self._works: list[Work] = []
         self._busy: dict[str, asyncio.Task[None]] = {}  # by pod uid
-        self._resting: dict[str, float] = {}
+        self._resting: dict[str, float] = {}  # until when, as the next
+        self._declined: dict[str, float] = {}
         self._free: Sequence[ReadyPod] = ()
         self._polled = float("-inf")
         self._wake = asyncio.Event()
@@ -176,7 +184,9 @@ class Dispatcher:
         if self._next() is None:
             return
         await self._poll()
-        free = [found.pod for found in self._free if self._may_work(found.pod.uid)]
+        declined = {found.pod.uid for found in self._free if self._declined.get(found.pod.uid, 0.0) > monotonic()}
+        left_out = declined if len(declined) < len(self._free) else set[str]()
+        free = [found.pod for found in self._free if found.pod.uid not in left_out and self._may_work(found.pod.uid)]
         for pod in free:
             work = self._next()
             if work is None:
@@ -199,7 +209,9 @@ class Dispatcher:
             return
         self._polled = monotonic()
         self._free = sorted((one for one in found if one.computes_named_nonces), key=lambda one: not one.idle)
-        self._resting = {uid: until for uid, until in self._resting.items() if until > monotonic()}
+        for until in (self._resting, self._declined):
+            for uid in [uid for uid, over in until.items() if over <= monotonic()]:
+                del until[uid]
 
     async def _compute(self, work: Work, pod: PodView, nonces: list[int]) -> None:
         asked = asyncio.ensure_future(self._ready_pods.generate(pod, _request_of(work.request, nonces)))
@@ -221,7 +233,13 @@ class Dispatcher:
     def _failed(self, work: Work, pod: PodView, nonces: list[int], error: PodError) -> None:
         _log.warning("the pod did not compute %d nonces: %s", len(nonces), error)
         self._resting[pod.uid] = monotonic() + REST_SECONDS
+        if _is_not_now(error):
+            self._declined[pod.uid] = monotonic() + DECLINED_SECONDS
         work.give_back(nonces, error)
+
+
+def _is_not_now(error: PodError) -> bool:
+    return isinstance(error, PodRefused) and error.reason in _NOT_NOW
 
 
 def _size_of(request: GenerateRequest, waiting: int, pods: int) -> int:

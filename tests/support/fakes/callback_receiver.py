@@ -3,6 +3,7 @@
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from aiohttp import web
 class CallbackReceiver:
     """Keeps accepted payloads. ``faults`` are the answers to the next posts, 0 for none; then comes ``answer``.
 
+    Errors have the ``body`` as JSON, if there is one. What has more than ``most_bytes`` is answered 413.
+
     A payload with one of the ``bad`` nonces is answered 400 as a whole, as the network does. With a ``password`` a post
     that does not have it is answered 401 with this ``challenge``.
     """
@@ -21,6 +24,9 @@ class CallbackReceiver:
         self.url = ""
         self.answer = 200
         self.faults: list[int] = []
+        self.body: object = None
+        self.most_bytes = 16 * 2**20
+        self.sizes: list[int] = []
         self.bad: set[int] = set()
         self.password: str | None = None
         self.challenge = ""
@@ -41,7 +47,9 @@ class CallbackReceiver:
         self.authorizations.add(request.headers.get("Authorization"))
         if self.password is not None and request.headers.get("Authorization") != _basic(self.password):
             return web.Response(status=401, headers={"WWW-Authenticate": self.challenge})
-        payload = await request.json()
+        text = await request.text()
+        self.sizes.append(len(text))
+        payload = json.loads(text)
         await asyncio.sleep(self.delay)
         status = self.faults.pop(0) if self.faults else self.answer
         if not status:
@@ -50,8 +58,12 @@ class CallbackReceiver:
             return web.Response()
         if self.bad.intersection(payload_nonces(payload)):
             status = 400
+        if len(text) > self.most_bytes:
+            status = 413
         if status // 100 == 2:
             self.payloads.append(payload)
+        if self.body is not None and status // 100 != 2:
+            return web.json_response(self.body, status=status)
         return web.Response(status=status, headers={"Location": self.url} if status == 302 else {})
 
     async def validated(self, request: web.Request) -> web.Response:
@@ -78,7 +90,7 @@ def payload_nonces(payload: dict[str, Any]) -> list[int]:
 async def callback_receiver() -> AsyncIterator[CallbackReceiver]:
     """Run a receiver on a free port."""
     receiver = CallbackReceiver()
-    app = web.Application()
+    app = web.Application(client_max_size=2**30)
     app.router.add_post("/callback/generated", receiver.generated)
     app.router.add_post("/callback/validated", receiver.validated)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for vLLM's engine client: it answers the workers' calls by a formula."""
 
-import asyncio
 from collections import Counter
 from typing import Any
 
 from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassTiming
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.wire.artifacts import encode_vector
 
 FACTS = ModelFacts(
@@ -23,6 +23,13 @@ FACTS = ModelFacts(
     experts=[],
     findings=["PoC computes by a formula."],
     refusal=None,
+)
+
+
+#: What workers answer whose device has no room.
+NO_ROOM = (
+    "MemoryError: the GPU has no room for the forward pass of one nonce: "
+    "start vLLM with a lower --gpu-memory-utilization"
 )
 
 
@@ -48,9 +55,13 @@ class FakeOutputProcessor:
 
 
 class FakeEngineClient:
-    """Answers like a tensor-parallel pair of workers, the second of which speaks. Faults are attributes."""
+    """Answers like a tensor-parallel pair of workers, the second of which speaks. Faults are attributes.
 
-    def __init__(self) -> None:
+    Calls take their seconds by the ``clock``.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self.output_processor = FakeOutputProcessor()
         self.facts = FACTS.copy()
         self.batches: list[BatchRequest] = []
@@ -61,6 +72,7 @@ class FakeEngineClient:
         self.seconds_per_batch = 0.001
         self.fault: Exception | None = None
         self.worker_error: str | None = None
+        self.has_room = True  # in the device's memory
         self.sick: Counter[int] = Counter()  # nonce: how often it comes out not finite
         self.calls: list[str] = []
         self.forgotten = 0
@@ -93,6 +105,8 @@ class FakeEngineClient:
             return [self._warm_up(args[0], args[2])] * 2
         assert method == "poc_compute"
         await self._spend(self.seconds_per_batch)
+        if not self.has_room:
+            return [Failure(error=NO_ROOM)] * 2
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0])]
@@ -106,12 +120,12 @@ class FakeEngineClient:
         self.kept.append(keep)
         if self.worker_error is not None:
             return Failure(error=self.worker_error)
-        return PassTiming(seconds=0.001, segments=self.segments)
+        return PassTiming(seconds=0.001 if self.has_room else None, segments=self.segments)
 
     async def _spend(self, seconds: float) -> None:
         self.in_flight += 1
         try:
-            await asyncio.sleep(seconds)
+            await self._clock.sleep(seconds)
         finally:
             self.in_flight -= 1
         if self.fault is not None:

@@ -30,7 +30,7 @@ from tests.support.fakes.without_pods import WithoutPods
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 from tests.unit.poc_operator.build import UID, a_calibration, a_pod, a_round, a_validation, newborn
-from vllm_poc.server.lease import SYSTEM_CLOCK
+from vllm_poc.server.clock import SYSTEM_CLOCK
 
 WorkT = TypeVar("WorkT", bound=Work)
 AsgiApp = Callable[..., Awaitable[None]]
@@ -111,7 +111,7 @@ class Fleet(Generic[WorkT]):
         self.collector = gateway
         self._servers: dict[str, AsyncExitStack] = {}
         self._pods = PodCache(time.monotonic)
-        self.clock = SYSTEM_CLOCK  # of the pods' leases
+        self.clock = SYSTEM_CLOCK  # of the pods
         self.port = free_port()
         self.receiver = receiver
         self.events: list[WorkEvent] = []

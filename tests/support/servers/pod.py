@@ -15,9 +15,10 @@ from fastapi import FastAPI, HTTPException, WebSocket
 from prometheus_client import make_asgi_app
 from starlette.routing import Mount
 
+from tests.support.fakes.clock import STEP, FakeClock
 from tests.support.fakes.engine import FakeEngineClient
 from vllm_poc.server.app import PocMiddleware
-from vllm_poc.server.lease import SYSTEM_CLOCK, Clock
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.vllm_routes import INFERENCE_PATHS
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import API_PREFIX
@@ -38,7 +39,8 @@ class Pod:
     """The pod's HTTP face, and the engine behind it."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.engine = FakeEngineClient()
+        self.engine = FakeEngineClient(clock)
+        self._clock = clock
         self.app = FastAPI()
         self.app.add_middleware(PocMiddleware, clock=clock)
         self.app.get("/v1/models")(lambda: {"data": ["tiny"]})
@@ -90,8 +92,12 @@ class Pod:
         deadline = monotonic() + seconds
         while not reached(status := await self.status()):
             assert monotonic() < deadline, f"not reached in {seconds} s: {status}"
-            await asyncio.sleep(0.005)
+            await self.pause()
         return status
+
+    async def pause(self) -> None:
+        """Wait a moment by the pod's clock."""
+        await (self._clock.tick() if isinstance(self._clock, FakeClock) else asyncio.sleep(STEP))
 
 
 async def _infer(seconds: float = 0) -> dict[str, bool]:
@@ -106,7 +112,7 @@ async def _talk(websocket: WebSocket) -> None:
 
 @asynccontextmanager
 async def running_pod(clock: Clock = SYSTEM_CLOCK, api_key: list[str] | None = None) -> AsyncIterator[Pod]:
-    """Run a pod with its lifespan, ready to serve. Leases go by ``clock``; ``api_key`` is vLLM's option.
+    """Run a pod with its lifespan, ready to serve, by the ``clock``; ``api_key`` is vLLM's option.
 
     Its engine is there after the start, where vLLM's is there before: a test can still say what the model is like.
     """

@@ -5,6 +5,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from hack.vllm.environment import ROOT
 
 PACKAGE = ROOT / "image" / "vllm_poc"
@@ -52,3 +54,22 @@ def test_the_page_about_porting_has_every_module_that_imports_vllm() -> None:
     touching = {path.as_posix() for path in modules() if imports.search((PACKAGE / path).read_text())}
     assert {name for name in touching if f"`{name}`" not in page} == set()
     assert touching
+
+
+#: Tests of the gate, of delivery and of queued requests. They set the clock that the pod goes by.
+BY_A_FAKE_CLOCK = ("unit/vllm_poc/server/test_scheduler.py", "wire/test_delivery.py", "wire/test_jobs.py")
+_WAITS = re.compile(r"(?<!clock\.)\bsleep\((?!0\))|\b(monotonic|perf_counter|wait_for)\b|\basyncio\.timeout\b")
+
+
+@pytest.mark.parametrize("path", BY_A_FAKE_CLOCK)
+def test_no_test_waits_for_the_systems_clock(path: str) -> None:
+    text = (ROOT / "tests" / path).read_text()
+    assert [line for line in text.splitlines() if _WAITS.search(line) and "def " not in line] == []
+    assert "FakeClock" in text
+
+
+@pytest.mark.parametrize("module", ["gate", "jobs", "callbacks/delivery", "callbacks/outbox"])
+def test_what_waits_for_a_time_waits_by_the_servers_clock(module: str) -> None:
+    text = (PACKAGE / "server" / f"{module}.py").read_text()
+    patience = text.partition("class Patience")[2].partition("\nclass ")[0]  # of clients, who have no other clock
+    assert not _WAITS.search(text.replace(patience, "").replace("_changed.wait_for(", ""))

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delivery of results to a callback receiver: in order, one payload at a time, none dropped.
 
-A payload is tried until the receiver accepts it or refuses it for good. What is refused is halved until the bad items
+A payload has a bounded number of results, and of bytes. What the receiver finds too large makes the next ones smaller.
+
+It is tried until the receiver accepts it or refuses it for good. What is refused is halved until the bad items
 are found, so that they alone are lost:
 
     waiting -> posted -> accepted                         2xx
-                      -> waiting, after a pause           5xx, 408, 425, 429, our gateway's 401, no answer;
-                                                          401, 403, 404 for a bounded time
+                      -> waiting, after a pause           5xx, 408, 425, 429, our gateway's 401 and 404, no answer;
+                                                          401, 403, 404 of others for a bounded time
                       -> halved, and each half posted     other 4xx, several items
                       -> refused                          other 4xx, one item; 405, 410; 401, 403, 404 after that time
 """
 
 import asyncio
 import contextlib
+import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,9 +29,10 @@ from yarl import URL
 from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.bodies import written
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.scheduler import Item
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.callbacks import GATEWAY_REALM, NOT_ABOUT_CONTENT
+from vllm_poc.wire.callbacks import GATEWAY_REALM, NOT_ABOUT_CONTENT, ROUND_UNKNOWN
 from vllm_poc.wire.messages import WireMessage
 
 _log = get_logger(__name__)
@@ -40,6 +44,8 @@ _PASSING = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MAN
 #: Those about the address or the sender that pass when a token or a route is changed. They are waited out for a while.
 _PASSING_FOR_A_WHILE = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND}
 _OUR_REALM = f'realm="{GATEWAY_REALM}"'
+#: Bytes of an answer that are read; the gateway's have fewer.
+_ANSWER_BYTES = 16_384
 #: After so many single items refused in a row the receiver is taken to refuse everything.
 SEARCH_LIMIT = 64
 
@@ -71,6 +77,7 @@ class Poster(Generic[T]):
         *,
         session: aiohttp.ClientSession,
         settings: Settings,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.error: str | None = None  # of the last attempt
         self.refusal: str | None = None  # the last one that was final
@@ -80,6 +87,9 @@ class Poster(Generic[T]):
         self._payload = payload
         self._session = session
         self._settings = settings
+        self._clock = clock
+        self._most = settings.payload_results  # results of a payload, as far as their size is known
+        self._gateway_waits = False  # the gateway's last answer was one that passes
         self._refused_in_a_row = 0
         self._hurried = asyncio.Event()
         self._turned_away: float | None = None  # since when it has answered nothing else
@@ -97,12 +107,19 @@ class Poster(Generic[T]):
 
         A payload that is refused is halved until the bad items are found, so that they alone are lost.
         """
-        at_once = self._settings.payload_results
-        parts = [items[start : start + at_once] for start in range(0, len(items), at_once)]
-        parts.reverse()
+        parts = [items] if items else []
         while parts:
             part = parts.pop()
-            outcome = await self._post(part)
+            if len(part) > self._most:
+                parts += [part[self._most :], part[: self._most]]
+                continue
+            body = await written(self._payload(part))
+            if len(part) > 1 and len(body) > self._settings.payload_bytes:
+                # All results of a round are about as long.
+                self._most = max(1, len(part) * self._settings.payload_bytes // len(body) * 9 // 10)
+                parts.append(part)
+                continue
+            outcome = await self._post(body, len(part))
             if outcome is Outcome.REFUSED and len(part) > 1:
                 middle = len(part) // 2
                 parts += [part[middle:], part[:middle]]
@@ -110,33 +127,32 @@ class Poster(Generic[T]):
                 for _ in part:
                     yield outcome is Outcome.ACCEPTED
 
-    async def _post(self, items: Sequence[T]) -> Outcome:
-        body = await written(self._payload(items))
+    async def _post(self, body: bytes, count: int) -> Outcome:
         pause = self._settings.retry_first_seconds
         while True:
             status = await self._attempt(body)
-            if status not in _PASSING_FOR_A_WHILE:
+            if status not in _PASSING_FOR_A_WHILE or self._gateway_waits:
                 self._turned_away = None
             if status in _SUCCESS or (status in _CLIENT_ERRORS and not self._may_pass(status)):
-                return self._judge(status, len(items))
+                return self._judge(status, count)
             metrics.CALLBACKS.labels("failed").inc()
             await self._pause(pause)
             pause = min(2 * pause, self._settings.retry_limit_seconds)
 
     async def _pause(self, seconds: float) -> None:
         if self._hurried.is_set():
-            await asyncio.sleep(min(seconds, self._settings.retry_first_seconds))
+            await self._clock.sleep(min(seconds, self._settings.retry_first_seconds))
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with self._clock.timeout(seconds):
                 await self._hurried.wait()
 
     def _may_pass(self, status: int) -> bool:
-        if status in _PASSING or self.unauthorized:
+        if status in _PASSING or self._gateway_waits:
             return True
         if status not in _PASSING_FOR_A_WHILE:
             return False
-        now = asyncio.get_running_loop().time()
+        now = self._clock.now()
         if self._turned_away is None:
             self._turned_away = now
         return now < self._turned_away + self._settings.refused_seconds
@@ -144,15 +160,20 @@ class Poster(Generic[T]):
     async def _attempt(self, body: bytes) -> int:
         headers = {"Content-Type": "application/json"}
         try:
-            async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer:
+            async with (
+                self._clock.timeout(self._settings.callback_seconds),
+                self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer,
+            ):
                 status = answer.status
                 challenge = answer.headers.get("WWW-Authenticate", "")
+                reason = await _reason(answer) if status == HTTPStatus.NOT_FOUND else None
         except (aiohttp.ClientError, TimeoutError) as error:
             self._failed(str(error) or type(error).__name__)
             return 0
         self.unauthorized = status == HTTPStatus.UNAUTHORIZED and _OUR_REALM in challenge
+        self._gateway_waits = self.unauthorized or reason == ROUND_UNKNOWN
         if status not in _SUCCESS:
-            self._failed(f"HTTP {status}")
+            self._failed(f"HTTP {status}" if reason != ROUND_UNKNOWN else f"HTTP {status} {ROUND_UNKNOWN}")
         return status
 
     def _judge(self, status: int, count: int) -> Outcome:
@@ -162,6 +183,8 @@ class Poster(Generic[T]):
             return Outcome.ACCEPTED
         metrics.CALLBACKS.labels("refused").inc()
         self.refusal = self.error
+        if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            self._most = max(1, count // 2)
         self._refused_in_a_row += count == 1
         hopeless = status in NOT_ABOUT_CONTENT or self._refused_in_a_row >= SEARCH_LIMIT
         return Outcome.HOPELESS if hopeless else Outcome.REFUSED
@@ -169,6 +192,19 @@ class Poster(Generic[T]):
     def _failed(self, reason: str) -> None:
         self.error = f"{self._shown}: {reason}"
         _log.warning("callback failed: %s", self.error)
+
+
+async def _reason(answer: aiohttp.ClientResponse) -> str | None:
+    """Return the word for programs of an answer in our gateway's words; None of any other answer."""
+    body = b""
+    while len(body) < _ANSWER_BYTES and (more := await answer.content.read(_ANSWER_BYTES - len(body))):
+        body += more
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    reason = found.get("reason") if isinstance(found, dict) else None
+    return reason if isinstance(reason, str) else None
 
 
 @dataclass(frozen=True)
@@ -206,19 +242,21 @@ class Delivery:
         start_index: int,
         session: aiohttp.ClientSession,
         settings: Settings,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.delivered = Delivered(start_index)
         self.is_full = False  # and therefore holds generation back
         self._poster = None
         if receiver is not None:
-            self._poster = Poster(f"{receiver}/generated", payload, session=session, settings=settings)
+            self._poster = Poster(f"{receiver}/generated", payload, session=session, settings=settings, clock=clock)
         self._settings = settings
+        self._clock = clock
         self._queue: deque[Piece] = deque()
         self._weight = 0
         self._draining = False
         self._hurried = False
         self._changed = asyncio.Condition()
-        self._next_post = 0.0
+        self._next_post = clock.now()
 
     @property
     def error(self) -> str | None:
@@ -274,13 +312,13 @@ class Delivery:
         """Send until cancelled; without a receiver there is nothing to send."""
         while self._poster is not None:
             await self._deliver(self._poster, await self._next_pieces())
-            self._next_post = asyncio.get_running_loop().time() + self._settings.callback_interval_seconds
+            self._next_post = self._clock.now() + self._settings.callback_interval_seconds
 
     async def _next_pieces(self) -> list[Piece]:
         async with self._changed:
             await self._changed.wait_for(lambda: self._queue)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._next_post):
+                async with self._clock.timeout(self._next_post - self._clock.now()):
                     await self._changed.wait_for(self._must_hurry)
             return list(_up_to(self._queue, self._settings.payload_results))
 

@@ -11,6 +11,7 @@ import aiohttp
 from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.delivery import Poster
+from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import CallbackState
 from vllm_poc.wire.messages import WireMessage
@@ -39,10 +40,11 @@ class Outbox:
     A callback is tried for as long as a queued result is kept, then given up, logged and counted.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+    def __init__(self, session: aiohttp.ClientSession, settings: Settings, clock: Clock = SYSTEM_CLOCK) -> None:
         self.lost = 0
         self._session = session
         self._settings = settings
+        self._clock = clock
         self._tasks: dict[asyncio.Task[None], TrackedCallback] = {}
         self._weight = 0
         self._hurried = False
@@ -60,7 +62,9 @@ class Outbox:
 
     def send(self, url: str, items: Sequence[T], payload: Callable[[Sequence[T]], WireMessage]) -> TrackedCallback:
         """Send ``items`` to ``url``, in order; ``payload`` makes the body of some of them."""
-        callback = TrackedCallback(Poster(url, payload, session=self._session, settings=self._settings))
+        callback = TrackedCallback(
+            Poster(url, payload, session=self._session, settings=self._settings, clock=self._clock)
+        )
         if self._hurried:
             callback.poster.hurry()
         self._weight += len(items)
@@ -91,7 +95,7 @@ class Outbox:
 
     async def _deliver(self, callback: TrackedCallback, items: Sequence[Any]) -> None:
         try:
-            async with asyncio.timeout(self._settings.result_seconds):
+            async with self._clock.timeout(self._settings.result_seconds):
                 accepted = [accepted async for accepted in callback.poster.deliver(items)]
             callback.state = "delivered" if all(accepted) else "rejected"
         except TimeoutError:

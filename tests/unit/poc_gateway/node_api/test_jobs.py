@@ -23,6 +23,7 @@ from poc_gateway.server.gauges import JobGauges
 from poc_gateway.store import migrations, schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import create_engine
+from poc_operator.clients.errors import PodRefused
 from poc_operator.clients.pods.client import PodClient
 from tests.support.builders.forwarding import until
 from tests.support.fakes.engine import distance, vector
@@ -83,6 +84,73 @@ async def test_a_chunk_of_a_pod_that_fails_goes_to_another(world: World) -> None
     body = (await world.post(PATH, validation(wait=True))).json()
     assert (body["n_total"], body["n_mismatch"]) == (200, 0)
     assert sorted(well.engine.computed) == NONCES
+
+
+async def _looks(world: World, count: int) -> None:
+    """Wait until the pods were looked at so often."""
+    seen = set[float]()
+    async with asyncio.timeout(10):
+        while len(seen) <= count:
+            seen.add(world.service.jobs._dispatcher._polled)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("pause", ["/pause", "/sleep"])
+async def test_a_paused_pod_is_not_asked(world: World, monkeypatch: pytest.MonkeyPatch, pause: str) -> None:
+    asked, generate = set[str](), PodClient.generate
+
+    async def recorded(client: PodClient, base: str, request: GenerateRequest) -> Any:  # noqa: ANN401
+        asked.add(base)
+        return await generate(client, base, request)
+
+    monkeypatch.setattr(PodClient, "generate", recorded)
+    paused, other = world.pods.values()
+    assert (await paused.http.post(pause)).status_code == 200
+    body = (await world.post(PATH, validation(wait=True))).json()
+    assert (body["n_total"], body["n_mismatch"]) == (200, 0)
+    assert sorted(other.engine.computed) == NONCES
+    assert [base for base in asked if "127.0.0.2" not in base] == []
+
+
+async def test_work_waits_while_all_pods_are_paused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poc_gateway.node_api.dispatch.FAILURES", 1)
+    for pod in world.pods.values():
+        assert (await pod.http.post("/pause")).status_code == 200
+    queued = (await world.post(PATH, validation())).json()
+    await _looks(world, 3)
+    assert (await world.get(f"{PATH}/{queued['request_id']}")).json()["status"] == "queued"
+    for pod in world.pods.values():
+        assert (await pod.http.post("/resume")).status_code == 200
+    assert (await finished(world, queued["request_id"]))["status"] == "completed"
+
+
+@pytest.mark.parametrize("reason", ["Busy", "Paused", "QueueFull", "ServerEnds"])
+async def test_a_pod_that_declines_gets_nothing_while_there_is_another(
+    world: World, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr("poc_gateway.node_api.dispatch.FAILURES", 1)
+    declined, generate = 0, PodClient.generate
+
+    async def declining(client: PodClient, base: str, request: GenerateRequest) -> Any:  # noqa: ANN401
+        nonlocal declined
+        if "127.0.0.1" in base and declining_too:
+            declined += 1
+            raise PodRefused(reason, "the engine is busy: ask again later")
+        return await generate(client, base, request)
+
+    declining_too = True
+    monkeypatch.setattr(PodClient, "generate", declining)
+    for _ in range(5):
+        assert (await world.post(PATH, validation(wait=True))).json()["n_total"] == 200
+    assert declined == 1
+    assert world.pods["127.0.0.1"].engine.computed == []
+    world.cluster.pods = world.cluster.pods[:1]  # and that is the one
+    world.service.jobs._dispatcher._polled = float("-inf")
+    queued = (await world.post(PATH, validation())).json()
+    await _looks(world, 3)
+    assert declined > 1
+    declining_too = False
+    assert (await finished(world, queued["request_id"]))["status"] == "completed", "which is no failure of the work"
 
 
 async def test_pods_that_all_fail_end_the_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

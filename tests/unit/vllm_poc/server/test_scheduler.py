@@ -2,16 +2,16 @@
 import asyncio
 from collections.abc import Iterator
 from itertools import chain, repeat
-from time import monotonic
 from typing import Any
 
 import pytest
 
+from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import FakeOutputProcessor
-from vllm_poc.server.autotune import TunedPass
+from vllm_poc.server.autotune import HalvingSliceSize, TunedPass, TunedSliceSize
+from vllm_poc.server.clock import Clock
 from vllm_poc.server.engine import OutputProcessor, VllmEngine
 from vllm_poc.server.gate import BusyShare, ChatGate
-from vllm_poc.server.scheduler import HalvingSliceSize, TunedSliceSize
 from vllm_poc.server.settings import Settings
 
 BUDGET = 0.05
@@ -80,26 +80,24 @@ class Client:
         return False
 
 
-def gate(processor: OutputProcessor, **variables: str) -> ChatGate:
+def gate(processor: OutputProcessor, clock: Clock, **variables: str) -> ChatGate:
     settings = Settings.from_environment({f"VLLM_POC_{name}": value for name, value in variables.items()})
-    return ChatGate(VllmEngine(Client(processor), frozenset(), call_seconds=1), settings)
-
-
-async def pause_after_chat() -> float:
-    """Return how long after the end of a chat PoC goes on, with the settings that users have."""
-    chat = FakeOutputProcessor()
-    chat.busy = True
-    waiting = asyncio.create_task(gate(chat).passed())
-    await asyncio.sleep(0.002)  # behind a look
-    chat.busy = False
-    ended = monotonic()
-    await waiting
-    return monotonic() - ended
+    return ChatGate(VllmEngine(Client(processor), frozenset(), call_seconds=1), settings, clock=clock)
 
 
 async def test_poc_goes_on_soon_after_the_last_chat() -> None:
-    # The shortest of several, since the machine may be busy.
-    assert min([await pause_after_chat() for _ in range(5)]) < 0.02
+    """With the settings that users have."""
+    chat, clock = FakeOutputProcessor(), FakeClock()
+    chat.busy = True
+    waiting = asyncio.create_task(gate(chat, clock).passed())
+    for _ in range(100):
+        await clock.tick()
+    await settle()
+    assert not waiting.done()
+    chat.busy = False
+    ended = clock.now()
+    await clock.passes(waiting)
+    assert 0 < clock.now() - ended < 0.02
 
 
 @pytest.mark.parametrize(
@@ -113,18 +111,19 @@ async def test_poc_goes_on_soon_after_the_last_chat() -> None:
 )
 async def test_poc_does_not_go_between_the_chats_of_a_client(found: list[bool], looks: int) -> None:
     chat = Looks(chain(found, repeat(False)))
-    closed = gate(chat, CHAT_BACKOFF_SECONDS="0.001")
-    await closed.passed()
+    clock = FakeClock()
+    closed = gate(chat, clock, CHAT_BACKOFF_SECONDS="0.015625")
+    await clock.passes(closed.passed())
     assert chat.count == looks
-    assert (closed.held_back_seconds > 0) == (looks > 1)
+    assert closed.held_back_seconds == 0.015625 * (looks - 1)
 
 
 @pytest.mark.parametrize("setting", [{"PRIORITY": "poc-first"}, {"MIN_SHARE": "0.5"}], ids=str)
 async def test_chat_does_not_hold_back_what_goes_beside_it(setting: dict[str, str]) -> None:
     chat = FakeOutputProcessor()
     chat.busy = True
-    opened = gate(chat, **setting)
-    await opened.passed()
+    opened = gate(chat, FakeClock(), **setting)
+    await opened.passed()  # without any time
     assert opened.held_back_seconds == 0
 
 

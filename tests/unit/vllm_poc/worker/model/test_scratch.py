@@ -11,7 +11,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hack.vllm")
 
-from vllm_poc.worker.model.scratch import BatchShape, CacheGroup, ScratchCache, cache_group  # noqa: E402
+from vllm_poc.worker.model.scratch import (  # noqa: E402
+    BatchShape,
+    CacheGroup,
+    ScratchCache,
+    _borders,
+    cache_group,
+)
 
 BLOCK, WIDTH = 4, 6
 NONCES, TOKENS = 3, 20
@@ -119,3 +125,24 @@ def test_every_batch_within_the_limits_has_its_blocks(shape: BatchShape) -> None
     scratch = ScratchCache([a_group(layers_0_attn=layer)], max_nonces=NONCES, max_tokens=TOKENS)
     with scratch.bound(shape):
         assert group.blocks(shape) <= len(layer.kv_cache)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers", "expected"),
+    [
+        ({"block_size": 16}, [{}], {16}),
+        ({"block_size": 16, "sliding_window": 128}, [{}], {16, 128}),
+        ({"block_size": 16, "attention_chunk_size": 8192}, [{}, {}], {16, 8192}),
+        ({"block_size": 64}, [{"sliding_window": 128}, {"sliding_window": 512}], {64, 128, 512}),
+        ({"block_size": 8, "sliding_window": None}, [{"sliding_window": 4, "attention_chunk_size": 2}], {8, 4, 2}),
+        ({"block_size": 16, "sliding_window": 0}, [{"sliding_window": -1}], {16}),
+        ({"block_size": 16}, [{"sliding_window": (-1, -1)}], {16}),
+        ({}, [], set()),
+    ],
+    ids=["blocks", "window", "chunks", "of layers", "of layers alone", "none in numbers", "in pairs", "nothing"],
+)  # fmt: skip
+def test_borders_are_those_of_blocks_windows_and_chunks(
+    spec: dict[str, Any], layers: list[dict[str, Any]], expected: set[int]
+) -> None:
+    found = _borders(SimpleNamespace(**spec), *(SimpleNamespace(**layer) for layer in layers))
+    assert found == expected
