@@ -50,7 +50,8 @@ class EngineExtension(CheckingExtension):
         seeds = input_seeds(block_hash, public_key, nonce, strong_rng=False)
         fill_inputs(rows, torch.tensor([seeds], device=table.device))
         with torch.inference_mode():
-            table[ids] = rows[0]
+            # Gemma multiplies what it looks up by this.
+            table[ids] = rows[0] / getattr(body, "normalizer", 1.0)
         self._poc_test_hooks = ExitStack()
         vectors = layer_vectors(
             block_hash=block_hash, num_layers=len(adapter.layers), hidden=table.shape[1], device=table.device
@@ -78,8 +79,8 @@ class EngineExtension(CheckingExtension):
         model = self.model_runner.get_model()
         return getattr(model, "language_model", model).model
 
-    def _poc_test_record(self, _: nn.Module, _inputs: object, output: Tensor) -> None:
-        self._poc_test_found.append(output.clone())
+    def _poc_test_record(self, _: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        self._poc_test_found.append((output if isinstance(output, Tensor) else output[0]).clone())
 
 
 def _has(model: nn.Module, path: str) -> bool:
