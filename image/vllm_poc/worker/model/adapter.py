@@ -42,8 +42,8 @@ _LAYER_PATHS = ("model.layers", "transformer.h", "layers")
 # Where wrappers around a language model keep them. The network's plugin looks for layers in the places above alone, so
 # that no layer of these is reflected, on any of the network's nodes.
 _WRAPPED_PATH = "language_model.model.layers"
-#: Types of models that are served by such wrappers.
-WRAPPED = {"gemma3", "glm5_next", "glm5_next_text", "qwen2_5_vl"}
+# Types of models that are served by such wrappers.
+_WRAPPED = {"gemma3", "glm5_next", "glm5_next_text", "qwen2_5_vl"}
 # Types of caches that hold keys and values as they are.
 _UNROUNDED = {"auto", "float16", "bfloat16"}
 # Types of models that choose the experts of some layers by token id, and for which the network gives nonces token ids.
@@ -89,7 +89,7 @@ class ModelAdapter:
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = runner.vllm_config.model_config.dtype
-        wrapped = getattr(runner.vllm_config.model_config.hf_config, "model_type", "") in WRAPPED
+        wrapped = getattr(runner.vllm_config.model_config.hf_config, "model_type", "") in _WRAPPED
         #: Whether the network reflects what the layers of this model make, where a round asks for that.
         self.reflects = not wrapped
         self.stack = _layer_stack(self.model, (_WRAPPED_PATH,) if wrapped else _LAYER_PATHS)
@@ -262,8 +262,8 @@ def adapted_layers(model: nn.Module) -> list[Adapted]:
     return [
         Adapted(owner, name, layer)
         for owner in model.modules()
-        for name, layer in owner.named_children()
-        if _has_adapters(layer)
+        for name, layer in owner._modules.items()  # `named_children` leaves out a second name
+        if layer is not None and _has_adapters(layer)
     ]
 
 

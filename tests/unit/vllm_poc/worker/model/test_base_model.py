@@ -36,13 +36,14 @@ class Sharing(nn.Module):  # type: ignore[misc]
         super().__init__()
         shared = Doubling(nn.Identity())
         self.blocks = nn.ModuleList([nn.Sequential(shared, Doubling(nn.Identity())), nn.Sequential(nn.Identity())])
-        self.alias = shared
+        self.alias = self.second = shared
+        self.nothing = None
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return eight times the values with adapters, and the values without."""
+        """Return sixteen times the values with adapters, and the values without."""
         for block in self.blocks:
             values = block(values)
-        return self.alias(values)
+        return self.second(self.alias(values))
 
 
 @pytest.fixture
@@ -56,11 +57,11 @@ def test_the_base_layers_stand_in_the_places_of_those_with_adapters() -> None:
     model, ones = Sharing(), torch.ones(1)
     names = dict(model.named_modules(remove_duplicate=False))
     adapted = adapted_layers(model)
-    assert len(adapted) == 3
-    assert model(ones) == 8
+    assert len(adapted) == 4
+    assert model(ones) == 16
     with base_model(adapted):
         assert model(ones) == 1
-    assert model(ones) == 8
+    assert model(ones) == 16
     assert dict(model.named_modules(remove_duplicate=False)) == names
 
 
@@ -75,7 +76,7 @@ def test_chats_connector_is_out_of_sight_and_back_again_also_after_an_error(conn
         assert not has_kv_transfer_group()
         raise RuntimeError("no room")
     assert kv_transfer_state.get_kv_transfer_group() is connector
-    assert model(torch.ones(1)) == 8
+    assert model(torch.ones(1)) == 16
 
 
 @pytest.mark.usefixtures("connector")
