@@ -25,6 +25,8 @@ torch = pytest.importorskip("torch", reason="needs the worker environment: pytho
 
 BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
 LENGTHS = (1, 17, 130)
+#: With vLLM 0.23 on a CPU one number of twelve is 0.002 away at 17 tokens. All positions at zero are 0.1 away.
+TOLERANCE = max(ARTIFACT_TOLERANCE, 0.004)
 PROMPT = "What is a license?"
 #: Many tokens, so that a nonce hardly has one twice.
 _TEXT: dict[str, Any] = {
@@ -115,9 +117,9 @@ def test_a_nonce_is_what_the_engine_makes_of_its_prompt(client: Client, seq_len:
     expected = torch.tensor(client.worker("poc_test_answer", BLOCK_HASH, PUBLIC_KEY, nonce, K_DIM))
     alone, among = (client.artifacts(nonces, seq_len=seq_len) for nonces in ([nonce], [nonce + 7, nonce, nonce + 9]))
     for found in (alone[0], among[1]):
-        torch.testing.assert_close(torch.tensor(found), expected, atol=ARTIFACT_TOLERANCE, rtol=0)
+        torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
     other = torch.tensor(among[0]) - expected
-    assert other.abs().max() > 2 * ARTIFACT_TOLERANCE
+    assert other.abs().max() > 2 * TOLERANCE
 
 
 def test_chat_keeps_its_tokens_and_its_cache(client: Client) -> None:
