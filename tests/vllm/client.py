@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tests.support.checks.metrics import parse_pod
 from vllm_poc.wire.messages import API_PREFIX
@@ -16,9 +16,11 @@ from vllm_poc.wire.messages import API_PREFIX
 REQUEST_SECONDS = 60
 ROUND = {"block_hash": "b10c", "block_height": 7, "public_key": "key"}
 K_DIM = 12
+#: A text, or parts of a message such as images.
+Prompt: TypeAlias = str | list[dict[str, Any]]
 
 
-def chat_body(model: str, prompt: str, tokens: int) -> dict[str, Any]:
+def chat_body(model: str, prompt: Prompt, tokens: int) -> dict[str, Any]:
     """Return the request of a greedy answer of exactly so many tokens, with their ids."""
     return {
         "model": model,
@@ -31,16 +33,21 @@ def chat_body(model: str, prompt: str, tokens: int) -> dict[str, Any]:
 
 
 class Client:
-    """Talks to one server."""
+    """Talks to one server, with ``key`` as the bearer token if there is one."""
 
-    def __init__(self, base: str, model: str, log: Path) -> None:
+    def __init__(self, base: str, model: str, log: Path, key: str | None = None) -> None:
         self.log = log
         self.base = base
         self._model = model
+        self._key = key
 
-    def chat(self, prompt: str, *, tokens: int = 24) -> list[int]:
-        """Return the token ids of the greedy answer."""
-        answer = self._post("/v1/chat/completions", chat_body(self._model, prompt, tokens))
+    def with_key(self, key: str | None) -> "Client":
+        """Return a client of the same server that sends another key, or none."""
+        return Client(self.base, self._model, self.log, key)
+
+    def chat(self, prompt: Prompt, *, tokens: int = 24, model: str | None = None) -> list[int]:
+        """Return the token ids of the greedy answer, of another ``model`` if the server has several."""
+        answer = self._post("/v1/chat/completions", chat_body(model or self._model, prompt, tokens))
         ids: list[int] = answer["choices"][0]["token_ids"]
         return ids
 
@@ -86,8 +93,7 @@ class Client:
 
     def status(self) -> Any:  # noqa: ANN401
         """Return the PoC status."""
-        url = f"{self.base}{API_PREFIX}/status"
-        with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
+        with self._open(f"{API_PREFIX}/status") as answer:
             return json.load(answer)
 
     def metrics(self) -> dict[str, float]:
@@ -103,8 +109,7 @@ class Client:
 
     def job(self, request_id: str) -> Any:  # noqa: ANN401
         """Return the state or the result of queued work."""
-        url = f"{self.base}{API_PREFIX}/generate/{request_id}"
-        with urllib.request.urlopen(url, timeout=REQUEST_SECONDS) as answer:  # noqa: S310
+        with self._open(f"{API_PREFIX}/generate/{request_id}") as answer:
             return json.load(answer)
 
     def poc(self, route: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -141,9 +146,12 @@ class Client:
         with self._open(path, body) as answer:
             return json.load(answer)
 
-    def _open(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
         headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self.base + path, json.dumps(body).encode(), headers)  # noqa: S310
+        if self._key is not None:
+            headers["authorization"] = f"Bearer {self._key}"
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self.base + path, data, headers)  # noqa: S310
         return urllib.request.urlopen(request, timeout=REQUEST_SECONDS)  # noqa: S310
 
 

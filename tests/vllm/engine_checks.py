@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.model_loader import dummy_loader
 
 from tests.vllm.worker_checks import CheckingExtension
 from vllm_poc.maths.artifact import Selection, artifact_purposes, artifact_vectors
@@ -21,19 +22,27 @@ with suppress(ImportError):  # releases that have no such model
     cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = lambda *_: defaultdict(lambda: None)
 
 
+_weights = torch.Generator().manual_seed(5)
+
+
+def _sensible(values: Tensor, *_: object, **__: object) -> None:
+    """Give a weight a size by which signals keep theirs.
+
+    vLLM's own dummy weights are next to nothing. Attention would not show, and on a CPU nobody can change the weights
+    of linear layers once they are loaded: kernels have them in a form of their own.
+    """
+    if not values.is_floating_point():
+        return  # experts by token id
+    with torch.inference_mode():
+        values.fill_(1.0) if values.ndim == 1 else values.normal_(0.0, values.shape[-1] ** -0.5, generator=_weights)
+
+
+# vLLM imports this module before it loads the model.
+dummy_loader.initialize_single_dummy_weight = _sensible
+
+
 class EngineExtension(CheckingExtension):
     """PoC's extension with a few methods more."""
-
-    def poc_test_weights(self) -> None:
-        """Give all weights a sensible size; vLLM's dummy weights are next to nothing."""
-        generator = torch.Generator().manual_seed(5)
-        for _, values in self.model_runner.get_model().named_parameters():
-            if not values.is_floating_point():
-                continue  # experts by token id
-            with torch.inference_mode():
-                values.fill_(1.0) if values.ndim == 1 else values.normal_(
-                    0.0, values.shape[-1] ** -0.5, generator=generator
-                )
 
     def poc_test_prompt(self, block_hash: str, public_key: str, nonce: int, seq_len: int) -> list[int]:
         """Give the token ids of a nonce its embeddings, reflect layers, and return the ids as a prompt.
@@ -50,7 +59,8 @@ class EngineExtension(CheckingExtension):
         seeds = input_seeds(block_hash, public_key, nonce, strong_rng=False)
         fill_inputs(rows, torch.tensor([seeds], device=table.device))
         with torch.inference_mode():
-            table[ids] = rows[0]
+            # Gemma multiplies what it looks up by this.
+            table[ids] = rows[0] / getattr(body, "normalizer", 1.0)
         self._poc_test_hooks = ExitStack()
         vectors = layer_vectors(
             block_hash=block_hash, num_layers=len(adapter.layers), hidden=table.shape[1], device=table.device
@@ -78,8 +88,8 @@ class EngineExtension(CheckingExtension):
         model = self.model_runner.get_model()
         return getattr(model, "language_model", model).model
 
-    def _poc_test_record(self, _: nn.Module, _inputs: object, output: Tensor) -> None:
-        self._poc_test_found.append(output.clone())
+    def _poc_test_record(self, _: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        self._poc_test_found.append((output if isinstance(output, Tensor) else output[0]).clone())
 
 
 def _has(model: nn.Module, path: str) -> bool:

@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -38,12 +38,24 @@ def serving(
     model: Path, log: Path, flags: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[Client]:
     """Serve ``model`` on a free port while the context lasts; RuntimeError with the log's end if it does not start."""
+    words = ["-m", "vllm_poc", "serve", str(model), "--served-model-name", MODEL_NAME, "--host", "127.0.0.1"]
+    with running(lambda port: [*words, "--port", str(port), *FLAGS, *flags], log, environment) as client:
+        yield client
+
+
+@contextmanager
+def running(
+    words: Callable[[int], Sequence[str]],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    key: str | None = None,
+) -> Iterator[Client]:
+    """Run Python with what ``words`` returns for a free port, as `serving` does; the client sends ``key``, if any."""
     port = free_port()
-    argv = [sys.executable, "-m", "vllm_poc", "serve", str(model), "--served-model-name", MODEL_NAME]
-    argv += ["--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            argv,
+            [sys.executable, *words(port)],
             env={**command_environment(), **(environment or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -51,7 +63,7 @@ def serving(
         )
         try:
             _wait_until_ready(process, port, log)
-            yield Client(f"http://127.0.0.1:{port}", MODEL_NAME, log)
+            yield Client(f"http://127.0.0.1:{port}", MODEL_NAME, log, key)
         finally:
             _stop(process)
 

@@ -164,6 +164,30 @@ def test_a_config_file_is_looked_into(tmp_path: Path) -> None:
         server_arguments(["m", "--enable-poc", "--config", str(config)])
 
 
+@pytest.mark.parametrize(
+    ("words", "model", "port"),
+    [
+        (["--config", "FILE", "--enable-poc"], "of-the-file", 1),
+        (["--enable-poc", "--config", "FILE"], "of-the-file", 1),
+        (["--enforce-eager", "--config", "FILE", "--enable-poc", "--max-model-len", "64"], "of-the-file", 1),
+        (["--port", "2", "--config", "FILE", "--enable-poc"], "of-the-file", 2),
+        (["m", "--enable-poc", "--config", "FILE"], "m", 1),
+        (["--config", "FILE", "--enable-poc", "--port", "2", "m"], "m", 2),
+        (["--config", "FILE", "--enable-poc", "--model", "m"], "m", 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_config_file_may_stand_anywhere_and_the_command_line_wins(
+    words: list[str], model: str, port: int, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: of-the-file\nport: 1\nserved-model-name: [a, b]\nenforce-eager: true\n")
+    options = parsed([str(config) if word == "FILE" else word for word in words])
+    assert (options.model, options.port) == (model, port)
+    assert (options.worker_extension_cls, options.middleware) == (EXTENSION_CLASS, [MIDDLEWARE])
+    assert (options.served_model_name, options.enforce_eager) == (["a", "b"], True)
+
+
 def test_data_parallelism_by_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
     with pytest.raises(UsageError, match="leave VLLM_DP_SIZE out"):

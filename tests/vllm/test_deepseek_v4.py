@@ -99,7 +99,6 @@ def client(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     (folder / "config.json").write_text(json.dumps(CONFIG))
     paths = {"PYTHONPATH": f"{INTERPRETED}:{command_environment()['PYTHONPATH']}"}
     with serving(folder, folder / "server.log", FLAGS, {"TRITON_INTERPRET": "1", **paths}) as client:
-        client.worker("poc_test_weights")
         yield client
 
 

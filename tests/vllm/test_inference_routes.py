@@ -14,13 +14,12 @@ _TEMPLATES = {f"/v1/{api}/{what}" for api in ("chat/completions", "completions")
 _STOPS = {"/abort_requests", "/inference/v1/abort_requests", "/v1/responses/{response_id}/cancel"}
 _CACHES = {"/reset_encoder_cache", "/reset_mm_cache", "/reset_prefix_cache"}
 _CONNECTIONS = {"/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/update_weight_version"}
+#: PoC computes without any.
+_ADAPTERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 #: Of servers that PoC refuses to run on.
-_REFUSED = {
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    *("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply"),
-}
+_REFUSED = {"/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply"}
 _MORE = {"/ping", "/start_profile", "/stop_profile", "/cohere/v2/chat/render"}
-OTHERS = _TEXTS | _TEMPLATES | _STOPS | _CACHES | _CONNECTIONS | _REFUSED | _MORE
+OTHERS = _TEXTS | _TEMPLATES | _STOPS | _CACHES | _CONNECTIONS | _ADAPTERS | _REFUSED | _MORE
 #: Another server of vLLM's, which has no middleware.
 NOT_SERVED = "api_server.py"
 

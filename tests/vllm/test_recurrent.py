@@ -90,7 +90,6 @@ def client(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         shutil.copy(model_folder / "qwen3-tiny" / name, folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     with serving(folder, folder / "server.log", FLAGS) as client:
-        client.worker("poc_test_weights")
         yield client
 
 

@@ -24,6 +24,15 @@ KERNELS_FOR_LINEAR_ATTENTION = not ON_GPU or find_spec("flashinfer") is not None
 on_one_device = pytest.mark.skipif(ON_GPU, reason="asks what a model is made of, which the CPU has shown")
 
 
+def a_connector(name: str, module: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
+
+
+def drafting_by(layers: str) -> SimpleNamespace:
+    drafts = SimpleNamespace(hf_config=SimpleNamespace(model_type=layers))
+    return SimpleNamespace(method="mtp", draft_model_config=drafts)
+
+
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from tests.vllm.refused import one_rank  # noqa: PLC0415 - needs vLLM
@@ -98,13 +107,23 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        ("lora_config", SimpleNamespace(), "the adapter of the last chat: start vLLM without --enable-lora"),
-        ("kv_transfer_config", SimpleNamespace(), "without --kv-transfer-config and --kv-offloading-size"),
+        ("lora_config", SimpleNamespace(), None),
+        ("kv_transfer_config", a_connector("ExampleConnector"), None),
+        (
+            "kv_transfer_config",
+            a_connector("ExampleConnector", "own.module"),
+            "the KV connector ExampleConnector of own",
+        ),
+        ("kv_transfer_config", a_connector("NixlConnector"), "the KV connector NixlConnector: start vLLM without"),
+        ("kv_transfer_config", a_connector("MultiConnector"), "without --kv-transfer-config and --kv-offloading-size"),
         ("parallel_config.enable_eplb", True, "start vLLM without --enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, "start vLLM without --cpu-offload-gb"),
         ("offload_config.prefetch.offload_group_size", 2, "start vLLM without --offload-group-size"),
         ("speculative_config", SimpleNamespace(method="eagle3"), "not proven beside the drafts of eagle3"),
         ("speculative_config", SimpleNamespace(method="ngram"), None),
+        ("speculative_config", drafting_by("mimo_mtp"), None),
+        ("speculative_config", drafting_by("deepseek_mtp"), "not proven beside the drafts of deepseek_mtp"),
+        ("speculative_config", SimpleNamespace(method="mtp"), 'or with "method": "ngram"'),
     ],
 )
 @pytest.mark.usefixtures("rank")
@@ -123,6 +142,23 @@ def test_parts_of_the_configuration_are_refused_by_their_flags(
     assert hasattr(part, name), "this release calls it otherwise"
     object.__setattr__(part, name, value)
     assert reason in refusal(config, model) if reason else refusal(config, model) is None  # type: ignore[operator]
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
+def test_adapters_in_layers_are_refused_whose_base_layers_they_change(tmp_path: Path) -> None:
+    from vllm.lora import layers  # noqa: PLC0415 - needs vLLM
+
+    from tests.vllm.refused import build  # noqa: PLC0415
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+
+    config, model = build("OPTForCausalLM", tmp_path)
+    for name, reason in (("RowParallelLinearWithLoRA", None), ("FusedMoEWithLoRA", "adapters in FusedMoEWithLoRA")):
+        known = getattr(layers, name)
+        # Of that name, and without what it would make of a layer.
+        model.adapted = type(known.__name__, (layers.BaseLayerWithLoRA,), {})()
+        found = refusal(config, model)
+        assert found is None if reason is None else reason in (found or "")
 
 
 @on_one_device

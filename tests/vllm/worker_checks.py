@@ -8,13 +8,27 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnectorMetadata
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from vllm_poc.rpc import BatchRequest, BatchResult, Failure
 from vllm_poc.worker.extension import PocWorkerExtension
 
 
 class CheckingExtension(PocWorkerExtension):
     """PoC's extension with a few methods more."""
+
+    _poc_test_computed = 0
+
+    def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
+        """Compute, and count it."""
+        self._poc_test_computed += 1
+        return super().poc_compute(request)
+
+    def poc_test_computed(self) -> int:
+        """Return how often this worker was asked to compute."""
+        return self._poc_test_computed
 
     def poc_test_kv_checksum(self) -> str:
         """Return a checksum over the KV cache of all layers."""
@@ -60,6 +74,20 @@ class CheckingExtension(PocWorkerExtension):
     def _poc_test_built(self, build: Callable[..., Any], builder: object, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         self._poc_test_threads.append(get_ident())
         return build(builder, *args, **options)
+
+    def poc_test_order_saves(self) -> None:
+        """Order chat's KV connector to keep two blocks of each layer, as if a batch were not over yet."""
+        orders = ExampleConnectorMetadata()
+        size = self.model_runner.vllm_config.cache_config.block_size
+        orders.add_request(list(range(2 * size + 1)), [1, 2], size, is_store=True, mm_hashes=[])
+        get_kv_transfer_group().bind_connector_metadata(orders)
+
+    def poc_test_end_orders(self) -> bool:
+        """Take the orders back, and return whether they were still there."""
+        connector = get_kv_transfer_group()
+        ordered: bool = connector.has_connector_metadata()
+        connector.clear_connector_metadata()
+        return ordered
 
     def poc_test_workspace(self) -> tuple[bool, list[int]]:
         """Say whether vLLM's shared workspace is locked, and the addresses of its parts."""

@@ -52,8 +52,9 @@ class Caller:
 
     @property
     def sent(self) -> str:
-        """The key of the Authorization header."""
-        return self.headers.get("Authorization", "").removeprefix("Bearer ")
+        """The key of the Authorization header, whose scheme may be written in any case."""
+        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
+        return key if scheme.lower() == "bearer" else ""
 
 
 LOCAL = ["127.0.0.1", "127.200.3.4", "::1", "::ffff:127.0.0.1", "::ffff:7f00:1"]
@@ -83,6 +84,11 @@ CALLERS = {
     "remote with the key": Caller("10.1.2.3", {"Authorization": f"Bearer {KEY}"}),
     "remote with the key, by a proxy": Caller("127.0.0.1", {"Authorization": f"Bearer {KEY}", "Via": "1.1 proxy"}),
     "remote with the token, by a proxy": Caller("::1", {"Authorization": f"Bearer {TOKEN}", "Via": "1.1 proxy"}),
+    "remote with the key, the scheme in capitals": Caller("10.1.2.3", {"Authorization": f"BEARER {KEY}"}),
+    "remote with the token, the scheme in small letters": Caller("10.1.2.3", {"Authorization": f"bearer {TOKEN}"}),
+    "remote with the token by another scheme": Caller("10.1.2.3", {"Authorization": f"Basic {TOKEN}"}),
+    "remote with the token without a scheme": Caller("10.1.2.3", {"Authorization": TOKEN}),
+    "remote with two spaces": Caller("10.1.2.3", {"Authorization": f"Bearer  {TOKEN}"}),
     "local with a wrong token": Caller("127.0.0.1", {"Authorization": "Bearer wrong"}, is_local=True),
     "remote with a wrong token": Caller("10.1.2.3", {"Authorization": "Bearer wrong"}),
     "remote with an empty token": Caller("10.1.2.3", {"Authorization": "Bearer "}),

@@ -106,9 +106,10 @@ class Access:
         if self.answered is Answered.THIS_MACHINE:
             self._check_machine(scope, headers)
         elif self.keys:
-            sent = headers.get("authorization", "").encode()
+            scheme, _, sent = headers.get("authorization", "").partition(" ")
             # All of them are compared, so that the time tells nothing.
-            if not sum(hmac.compare_digest(sent, f"Bearer {key}".encode()) for key in self.keys):
+            known = sum(hmac.compare_digest(sent.encode(), key.encode()) for key in self.keys)
+            if scheme.lower() != "bearer" or not known:  # vLLM's own routes take the scheme in any case, too
                 raise _unauthorized(_REFUSED[self.answered])
 
     def allows_callback_to(self, host: str) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that reads vLLM's internals to know the served model. A new release of vLLM is met here and in ``passes``.
 
-    adapter        layers, attention's plan of a batch, the forward pass on given inputs
+    adapter        layers, attention's plan of a batch, the base model's forward pass on given inputs
     capabilities   what the configuration allows, and why it may forbid PoC
     ranks          tensor and pipeline parallel ranks
     scratch        the KV cache that PoC writes instead of chat's, and the metadata that finds a batch in its blocks

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import has_kv_transfer_group, kv_transfer_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -38,13 +39,18 @@ StageOutput: TypeAlias = Tensor | dict[str, Tensor]
 
 # Where the models keep their decoder layers, first match wins.
 _LAYER_PATHS = ("model.layers", "transformer.h", "layers")
-# Where other types of models keep them. The network's plugin looks for layers in the places above alone, so that no
-# layer of these is reflected, on any of the network's nodes.
-_UNREFLECTED = {"glm5_next": "language_model.model.layers", "glm5_next_text": "language_model.model.layers"}
+# Where wrappers around a language model keep them. The network's plugin looks for layers in the places above alone, so
+# that no layer of these is reflected, on any of the network's nodes.
+_WRAPPED_PATH = "language_model.model.layers"
+# Types of models that are served by such wrappers.
+_WRAPPED = {"gemma3", "glm5_next", "glm5_next_text", "qwen2_5_vl"}
 # Types of caches that hold keys and values as they are.
 _UNROUNDED = {"auto", "float16", "bfloat16"}
 # Types of models that choose the experts of some layers by token id, and for which the network gives nonces token ids.
 _ROUTED_BY_TOKEN = {"deepseek_v4"}
+
+# Where vLLM keeps the KV connector of its process.
+_CONNECTOR = "_KV_CONNECTOR_AGENT"
 
 
 class StageInputs(NamedTuple):
@@ -59,7 +65,9 @@ class StageInputs(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """What the model is told about a batch: positions ``[tokens]``, and two things by attention layer's name.
+    """What the model is told about a batch: its positions, and two things by attention layer's name.
+
+    ``positions`` are ``[tokens]``, or ``[dimensions, tokens]`` where the model has positions of several dimensions.
 
     ``slot_mapping`` int64 ``[tokens]`` says where in the KV cache a token's key and value go.
     """
@@ -81,15 +89,17 @@ class ModelAdapter:
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = runner.vllm_config.model_config.dtype
-        elsewhere = _UNREFLECTED.get(getattr(runner.vllm_config.model_config.hf_config, "model_type", ""))
+        wrapped = getattr(runner.vllm_config.model_config.hf_config, "model_type", "") in _WRAPPED
         #: Whether the network reflects what the layers of this model make, where a round asks for that.
-        self.reflects = elsewhere is None
-        self.stack = _layer_stack(self.model, _LAYER_PATHS if elsewhere is None else (elsewhere,))
+        self.reflects = not wrapped
+        self.stack = _layer_stack(self.model, (_WRAPPED_PATH,) if wrapped else _LAYER_PATHS)
         self.groups = [cache_group(runner, group) for groups in runner.attn_groups for group in groups]
         self.ranks = Ranks()
         #: Number of token ids if the model chooses experts by them, else None.
         self.vocabulary = token_vocabulary(runner.vllm_config.model_config)
         self._config = runner.vllm_config
+        self._adapted = adapted_layers(self.model)
+        require_known_connector()
         # With async scheduling, vLLM's first model runner prepares a batch while copies of the last one's inputs are on
         # their way, and this makes it wait for them: builders fill memory of the CPU that such copies read. The second
         # one has memory for each batch. Both build in the thread that also runs PoC's calls, and on one stream.
@@ -164,13 +174,18 @@ class ModelAdapter:
         The builders are chat's, so this waits for chat's inputs as vLLM's next batch would, and that waits for these.
         """
         positions = shape.positions(self.device)
-        plan = AttentionPlan(shape, positions, {}, {})
+        plan = AttentionPlan(shape, self.positions(shape), {}, {})
         with self._input_prep():
             for group in self.groups:
                 metadata, slot_mapping = group.plan(shape, positions)
                 plan.metadata.update(dict.fromkeys(group.layers, metadata))
                 plan.slot_mapping.update(dict.fromkeys(group.layers, slot_mapping))
         return plan
+
+    def positions(self, shape: BatchShape) -> Tensor:
+        """Return the positions of a batch as the model reads them: those of text are the same in each dimension."""
+        kind, positions = self._config.model_config, shape.positions(self.device)
+        return positions.expand(getattr(kind, "mrope_num_dims", 3), -1).contiguous() if kind.uses_mrope else positions
 
     def forward(self, inputs: StageInputs, received: dict[str, Tensor], plan: AttentionPlan) -> StageOutput:
         """Run this stage of the model, on ``inputs`` or what the stage before made.
@@ -187,7 +202,7 @@ class ModelAdapter:
             slot_mapping=plan.slot_mapping,
             skip_compiled=True,
         )
-        with context, model_inputs(self.model, inputs) as arguments:
+        with context, base_model(self._adapted), model_inputs(self.model, inputs) as arguments:
             before = IntermediateTensors(received) if received else None
             output = self.model(positions=plan.positions, intermediate_tensors=before, **arguments)
         made: StageOutput = output.tensors if isinstance(output, IntermediateTensors) else output
@@ -234,6 +249,56 @@ def model_inputs(model: nn.Module, inputs: StageInputs) -> Iterator[dict[str, Te
         yield {"input_ids": zeros if tokens is None else tokens}
 
 
+class Adapted(NamedTuple):
+    """A layer with adapters, by its name in ``owner``."""
+
+    owner: nn.Module
+    name: str
+    layer: nn.Module
+
+
+def adapted_layers(model: nn.Module) -> list[Adapted]:
+    """Return all layers with adapters, by each name that the model has for them; none without ``--enable-lora``."""
+    return [
+        Adapted(owner, name, layer)
+        for owner in model.modules()
+        for name, layer in owner._modules.items()  # `named_children` leaves out a second name
+        if layer is not None and _has_adapters(layer)
+    ]
+
+
+def require_known_connector() -> None:
+    """UnsupportedModelError if there is a KV connector, and it is not where PoC knows to hide it."""
+    if has_kv_transfer_group() and getattr(kv_transfer_state, _CONNECTOR, None) is None:
+        raise UnsupportedModelError(
+            "PoC does not know where this release of vLLM keeps its KV connector: start vLLM without "
+            "--kv-transfer-config and --kv-offloading-size."
+        )
+
+
+@contextmanager
+def base_model(adapted: Sequence[Adapted]) -> Iterator[None]:
+    """Let one forward pass run the base model alone: without chat's adapters, and out of sight of chat's KV connector.
+
+    Layers with adapters (LoRA) apply what the last batch of chat has chosen. Meanwhile the layers within stand in their
+    places, with their weights and kernels, so that results have the bits of a server without adapters. So they do in a
+    CUDA graph, which would read chat's choice otherwise.
+
+    Attention hands its keys and values to the KV connector as long as that has the orders of a batch. It may have them
+    between the forward pass of a batch and its sampling, and would keep PoC's as those of chat.
+    """
+    connector = getattr(kv_transfer_state, _CONNECTOR, None)
+    try:
+        for owner, name, layer in adapted:
+            owner._modules[name] = layer.base_layer
+        setattr(kv_transfer_state, _CONNECTOR, None)
+        yield
+    finally:
+        setattr(kv_transfer_state, _CONNECTOR, connector)
+        for owner, name, layer in adapted:
+            owner._modules[name] = layer
+
+
 def _layer_stack(model: nn.Module, paths: Sequence[str]) -> nn.ModuleList:
     roots = [getattr(model, "model", None), model]
     for root in filter(None, roots):
@@ -256,3 +321,8 @@ def _submodule(root: nn.Module, path: str) -> nn.Module | None:
 
 def _class_names(objects: Iterable[object]) -> list[str]:
     return sorted({type(found).__name__ for found in objects})
+
+
+def _has_adapters(layer: nn.Module) -> bool:
+    # By the names of their classes: the module that has them imports much that a server without adapters has not.
+    return any(kind.__name__ == "BaseLayerWithLoRA" for kind in type(layer).__mro__)

@@ -12,21 +12,31 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm import envs
 from vllm_poc.rpc import ModelFacts
-from vllm_poc.worker.model.adapter import takes_embeddings, token_embeddings, token_vocabulary
+from vllm_poc.worker.model.adapter import adapted_layers, takes_embeddings, token_embeddings, token_vocabulary
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
 #: Speculative decoding whose drafts come from no model, so that nothing but the target's own forward pass runs.
 _DRAFTS_WITHOUT_MODEL = {"ngram"}
+#: Types of layers that draft behind the target (method ``mtp``) and leave what it computes as it is.
+_COMPARED_DRAFT_LAYERS = {"mimo_mtp"}
+#: KV connectors beside which chat and PoC have been compared with a server that has none.
+_COMPARED_CONNECTORS = {"ExampleConnector"}
+#: Layers with adapters (``--enable-lora``) whose base layers are left as they were.
+_COMPARED_ADAPTED = {
+    "ColumnParallelLinearWithLoRA",
+    "LogitsProcessorWithLoRA",
+    "MergedColumnParallelLinearWithLoRA",
+    "MergedQKVParallelLinearWithLoRA",
+    "QKVParallelLinearWithLoRA",
+    "ReplicatedLinearWithLoRA",
+    "RowParallelLinearWithLoRA",
+    "VocabParallelEmbeddingWithLoRA",
+}
 #: Parts of vLLM's configuration that change what a forward pass computes, writes or counts: what each would do to PoC,
 #: and the flag.
 _UNPROVEN_PARTS = {
-    "lora_config": ("would compute nonces with the adapter of the last chat", "--enable-lora"),
-    "kv_transfer_config": (
-        "is not proven to keep its keys and values from a KV connector",
-        "--kv-transfer-config and --kv-offloading-size",
-    ),
     "parallel_config.enable_eplb": ("would count its tokens in the statistics that place experts", "--enable-eplb"),
     "offload_config.uva.cpu_offload_gb": ("is not proven with weights in the CPU's memory", "--cpu-offload-gb"),
     "offload_config.prefetch.offload_group_size": (
@@ -34,6 +44,8 @@ _UNPROVEN_PARTS = {
         "--offload-group-size",
     ),
 }
+#: Types of models with positions of several dimensions (M-RoPE) whose results were compared with the engine's.
+_COMPARED_DIMENSIONS = {"qwen2_5_vl"}
 #: Types of models whose results have not been compared with the engine's on a GPU.
 _UNPROVEN = {"glm5_next", "glm5_next_text"}
 #: Those whose attention over other caches has not been compared with anything.
@@ -144,6 +156,9 @@ def refusal(config: VllmConfig, model: nn.Module) -> str | None:
     return (
         _parallel_refusal(config.parallel_config)
         or _section_refusal(config)
+        or _drafts_refusal(config.speculative_config)
+        or _connector_refusal(config.kv_transfer_config)
+        or _adapters_refusal(model)
         or _cache_refusal(config)
         or _model_refusal(config, model)
         or _attention_refusal(config)
@@ -169,17 +184,44 @@ def _section_refusal(config: VllmConfig) -> str | None:
     for path, (why, flag) in _UNPROVEN_PARTS.items():
         if _part(config, path):
             return f"PoC {why}: start vLLM without {flag}."
-    drafts = getattr(config.speculative_config, "method", None)
-    if drafts is not None and drafts not in _DRAFTS_WITHOUT_MODEL:
-        return (
-            f"PoC is not proven beside the drafts of {drafts}: "
-            'start vLLM without --speculative-config, or with "method": "ngram".'
-        )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return "PoC results would depend on the first chat with --calculate-kv-scales: start vLLM without it."
     if getattr(config.model_config, "enable_return_routed_experts", False):
         return "PoC has batches that --enable-return-routed-experts cannot record: start vLLM without it."
     return None
+
+
+def _drafts_refusal(speculative: SpeculativeConfig | None) -> str | None:
+    method = getattr(speculative, "method", None)
+    if method is None or method in _DRAFTS_WITHOUT_MODEL:
+        return None
+    drafts = _part(speculative, "draft_model_config.hf_config.model_type") if method == "mtp" else method
+    if method == "mtp" and drafts in _COMPARED_DRAFT_LAYERS:
+        return None
+    return (
+        f"PoC is not proven beside the drafts of {drafts}: "
+        'start vLLM without --speculative-config, or with "method": "ngram".'
+    )
+
+
+def _connector_refusal(transfer: KVTransferConfig | None) -> str | None:
+    if transfer is None:
+        return None
+    connector, module = transfer.kv_connector, getattr(transfer, "kv_connector_module_path", None)
+    if connector in _COMPARED_CONNECTORS and module is None:
+        return None
+    named = f"{connector} of {module}" if module is not None else connector
+    return (
+        f"PoC is not proven beside the KV connector {named}: "
+        "start vLLM without --kv-transfer-config and --kv-offloading-size."
+    )
+
+
+def _adapters_refusal(model: nn.Module) -> str | None:
+    unknown = {type(part.layer).__name__ for part in adapted_layers(model)} - _COMPARED_ADAPTED
+    if not unknown:
+        return None
+    return f"PoC is not proven beside adapters in {min(unknown)}: start vLLM without --enable-lora."
 
 
 def _part(config: object, path: str) -> object:
@@ -241,8 +283,9 @@ def _model_refusal(config: VllmConfig, model: nn.Module) -> str | None:
     if kind.is_encoder_decoder:
         return f"{called} reads the output of an encoder, which PoC has not: serve a model with a decoder only."
     # Releases before the two were made one tell them apart.
-    if kind.uses_mrope or getattr(kind, "uses_xdrope_dim", 0):
-        return f"{called} has positions of several dimensions, which PoC does not make: serve another model."
+    several = kind.uses_mrope and getattr(kind.hf_config, "model_type", None) not in _COMPARED_DIMENSIONS
+    if several or getattr(kind, "uses_xdrope_dim", 0):
+        return f"{called} has positions of several dimensions, with which PoC is not proven: serve another model."
     if token_vocabulary(kind) is None and any(
         _routes_by_token(name, values, kind.get_vocab_size()) for name, values in model.named_parameters()
     ):

@@ -102,7 +102,7 @@ def prefill_plan(adapter: ModelAdapter, shape: BatchShape) -> AttentionPlan:
     """Describe a batch to layers that are patched. Without a slot mapping vLLM writes nothing into the cache."""
     starts = torch.arange(0, shape.tokens + 1, shape.seq_len, dtype=torch.int32, device=adapter.device)
     metadata = dict.fromkeys(adapter.attention_layers, Prefill(starts, shape.seq_len))
-    return AttentionPlan(shape, shape.positions(adapter.device), metadata, {})
+    return AttentionPlan(shape, adapter.positions(shape), metadata, {})
 
 
 def prefill_patches(layers: Collection[Attention], seq_len: int) -> Iterator[Patch]:

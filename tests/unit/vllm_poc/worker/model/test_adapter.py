@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 BLOCK = 16
 
 
-def a_runner(seen: list[str], **more: Any) -> Any:  # noqa: ANN401 - stands in for vLLM's
-    model = torch.nn.Module()
+def a_runner(seen: list[str], *, dimensions: int = 0, model: torch.nn.Module | None = None, **more: Any) -> Any:  # noqa: ANN401 - stands in for vLLM's
+    model = model or torch.nn.Module()
     model.layers = torch.nn.ModuleList()
-    kind = SimpleNamespace(hf_config=SimpleNamespace(model_type="any"), dtype=torch.float32)
+    kind = SimpleNamespace(hf_config=SimpleNamespace(model_type="any"), dtype=torch.float32, uses_mrope=dimensions > 0)
+    if dimensions > 3:  # earlier releases do not tell, and have three
+        kind.mrope_num_dims = dimensions
     config = SimpleNamespace(model_config=kind)
     more = {"attn_groups": [], **more}
     return SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"), vllm_config=config, **more)
@@ -74,6 +76,15 @@ def test_a_runner_that_prepares_no_two_batches_in_the_same_memory_has_nothing_to
     adapter.groups = [a_group(seen, "a")]
     assert set(adapter.plan(BatchShape(2, 17)).slot_mapping) == {"a"}
     assert seen == ["build a"]
+
+
+@pytest.mark.parametrize("dimensions", [0, 3, 4])
+def test_positions_of_text_are_the_same_in_each_dimension(dimensions: int) -> None:
+    adapter = adapters.ModelAdapter(a_runner([], dimensions=dimensions))
+    expected = torch.tensor([0, 1, 2, 0, 1, 2])
+    assert torch.equal(
+        adapter.plan(BatchShape(2, 3)).positions, expected.expand(dimensions, -1) if dimensions else expected
+    )
 
 
 @pytest.mark.parametrize("method", ["execute_model", "_dummy_run"])

@@ -380,6 +380,7 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
         vocabulary=None,
         reflects=False,
         ranks=ONE_RANK,
+        positions=lambda shape: shape.positions(CPU),
         borders=frozenset({BLOCK}),
         _input_prep=nullcontext,
         forward=forward,
@@ -499,7 +500,13 @@ def test_a_builders_tensor_that_moves_is_refused() -> None:
 
     stage, _ = a_stage_that_writes()
     builder = stage.adapter.groups[0].builder
-    _then(stage.adapter, lambda: setattr(builder, "decode_lens_buffer", builder.decode_lens_buffer.clone()))
+    earlier = []  # whose memory the next one must not get
+
+    def move() -> None:
+        earlier.append(builder.decode_lens_buffer)
+        builder.decode_lens_buffer = builder.decode_lens_buffer.clone()
+
+    _then(stage.adapter, move)
     with pytest.raises(UnsupportedModelError, match=r"builder\.decode_lens_buffer"):
         harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
 

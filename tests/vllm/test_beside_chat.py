@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat may have adapters, a KV connector or drafts: PoC computes what it computes without them, and disturbs none."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.support.builders.batches import a_batch
+from tests.vllm.families import FAMILIES
+from tests.vllm.server import serving
+from tests.vllm.test_chat import PROMPTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.vllm.client import Client
+
+NONCES = range(16)
+LENGTHS = (1, 4, 17, 64, 130)
+ADAPTER = "adapter"
+#: Long enough to fill a block of the cache, which connectors take whole.
+LONG = "You may obtain a copy of the License at the usual place. " * 24
+
+
+class Connected(NamedTuple):
+    """A server with an adapter and a KV connector, and where that keeps chat's keys and values."""
+
+    client: Client
+    storage: Path
+
+    def stored(self) -> dict[str, str]:
+        """Return a checksum of each file, by its path."""
+        files = [file for file in self.storage.rglob("*") if file.is_file()]
+        return {str(file): sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.fixture(scope="module")
+def connected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connected]:
+    from tests.vllm.adapters import write_adapter  # noqa: PLC0415 - needs transformers
+
+    folder = tmp_path_factory.mktemp("beside")
+    storage = folder / "storage"
+    storage.mkdir()
+    write_adapter(model_folder / "qwen3-tiny", folder / ADAPTER)
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+    }
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={folder / ADAPTER}"]
+    flags += ["--kv-transfer-config", json.dumps(transfer)]
+    with serving(model_folder / "qwen3-tiny", folder / "server.log", [*FAMILIES["qwen3"], *flags]) as client:
+        yield Connected(client, storage)
+
+
+def test_a_server_with_adapters_and_a_connector_computes_what_one_without_does(
+    qwen3: Client, connected: Connected
+) -> None:
+    client = connected.client
+    assert client.worker("poc_describe")["refusal"] is None
+    for seq_len in LENGTHS:
+        assert client.artifacts(NONCES, seq_len=seq_len) == qwen3.artifacts(NONCES, seq_len=seq_len)
+    assert client.distances(NONCES) == qwen3.distances(NONCES)
+
+
+def test_adapters_of_running_chats_do_not_show(qwen3: Client, connected: Connected) -> None:
+    """Neither while such a chat runs, nor in what follows it; and the adapter is chat's again after PoC."""
+    client, request = connected.client, a_batch(list(NONCES), seq_len=64)
+    expected = qwen3.computed(request)[0]
+    answer = client.chat(PROMPTS[0], model=ADAPTER)
+    assert answer != client.chat(PROMPTS[0]) == qwen3.chat(PROMPTS[0]), "the adapter must change what chat says"
+    assert client.computed(request)[0] == expected
+    with ThreadPoolExecutor(1) as beside:
+        chat = beside.submit(client.chat, PROMPTS[1], model=ADAPTER, tokens=40)
+        computed = []
+        while not chat.done():
+            computed.append(client.computed(request)[0])
+    assert len(computed) > 3, "PoC must have run between the tokens of that chat"
+    assert all(found == expected for found in computed)
+    assert chat.result() == client.chat(PROMPTS[1], model=ADAPTER, tokens=40)
+    assert client.chat(PROMPTS[0], model=ADAPTER) == answer
+
+
+def test_rounds_are_of_the_base_model_alone(connected: Connected) -> None:
+    with pytest.raises(HTTPError) as refused:
+        connected.client.start(params={"model": ADAPTER, "seq_len": 64, "k_dim": 12})
+    answer = json.load(refused.value)
+    assert (refused.value.code, answer["reason"]) == (409, "ModelMismatch")
+
+
+def test_the_connector_keeps_what_chat_computes_and_nothing_of_poc(qwen3: Client, connected: Connected) -> None:
+    client = connected.client
+    answer = client.chat(LONG)
+    stored = connected.stored()
+    assert stored, "the connector must keep a prompt of more than a block"
+    client.worker("poc_test_order_saves")
+    try:
+        for seq_len in LENGTHS:
+            client.artifacts(NONCES, seq_len=seq_len)
+    finally:
+        ordered = client.worker("poc_test_end_orders")
+    assert ordered, "the orders must have outlived PoC"
+    assert connected.stored() == stored
+    assert client.chat(LONG) == answer == qwen3.chat(LONG), "found by the connector, or computed"
