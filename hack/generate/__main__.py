@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hack.generate import crds, reference, releases, values
+from hack.vllm.environment import VERSIONS
 from hack.vllm.runs import read_runs
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.meta import Resource
@@ -32,7 +33,7 @@ def files() -> Mapping[str, str]:
         found[f"docs/reference/{kind.KIND.singular}.md"] = reference.render(kind, source=source)
     for chart in CHARTS:
         found[f"docs/reference/values-{chart}.md"] = values.render(ROOT / "charts" / chart)
-    found["docs/reference/releases.md"] = releases.render(read_runs())
+    found["docs/reference/releases.md"] = releases.render(read_runs(), VERSIONS)
     return found
 
 

@@ -23,8 +23,8 @@ A test is skipped where the release or the device has not what it needs:
 """
 
 
-def render(runs: Sequence[Run]) -> str:
-    """Return the page in Markdown."""
+def render(runs: Sequence[Run], versions: Sequence[str]) -> str:
+    """Return the page in Markdown. Of ``versions``, those without a run are named."""
     rows = [
         f"| {run.release} | {run.device} | {run.passed} | {sum(run.skipped.values())} | {run.date} |\n" for run in runs
     ]
@@ -33,4 +33,6 @@ def render(runs: Sequence[Run]) -> str:
         for run in runs
         for reason, tests in run.skipped.items()
     ]
-    return "".join([_HEAD, *rows, *([_SKIPS, *skips] if skips else [])])
+    open_ones = [version for version in versions if version not in {run.release for run in runs}]
+    missing = f"\nThe tests have not passed yet with {', '.join(open_ones)}.\n" if open_ones else ""
+    return "".join([_HEAD, *rows, missing, *([_SKIPS, *skips] if skips else [])])

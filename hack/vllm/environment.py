@@ -15,8 +15,8 @@ from hack.uv import uv_environment, uv_path
 PYTHON = Path("/usr/bin/python3")
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path("hack/vllm")
-#: The oldest and the newest supported minor release of vLLM.
-VERSIONS = ("0.23", "0.32")
+#: The supported minor releases of vLLM, the oldest first.
+VERSIONS = ("0.23", "0.24", "0.25", "0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
 NEWEST = VERSIONS[-1]
 # 3 GiB are downloaded once and 6 GiB unpacked.
 INSTALL_SECONDS = 1800

@@ -13,6 +13,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from vllm_poc.logs import get_logger
@@ -28,6 +29,8 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 FLAGS = frozenset({"--enable-poc", "--poc-open"})
 #: First and last minor release of vLLM that the extension is tested with.
 TESTED = ((0, 23), (0, 32))
+#: Where vLLM has the parser of its API server: from 0.33 on, from 0.29 on, and before.
+PARSER_MODULES = tuple(f"vllm.entrypoints.{package}.cli_args" for package in ("common", "launchers", "openai"))
 
 _log = get_logger(__name__)
 
@@ -198,13 +201,27 @@ def parse_as_server(words: Sequence[str]) -> argparse.Namespace:
         arguments = importlib.import_module("vllm.utils.argparse_utils")
     except ImportError as error:
         raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
-    try:
-        options = importlib.import_module("vllm.entrypoints.launchers.cli_args")
-    except ModuleNotFoundError:  # where earlier releases have it
-        options = importlib.import_module("vllm.entrypoints.openai.cli_args")
+    options = _parser_module()
     parser = options.make_arg_parser(arguments.FlexibleArgumentParser(prog="python3 -m vllm_poc serve"))
     parsed: argparse.Namespace = parser.parse_args(list(words))
     return parsed
+
+
+def _parser_module() -> ModuleType:
+    for name in PARSER_MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not name.startswith(f"{error.name}"):
+                raise  # it is there, and lacks something else
+        else:
+            if hasattr(module, "make_arg_parser"):
+                return module
+    first, last = (".".join(map(str, bound)) for bound in TESTED)
+    raise UsageError(
+        f"vLLM {vllm_version()} has the parser of its API server in a place that is not known here: "
+        f"take one of the tested releases {first} to {last}."
+    )
 
 
 def _split(words: Sequence[str]) -> tuple[set[str], list[str], list[str]]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tests.support.checks.metrics import parse_pod
+from tests.vllm.device import PATIENCE
 from vllm_poc.wire.messages import API_PREFIX
 
-REQUEST_SECONDS = 60
+REQUEST_SECONDS = 60 * PATIENCE
 ROUND = {"block_hash": "b10c", "block_height": 7, "public_key": "key"}
 K_DIM = 12
 #: A text, or parts of a message such as images.

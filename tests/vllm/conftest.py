@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.fakes.receiver import Receiver, receiving
+from tests.vllm.device import PATIENCE
 from tests.vllm.families import FAMILIES, Family, is_servable
 from tests.vllm.server import serving
 
@@ -26,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/vllm/" in item.path.as_posix():
             item.add_marker(pytest.mark.vllm)
             # The first test of a server also waits for its start.
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(300 * PATIENCE))
             item.add_marker(pytest.mark.skipif(find_spec("vllm") is None, reason=NEEDS_WORKER))
 
 

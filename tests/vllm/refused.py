@@ -103,6 +103,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 3,
             "num_key_value_heads": 4,
             "linear_num_heads": 4,
+            # Named, since vLLM 0.30 and 0.31 have other defaults than transformers.
+            "layer_types": ["linear_attention"] * 3,
+            "mlp_layer_types": ["dense"] * 3,
             "pad_token_id": 0,
             "mhc": True,
         },

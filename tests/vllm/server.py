@@ -15,10 +15,10 @@ from pathlib import Path
 from hack.vllm.environment import ROOT
 from tests.support.servers.http_server import free_port
 from tests.vllm.client import Client
-from tests.vllm.device import SERVER_FLAGS
+from tests.vllm.device import PATIENCE, SERVER_FLAGS
 
 MODEL_NAME = "tiny"
-READY_SECONDS = 180
+READY_SECONDS = 180 * PATIENCE
 STOP_SECONDS = 20
 LOG_LINES = 40
 ENVIRONMENT = {

@@ -13,11 +13,14 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.vllm.device import PATIENCE
 from tests.vllm.server import FLAGS, command_environment
 from vllm_poc.cli import (
     EXTENSION_CLASS,
     MIDDLEWARE,
+    PARSER_MODULES,
     UsageError,
+    _parser_module,
     check_version,
     main,
     parse_as_server,
@@ -235,10 +238,24 @@ def test_newer_versions_are_warned_of(version: str) -> None:
     assert version in warning.call_args.args
 
 
+@pytest.mark.parametrize("place", PARSER_MODULES)
+def test_vllms_parser_is_found_where_any_release_has_it(place: str) -> None:
+    with patch.dict(sys.modules, dict.fromkeys(PARSER_MODULES, None) | {place: _parser_module()}):
+        assert parse_as_server(["m", "--port", "1"]).port == 1
+
+
+def test_a_release_with_the_parser_elsewhere_is_refused_with_the_remedy() -> None:
+    with (
+        patch.dict(sys.modules, dict.fromkeys(PARSER_MODULES, None)),
+        pytest.raises(UsageError, match=r"not known here: take one of the tested releases 0\.23 to "),
+    ):
+        server_arguments(["m", "--enable-poc"])
+
+
 @pytest.mark.parametrize("words", [["start"], ["serve", "m", "--enable-poc", "--worker-extension-cls", "x.Y"]])
 def test_a_bad_command_line_exits_with_2(words: list[str]) -> None:
     argv = [sys.executable, "-m", "vllm_poc", *words]
-    done = subprocess.run(argv, env=command_environment(), capture_output=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=command_environment(), capture_output=True, timeout=60 * PATIENCE, check=False)
     assert done.returncode == 2
     assert b"error: " in done.stderr
     assert b"Traceback" not in done.stderr
@@ -261,7 +278,7 @@ def test_a_bad_command_line_exits_with_2(words: list[str]) -> None:
 def test_a_check_says_whether_poc_would_run(model_folder: Path, flags: list[str], status: int, answer: str) -> None:
     argv = [sys.executable, "-m", "vllm_poc", "check", str(model_folder / "qwen3-tiny"), *FLAGS, "--enforce-eager"]
     done = subprocess.run(
-        [*argv, *flags], env=command_environment(), capture_output=True, text=True, timeout=280, check=False
+        [*argv, *flags], env=command_environment(), capture_output=True, text=True, timeout=280 * PATIENCE, check=False
     )
     assert (done.returncode, answer in done.stdout + done.stderr) == (status, True), done.stderr[-2000:]
     assert ("sequences of up to 1024 tokens; attention by " in done.stdout) == (status == 0)

@@ -36,6 +36,7 @@ _GENERATIVE = {
     "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/responses",
+    "/v1/decisions",
     "/v1/messages",
     "/v1/systemone",
     "/cohere/v2/chat",

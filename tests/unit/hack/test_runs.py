@@ -59,8 +59,11 @@ def test_a_run_is_counted_and_takes_the_place_of_the_one_before(runs: Path, tmp_
     run = record_run(report, "0.32", "CPU", runs)
     assert (run.passed, run.skipped) == (1, {"known to fail": 1, "needs a GPU": 3})
     assert [kept.release for kept in read_runs(runs)] == ["0.9", "0.32"]
-    assert f"| 0.32 | CPU | 1 | 4 | {run.date} |\n" in releases.render(read_runs(runs))
-    assert "| 0.32 | CPU | 3 | needs a GPU |\n" in releases.render(read_runs(runs))
+    page = releases.render(read_runs(runs), ["0.9", "0.31", "0.32"])
+    assert f"| 0.32 | CPU | 1 | 4 | {run.date} |\n" in page
+    assert "| 0.32 | CPU | 3 | needs a GPU |\n" in page
+    assert "have not passed yet with 0.31.\n" in page
+    assert "not passed yet" not in releases.render(read_runs(runs), ["0.9", "0.32"])
 
 
 @pytest.mark.parametrize(

@@ -500,11 +500,11 @@ def test_a_builders_tensor_that_moves_is_refused() -> None:
 
     stage, _ = a_stage_that_writes()
     builder = stage.adapter.groups[0].builder
-    earlier = []  # whose memory the next one must not get
+    places = [builder.decode_lens_buffer]  # kept, or the second pass may move it back into memory that the first freed
 
     def move() -> None:
-        earlier.append(builder.decode_lens_buffer)
-        builder.decode_lens_buffer = builder.decode_lens_buffer.clone()
+        places.append(places[-1].clone())
+        builder.decode_lens_buffer = places[-1]
 
     _then(stage.adapter, move)
     with pytest.raises(UnsupportedModelError, match=r"builder\.decode_lens_buffer"):
