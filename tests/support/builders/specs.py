@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hack.generate.crds import Schema
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
-from poc_operator.apis.v1alpha1.fleet import MAX_GPUS, PoCFleet, own_flag
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, own_flag
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a PoCFleet consists of: presets, the objects that it needs, and what to do next about them. Pure.
+
+============ =========================================================================================
+module       decides
+============ =========================================================================================
+``presets``  what a preset is, and which one may be used on which GPUs; ``presets/`` has the data
+``resolve``  model, flags and GPUs of one fleet, by its spec, the presets and the cluster's products
+``merge``    what a strategic merge patch makes of the pods' template
+``pod``      the pods' template
+``render``   all objects, as they should be
+``plan``     what to do about objects that differ, and the status
+============ =========================================================================================
+
+No I/O belongs here: ``clients.kube.fleets`` reads and writes the objects, ``controller.fleets`` has the loop.
+"""
