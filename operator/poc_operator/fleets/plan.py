@@ -64,7 +64,7 @@ class FleetStep:
 def plan(seen: FleetSnapshot) -> FleetStep:
     """Return the fleet's next step."""
     fleet = seen.fleet
-    resolved = resolve(fleet.spec, seen.around)
+    resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
     if isinstance(wanted, Refusal):
         return FleetStep(status=_status(seen, None if isinstance(resolved, Refusal) else resolved, wanted))
@@ -136,7 +136,7 @@ def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | N
             "update_revision": newest,
             "selector": f"{FLEET_LABEL}={fleet.metadata.name}",
             "model": resolved.model if resolved is not None else fleet.spec.model.path or "",
-            "gpu_product": (resolved.gpu_product if resolved is not None else fleet.spec.gpu.product) or "",
+            "gpu_product": (resolved.gpu_product or "") if resolved is not None else old.gpu_product,
             "gpu_count": resolved.gpu_count if resolved is not None else 0,
             "seq_len": resolved.seq_len if resolved is not None else None,
             "k_dim": resolved.k_dim if resolved is not None else None,
@@ -173,10 +173,18 @@ class _Verdict:
             return cls(ready=(False, *told), progressing=(False, *told), degraded=(True, *told), stalled=(True, *told))
         failing = [pod for pod in pods if not pod.ready and pod.waiting_for not in _PASSING]
         waits = _waits_for(seen, pods, ready)
-        degraded = (True, Reason.PODS_FAILING, f"{_named(failing)} cannot run") if failing else (False, *fine)
         if waits is not None:
-            told = degraded[1:] if failing else (Reason.REPLICAS_NOT_READY, waits)
-            return cls(ready=(False, *told), progressing=(True, *told), degraded=degraded, stalled=(False, *told))
+            told = (
+                (Reason.PODS_FAILING, f"{_named(failing)} cannot run")
+                if failing
+                else (Reason.REPLICAS_NOT_READY, waits)
+            )
+            return cls(
+                ready=(False, *told),
+                progressing=(True, *told),
+                degraded=(bool(failing), *told),
+                stalled=(False, *told),
+            )
         if outdated:
             told = (
                 Reason.PODS_OUTDATED,

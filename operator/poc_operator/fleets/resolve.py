@@ -8,6 +8,9 @@ from poc_operator.apis.v1alpha1.fleet import FleetSpec
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.presets import Invalid, Preset, Presets, names, times
 
+#: The Secret with the token of a namespace's pods, unless the operator is told another one.
+TOKEN_SECRET = "vllm-poc-token"  # noqa: S105 - a name
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -45,11 +48,14 @@ class Surroundings:
     presets: Presets
     products: Sequence[str] | None = None
     image: str | None = None
-    token_secret: str = "vllm-poc-token"  # noqa: S105 - a name
+    token_secret: str = TOKEN_SECRET
 
 
-def resolve(spec: FleetSpec, around: Surroundings) -> Resolved | Refusal:
-    """Return what the pods serve and how, or why that cannot be said."""
+def resolve(spec: FleetSpec, around: Surroundings, *, chosen: str = "") -> Resolved | Refusal:
+    """Return what the pods serve and how, or why that cannot be said.
+
+    ``chosen`` is the product that the fleet has so far: Kubernetes nodes that come and go change nothing.
+    """
     if spec.image is None and around.image is None:
         return Refusal(
             Reason.IMAGE_MISSING,
@@ -63,7 +69,7 @@ def resolve(spec: FleetSpec, around: Surroundings) -> Resolved | Refusal:
         return Refusal(Reason.PRESET_UNUSABLE, f'there is no preset "{spec.model.preset}": choose one of {known}')
     if isinstance(preset, Invalid):
         return Refusal(Reason.PRESET_UNUSABLE, f'preset "{spec.model.preset}" cannot be used: {preset.why}')
-    return _too_small(spec, preset) or _of_preset(spec, preset, around)
+    return _too_small(spec, preset) or _of_preset(spec, preset, around, chosen)
 
 
 def _of_path(spec: FleetSpec, path: str) -> Resolved:
@@ -86,8 +92,8 @@ def _too_small(spec: FleetSpec, preset: Preset) -> Refusal | None:
     return Refusal(Reason.CACHE_TOO_SMALL, message)
 
 
-def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings) -> Resolved | Refusal:
-    product = _product(spec, preset, around)
+def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: str) -> Resolved | Refusal:
+    product = _product(spec, preset, around, chosen)
     if isinstance(product, Refusal):
         return product
     entry = preset.entry(product or "", spec.gpu.count)
@@ -114,12 +120,14 @@ def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings) -> Resolve
     )
 
 
-def _product(spec: FleetSpec, preset: Preset, around: Surroundings) -> str | Refusal | None:
+def _product(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: str) -> str | Refusal | None:
     """Return the product that the pods are for; None if any will do."""
     if spec.gpu.product is not None:
         return spec.gpu.product
     if all(entry.fits("") for entry in preset.gpus):
         return None
+    if chosen and preset.entry(chosen, None) is not None:
+        return chosen
     if around.products is None:
         return Refusal(
             Reason.GPU_UNKNOWN,
@@ -130,9 +138,9 @@ def _product(spec: FleetSpec, preset: Preset, around: Surroundings) -> str | Ref
     if len(known) == 1:
         return known[0]
     there = ", ".join(around.products) or "no label nvidia.com/gpu.product"
-    what = f"preset {preset.name} has entries for several of them" if known else f"preset {preset.name} has no entry"
-    nearest = "" if known else f" for these; it has {', '.join(map(str, preset.gpus))}"
+    entries = ", ".join(map(str, preset.gpus))
+    found = "several of them" if known else f"none of them ({entries})"
     return Refusal(
         Reason.GPU_UNKNOWN,
-        f"the Kubernetes nodes have {there}, and {what}{nearest}: set gpu.product to one that it has",
+        f"the Kubernetes nodes have {there}; preset {preset.name} has an entry for {found}: set gpu.product",
     )

@@ -40,6 +40,13 @@ _ROUND: Spec = {
     "callbackSecretRef": {"name": "collector"},
     "crossCheck": {"maxDifference": "0.2"},
 }
+
+
+def _without_selector(spec: Spec) -> Spec:
+    """Return the spec with a fleet instead of a selector."""
+    return {name: value for name, value in spec.items() if name != "selector"} | {"fleetRef": {"name": "demo"}}
+
+
 _CONFIG_MAP = {"configMap": {"name": "claims", "key": "proofs.json"}}
 _SAMPLE = {"round": {"name": "demo", "nonces": 200, "seed": "x"}}
 _TEST = {"distThreshold": "0.4", "pMismatch": "0.1", "pValueThreshold": "0.05"}
@@ -66,7 +73,7 @@ FULL: Mapping[type[Resource], tuple[Spec, ...]] = {
     PoCRound: (
         {**_ROUND, "rTarget": "1.405", "stop": {"afterValid": 100}},
         {**_ROUND, "artifact": {"kDim": 12}, "stop": {"afterNonces": 100}},
-        {**_ROUND, "rTarget": "1.405", "stop": {"afterSeconds": 30}},
+        {**_without_selector(_ROUND), "rTarget": "1.405", "stop": {"afterSeconds": 30}},
     ),
     PoCValidation: (
         {**_COMMON, "rTarget": "1.4", "proofs": {"inline": [{"nonce": 1, "distance": "1.3"}]}},
@@ -148,7 +155,7 @@ def _changed(spec: Spec, path: tuple[str | int, ...], value: Json) -> Spec:
 @cache
 def specs(kind: type[Resource]) -> st.SearchStrategy[Spec]:
     """Return random specs, most of which the schema accepts: rules that couple fields are kept."""
-    return _objects(spec_schema(kind), "spec").flatmap(_COUPLED[kind])
+    return _objects(spec_schema(kind), "spec").map(_with_pods).flatmap(_COUPLED[kind])
 
 
 def _values(schema: Schema, path: str) -> st.SearchStrategy[Json]:
@@ -268,6 +275,13 @@ def _with_proofs(spec: Spec) -> st.SearchStrategy[Spec]:
     )
     inline = nonces.map(lambda found: {"inline": [{"nonce": nonce, field: "1.3"} for nonce in found]})
     return (inline | st.sampled_from([_CONFIG_MAP, _SAMPLE])).map(lambda proofs: {**spec, "proofs": proofs})
+
+
+def _with_pods(spec: Spec) -> Spec:
+    """Keep one of fleet and selector, and the port only beside the latter."""
+    if "fleetRef" not in spec:
+        return spec
+    return {name: value for name, value in spec.items() if name not in {"selector", "port"}}
 
 
 def _with_receiver(spec: Spec) -> Spec:

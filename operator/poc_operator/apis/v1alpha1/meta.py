@@ -180,3 +180,8 @@ class LabelSelector(ApiModel):
         """The selector as ``kubectl --selector`` and the API server's ``labelSelector`` take it."""
         equal = [f"{key}={value}" for key, value in (self.match_labels or {}).items()]
         return ",".join([*equal, *map(str, self.match_expressions or [])])
+
+
+def fleet_selector(name: str) -> LabelSelector:
+    """Return what selects the pods of a fleet."""
+    return LabelSelector(match_labels={FLEET_LABEL: name})
