@@ -119,7 +119,7 @@ def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | N
     told = found.get("status") or {}
     newest = str(told.get("updateRevision") or old.update_revision)
     pods = [pod for pod in seen.pods if pod.stays]
-    outdated = [pod for pod in pods if pod.labels.get(_REVISION_LABEL, newest) != newest]
+    outdated = [pod for pod in pods if newest and pod.labels.get(_REVISION_LABEL, newest) != newest]
     ready = sum(pod.ready for pod in pods)
     verdict = _Verdict.of(seen, refusal, pods, outdated, ready)
     rate = resolved.nonces_per_minute if resolved is not None else None
