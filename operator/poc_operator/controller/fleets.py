@@ -270,11 +270,14 @@ class Fleets:
 
     async def _observe(self, loop: _Loop, fleet: PoCFleet, age: float) -> FleetSnapshot:
         namespace, name = fleet.metadata.namespace, fleet.metadata.name
+        objects: Mapping[Key, Body] = {}
+        with contextlib.suppress(StoreForbidden):  # what is applied is refused too, and that is told
+            objects = await self._children.of(namespace, name, age)
         return FleetSnapshot(
             fleet=fleet,
             around=await self._surroundings(fleet),
             now=datetime.now(UTC).replace(microsecond=0),
-            objects=await self._children.of(namespace, name, age),
+            objects=objects,
             pods=self._pods.selected(namespace, LabelSelector(match_labels={FLEET_LABEL: name})),
             settled=loop.settled,
             refused=loop.refused,
