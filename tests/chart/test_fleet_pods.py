@@ -67,7 +67,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def of_the_chart(values: dict[str, Any]) -> dict[str, Any]:
     """The pods' template that helm renders."""
     own = {"model": {"path": "org/model"}, "image": IMAGE} | values
-    helm = [tool_path("helm"), "template", "demo", WORKER_CHART, "--namespace=ns", "--values=-"]
+    helm = [str(tool_path("helm")), "template", "demo", str(WORKER_CHART), "--namespace=ns", "--values=-"]
     text = subprocess.run(helm, input=json.dumps(own), capture_output=True, check=True, text=True).stdout
     (found,) = [body for body in yaml.safe_load_all(text) if body and body["kind"] == "Deployment"]
     template: dict[str, Any] = found["spec"]["template"]

@@ -63,6 +63,11 @@ async def until(api: ApiServer, path: str, holds: Callable[[int, Body], bool], s
         await asyncio.sleep(0.2)
 
 
+def pod_of(body: Body) -> Body:
+    found: Body = body["spec"]["template"]["spec"]
+    return found
+
+
 def exists(code: int, _: Body) -> bool:
     return code == HTTPStatus.OK
 
@@ -106,11 +111,10 @@ async def test_a_fleet_gets_its_objects_and_they_are_put_back(api: ApiServer) ->
 
     # A field that leaves the spec leaves the objects; the scale subresource changes them.
     assert api.patch("PoCFleet", "whole", {"priorityClassName": "gpu", "engineArgs": ["--max-num-seqs=1"]})[0] == 200
-    template = lambda body: body["spec"]["template"]["spec"]  # noqa: E731
     changed = path_of("StatefulSet", "whole")
-    await until(api, changed, lambda _, body: template(body).get("priorityClassName") == "gpu")
+    await until(api, changed, lambda _, body: pod_of(body).get("priorityClassName") == "gpu")
     assert api.patch("PoCFleet", "whole", {"priorityClassName": None})[0] == 200
-    await until(api, changed, lambda _, body: "priorityClassName" not in template(body))
+    await until(api, changed, lambda _, body: "priorityClassName" not in pod_of(body))
     assert api.request("PATCH", f"{FLEETS}/whole/scale", {"spec": {"replicas": 3}})[0] == 200
     await until(api, changed, lambda _, body: body["spec"]["replicas"] == 3)
     scale = api.request("GET", f"{FLEETS}/whole/scale")[1]

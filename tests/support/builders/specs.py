@@ -300,7 +300,7 @@ def _coupled_fleet(draw: st.DrawFn, spec: Spec) -> Spec:
     ranks = draw(st.sampled_from([{"tensor": gpus}, {"tensor": 1, "pipeline": gpus}, None]))
     path = {**spec, "model": {"path": "org/model"}, "gpu": {**spec.get("gpu", {}), "count": gpus}}
     path = {**path, "parallelism": ranks} if ranks else {key: path[key] for key in path if key != "parallelism"}
-    found = draw(st.sampled_from([preset, path]))
+    found: Spec = draw(st.sampled_from([preset, path]))
     return found | {"callbackAllow": spec.get("callbackAllow") or ["*"]}
 
 

@@ -11,8 +11,8 @@ from poc_operator.fleets.presets import Invalid
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 
-GLM = {"model": {"preset": "glm-5.3-flash"}}
-MINIMAX = {"model": {"preset": "minimax-m2.7"}}
+GLM: dict[str, Any] = {"model": {"preset": "glm-5.3-flash"}}
+MINIMAX: dict[str, Any] = {"model": {"preset": "minimax-m2.7"}}
 
 
 def resolved(around: Surroundings = AROUND, *, chosen: str = "", **spec: Any) -> Resolved:  # noqa: ANN401
