@@ -95,7 +95,9 @@ class FleetSpec(ApiModel):
         Annotated[
             list[
                 Annotated[
-                    str, Field(max_length=253), Grammar("[^\\s,]+", "must be a host or a pattern such as *.example.org")
+                    str,
+                    Field(max_length=253),
+                    Grammar("[-A-Za-z0-9._:*?]+", "must be a host or a pattern such as *.example.org"),
                 ]
             ],
             Field(max_length=64),

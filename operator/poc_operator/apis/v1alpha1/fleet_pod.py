@@ -34,7 +34,7 @@ OWN_VARIABLES = ("VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW", "
 OWN_FLAG = "(?:" + "|".join(flag.replace("-", "[-_]") for flag in OWN_FLAGS) + ")(?:=.*)?"
 TEXT = Grammar("[^\\x00-\\x1f\\x7f]+", "must not be empty, nor have line breaks or other control characters")
 
-ImageName = Annotated[str, Field(max_length=512), Grammar("[^\\s]+", "must be an image's name, without spaces")]
+ImageName = Annotated[str, Field(max_length=512), Grammar("[!-~]+", "must be an image's name, without spaces")]
 HostName = Annotated[str, Field(max_length=253), Grammar("[0-9A-Za-z.:_-]+", "must be an address or a host name")]
 Argument = Annotated[str, Field(max_length=1024), TEXT]
 Quantity = Annotated[
