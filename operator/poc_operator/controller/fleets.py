@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, LabelSelector
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError, StoreForbidden
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError, StoreForbidden, UnreadableObject
 from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.clients.kube.objects import ObjectStore, parse_object
@@ -71,6 +71,8 @@ class _Loop:
     log: ObjectLogger
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     gone: bool = False
+    #: The fleet that the body is, once somebody has asked for it.
+    parsed: PoCFleet | None = None
     #: Objects that do not look as wanted after they were applied, with their versions then.
     settled: dict[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
@@ -149,7 +151,7 @@ class Fleets:
             return
         if int(metadata["resourceVersion"]) < int(known.body["metadata"]["resourceVersion"]):
             return
-        before, known.body = known.body, body
+        before, known.body, known.parsed = known.body, body, None
         known.gone = "deletionTimestamp" in metadata
         if known.gone or before["metadata"]["generation"] != metadata["generation"]:
             known.refused = None
@@ -175,9 +177,15 @@ class Fleets:
         """Return a fleet by its name, as the watch has told of it; None if there is none, or it makes no sense."""
         for known in self._loops.values():
             if (known.ref.namespace, known.ref.name) == (namespace, name) and not known.gone:
-                with contextlib.suppress(Exception):
-                    return PoCFleet.parse(known.body)
+                with contextlib.suppress(UnreadableObject):
+                    return self._parsed(known)
         return None
+
+    @staticmethod
+    def _parsed(known: _Loop) -> PoCFleet:
+        if known.parsed is None:
+            known.parsed = parse_object(PoCFleet, known.body)
+        return known.parsed
 
     async def run(self) -> None:
         """Look now and then whether the watch has told of all fleets, for ever."""
@@ -249,7 +257,7 @@ class Fleets:
 
     async def _turn(self, loop: _Loop) -> float:
         """Bring the fleet's objects to what they should be, as far as they differ. Return the seconds to rest."""
-        fleet = parse_object(PoCFleet, loop.body)
+        fleet = self._parsed(loop)
         ready = fleet.status.own_conditions.get(ConditionType.READY)
         settled = (
             ready is not None and ready.status == "True" and ready.observed_generation == fleet.metadata.generation
@@ -339,6 +347,7 @@ class Fleets:
         if version is not None and loop.body["metadata"]["resourceVersion"] == fleet.metadata.resource_version:
             metadata = {**loop.body["metadata"], "resourceVersion": version}
             loop.body = {**loop.body, "metadata": metadata, "status": step.status.stored()}
+            loop.parsed = None
         event = _news(fleet.status, step.status)
         if event is not None:
             self._emitter(loop.ref)(event)
