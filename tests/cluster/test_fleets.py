@@ -202,6 +202,14 @@ ROUND: Body = {
 }
 
 
+def observe(api: ApiServer, fleet: str) -> None:
+    """Do what the StatefulSets' controller does to a status."""
+    path = path_of("StatefulSet", fleet)
+    generation = api.request("GET", path)[1]["metadata"]["generation"]
+    status = {"replicas": 0, "observedGeneration": generation, "updateRevision": "r1"}
+    assert api.request("PATCH", f"{path}/status", {"status": status})[0] == 200
+
+
 def add_pod(api: ApiServer, fleet: str, number: int, ip: str, port: int) -> None:
     """Let the API server know a ready pod of a fleet."""
     container = {"name": "vllm", "image": "none", "ports": [{"containerPort": port}]}
@@ -239,6 +247,7 @@ async def test_a_round_takes_pods_port_and_groups_of_its_fleet(api: ApiServer) -
         found = await until(api, f"{ROUNDS}/of-a-fleet", done, 90)
         assert found["status"]["state"] == "Complete", found["status"]
         assert (found["status"]["groups"], found["status"]["done"]) == (2, 2)
+        observe(api, "rounds")
         fleet = await until(api, f"{FLEETS}/rounds", says("AllReplicasReady"))
         assert (fleet["status"]["ready"], fleet["status"]["updatedReplicas"]) == ("2/2", 2)
         for number in range(2):
@@ -260,6 +269,9 @@ async def test_idle_fleets_cost_little(api: ApiServer, operator: Process) -> Non
         assert api.create("PoCFleet", name, {**PATH, "replicas": 10})[0] == 201
         for number in range(10):
             add_pod(api, name, number, "127.0.0.1", 8000)
+    for name in names:
+        await until(api, path_of("StatefulSet", name), exists, 120)
+        observe(api, name)
     for name in names:
         await until(api, f"{FLEETS}/{name}", says("AllReplicasReady"), 120)
     await asyncio.sleep(20)

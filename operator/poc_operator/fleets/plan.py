@@ -219,11 +219,21 @@ def _waits_for(seen: FleetSnapshot, pods: Sequence[PodView], ready: int) -> str 
     if len(pods) > wanted:
         return f"{len(pods) - wanted} pods are to go"
     if ready == wanted:
-        return None
+        # Until then it is not known which revision is the newest.
+        return None if _is_observed(seen) else "Kubernetes has yet to see the StatefulSet as it is"
     waiting = [pod for pod in pods if not pod.ready]
     missing = wanted - len(pods)
     texts = ([f"{missing} pods are to be created"] if missing else []) + ([_named(waiting)] if waiting else [])
     return f"{ready} of {wanted} replicas are ready: {', '.join(texts)}"
+
+
+def _is_observed(seen: FleetSnapshot) -> bool:
+    """Whether the StatefulSet's status is about its present spec."""
+    found = seen.objects.get(("StatefulSet", seen.fleet.metadata.name))
+    if found is None:
+        return False
+    told = found.get("status") or {}
+    return bool(told.get("observedGeneration") == found["metadata"].get("generation") and told.get("updateRevision"))
 
 
 def _named(pods: Sequence[PodView]) -> str:

@@ -42,7 +42,7 @@ def stored(fleet: PoCFleet, revision: str = "demo-1") -> Objects:
     for version, body in enumerate(found.values()):
         body["metadata"] |= {"resourceVersion": str(version), "generation": 1}
         body["spec"]["of others"] = True
-    found["StatefulSet", fleet.metadata.name]["status"] = {"updateRevision": revision}
+    found["StatefulSet", fleet.metadata.name]["status"] = {"updateRevision": revision, "observedGeneration": 1}
     return found
 
 
@@ -167,6 +167,16 @@ def test_all_ready() -> None:
     assert step.status.selector == "poc.gonka.ai/fleet=demo"
 
 
+def test_a_revision_that_is_not_known_yet_is_waited_for() -> None:
+    objects = stored(a_fleet())
+    body = objects["StatefulSet", "demo"]
+    body["metadata"]["generation"] = 2
+    step = look(a_fleet(), objects, [a_pod(0)])
+    assert (step.status.reason, conditions(step)["Ready"]) == (Reason.REPLICAS_NOT_READY, "False")
+    assert step.status.message == "Kubernetes has yet to see the StatefulSet as it is"
+    assert conditions(look(a_fleet(), {}, [a_pod(0)]))["Ready"] == "False"
+
+
 def test_scaled_to_nothing_is_ready() -> None:
     assert conditions(look(a_fleet(replicas=0), stored(a_fleet(replicas=0))))["Ready"] == "True"
     leaving = look(a_fleet(replicas=0), stored(a_fleet(replicas=0)), [a_pod(0)])
@@ -228,12 +238,17 @@ def test_any_fleet_comes_to_rest(data: st.DataObject) -> None:
     pods = [a_pod(n, ready=ready, revision=revision) for n, (ready, revision) in enumerate(data.draw(flags))]
     fleet = a_fleet(**spec)
     first = look(fleet, pods=pods)
-    objects = {key_of(body): {**body, "metadata": {**body["metadata"], "resourceVersion": "1"}} for body in first.apply}
+    known = {"resourceVersion": "1", "generation": 1}
+    told = {"updateRevision": "demo-1", "observedGeneration": 1}
+    objects = {
+        key_of(body): {**body, "metadata": {**body["metadata"], **known}, "status": told} for body in first.apply
+    }
+    first = look(fleet, objects, pods)
     second = look(a_fleet(**spec, status=json.loads(json.dumps(first.status.stored()))), objects, pods)
     assert not second.apply
     assert second.status == first.status
-    known = schema(PoCFleet)["properties"]["status"]["properties"]
-    assert second.status.stored().keys() <= known.keys()
+    fields = schema(PoCFleet)["properties"]["status"]["properties"]
+    assert second.status.stored().keys() <= fields.keys()
     assert Reason(second.status.reason) in EXPLANATIONS
     body = {"metadata": {"generation": 3}, "status": second.status.stored()}
     readings = {("True", "False"): "Current", ("False", "True"): "Failed", ("False", "False"): "InProgress"}
