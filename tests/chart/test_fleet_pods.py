@@ -11,7 +11,7 @@ import yaml
 from hack.deploy.local import WORKER_CHART
 from hack.toolchain.tools import tool_path
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FLEET_LABEL
-from poc_operator.fleets.pod import pod_template
+from poc_operator.fleets.render import pod_template
 from poc_operator.fleets.resolve import Resolved, resolve
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 

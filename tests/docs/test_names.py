@@ -24,7 +24,7 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds, RoundTerms
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.controller.metrics import Metrics
-from poc_operator.fleets.presets import Preset, packaged
+from poc_operator.fleets.resolve import Preset, packaged
 from tests.docs.pages import ROOT, TRANSCRIPT, blocks, pages
 from tests.support.builders.deliveries import a_round
 from vllm_poc.server.routes import create_app

@@ -3,7 +3,7 @@
 
 import pytest
 
-from poc_operator.fleets.presets import GpuEntry, Preset, packaged
+from poc_operator.fleets.resolve import GpuEntry, Preset, packaged
 from vllm_poc.cli import parse_as_server
 
 pytestmark = pytest.mark.vllm

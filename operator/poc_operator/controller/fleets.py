@@ -29,8 +29,7 @@ from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.fleets.merge import covers
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
-from poc_operator.fleets.presets import Presets, packaged, with_config_maps
-from poc_operator.fleets.resolve import TOKEN_SECRET, Refusal, Surroundings
+from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Refusal, Surroundings, packaged, with_config_maps
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 

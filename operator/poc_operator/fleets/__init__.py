@@ -4,10 +4,8 @@
 ============ =========================================================================================
 module       decides
 ============ =========================================================================================
-``presets``  what a preset is, and which one may be used on which GPUs; ``presets/`` has the data
 ``resolve``  model, flags and GPUs of one fleet, by its spec, the presets and the cluster's products
-``merge``    what a strategic merge patch makes of the pods' template
-``pod``      the pods' template
+``merge``    what a strategic merge patch makes of the pods' template, and whether objects differ
 ``render``   all objects, as they should be
 ``plan``     what to do about objects that differ, and the status
 ============ =========================================================================================

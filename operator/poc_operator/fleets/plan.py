@@ -14,8 +14,7 @@ from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.merge import PatchError, covers
-from poc_operator.fleets.pod import Object
-from poc_operator.fleets.render import render
+from poc_operator.fleets.render import Object, render
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from poc_operator.observed import PodView
 

@@ -18,6 +18,7 @@ from poc_operator.controller import failing_objects, fleets
 from poc_operator.controller.fleets import FleetOptions, Fleets
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
+from poc_operator.fleets import plan as planning
 from poc_operator.fleets.plan import key_of
 from tests.unit.poc_operator.fleets.build import PATH
 
@@ -150,7 +151,7 @@ async def test_a_fleet_that_makes_no_sense_harms_no_other(cluster: Cluster, kept
 async def test_an_exception_in_a_plan_pauses_one_fleet(
     cluster: Cluster, kept: Fleets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, turns = fleets.plan, 0
+    real, turns = planning.plan, 0
 
     def plan(seen: Any) -> Any:  # noqa: ANN401
         nonlocal turns

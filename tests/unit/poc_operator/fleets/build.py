@@ -4,8 +4,7 @@
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
-from poc_operator.fleets.presets import packaged
-from poc_operator.fleets.resolve import Surroundings
+from poc_operator.fleets.resolve import Surroundings, packaged
 from tests.unit.poc_operator.build import NOW
 
 AROUND = Surroundings(presets=packaged(), products=["NVIDIA-H200"], image="registry/worker:1")

@@ -15,7 +15,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS, Reason
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
-from poc_operator.fleets.pod import Object
+from poc_operator.fleets.render import Object
 from poc_operator.fleets.resolve import Refusal
 from poc_operator.observed import PodView
 from tests.support.builders.specs import specs

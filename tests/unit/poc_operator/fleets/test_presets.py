@@ -3,7 +3,7 @@
 
 import pytest
 
-from poc_operator.fleets.presets import Invalid, Preset, PresetError, packaged, parse_preset, with_config_maps
+from poc_operator.fleets.resolve import Invalid, Preset, PresetError, packaged, parse_preset, with_config_maps
 
 SMALL = """
 name: small

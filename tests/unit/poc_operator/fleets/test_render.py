@@ -15,8 +15,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.merge import PatchError
 from poc_operator.fleets.plan import key_of
-from poc_operator.fleets.pod import Object
-from poc_operator.fleets.render import HASH, render
+from poc_operator.fleets.render import HASH, Object, render
 from poc_operator.fleets.resolve import Refusal, Resolved, resolve
 from poc_operator.planning.eligibility import NAMED_PODS
 from tests.support.builders.specs import FULL, edges, specs

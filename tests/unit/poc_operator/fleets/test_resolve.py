@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.fleets.presets import Invalid
-from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
+from poc_operator.fleets.resolve import Invalid, Refusal, Resolved, Surroundings, resolve
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 
 GLM: dict[str, Any] = {"model": {"preset": "glm-5.3-flash"}}
