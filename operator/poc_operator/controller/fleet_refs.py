@@ -5,7 +5,8 @@ The spec that plans see has these put in; what is stored stays as the user wrote
 """
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
@@ -53,14 +54,12 @@ class FleetRefs:
         return found
 
 
-def with_fleet(work: WorkT, fleet: PoCFleet | None, pods: list[PodView]) -> WorkT:
+def with_fleet(work: WorkT, fleet: PoCFleet | None, pods: Sequence[PodView]) -> WorkT:
     """Return the work with the fleet's port and, for a round that leaves it open, the groups of its desired size.
 
-    Pods that a deleted fleet has left behind serve on: their own port counts then.
+    Pods serve on when the fleet's port changes, or the fleet is deleted and leaves them behind: their own port counts.
     """
-    declared = [min(pod.containers[0].ports) for pod in pods if pod.containers and pod.containers[0].ports]
-    port = fleet.spec.port if fleet is not None else next(iter(declared), work.spec.port)
-    changes: dict[str, Any] = {"port": port}
+    changes: dict[str, Any] = {"port": _port(work.spec.port if fleet is None else fleet.spec.port, pods)}
     if isinstance(work, PoCRound) and work.spec.nodes.groups is None and fleet is not None:
         ids = len(work.spec.nodes.ids)
         groups = work.status.groups or min(-(-fleet.spec.replicas // ids), MAX_SLOTS // ids)
@@ -69,6 +68,13 @@ def with_fleet(work: WorkT, fleet: PoCFleet | None, pods: list[PodView]) -> Work
     changed: Any = work.model_copy(update={"spec": spec})
     found: WorkT = changed
     return found
+
+
+def _port(told: int, pods: Sequence[PodView]) -> int:
+    """Return the port of most pods, where none has the one that was told."""
+    servers = [pod.containers[0] for pod in pods if pod.stays and pod.containers]
+    declared = Counter(min(server.ports) for server in servers if server.ports)
+    return told if not declared or told in declared else declared.most_common(1)[0][0]
 
 
 def missing_fleet(work: Work, fleet: PoCFleet | None) -> str | None:

@@ -168,6 +168,8 @@ class Fleets:
     def pod_changed(self, pod: PodView) -> None:
         """Let the fleet of a pod see that it changed."""
         name = pod.labels.get(FLEET_LABEL)
+        if name is None:
+            return
         for known in self._loops.values():
             if (known.ref.namespace, known.ref.name) == (pod.namespace, name):
                 known.wake.set()

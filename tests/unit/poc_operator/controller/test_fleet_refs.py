@@ -106,6 +106,15 @@ def test_pods_that_a_deleted_fleet_left_behind_keep_their_port() -> None:
     assert with_fleet(of_fleet(), None, []).spec.port == 8000
 
 
+def test_pods_serve_on_where_the_port_of_their_fleet_has_changed() -> None:
+    def a_pod_at(port: int) -> PodView:
+        return PodView(name="p", namespace="ns", uid="u", containers=(Container(id="c", ports=frozenset({port})),))
+
+    fleet = a_fleet(port=9001)
+    assert with_fleet(of_fleet(), fleet, [a_pod_at(9000), a_pod_at(9000)]).spec.port == 9000
+    assert with_fleet(of_fleet(), fleet, [a_pod_at(9000), a_pod_at(9001)]).spec.port == 9001
+
+
 def test_a_round_without_its_fleet_waits_and_says_for_what() -> None:
     round_ = of_fleet()
     missing = missing_fleet(round_, None)
