@@ -267,6 +267,9 @@ class Fleets:
         seen = await self._observe(loop, fleet, age)
         step = plan(seen)
         applied = bool(step.apply)
+        if applied and not await self._exists(fleet):
+            loop.gone = True
+            return BUSY_SECONDS
         before, loop.refused = loop.refused, None
         if step.needs_token:
             await self._ensure_token(loop)
@@ -276,6 +279,15 @@ class Fleets:
             step = plan(await self._observe(loop, fleet, float("inf")))
         await self._record(loop, fleet, step)
         return REST_SECONDS if _rests(step.status) and not applied else BUSY_SECONDS
+
+    async def _exists(self, fleet: PoCFleet) -> bool:
+        """Whether the fleet is there to stay: what names an owner that is gone is deleted, and its pods with it.
+
+        The watch may tell late, and a fleet that was deleted with ``--cascade=orphan`` leaves objects without owner.
+        """
+        metadata = fleet.metadata
+        found = await self._store.get(PoCFleet, metadata.namespace, metadata.name)
+        return found is not None and found.id == fleet.id and found.metadata.deletion_timestamp is None
 
     async def _observe(self, loop: _Loop, fleet: PoCFleet, age: float) -> FleetSnapshot:
         namespace, name = fleet.metadata.namespace, fleet.metadata.name

@@ -48,6 +48,7 @@ class Cluster:
         self.faults: dict[str, Exception] = {}
         self.bodies: list[Body] = []
         self.versions = 1
+        self.deleted: set[str] = set()
 
     def _meet(self, what: str) -> None:
         if what in self.faults:
@@ -57,7 +58,9 @@ class Cluster:
         self._meet("list")
         return list(self.objects.values())
 
-    async def get(self, kind: str, namespace: str, name: str) -> Body | None:
+    async def get(self, kind: Any, namespace: str, name: str) -> Any:  # noqa: ANN401 - of the store and of the objects
+        if kind is PoCFleet:
+            return None if name in self.deleted else PoCFleet.parse(body_of(name))
         self._meet(f"get {kind}/{name}")
         return self.objects.get((kind, name))
 
@@ -235,6 +238,27 @@ async def test_a_deleted_fleet_is_let_go(cluster: Cluster, kept: Fleets) -> None
     kept.changed(going)  # nor does what is told late begin it anew
     await asyncio.sleep(0.1)
     assert cluster.objects == {}
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_orphans_of_a_fleet_are_let_go_though_the_watch_does_not_tell(
+    cluster: Cluster, kept: Fleets, late: bool
+) -> None:
+    """The garbage collector would delete what names an owner that is gone, and the pods with it."""
+    kept.changed(body_of("demo"))
+    await until(lambda: cluster.reason("demo"))
+    cluster.deleted.add("demo")
+    if late:  # and a list that is older tells of the fleet again
+        kept.deleted("uid-demo")
+        await until(lambda: kept.find("ns", "demo") is None)
+        kept.changed(body_of("demo"))
+    for body in cluster.objects.values():
+        body["metadata"]["ownerReferences"] = []
+    applied = len(cluster.applied)
+    await until(lambda: kept.find("ns", "demo") is None)
+    await asyncio.sleep(0.1)
+    assert len(cluster.applied) == applied
+    assert all(not body["metadata"]["ownerReferences"] for body in cluster.objects.values())
 
 
 async def test_fleets_that_the_watch_has_missed_are_found(cluster: Cluster, kept: Fleets) -> None:
