@@ -10,12 +10,15 @@ from hack.generate import crds, reference, releases, values
 from hack.vllm.environment import VERSIONS
 from hack.vllm.runs import read_runs
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 
 ROOT = Path(__file__).parents[2]
-KINDS: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration)
+#: The kinds that ask pods to work, and all kinds.
+WORK: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration)
+KINDS: tuple[type[Resource], ...] = (*WORK, PoCFleet)
 CHARTS = ("vllm-poc-operator", "vllm-poc-worker")
 #: Folders with generated files, and what is in each of these: one that nothing writes any more is left over.
 FOLDERS = ("crds", "charts/vllm-poc-operator/files/crds", "docs/reference")

@@ -8,8 +8,9 @@ from typing import Any, cast
 import yaml
 
 from poc_operator.apis.v1alpha1.conditions import UNSEEN
-from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, Column, Resource
+from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import MUTABLE, VALIDATIONS, ApiModel
+from poc_operator.apis.v1alpha1.work import WorkSpec
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n# Written by `make generate` from {source}: do not edit.\n"
 _ORDER = ("type", "format", "description", "default", "enum")
@@ -36,7 +37,7 @@ def crd(kind: type[Resource]) -> dict[str, Any]:
         "name": VERSION,
         "served": True,
         "storage": True,
-        "subresources": {"status": {}},
+        "subresources": _subresources(names),
         "additionalPrinterColumns": [_column(column) for column in kind.COLUMNS],
         "schema": {"openAPIV3Schema": schema(kind)},
     }
@@ -69,8 +70,9 @@ def schema(kind: type[Resource]) -> Schema:
     raw = raw_schema(kind)
     found = structural(raw, raw["$defs"])
     spec = found["properties"]["spec"]
-    changeable = ", ".join(sorted(mutable_fields(kind)))
-    spec["description"] += f" It is fixed once the object exists, except {changeable}."
+    if is_work(kind):
+        changeable = ", ".join(sorted(mutable_fields(kind)))
+        spec["description"] += f" It is fixed once the object exists, except {changeable}."
     unseen = UNSEEN.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     properties = {
         "apiVersion": {"type": "string"},
@@ -79,7 +81,23 @@ def schema(kind: type[Resource]) -> Schema:
         "spec": spec,
         "status": _ordered({**_as_status(found["properties"]["status"]), "default": {"conditions": [unseen]}}),
     }
-    return {"type": "object", "description": found["description"], "required": ["spec"], "properties": properties}
+    rules = {VALIDATIONS: [kind.KIND.name_rule.to_json()]} if kind.KIND.name_rule is not None else {}
+    head = {"type": "object", "description": found["description"], "required": ["spec"]}
+    return {**head, "properties": properties, **rules}
+
+
+def _subresources(names: Kind) -> Schema:
+    scale = {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    }
+    return {"status": {}, "scale": scale} if names.scale else {"status": {}}
+
+
+def is_work(kind: type[Resource]) -> bool:
+    """Whether the kind asks pods to work; the spec of work is fixed once the object exists."""
+    return issubclass(spec_model(kind), WorkSpec)
 
 
 def _as_status(schema: Schema, keys: Sequence[str] = ()) -> Schema:

@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from hack.generate.crds import Schema, mutable_fields, schema
+from hack.generate.crds import Schema, is_work, mutable_fields, schema
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.meta import API_VERSION, Resource
 from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS
@@ -27,7 +27,7 @@ def render(kind: type[Resource], *, source: str) -> str:
         *_head(kind, found),
         *_spec(kind, found["properties"]["spec"]),
         *_columns(kind),
-        *_status(found["properties"]["status"]),
+        *_status(kind, found["properties"]["status"]),
         *_conditions(kind),
         *_reasons(kind),
     )
@@ -45,7 +45,10 @@ def _head(kind: type[Resource], found: Schema) -> Iterator[str]:
 
 def _spec(kind: type[Resource], spec: Schema) -> Iterator[str]:
     yield "## Spec\n"
-    yield "Fields marked ✎ may be changed at any time. All others are fixed once the object exists.\n"
+    if is_work(kind):
+        yield "Fields marked ✎ may be changed at any time. All others are fixed once the object exists.\n"
+    else:
+        yield "All fields may be changed at any time, within the rules below.\n"
     mutable = mutable_fields(kind)
     yield from _table(
         ("field", "type", "default", "meaning and limits"),
@@ -86,9 +89,10 @@ def _columns(kind: type[Resource]) -> Iterator[str]:
     )
 
 
-def _status(status: Schema) -> Iterator[str]:
+def _status(kind: type[Resource], status: Schema) -> Iterator[str]:
     yield "## Status\n"
-    yield "Counters and the wording of messages are up to some seconds old. Everything else is written at once."
+    if is_work(kind):
+        yield "Counters and the wording of messages are up to some seconds old. Everything else is written at once."
     yield "A number that is missing is 0.\n"
     fields = (field for field in _fields(status) if not field.path.startswith("conditions[]"))
     yield from _table(
@@ -99,9 +103,14 @@ def _status(status: Schema) -> Iterator[str]:
 
 def _conditions(kind: type[Resource]) -> Iterator[str]:
     yield "## Conditions\n"
-    yield f"`kubectl wait {kind.KIND.singular}/NAME --for=condition=Complete --timeout=10m` waits for the end."
-    yield "Failed work never gets there, so programs should look at `Failed` as well.\n"
-    yield from _table(("type", "status `True` means"), ((f"`{found}`", found.meaning) for found in ConditionType))
+    goal, what = ("Complete", "the end") if is_work(kind) else ("Ready", "all pods")
+    yield f"`kubectl wait {kind.KIND.singular}/NAME --for=condition={goal} --timeout=10m` waits for {what}."
+    if is_work(kind):
+        yield "Failed work never gets there, so programs should look at `Failed` as well.\n"
+    else:
+        yield "A fleet that is stalled does not get there, so programs should look at `Stalled` as well.\n"
+    meanings = kind.CONDITIONS or {found: found.meaning for found in ConditionType}
+    yield from _table(("type", "status `True` means"), ((f"`{found}`", meaning) for found, meaning in meanings.items()))
 
 
 def _reasons(kind: type[Resource]) -> Iterator[str]:

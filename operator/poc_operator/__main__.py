@@ -9,6 +9,7 @@ import kopf
 from yarl import URL
 
 from poc_operator.credentials import RATE_LIMIT
+from poc_operator.fleets.resolve import TOKEN_SECRET
 from poc_operator.handlers import objects, process  # noqa: F401 - importing registers the handlers
 from poc_operator.leases import LEASE_SECONDS, LEAST_LEASE_SECONDS
 from vllm_poc.logs import bind_handlers
@@ -82,8 +83,14 @@ def main() -> None:
     parser.add_argument(
         "--pod-token-secret",
         metavar="NAME",
-        help="name of the Secret, in each namespace of pods, whose key token these get as a bearer token "
-        "(default: none)",
+        default=TOKEN_SECRET,
+        help="name of the Secret, in each namespace of pods, whose key token these get as a bearer token, and that is "
+        f"made for fleets where it does not exist (default: {TOKEN_SECRET})",
+    )
+    parser.add_argument(
+        "--worker-image",
+        metavar="IMAGE",
+        help="image of the pods of fleets that name none (default: none, so fleets must name theirs)",
     )
     parser.add_argument(
         "--gateway-url",

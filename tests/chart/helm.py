@@ -42,6 +42,7 @@ ALL_VALUES: dict[Path, Values] = {
         "serviceAccount": {"create": True, "name": "own", "annotations": {"example.org/role": "poc"}},
         "leaderElection": {"namespace": "kube-public"},
         "auth": {"existingSecret": "pod-token"},
+        "fleets": {"enabled": True, "image": {"repository": "registry.example.org/worker", "tag": "2"}},
         "gateway": {
             "enabled": True,
             "image": {"repository": "registry.example.org/gateway", "digest": f"sha256:{'1' * 64}"},

@@ -209,7 +209,8 @@ def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:
     rate = "--max-nonces-per-second=12345"
     own = ["--log-format=plain", "--identity=$(POD_NAME)", "--lease-namespace=kube-public", *namespaces]
     pods = ["--pod-lease-seconds=600", "--pod-token-secret=pod-token"]
-    assert pod["containers"][0]["args"] == [*own, *pods, address, rate]
+    fleets = "--worker-image=registry.example.org/worker:2"
+    assert pod["containers"][0]["args"] == [*own, *pods, fleets, address, rate]
 
 
 def test_metrics_are_scraped_if_asked_for(kube: Kube) -> None:

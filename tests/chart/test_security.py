@@ -20,9 +20,21 @@ KINDS = tuple(f"poc.gonka.ai/{kind}" for kind in ("pocrounds", "pocvalidations",
 ALLOWED = {
     **dict.fromkeys(KINDS, ("get", "list", "watch", "patch", "delete")),
     **dict.fromkeys((f"{kind}/status" for kind in KINDS), ("patch",)),
+    "poc.gonka.ai/pocfleets": ("get", "list", "watch"),
+    "poc.gonka.ai/pocfleets/status": ("patch",),
     "/pods": ("list", "watch"),
     "/events": ("create",),
     "/configmaps": ("get",),
+}
+#: What fleets need beside.
+FLEET = {
+    "apps/statefulsets": ("get", "list", "create", "patch"),
+    "/services": ("get", "list", "create", "patch"),
+    "/persistentvolumeclaims": ("get", "list", "create", "patch"),
+    "policy/poddisruptionbudgets": ("get", "list", "create", "patch"),
+    "networking.k8s.io/networkpolicies": ("get", "list", "create", "patch"),
+    "/secrets": ("create",),
+    "/nodes": ("list",),
 }
 FORBIDDEN = {
     **dict.fromkeys(KINDS, ("create", "update", "deletecollection")),
@@ -30,11 +42,14 @@ FORBIDDEN = {
     "/pods": ("get", "create", "update", "patch", "delete", "deletecollection"),
     "/pods/exec": ("create",),
     "/pods/log": ("get",),
-    "/secrets": ("get", "list", "watch"),
+    "poc.gonka.ai/pocfleets": ("create", "update", "patch", "delete"),
+    "apps/statefulsets": ("delete", "update"),
+    "/services": ("delete",),
+    "/secrets": ("get", "list", "watch", "patch", "update", "delete"),
     "/configmaps": ("list", "watch", "create"),
     "/serviceaccounts/token": ("create",),
     "/events": ("list", "delete"),
-    "/nodes": ("list",),
+    "/nodes": ("get", "watch", "patch"),
     "/namespaces": ("get", "list", "create", "delete"),
     "apps/deployments": ("get", "patch", "delete"),
     "rbac.authorization.k8s.io/clusterrolebindings": ("create",),
@@ -43,7 +58,7 @@ FORBIDDEN = {
 #: What the local installation asks for beside, by ``rbac.deletePods``.
 DELETES_PODS = ("/pods/eviction", "create")
 GRANTS = [(*DELETES_PODS, True)]
-GRANTS += [(what, verb, True) for what, verbs in ALLOWED.items() for verb in verbs]
+GRANTS += [(what, verb, True) for what, verbs in (*ALLOWED.items(), *FLEET.items()) for verb in verbs]
 GRANTS += [(what, verb, False) for what, verbs in FORBIDDEN.items() for verb in verbs]
 #: Changes of the operator's container that the level must refuse.
 TOO_MUCH = {"runAsUser": 0, "allowPrivilegeEscalation": True, "capabilities": {"add": ["NET_ADMIN"]}}
@@ -74,8 +89,9 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
         ({}, set(), set()),
         ({"rbac": {"deletePods": True}}, {DELETES_PODS}, set()),
         ({"rbac": {"readConfigMaps": False}}, set(), {("/configmaps", "get")}),
-        ({"rbac": {"readSecrets": True}, "gateway": {"enabled": False}}, {("/secrets", "get")}, set()),
-        ({"auth": {"existingSecret": "token"}}, {("/secrets", "get")}, set()),
+        ({"rbac": {"readSecrets": True}, "gateway": {"enabled": False}}, set(), set()),
+        ({"auth": {"existingSecret": "token"}}, set(), set()),
+        ({"fleets": {"enabled": False}}, set(), {(what, verb) for what, verbs in FLEET.items() for verb in verbs}),
     ],
 )
 def test_the_role_grants_what_the_table_says(
@@ -93,15 +109,18 @@ def test_the_role_grants_what_the_table_says(
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    named = {("/namespaces", "get")}  # of kube-system alone
-    assert granted == {(what, verb) for what, verbs in ALLOWED.items() for verb in verbs} - less | more | named
+    named = {("/namespaces", "get"), ("/secrets", "get")}  # of kube-system, and of the pods' token alone
+    tables = (*ALLOWED.items(), *FLEET.items())
+    assert granted == {(what, verb) for what, verbs in tables for verb in verbs} - less | more | named
     assert [rule["resourceNames"] for rule in role["rules"] if "namespaces" in rule["resources"]] == [["kube-system"]]
 
 
 def test_the_operator_reads_the_secret_of_the_pods_token_and_no_other(kube: Kube) -> None:
-    bodies = objects(kube, OPERATOR_CHART, {"auth": {"existingSecret": "token"}})
-    rules = [rule for body in bodies for rule in body.get("rules", []) if "secrets" in rule["resources"]]
-    assert rules == [{"apiGroups": [""], "resources": ["secrets"], "resourceNames": ["token"], "verbs": ["get"]}]
+    for auth, name in (({"existingSecret": "token"}, "token"), ({}, "vllm-poc-token")):
+        bodies = objects(kube, OPERATOR_CHART, {"auth": auth})
+        rules = [rule for body in bodies for rule in body.get("rules", []) if "secrets" in rule["resources"]]
+        read = [rule for rule in rules if rule["verbs"] != ["create"]]
+        assert read == [{"apiGroups": [""], "resources": ["secrets"], "resourceNames": [name], "verbs": ["get"]}]
 
 
 def test_with_a_gateway_it_alone_reads_secrets(kube: Kube) -> None:
@@ -110,7 +129,7 @@ def test_with_a_gateway_it_alone_reads_secrets(kube: Kube) -> None:
         body["metadata"]["name"]
         for body in bodies
         for rule in body.get("rules", [])
-        if "secrets" in rule["resources"] and body["kind"] == "ClusterRole"
+        if "secrets" in rule["resources"] and "get" in rule["verbs"] and "resourceNames" not in rule
     ]
     assert readers == [f"{RELEASE}-{OPERATOR}-gateway"]
 
@@ -121,8 +140,8 @@ def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
     values = {"watchNamespaces": watched, **less}
     found = [body for body in objects(kube, OPERATOR_CHART, values) if not is_hook(body)]
     rights = [(body["kind"], body["metadata"].get("namespace")) for body in found if "Role" in body["kind"]]
-    # Where the operator itself runs, it keeps its Lease.
-    namespaces = [*watched, SYSTEM_NAMESPACE]
+    # Where the operator itself runs, it keeps its Lease, and reads presets.
+    namespaces = [*watched, SYSTEM_NAMESPACE, SYSTEM_NAMESPACE]
     assert sorted(rights) == sorted((kind, ns) for kind in ("Role", "RoleBinding") for ns in namespaces)
     subjects = [subject for body in found for subject in body.get("subjects", [])]
     account = {"kind": "ServiceAccount", "name": f"{RELEASE}-{OPERATOR}", "namespace": SYSTEM_NAMESPACE}

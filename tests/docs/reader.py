@@ -28,7 +28,7 @@ NAMESPACES = ("poc", "poc-system", "poc-demo")
 SYSTEM, WORK = "poc-system", "poc"
 SECONDS = 900
 _FOLDERS = ("charts", "docs", "hack", "image", "locks", "operator", "pyproject.toml")
-_KINDS = "pocrounds,pocvalidations,poccalibrations"
+_KINDS = "pocrounds,pocvalidations,poccalibrations,pocfleets"
 
 
 @dataclass(frozen=True)

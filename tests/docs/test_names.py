@@ -24,6 +24,7 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds, RoundTerms
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.controller.metrics import Metrics
+from poc_operator.fleets.resolve import Preset, packaged
 from tests.docs.pages import ROOT, TRANSCRIPT, blocks, pages
 from tests.support.builders.deliveries import a_round
 from vllm_poc.server.routes import create_app
@@ -50,6 +51,17 @@ def _first_cells(page: str, section: str = "") -> list[str]:
 
 def _variables(settings: type[BaseModel]) -> set[str]:
     return {str(field.validation_alias or field.alias) for field in settings.model_fields.values()}
+
+
+def test_presets_are_listed_with_their_figures() -> None:
+    page = (ROOT / "docs" / "operate" / "fleets.md").read_text()
+    shown = dict(re.findall(r"^\| `([^`]+)` \| (\d+ .+) \|$", page, re.MULTILINE))
+    found = {}
+    for name, preset in packaged().items():
+        assert isinstance(preset, Preset)
+        figures = [str(gpu.nonces_per_minute or "–") for gpu in preset.gpus]  # noqa: RUF001
+        found[name] = f"{', '.join(map(str, preset.gpus))} | {', '.join(figures)}"
+    assert shown == found
 
 
 def test_pod_settings_are_listed() -> None:

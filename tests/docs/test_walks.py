@@ -47,6 +47,7 @@ BESIDE = {
     "operator/poc_operator/apis/v1alpha1/conditions.py": "one condition, and how lists of them are merged",
     "operator/poc_operator/apis/v1alpha1/meta.py": "names and selectors",
     "operator/poc_operator/apis/v1alpha1/schema.py": "the base of all models",
+    "operator/poc_operator/apis/v1alpha1/work.py": "which pods a spec names",
     "operator/poc_operator/clients/http.py": "answers of bounded size",
     "operator/poc_operator/clients/pods/reference_pods.py": "pods of the reference implementation; there is none",
     "operator/poc_operator/controller/metrics.py": "counts",

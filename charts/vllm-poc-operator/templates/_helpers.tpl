@@ -108,20 +108,50 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end -}}
 
-{{/* The resources of all kinds. */}}
-{{- define "operator.resources" -}}
+{{/* The resources of the kinds that ask pods to work, and of all kinds. */}}
+{{- define "operator.workResources" -}}
 pocrounds, pocvalidations, poccalibrations
+{{- end -}}
+
+{{- define "operator.resources" -}}
+{{ include "operator.workResources" . }}, pocfleets
+{{- end -}}
+
+{{/* What the operator may do for fleets in a namespace that it watches. */}}
+{{- define "operator.fleetRules" -}}
+- apiGroups: [apps]
+  resources: [statefulsets]
+  verbs: [get, list, create, patch]
+- apiGroups: [""]
+  resources: [services, persistentvolumeclaims]
+  verbs: [get, list, create, patch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, create, patch]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, create, patch]
+# The token of a namespace's pods, where there is none.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
 {{- end -}}
 
 {{/* What the operator may do in a namespace that it watches. */}}
 {{- define "operator.rules" -}}
 # kopf watches the objects and writes its finalizer and annotations.
 - apiGroups: [poc.gonka.ai]
-  resources: [{{ include "operator.resources" . }}]
+  resources: [{{ include "operator.workResources" . }}]
   verbs: [get, list, watch, patch, delete]
 - apiGroups: [poc.gonka.ai]
-  resources: [pocrounds/status, pocvalidations/status, poccalibrations/status]
+  resources: [pocfleets]
+  verbs: [get, list, watch]
+- apiGroups: [poc.gonka.ai]
+  resources: [pocrounds/status, pocvalidations/status, poccalibrations/status, pocfleets/status]
   verbs: [patch]
+{{- if .Values.fleets.enabled }}
+{{ include "operator.fleetRules" . }}
+{{- end }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]
@@ -143,13 +173,11 @@ pocrounds, pocvalidations, poccalibrations
   resources: [secrets]
   verbs: [get]
 {{- end }}
-{{- with .Values.auth.existingSecret }}
 # The token of a namespace's pods.
 - apiGroups: [""]
   resources: [secrets]
-  resourceNames: [{{ . }}]
+  resourceNames: [{{ .Values.auth.existingSecret | default "vllm-poc-token" }}]
   verbs: [get]
-{{- end }}
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

@@ -117,7 +117,7 @@ class StaleWatchCheck:
             for work in await self._store.list_objects(kind, namespaces):
                 if not work.status.state.finished and work.metadata.deletion_timestamp is None:
                     found |= self._loop_of(work)
-                    selected[work.metadata.namespace, str(work.spec.selector)] = work.spec.selector
+                    selected[work.metadata.namespace, str(work.spec.pods)] = work.spec.pods
         for (namespace, _), selector in selected.items():  # many rounds may select the same pods
             found |= await self._pods_of(namespace, selector)
         self.missed = [text for difference, text in found.items() if difference in self._differences]

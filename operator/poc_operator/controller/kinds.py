@@ -19,6 +19,7 @@ from poc_operator.clients.errors import GatewayError, StoreForbidden
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.callback_secret import CallbackSecretReader
 from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.controller.fleet_refs import FleetRefs
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
@@ -46,7 +47,7 @@ class Sources:
     """Where kinds get what their plans need. Without ``gateway`` pods deliver to the rounds' own addresses.
 
     ``rate_limit`` is how many nonces per second no pod exceeds, ``owner`` the name under which pods get their orders,
-    ``lease_seconds`` how long a pod computes on if nobody asks it.
+    ``lease_seconds`` how long a pod computes on if nobody asks it. ``fleets`` finds what a ``fleetRef`` names.
     """
 
     store: ObjectStore
@@ -54,6 +55,7 @@ class Sources:
     rate_limit: int = RATE_LIMIT
     owner: str | None = None
     lease_seconds: int = LEASE_SECONDS
+    fleets: FleetRefs | None = None
 
 
 class Planner(ABC, Generic[WorkT]):
@@ -155,6 +157,7 @@ class RoundPlanner(Planner[PoCRound]):
             now=seen.now,
             others=seen.others,
             find_other_rounds=seen.find_other_rounds,
+            missing_fleet=seen.missing_fleet,
             gateway=self._report,
             rate_limit=self._sources.rate_limit,
             lease_seconds=self._sources.lease_seconds,
@@ -193,6 +196,7 @@ class ValidationPlanner(Planner[PoCValidation]):
             reports=seen.reports,
             now=seen.now,
             find_other_rounds=seen.find_other_rounds,
+            missing_fleet=seen.missing_fleet,
             proofs=self._proofs,
         )
         return validations.plan(snapshot)
@@ -257,6 +261,7 @@ class CalibrationPlanner(Planner[PoCCalibration]):
             reports=seen.reports,
             now=seen.now,
             find_other_rounds=seen.find_other_rounds,
+            missing_fleet=seen.missing_fleet,
             measured=self._measured,
         )
         return calibrations.plan(snapshot)

@@ -18,10 +18,13 @@ from poc_operator.clients.errors import StaleObject, StoreError, StoreForbidden,
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.kube.connection import connect
 from poc_operator.clients.kube.events import EventPoster
+from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.clients.pods.tokens import PodClients
 from poc_operator.controller.actions import Emit
+from poc_operator.controller.fleet_refs import FleetRefs
+from poc_operator.controller.fleets import FleetOptions, Fleets
 from poc_operator.controller.health import CHECK_SECONDS, StaleWatchCheck, supervised
 from poc_operator.controller.kinds import PLANNERS, Planner, Sources
 from poc_operator.controller.leader_election import LeaderElection
@@ -90,11 +93,13 @@ class Manager:
         events: EventPoster | None = None,
         holds_deleted: bool = True,
         lease_seconds: int = LEASE_SECONDS,
+        fleet_objects: FleetObjects | None = None,
+        fleet_options: FleetOptions | None = None,
     ) -> None:
         """``clients`` is for orders. Polls, asks and the reaper have connections of their own: an ask or a stop may
         hold one for minutes, and a poll must not wait for it.
 
-        ``strangers`` has no token: it is for pods that no object selects.
+        ``strangers`` has no token: it is for pods that no object selects. Without ``fleet_objects`` no fleet is kept.
         """
         #: Whether deleted objects are held, by the finalizer, until their pods have stopped.
         self.holds_deleted = holds_deleted
@@ -108,6 +113,20 @@ class Manager:
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit, lease_seconds=lease_seconds)
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics()
+        #: The fleets; None if none is kept.
+        self.fleets: Fleets | None = None
+        if fleet_objects is not None:
+            self.fleets = Fleets(
+                store,
+                fleet_objects,
+                options=fleet_options or FleetOptions(),
+                pods=self._pods,
+                metrics=self.metrics,
+                may_act=lambda: self.lease.held,
+                events=events,
+            )
+            refs = FleetRefs(store, self.fleets.find)
+            self._sources = dataclasses.replace(self._sources, fleets=refs)
         self._lag = 0.0  # of the event loop, in seconds
         self._polls = 0  # of one turn of each object
         self._others = OtherRounds(time.monotonic)
@@ -142,6 +161,7 @@ class Manager:
         rate_limit: int = RATE_LIMIT,
         holds_deleted: bool = True,
         lease_seconds: int = LEASE_SECONDS,
+        fleet_options: FleetOptions | None = None,
     ) -> Self:
         """Connect to the API server. Without ``gateway`` pods deliver to the rounds' own callback addresses.
 
@@ -166,6 +186,8 @@ class Manager:
             events=EventPoster(api),
             holds_deleted=holds_deleted,
             lease_seconds=lease_seconds,
+            fleet_objects=FleetObjects(api, namespace),
+            fleet_options=fleet_options,
         )
 
     async def stop(self) -> None:
@@ -174,6 +196,8 @@ class Manager:
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
+        if self.fleets is not None:
+            await self.fleets.stop()
         await self.reaper.close()
 
     async def close(self) -> None:
@@ -213,11 +237,13 @@ class Manager:
         """Remember a pod, and let its objects react at once."""
         if self._pods.put(pod):
             self._wake_work_on(pod)
+            self._wake_fleet_of(pod)
 
     def pod_deleted(self, pod: PodView) -> None:
         """Forget a pod and let its objects react at once."""
         if self._pods.remove(pod):
             self._wake_work_on(pod)
+            self._wake_fleet_of(pod)
 
     def work_changed(self, kind: type[Planner[Any]], body: Mapping[str, Any], emit: Emit) -> None:
         """Begin to drive an object that needs it, or let its loop react to its changed spec or its deletion at once.
@@ -270,6 +296,10 @@ class Manager:
         for reconciler in self._reconcilers.values():
             if reconciler.concerns(pod):
                 reconciler.wake.set()
+
+    def _wake_fleet_of(self, pod: PodView) -> None:
+        if self.fleets is not None:
+            self.fleets.pod_changed(pod)
 
     async def check_watches(self, namespaces: Collection[str]) -> None:
         """Compare the watches with lists, for ever."""

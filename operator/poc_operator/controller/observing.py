@@ -35,7 +35,7 @@ MEMORY_SECONDS = 30.0
 
 def selects(work: Work, pod: PodView) -> bool:
     """Whether the pod is one of the object's."""
-    return pod.namespace == work.metadata.namespace and work.spec.selector.matches(pod.labels)
+    return pod.namespace == work.metadata.namespace and work.spec.pods.matches(pod.labels)
 
 
 #: Namespace, key and value; of all pods of a namespace the other two are empty.
@@ -92,7 +92,7 @@ class PodCache:
 
     def matching(self, work: Work) -> list[PodView]:
         """Return the pods of the object's namespace that its selector matches."""
-        return self.selected(work.metadata.namespace, work.spec.selector)
+        return self.selected(work.metadata.namespace, work.spec.pods)
 
     def selected(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods of the namespace that the selector matches."""

@@ -201,19 +201,19 @@ class Reaper:
         workers = {(pod.uid, port): pod for pod in pods if everywhere for port in _worker_ports(pod)}
         found = dict[tuple[str, int], PodView]()
         by_uid = {pod.uid: pod for pod in pods}
-        selections = set[tuple[str, str, int]]()
+        selections = set[tuple[str, str, int | None]]()
         busy = set[str]()
         self._held = set[str]()
         for record in records:
             if self._is_driven(record):
                 busy |= record.running
                 self._held |= record.holders
-            found |= {(uid, record.port): by_uid[uid] for uid in record.pods & by_uid.keys()}
+            found |= {(uid, record.port_of(by_uid[uid])): by_uid[uid] for uid in record.pods & by_uid.keys()}
             key = (record.namespace, str(record.selector), record.port)
             if key not in selections:
                 selections.add(key)
                 selected = self._pods.selected(record.namespace, record.selector)
-                found |= {(pod.uid, record.port): pod for pod in selected if pod.uid in by_uid}
+                found |= {(pod.uid, record.port_of(pod)): pod for pod in selected if pod.uid in by_uid}
                 await asyncio.sleep(0)  # many pods for many selectors take a while
         self._unknown = frozenset(workers.keys() - found.keys())
         return {key: pod for key, pod in (workers | found).items() if pod.uid not in busy}

@@ -21,6 +21,7 @@ from poc_operator.clients.errors import ObjectGone, StaleObject, UnreadableObjec
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.controller.actions import Emit, PodActions, PodAsks
 from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBackoff, pods_left
+from poc_operator.controller.fleet_refs import missing_fleet, with_fleet
 from poc_operator.controller.kinds import Planner, Sources, WorkT
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
@@ -73,6 +74,7 @@ class Reconciler(Generic[WorkT]):
         self._resource = kind.resource
         self._ref = ref
         self._store = sources.store
+        self._fleets = sources.fleets
         self._poller = poller
         self._pods = pods
         self._metrics = metrics
@@ -125,7 +127,8 @@ class Reconciler(Generic[WorkT]):
         self._work = work = self._recorder.newest(stored)
         if self._deleted and work.status.state.finished:
             return False
-        seen = await self._observe(work)
+        work, missing = await self._with_fleet(work)
+        seen = await self._observe(work, missing)
         # One after the other, each with what the last one made of it, so that no two plan with the same pod.
         async with self._others.turn(self._ref.namespace):
             step = await self._plan(seen)
@@ -147,6 +150,14 @@ class Reconciler(Generic[WorkT]):
             self._tell_of_silent(seen)
             return False
         return True
+
+    async def _with_fleet(self, work: WorkT) -> tuple[WorkT, str | None]:
+        """Return the work with what it takes from its fleet, and what to say if there is no such fleet."""
+        fleets, ref = self._fleets, work.spec.fleet_ref
+        if ref is None or fleets is None:
+            return work, None
+        fleet = await fleets.find(work.metadata.namespace, ref.name)
+        return with_fleet(work, fleet, self._pods.matching(work)), missing_fleet(work, fleet)
 
     async def _plan(self, seen: Snapshot[WorkT]) -> Step[Any]:
         size = len(seen.pods) + len(seen.work.status.shares)
@@ -224,7 +235,7 @@ class Reconciler(Generic[WorkT]):
             # By a clock of its own: that of the API server may go wrong.
             self._deleted_since = time.monotonic()
 
-    async def _observe(self, work: WorkT) -> Snapshot[WorkT]:
+    async def _observe(self, work: WorkT, missing: str | None) -> Snapshot[WorkT]:
         pods, others = await self._pods_of(work)
         reports: dict[str, PodReport] = {}
         if not work.status.state.finished:
@@ -243,6 +254,7 @@ class Reconciler(Generic[WorkT]):
             reports={uid: self._with_answers(uid, report) for uid, report in measured.items()},
             now=datetime.now(UTC).replace(microsecond=0),
             find_other_rounds=partial(self._others.beside, self._ref.uid, self._ref.namespace),
+            missing_fleet=missing,
         )
 
     async def _pods_of(self, work: WorkT) -> tuple[Sequence[PodView], Sequence[PodView]]:
@@ -261,7 +273,7 @@ class Reconciler(Generic[WorkT]):
         """
         begins = not (work.status.shares or work.status.stop_time or work.status.state.finished or self._deleted)
         if begins:
-            listed = await self._store.list_pods(work.metadata.namespace, work.spec.selector)
+            listed = await self._store.list_pods(work.metadata.namespace, work.spec.pods)
             return not all(self._pods.knows(pod.uid) for pod in listed)
         working = (share for share in work.status.shares if share.state.active)
         untold = {share.uid: share.pod or "" for share in working if share.uid and not self._pods.knows(share.uid)}
@@ -270,7 +282,7 @@ class Reconciler(Generic[WorkT]):
     async def _exist(self, work: WorkT, untold: Mapping[str, str]) -> bool:
         """Whether one of these pods, names by uid, exists, be it selected or not."""
         namespace = work.metadata.namespace
-        listed = {pod.uid for pod in await self._store.list_pods(namespace, work.spec.selector)}
+        listed = {pod.uid for pod in await self._store.list_pods(namespace, work.spec.pods)}
         if listed & untold.keys():
             return True
         for uid, name in untold.items():

@@ -9,6 +9,7 @@ from typing import Any
 
 import kopf
 
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import GROUP, VERSION
 from poc_operator.apis.v1alpha1.status import is_over
 from poc_operator.controller.actions import Emit
@@ -61,6 +62,18 @@ def _register(kind: type[Planner[Any]]) -> None:
 
 for _kind in PLANNERS:
     _register(_kind)
+
+
+@kopf.on.event(GROUP, VERSION, PoCFleet.KIND.plural, id=f"event-{PoCFleet.KIND.plural}")
+async def fleet_event(type: str | None, uid: str, body: kopf.Body, memo: kopf.Memo, **_: object) -> None:  # noqa: A002
+    """Let the fleet's loop begin, or see what changed. Nothing holds a deleted fleet: its objects go with it."""
+    manager: Manager = memo.manager
+    if manager.fleets is None:
+        return
+    if type == "DELETED":
+        manager.fleets.deleted(uid)
+    else:
+        manager.fleets.changed(dict(body))
 
 
 @kopf.on.event("v1", "pods")

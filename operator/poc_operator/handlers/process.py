@@ -11,6 +11,7 @@ import kopf
 
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FINALIZER, GROUP
 from poc_operator.clients.gateway import GatewayClient
+from poc_operator.controller.fleets import FleetOptions
 from poc_operator.controller.health import serve_health, supervised
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.manager import Manager
@@ -55,6 +56,11 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         # With the rights of Roles alone a finalizer may outlive them: whoever deletes the namespace deletes both.
         holds_deleted=not memo.options.namespace,
         lease_seconds=memo.options.pod_lease_seconds,
+        fleet_options=FleetOptions(
+            namespaces=memo.options.namespace,
+            image=memo.options.worker_image,
+            token_secret=memo.options.pod_token_secret,
+        ),
     )
     stack.push_async_callback(manager.close)
     await _serve(stack, "--health-port", serve_health(manager.health_findings, memo.options.health_port))
@@ -69,6 +75,8 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         "watch check": manager.check_watches(memo.options.namespace),
         "lag of the event loop": manager.measure_lag(),
     }
+    if manager.fleets is not None:
+        tasks["fleets"] = manager.fleets.run()
     for name, task in tasks.items():
         stack.callback(supervised(name, task).cancel)
 

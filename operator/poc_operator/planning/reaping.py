@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, LabelSelector
+from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, LabelSelector, fleet_selector
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, is_finished
 from poc_operator.apis.v1alpha1.work import DEFAULT_PORT
@@ -47,6 +47,8 @@ EXPLAINED = {
 class WorkRecord:
     """An object that asks pods to work, as far as it matters here: taken from its JSON, whatever else that says.
 
+    ``port`` is None for the pods of a fleet, which declare theirs.
+
     ``pods`` are the uids of all pods that a round's status names, ``holders`` of those that have a slot, and
     ``running`` of those that have confirmed it. Other kinds have none: pods drop named nonces by themselves.
     """
@@ -55,7 +57,7 @@ class WorkRecord:
     namespace: str
     name: str
     selector: LabelSelector
-    port: int
+    port: int | None
     finished: bool
     pods: frozenset[str]
     holders: frozenset[str]
@@ -72,13 +74,19 @@ class WorkRecord:
             uid=str(metadata["uid"]),
             namespace=str(metadata.get("namespace", "")),
             name=str(metadata["name"]),
-            selector=_selector(spec.get("selector")),
-            port=port if isinstance(port, int) and 0 < port < 2**16 else DEFAULT_PORT,
+            selector=_selector(spec),
+            port=None if "fleetRef" in spec else port if isinstance(port, int) and 0 < port < 2**16 else DEFAULT_PORT,
             finished=is_finished(status),
             pods=_uids(slots),
             holders=_uids(slot for slot in slots if slot.get("state") not in _FREE),
             running=_uids(slot for slot in slots if slot.get("state") == SlotState.RUNNING),
         )
+
+    def port_of(self, pod: PodView) -> int:
+        """Return the port of the pod's server."""
+        if self.port is not None:
+            return self.port
+        return min(pod.containers[0].ports, default=DEFAULT_PORT) if pod.containers else DEFAULT_PORT
 
     def selects(self, pod: PodView) -> bool:
         """Whether the pod is one of the object's."""
@@ -89,9 +97,10 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _selector(stored: object) -> LabelSelector:
+def _selector(spec: Mapping[str, Any]) -> LabelSelector:
+    fleet = _mapping(spec.get("fleetRef")).get("name")
     try:
-        return LabelSelector.model_validate(stored)
+        return LabelSelector.model_validate(spec.get("selector")) if fleet is None else fleet_selector(str(fleet))
     except ValidationError:
         return LabelSelector(match_labels=dict(WORKER_LABELS))
 

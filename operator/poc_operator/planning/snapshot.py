@@ -57,7 +57,7 @@ class Snapshot(Generic[WorkT_co]):
 
     ``others`` are pods that it does not match, or not any more, although they were given a slot or sample.
     ``find_other_rounds`` returns the other rounds of the namespace; None if not all of them are known yet, as in a new
-    process. Most plans do not ask for them.
+    process. Most plans do not ask for them. ``missing_fleet`` says that the fleet of ``spec.fleetRef`` does not exist.
     """
 
     work: WorkT_co
@@ -66,6 +66,7 @@ class Snapshot(Generic[WorkT_co]):
     now: datetime
     others: Sequence[PodView] = ()
     find_other_rounds: Callable[[], Sequence[OtherRound] | None] = tuple
+    missing_fleet: str | None = None
 
     @cached_property
     def other_rounds(self) -> Sequence[OtherRound] | None:

@@ -23,15 +23,24 @@ Wait = tuple[bool, Reason, str]
 Rule = Callable[[Snapshot[Work]], Wait | None]
 
 
+def _no_fleet(snapshot: Snapshot[Work]) -> Wait | None:
+    if snapshot.missing_fleet is None or snapshot.live_pods:
+        return None
+    return False, Reason.FLEET_NOT_FOUND, snapshot.missing_fleet
+
+
 def _no_pod_matches(snapshot: Snapshot[Work]) -> Wait | None:
     if snapshot.live_pods:
         return None
-    namespace = snapshot.work.metadata.namespace
+    namespace, fleet = snapshot.work.metadata.namespace, snapshot.work.spec.fleet_ref
+    if fleet is not None:
+        remedy = f"kubectl -n {namespace} describe pocfleet {fleet.name}"
+        return False, Reason.NO_MATCHING_PODS, f'the PoCFleet "{fleet.name}" has no pods yet: look at {remedy}'
     return (
         False,
         Reason.NO_MATCHING_PODS,
         (
-            f'no pod in namespace "{namespace}" matches {snapshot.work.spec.selector}: '
+            f'no pod in namespace "{namespace}" matches {snapshot.work.spec.pods}: '
             "install the vllm-poc-worker chart there, or label your vLLM pods"
         ),
     )
@@ -109,6 +118,7 @@ def holders(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> str:
 
 
 _RULES: tuple[Rule, ...] = (
+    _no_fleet,
     _no_pod_matches,
     _no_pod_ready,
     _no_pod_answers,

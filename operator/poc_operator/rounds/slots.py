@@ -38,7 +38,7 @@ def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     for these would stay empty. Pods beyond `MAX_SLOTS` get none. A spec that asks for more has ended the round:
     `end.too_many_slots`.
     """
-    if step.status.slots or step.status.stop_time or not usable_pods(snapshot):
+    if step.status.slots or step.status.stop_time or snapshot.missing_fleet or not usable_pods(snapshot):
         return step
     nodes = snapshot.round.spec.nodes
     if nodes.groups is None and any(_may_answer_soon(snapshot, pod) for pod in snapshot.live_pods):

@@ -58,6 +58,9 @@ class RoundSnapshot(Snapshot[PoCRound]):
         """Why no pod can be told to start, whichever it is; None if nothing is in the way."""
         if isinstance(self.callback_auth, str):
             return Reason.CALLBACK_SECRET_UNAVAILABLE, self.callback_auth
+        # How many slots there are to be, only the fleet knows.
+        if self.missing_fleet is not None and not self.round.status.slots:
+            return Reason.FLEET_NOT_FOUND, self.missing_fleet
         return None
 
     @cached_property

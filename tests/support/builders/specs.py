@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from hack.generate.crds import Schema
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, own_flag
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
@@ -38,16 +40,40 @@ _ROUND: Spec = {
     "callbackSecretRef": {"name": "collector"},
     "crossCheck": {"maxDifference": "0.2"},
 }
+
+
+def _without_selector(spec: Spec) -> Spec:
+    """Return the spec with a fleet instead of a selector."""
+    return {name: value for name, value in spec.items() if name != "selector"} | {"fleetRef": {"name": "demo"}}
+
+
 _CONFIG_MAP = {"configMap": {"name": "claims", "key": "proofs.json"}}
 _SAMPLE = {"round": {"name": "demo", "nonces": 200, "seed": "x"}}
 _TEST = {"distThreshold": "0.4", "pMismatch": "0.1", "pValueThreshold": "0.05"}
+
+_LABELS = {"labels": {"tier": "a"}, "annotations": {"example.org/why": "tests"}}
+_FLEET: Spec = {
+    "servedName": "demo",
+    "image": "registry.example.org/vllm-poc-worker:1",
+    "imagePullSecrets": [{"name": "registry"}],
+    "engineArgs": ["--max-model-len=8192"],
+    "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+    "huggingFace": {"tokenSecret": "hub"},
+    "auth": {"open": True},
+    "callbackAllow": ["*.example.org"],
+    "host": "0.0.0.0",
+    "resources": {"requests": {"cpu": "4", "memory": "64Gi"}, "limits": {"memory": "96Gi"}},
+    "priorityClassName": "gpu",
+    "spread": {},
+    "podTemplate": {"metadata": _LABELS, "spec": {"tolerations": [{"operator": "Exists"}]}},
+}
 
 #: Specs in which, taken together, every field is set.
 FULL: Mapping[type[Resource], tuple[Spec, ...]] = {
     PoCRound: (
         {**_ROUND, "rTarget": "1.405", "stop": {"afterValid": 100}},
         {**_ROUND, "artifact": {"kDim": 12}, "stop": {"afterNonces": 100}},
-        {**_ROUND, "rTarget": "1.405", "stop": {"afterSeconds": 30}},
+        {**_without_selector(_ROUND), "rTarget": "1.405", "stop": {"afterSeconds": 30}},
     ),
     PoCValidation: (
         {**_COMMON, "rTarget": "1.4", "proofs": {"inline": [{"nonce": 1, "distance": "1.3"}]}},
@@ -56,6 +82,18 @@ FULL: Mapping[type[Resource], tuple[Spec, ...]] = {
         {**_COMMON, "artifact": {}, "proofs": _SAMPLE},
     ),
     PoCCalibration: ({**_COMMON, "validRate": "0.1", "nonces": 2000},),
+    PoCFleet: (
+        {**_FLEET, "model": {"preset": "minimax-m2.7"}, "gpu": {"product": "NVIDIA-H200", "count": 2}},
+        {**_FLEET, "model": {"path": "org/model"}, "cache": {"existingClaim": "weights"}},
+        {
+            **_FLEET,
+            "model": {"path": "org/model"},
+            "gpu": {"count": 2},
+            "parallelism": {"tensor": 2, "pipeline": 1},
+            "env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "a.b"}}}],
+            "cache": {"size": "400Gi", "storageClass": "nfs", "accessMode": "ReadWriteMany"},
+        },
+    ),
 }
 
 
@@ -86,10 +124,15 @@ def _edges_of(value: Json, schema: Schema) -> Iterator[Json]:
         yield ""
         yield from (start + fill * (size - len(start)) for size in _sizes(schema) for start, fill in _FILLS)
     elif schema["type"] == "array":
-        numbered = [{**value[0], "nonce": index} if "nonce" in value[0] else value[0] for index in range(500)]
+        key = next((key for key in ("nonce", "name") if key in value[0]), None) if isinstance(value[0], dict) else None
+        numbered = [{**value[0], key: _numbered(key, index)} if key else value[0] for index in range(500)]
         yield from (numbered[:size] for size in (0, schema["maxItems"], schema["maxItems"] + 1))
     elif "maxProperties" in schema:
         yield from ({f"k{index}": "v" for index in range(schema["maxProperties"] + more)} for more in (0, 1))
+
+
+def _numbered(key: str, index: int) -> Json:
+    return index if key == "nonce" else f"n{index}"
 
 
 #: Ways to fill a text of any length, so that for each grammar one of them fits.
@@ -112,7 +155,7 @@ def _changed(spec: Spec, path: tuple[str | int, ...], value: Json) -> Spec:
 @cache
 def specs(kind: type[Resource]) -> st.SearchStrategy[Spec]:
     """Return random specs, most of which the schema accepts: rules that couple fields are kept."""
-    return _objects(spec_schema(kind), "spec").flatmap(_COUPLED[kind])
+    return _objects(spec_schema(kind), "spec").map(_with_pods).flatmap(_COUPLED[kind])
 
 
 def _values(schema: Schema, path: str) -> st.SearchStrategy[Json]:
@@ -234,6 +277,13 @@ def _with_proofs(spec: Spec) -> st.SearchStrategy[Spec]:
     return (inline | st.sampled_from([_CONFIG_MAP, _SAMPLE])).map(lambda proofs: {**spec, "proofs": proofs})
 
 
+def _with_pods(spec: Spec) -> Spec:
+    """Keep one of fleet and selector, and the port only beside the latter."""
+    if "fleetRef" not in spec:
+        return spec
+    return {name: value for name, value in spec.items() if name not in {"selector", "port"}}
+
+
 def _with_receiver(spec: Spec) -> Spec:
     """Keep the receiver's Secret only beside its address."""
     return (
@@ -241,8 +291,59 @@ def _with_receiver(spec: Spec) -> Spec:
     )
 
 
+@st.composite
+def _coupled_fleet(draw: st.DrawFn, spec: Spec) -> Spec:
+    """Keep one source of the model, of each variable and of the cache, and as many ranks as there are GPUs."""
+    preset = {**spec, "model": {"preset": draw(st.sampled_from(["minimax-m2.7", "glm-5.3-flash", "unknown"]))}}
+    preset.pop("parallelism", None)
+    gpus = draw(st.sampled_from([1, 2, MAX_GPUS]))
+    ranks = draw(st.sampled_from([{"tensor": gpus}, {"tensor": 1, "pipeline": gpus}, None]))
+    path = {**spec, "model": {"path": "org/model"}, "gpu": {**spec.get("gpu", {}), "count": gpus}}
+    path = {**path, "parallelism": ranks} if ranks else {key: path[key] for key in path if key != "parallelism"}
+    found: Spec = draw(st.sampled_from([preset, path]))
+    return found | {"callbackAllow": spec.get("callbackAllow") or ["*"]}
+
+
+def _env() -> st.SearchStrategy[Json]:
+    texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=9)
+    sources = st.fixed_dictionaries({"value": texts})
+    reference = st.just({"valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}})
+    names = st.lists(st.from_regex("X_[A-Za-z0-9_]{0,9}", fullmatch=True), max_size=4, unique=True)
+    return names.flatmap(
+        lambda found: st.tuples(*(sources | reference for _ in found)).map(
+            lambda values: [{"name": name, **value} for name, value in zip(found, values, strict=True)]
+        )
+    )
+
+
+_QUANTITIES = st.dictionaries(
+    st.sampled_from(["cpu", "memory", "example.org/nic"]), st.from_regex("[1-9][0-9]{0,3}(m|Gi|)", fullmatch=True)
+)
+_CACHES = st.sampled_from(
+    [{}, {"existingClaim": "weights"}, {"size": "2Ti"}, {"size": "400Gi", "storageClass": "nfs"}, {"size": "1Gi"}]
+)
+_FLAGS = st.from_regex('--?[a-z][-a-z_=0-9{}" ]{0,20}', fullmatch=True).filter(lambda text: not own_flag(text))
+_TEMPLATES: list[Json] = [
+    {},
+    {"metadata": _LABELS},
+    {"spec": {"containers": [{"name": "vllm", "command": ["sleep"]}, {"name": "sidecar", "image": "x"}]}},
+    {"spec": {"tolerations": None, "volumes": [{"name": "cache", "emptyDir": None, "hostPath": {"path": "/a"}}]}},
+    {"spec": {"containers": "text"}},
+    {"spec": {"volumes": [1, {"name": 2}]}},
+]
+_OWN |= {
+    "spec.env": _env(),
+    "spec.engineArgs": st.lists(_FLAGS, max_size=4),
+    "spec.resources": st.fixed_dictionaries({}, optional={"requests": _QUANTITIES, "limits": _QUANTITIES}),
+    "spec.cache": _CACHES,
+    "spec.podTemplate": st.sampled_from(_TEMPLATES),
+    "spec.imagePullSecrets": st.just([{"name": "a"}, {"name": "b"}]),
+}
+
+
 _COUPLED: Mapping[type[Resource], Callable[[Spec], st.SearchStrategy[Spec]]] = {
     PoCRound: lambda spec: _with_protocol(_with_receiver(spec)),
     PoCValidation: lambda spec: _with_protocol(spec).flatmap(_with_proofs),
     PoCCalibration: st.just,
+    PoCFleet: _coupled_fleet,
 }

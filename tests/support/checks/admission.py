@@ -14,6 +14,7 @@ from cel_expr_python.ext import ext_strings
 
 from hack.generate.crds import Schema, schema
 from poc_operator.apis.v1alpha1.meta import Resource
+from poc_operator.apis.v1alpha1.schema import PRESERVED
 
 _TYPES: Mapping[str, type] = {"string": str, "integer": int, "boolean": bool, "object": dict, "array": list}
 
@@ -74,7 +75,7 @@ def _parts(value: Any, schema: Schema, path: str) -> Iterator[str]:  # noqa: ANN
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from flaws(item, schema["items"], f"{path}[{index}]")
-    elif isinstance(value, dict):
+    elif isinstance(value, dict) and PRESERVED not in schema:
         for name, item in value.items():
             child = schema.get("properties", {}).get(name) or schema["additionalProperties"]
             yield from flaws(item, child, f"{path}.{name}")

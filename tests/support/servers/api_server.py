@@ -55,8 +55,8 @@ class ApiServer:
             text = answer.read()
         return answer.status, json.loads(text) if text[:1] == b"{" else text.decode()
 
-    def kubeconfig(self) -> dict[str, Any]:
-        """Return what a program needs to connect as the administrator."""
+    def kubeconfig(self, token: str = _TOKEN) -> dict[str, Any]:
+        """Return what a program needs to connect, as the administrator or with the token of another account."""
         cluster = {"server": self._address, "certificate-authority": str(self._authority)}
         return {
             "apiVersion": "v1",
@@ -64,7 +64,7 @@ class ApiServer:
             "current-context": "test",
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "default"}}],
             "clusters": [{"name": "test", "cluster": cluster}],
-            "users": [{"name": "test", "user": {"token": _TOKEN}}],
+            "users": [{"name": "test", "user": {"token": token}}],
         }
 
     def create(self, kind: str, name: str, spec: Mapping[str, Any] | None, *, dry_run: bool = False) -> tuple[int, Any]:
@@ -107,15 +107,22 @@ def _objects(kind: str) -> str:
 
 
 @contextmanager
-def api_server() -> Iterator[ApiServer]:
-    """Run an API server on free ports of the loopback interface."""
+def api_server(account: str | None = None) -> Iterator[ApiServer]:
+    """Run an API server on free ports of the loopback interface.
+
+    With ``account``, `NAMESPACE:NAME` of a service account, it has the rights that roles give it, and its own name as
+    token. Without it everybody may do everything.
+    """
     with tempfile.TemporaryDirectory(prefix="poc-api-server-") as folder:
         home = Path(folder)
-        (home / "tokens.csv").write_text(f"{_TOKEN},{_TOKEN},{_TOKEN},system:masters\n")
+        rows = [f"{_TOKEN},{_TOKEN},{_TOKEN},system:masters"]
+        rows += [f"{account},system:serviceaccount:{account},account"] if account is not None else []
+        (home / "tokens.csv").write_text("".join(f"{row}\n" for row in rows))
+        mode = "AlwaysAllow" if account is None else "RBAC"
         etcd, peer, port = (free_port() for _ in range(3))
         with _running(home, "etcd", _etcd(home, etcd, peer)):
             subprocess.run(["openssl", "genrsa", "-out", home / "account.key"], check=True, capture_output=True)
-            with _running(home, "kube-apiserver", _kube_apiserver(home, port, etcd)) as process:
+            with _running(home, "kube-apiserver", _kube_apiserver(home, port, etcd, mode)) as process:
                 yield _ready(home, port, process)
 
 
@@ -133,14 +140,14 @@ def _etcd(home: Path, port: int, peer: int) -> list[str]:
     ]
 
 
-def _kube_apiserver(home: Path, port: int, etcd: int) -> list[str]:
+def _kube_apiserver(home: Path, port: int, etcd: int, mode: str) -> list[str]:
     return [
         f"--etcd-servers=http://127.0.0.1:{etcd}",
         "--bind-address=127.0.0.1",
         f"--secure-port={port}",
         f"--cert-dir={home / 'certificates'}",
         f"--token-auth-file={home / 'tokens.csv'}",
-        "--authorization-mode=AlwaysAllow",
+        f"--authorization-mode={mode}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={home / 'account.key'}",
         f"--service-account-signing-key-file={home / 'account.key'}",

@@ -17,6 +17,7 @@ from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS, Reason
 from tests.support.checks.admission import defaulted
 
 ROOT = Path(__file__).parents[3]
+WORK = pytest.mark.parametrize("kind", generate.WORK, ids=lambda kind: kind.KIND.kind)
 KINDS = pytest.mark.parametrize("kind", generate.KINDS, ids=lambda kind: kind.KIND.kind)
 
 
@@ -108,7 +109,7 @@ def test_everything_in_a_spec_is_bounded(kind: type[Resource]) -> None:
                 assert "properties" in schema or "maxProperties" in schema, path
 
 
-@KINDS
+@WORK
 def test_a_field_is_fixed_unless_it_is_marked(kind: type[Resource]) -> None:
     spec = crds.schema(kind)["properties"]["spec"]
     rules = [rule for rule in spec["x-kubernetes-validations"] if "messageExpression" in rule]

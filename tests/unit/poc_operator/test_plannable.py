@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hack.generate.__main__ import KINDS
+from hack.generate.__main__ import WORK
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, PoCRound
 from poc_operator.apis.v1alpha1.status import State
@@ -25,7 +25,7 @@ from tests.support.builders.specs import FULL, edges, specs
 from tests.support.checks.admission import admitted
 from tests.support.checks.kstatus import kstatus
 
-_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.KIND.kind)
+_KIND = pytest.mark.parametrize("kind", WORK, ids=lambda kind: kind.KIND.kind)
 
 #: CPU seconds of one plan, bytes of one object as etcd takes it, and bytes of memory beside what is kept.
 PLAN_SECONDS = 5.0

@@ -18,15 +18,20 @@ FINALIZER = f"{GROUP}/operator"
 COMPONENT = "vllm-poc-operator"
 #: Label of the pods that work, unless a selector names others; the chart vllm-poc-worker sets it.
 WORKER_LABELS = {f"{GROUP}/worker": "true"}
+#: Label of everything that belongs to a fleet; its value is the fleet's name.
+FLEET_LABEL = f"{GROUP}/fleet"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The names of a kind."""
+    """The names of a kind; whether it has the scale subresource; and what names its objects may have beside
+    Kubernetes' own rules."""
 
     kind: str
     plural: str
     short: str
+    scale: bool = False
+    name_rule: Rule | None = None
 
     @property
     def singular(self) -> str:
@@ -62,6 +67,8 @@ class Resource(ApiModel):
 
     KIND: ClassVar[Kind]
     COLUMNS: ClassVar[tuple[Column, ...]]
+    #: What status `True` of each condition means, for a kind whose conditions are not those of work.
+    CONDITIONS: ClassVar[Mapping[str, str] | None] = None
 
     metadata: Metadata
 
@@ -173,3 +180,8 @@ class LabelSelector(ApiModel):
         """The selector as ``kubectl --selector`` and the API server's ``labelSelector`` take it."""
         equal = [f"{key}={value}" for key, value in (self.match_labels or {}).items()]
         return ",".join([*equal, *map(str, self.match_expressions or [])])
+
+
+def fleet_selector(name: str) -> LabelSelector:
+    """Return what selects the pods of a fleet."""
+    return LabelSelector(match_labels={FLEET_LABEL: name})

@@ -12,23 +12,30 @@ _VALIDATION = frozenset({"PoCValidation"})
 _CALIBRATION = frozenset({"PoCCalibration"})
 _NAMED_NONCES = _VALIDATION | _CALIBRATION
 _ALL = _ROUND | _NAMED_NONCES
+_FLEET = frozenset({"PoCFleet"})
 
 
 class Reason(StrEnum):
     """Why a condition has its status, or an Event was posted; `EXPLANATIONS` explains each."""
 
     ACCEPTED = "Accepted"
+    ALL_REPLICAS_READY = "AllReplicasReady"
     ALL_SLOTS_WORK = "AllSlotsWork"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    CACHE_TOO_SMALL = "CacheTooSmall"
     CALLBACK_SECRET_UNAVAILABLE = "CallbackSecretUnavailable"  # noqa: S105 - a reason
     COMPLETED = "Completed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     DELETED = "Deleted"
     DELIVERIES_REFUSED = "DeliveriesRefused"
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
+    FLEET_NOT_FOUND = "FleetNotFound"
     FRAUD_DETECTED = "FraudDetected"
     GATEWAY_CONTRADICTORY = "GatewayContradictory"
     GATEWAY_UNREACHABLE = "GatewayUnreachable"
+    GPU_UNKNOWN = "GpuUnknown"
+    GPU_UNSUPPORTED = "GpuUnsupported"
+    IMAGE_MISSING = "ImageMissing"
     INTERNAL_ERROR = "InternalError"
     K_DIM_TOO_LARGE = "KDimTooLarge"
     MODEL_MISMATCH = "ModelMismatch"
@@ -38,16 +45,23 @@ class Reason(StrEnum):
     NO_POD_READY = "NoPodReady"
     NOTHING_COMPUTED = "NothingComputed"
     NOT_SUSPENDED = "NotSuspended"
+    OBJECT_CONFLICT = "ObjectConflict"
+    OBJECT_REFUSED = "ObjectRefused"
     ORPHAN_STOPPED = "OrphanStopped"
     PENDING = "Pending"
     PODS_BUSY = "PodsBusy"
     PODS_DISAGREE = "PodsDisagree"
+    PODS_FAILING = "PodsFailing"
     PODS_IDLE = "PodsIdle"
     PODS_LEFT = "PodsLeft"
+    PODS_OUTDATED = "PodsOutdated"
     PODS_UNREACHABLE = "PodsUnreachable"
+    POD_TEMPLATE_INVALID = "PodTemplateInvalid"
+    PRESET_UNUSABLE = "PresetUnusable"
     PROOFS_CHANGED = "ProofsChanged"
     PROOFS_UNAVAILABLE = "ProofsUnavailable"
     REPLACED = "Replaced"
+    REPLICAS_NOT_READY = "ReplicasNotReady"
     REPORT_CONTRADICTORY = "ReportContradictory"
     REQUEST_REFUSED = "RequestRefused"
     RESULTS_CONFLICT = "ResultsConflict"
@@ -90,7 +104,79 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Ready=Unknown",
         "No operator has seen the object yet.",
         "Check that the operator runs and watches the namespace.",
+        _ALL | _FLEET,
     ),
+    Reason.FLEET_NOT_FOUND: Explanation(
+        "Progressing=False",
+        "There is no PoCFleet that `spec.fleetRef` names.",
+        "Create it, or create the object with the right name.",
+    ),
+    Reason.IMAGE_MISSING: Explanation(
+        "Stalled=True",
+        "Neither the fleet nor the operator names a worker image.",
+        "Set `spec.image`, or `fleets.image.repository` of the operator's chart.",
+        _FLEET,
+    ),
+    Reason.PRESET_UNUSABLE: Explanation(
+        "Stalled=True",
+        "There is no such preset, or its ConfigMap is wrong. The message lists the presets that there are.",
+        "Name one of them, or mend the ConfigMap.",
+        _FLEET,
+    ),
+    Reason.GPU_UNKNOWN: Explanation(
+        "Stalled=True",
+        "The preset cannot tell the GPUs: no Kubernetes node has some that it knows, or there are several.",
+        "Set `spec.gpu.product`.",
+        _FLEET,
+    ),
+    Reason.GPU_UNSUPPORTED: Explanation(
+        "Stalled=True",
+        "The preset has no entry for these GPUs. The message names the nearest.",
+        "Set `spec.gpu` to an entry, or use `spec.model.path` with flags of your own.",
+        _FLEET,
+    ),
+    Reason.CACHE_TOO_SMALL: Explanation(
+        "Stalled=True",
+        "The model's weights do not fit into `spec.cache.size`.",
+        "Make it larger.",
+        _FLEET,
+    ),
+    Reason.POD_TEMPLATE_INVALID: Explanation(
+        "Stalled=True",
+        "`spec.podTemplate` cannot be merged into the pods' template. The message names the field.",
+        "Give that field the form that pods have.",
+        _FLEET,
+    ),
+    Reason.OBJECT_CONFLICT: Explanation(
+        "Stalled=True",
+        "An object that the fleet needs exists and does not belong to it.",
+        "Delete that object, or give the fleet another name.",
+        _FLEET,
+    ),
+    Reason.OBJECT_REFUSED: Explanation(
+        "Stalled=True",
+        "The API server refuses an object of the fleet. The message has its words.",
+        "Change what it names. If a right is missing, install the chart with `fleets.enabled`.",
+        _FLEET,
+    ),
+    Reason.PODS_FAILING: Explanation(
+        "Degraded=True",
+        "Pods cannot run: they crash, or their image cannot be pulled. The message has the kubelet's reason.",
+        "Look at `kubectl describe pod` and at the pod's log.",
+        _FLEET,
+    ),
+    Reason.PODS_OUTDATED: Explanation(
+        "Progressing=True",
+        "Pods have an old revision of the template.",
+        "Delete them when no round runs: they come back with the newest revision.",
+        _FLEET,
+    ),
+    Reason.REPLICAS_NOT_READY: Explanation(
+        "Ready=False, Progressing=True",
+        "Pods are created or load their model. The message says what they wait for.",
+        kinds=_FLEET,
+    ),
+    Reason.ALL_REPLICAS_READY: Explanation("Ready=True", "All replicas are ready.", kinds=_FLEET),
     Reason.NO_MATCHING_PODS: Explanation(
         "Progressing=False",
         "No pod of the namespace matches `spec.selector`.",

@@ -78,8 +78,8 @@ class Nodes(ApiModel):
     count: Annotated[Int32, Field(ge=1, le=100_000)]
     """Number of ML node ids of the whole host."""
     groups: Annotated[Int32, Field(ge=1, le=64)] | None = None
-    """Pods per ML node id. All clusters of a host must use the same number. Without it, the pods that match when the
-    first of them is ready share the ids evenly."""
+    """Pods per ML node id. All clusters of a host must use the same number. Without it, the replicas of the fleet share
+    the ids evenly; without a fleet, the pods that match when the first of them is ready."""
 
     @property
     def ids(self) -> range:

@@ -16,6 +16,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import CoreSchema, core_schema
 
 VALIDATIONS = "x-kubernetes-validations"
+PRESERVED = "x-kubernetes-preserve-unknown-fields"
 #: Mark of a field that may be changed while the object exists. It is the generator's own and stands in no CRD.
 MUTABLE = "x-mutable"
 
@@ -90,6 +91,17 @@ class Open:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         handler(schema)
         return {"type": "string"}
+
+
+@dataclass(frozen=True)
+class Preserved:
+    """An object of which the API server stores every field, as one of another API's types."""
+
+    fields: int = 64
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        handler(schema)
+        return {"type": "object", PRESERVED: True, "maxProperties": self.fields}
 
 
 def cel_text(text: str) -> str:

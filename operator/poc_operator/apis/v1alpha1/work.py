@@ -7,8 +7,17 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-from poc_operator.apis.v1alpha1.fields import MAX_EXACT, MAX_SECONDS, Artifact, Model, Seconds, SeededModel, Target
-from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, LabelSelector
+from poc_operator.apis.v1alpha1.fields import (
+    MAX_EXACT,
+    MAX_SECONDS,
+    Artifact,
+    Model,
+    ObjectName,
+    Seconds,
+    SeededModel,
+    Target,
+)
+from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, LabelSelector, fleet_selector
 from poc_operator.apis.v1alpha1.schema import (
     MUTABLE,
     VALIDATIONS,
@@ -42,8 +51,27 @@ class SampleRetry(ApiModel):
     """Retries of one sample. It fails when it is lost once more."""
 
 
+class FleetRef(ApiModel):
+    """A PoCFleet of the object's namespace."""
+
+    name: ObjectName
+    """Name of the fleet."""
+
+
 class WorkSpec(ApiModel):
     """What every kind asks of pods. All of it is fixed once the object exists, except the fields marked `Mutable`."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="!has(self.fleetRef) || !has(self.selector)",
+            message="set at most one of fleetRef and selector: remove one of them",
+        ),
+        Rule(
+            rule=f"!has(self.fleetRef) || self.port == {DEFAULT_PORT}",
+            message="port is that of the fleet: remove port, or fleetRef",
+            field_path=".port",
+        ),
+    )
 
     block_hash: Annotated[
         str,
@@ -61,10 +89,13 @@ class WorkSpec(ApiModel):
     """Public key of the host that earns the reward, hexadecimal or base64. It goes into every nonce's seed."""
     model: Model
     """The model that the pods must serve."""
-    selector: LabelSelector = LabelSelector(match_labels=WORKER_LABELS)
-    """Which pods of the namespace do the work."""
+    fleet_ref: FleetRef | None = None
+    """The PoCFleet whose pods do the work."""
+    selector: LabelSelector | None = None
+    """Which pods of the namespace do the work, if not those of a fleet. Without it and `fleetRef`: those with the label
+    `poc.gonka.ai/worker: "true"`."""
     port: Annotated[Int32, Field(ge=1, le=65_535)] = DEFAULT_PORT
-    """Port of the vLLM server in the pods."""
+    """Port of the vLLM server in the pods. With `fleetRef` it is the fleet's."""
     batch_size: Annotated[Int32, Field(ge=1, le=65_536)] = DEFAULT_BATCH_SIZE
     """Largest number of nonces in one forward pass. Provers and validators should use the same."""
     active_deadline_seconds: Annotated[Seconds, Mutable()] | None = None
@@ -85,6 +116,13 @@ class WorkSpec(ApiModel):
         Annotated[int, Field(ge=0, le=MAX_SECONDS, json_schema_extra={"format": "int32"}), Mutable()] | None
     ) = None
     """The object is deleted so long after it finished; 0 means at once. Without it, it stays."""
+
+    @property
+    def pods(self) -> LabelSelector:
+        """Which pods of the namespace do the work."""
+        if self.fleet_ref is not None:
+            return fleet_selector(self.fleet_ref.name)
+        return self.selector or LabelSelector(match_labels=WORKER_LABELS)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

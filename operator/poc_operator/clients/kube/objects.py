@@ -18,6 +18,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from pydantic import TypeAdapter, ValidationError
 
 from poc_operator.apis.v1alpha1.conditions import Condition, StoredCondition, merge_conditions
+from poc_operator.apis.v1alpha1.fleet import FleetStatus
 from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, LabelSelector, Resource
 from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
@@ -117,7 +118,7 @@ class ObjectStore:
             for body in page["items"]:
                 yield body
 
-    async def write_status(self, work: Resource, status: WorkStatus) -> str | None:
+    async def write_status(self, work: Resource, status: WorkStatus | FleetStatus) -> str | None:
         """Replace the object's status; return the version that it has now, None if the API server does not tell.
 
         StaleObject if the object changed since it was read, ObjectGone if it does not exist.
@@ -278,6 +279,6 @@ def readable(resource: type[ResourceT], bodies: Iterable[Mapping[str, Any]]) -> 
             log.warning("%s %s/%s: %s", resource.KIND.kind, metadata["namespace"], metadata["name"], error)
 
 
-def merge_patch(status: WorkStatus) -> dict[str, Any]:
+def merge_patch(status: WorkStatus | FleetStatus) -> dict[str, Any]:
     """Return the status as a JSON merge patch: a field that is unset now becomes null, which deletes it."""
     return dict.fromkeys(aliases(type(status)).values()) | status.stored()

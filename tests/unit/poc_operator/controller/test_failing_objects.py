@@ -175,10 +175,10 @@ async def test_any_exception_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = a_round(block_height=666)
     real = Reconciler._observe
 
-    async def look(self: Any, round_: PoCRound) -> Any:  # noqa: ANN401
+    async def look(self: Any, round_: PoCRound, missing: str | None) -> Any:  # noqa: ANN401
         if round_.spec.block_height == bad.spec.block_height:
             raise RuntimeError("a defect")
-        return await real(self, round_)
+        return await real(self, round_, missing)
 
     monkeypatch.setattr(Reconciler, "_observe", look)
     events = await failed(Rounds(bad))

@@ -30,5 +30,5 @@ def test_the_program_registers_every_handler() -> None:
     assert len(plurals) == 3
     assert {"startup", "cleanup"} <= {kind.rsplit(".", 1)[-1].lower() for kind in found["activities"]}
     assert found["daemons"] == [], "the loops are the manager's"
-    assert found["events"] == [*(f"event-{plural}" for plural in plurals), "pod_event"]
+    assert found["events"] == [*(f"event-{plural}" for plural in plurals), "event-pocfleets", "pod_event"]
     assert found["changes"] == [f"hold-{plural}" for plural in plurals]

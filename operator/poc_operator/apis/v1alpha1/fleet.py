@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PoCFleet: the vLLM pods that serve one model, and the objects that they need."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, OtherCondition, StoredCondition
+from poc_operator.apis.v1alpha1.fields import ObjectName
+from poc_operator.apis.v1alpha1.fleet_pod import (
+    OWN_FLAG,
+    TEXT,
+    Argument,
+    Auth,
+    Cache,
+    EnvVar,
+    FleetModel,
+    Gpu,
+    HostName,
+    HuggingFace,
+    ImageName,
+    Parallelism,
+    PodTemplate,
+    PullSecret,
+    Resources,
+    Spread,
+)
+from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
+from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, ListMap, Message, Rule, cel_text
+
+#: Pods that one fleet may have.
+MAX_REPLICAS = 1_000
+
+
+class FleetSpec(ApiModel):
+    """The vLLM pods of one model."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="!has(self.parallelism) || !has(self.model.preset)",
+            message="parallelism needs model.path: a preset sets its own, so remove parallelism",
+            field_path=".parallelism",
+        ),
+        Rule(
+            rule="!has(self.parallelism) || self.parallelism.tensor * self.parallelism.pipeline == "
+            "(has(self.gpu.count) ? self.gpu.count : 1)",
+            message="parallelism.tensor * parallelism.pipeline must be gpu.count (1 if it is not set)",
+            field_path=".parallelism",
+        ),
+        Rule(
+            rule="!self.auth.open || (has(self.callbackAllow) && self.callbackAllow.size() > 0)",
+            message='auth.open needs callbackAllow: name the hosts that pods may post to, or "*" for any',
+            field_path=".callbackAllow",
+        ),
+    )
+
+    model: FleetModel
+    """What vLLM loads."""
+    served_name: Annotated[str, Field(max_length=256), TEXT] | None = None
+    """Name to serve the model under. Without it: its hub id or path."""
+    image: ImageName | None = None
+    """The worker image. Without it: `fleets.image` of the operator's chart."""
+    image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16), ListMap(("name",))] | None = None
+    """Secrets with credentials for the registry."""
+    replicas: Annotated[Int32, Field(ge=0, le=MAX_REPLICAS)] = 1
+    """Number of pods. `kubectl scale` and autoscalers change it."""
+    gpu: Gpu = Gpu()
+    """The GPUs of each pod."""
+    parallelism: Parallelism | None = None
+    """How the GPUs of a pod share the model. Without it, all of them are one tensor-parallel group."""
+    engine_args: (
+        Annotated[
+            list[Argument],
+            Field(max_length=64),
+            Rule(
+                rule=f"self.all(flag, !flag.matches({cel_text(f'^(?:{OWN_FLAG})$')}))",
+                message="must not set --enable-poc, --host, --port, --served-model-name, --tensor-parallel-size or "
+                "--pipeline-parallel-size: fields of the spec stand for them",
+            ),
+        ]
+        | None
+    ) = None
+    """More flags of vLLM, each with its value as in `--max-model-len=8192`. They come after those of the preset, and
+    the last one wins."""
+    env: Annotated[list[EnvVar], Field(max_length=64), ListMap(("name",))] | None = None
+    """More environment variables."""
+    cache: Cache = Cache()
+    """Where weights and compile caches are kept."""
+    hugging_face: HuggingFace = HuggingFace()
+    """Access to Hugging Face."""
+    auth: Auth = Auth()
+    """Who may call the PoC routes."""
+    callback_allow: (
+        Annotated[
+            list[
+                Annotated[
+                    str,
+                    Field(max_length=253),
+                    Grammar("[-A-Za-z0-9._:*?]+", "must be a host or a pattern such as *.example.org"),
+                ]
+            ],
+            Field(max_length=64),
+        ]
+        | None
+    ) = None
+    """Hosts that pods may post results to, as patterns such as `*.example.org`. Without it, any host that the caller
+    names; callers have the token."""
+    port: Annotated[Int32, Field(ge=1, le=65_535)] = 8000
+    """Port of vLLM's server."""
+    host: HostName | None = None
+    """Address that vLLM's server listens on. Without it: all of the pod."""
+    resources: Resources = Resources()
+    """CPU and memory of each pod."""
+    startup_seconds: Annotated[Int32, Field(ge=30, le=86_400)] = 3600
+    """How long a pod may load its model before it is restarted."""
+    termination_grace_period_seconds: Annotated[Int32, Field(ge=30, le=3600)] = 60
+    """Time that a pod has to end. It must hold a pause of 5 s, the pod's `VLLM_POC_DRAIN_SECONDS` (20), vLLM's
+    `--shutdown-timeout`, and some seconds for vLLM itself."""
+    priority_class_name: ObjectName | None = None
+    """Priority class of the pods."""
+    spread: Spread | None = None
+    """How the pods are spread. Without it, the scheduler decides."""
+    pod_template: PodTemplate | None = None
+    """Changes of the pods' template that the spec has no field for."""
+
+
+class FleetStatus(ApiModel):
+    """What there is of the fleet; written by the operator."""
+
+    observed_generation: Int64 = 0
+    """Generation of the spec that this status is about."""
+    replicas: Int32 = 0
+    """Pods that exist."""
+    ready_replicas: Int32 = 0
+    """Those of them that are ready."""
+    updated_replicas: Int32 = 0
+    """Those of them that have the newest revision of the template."""
+    ready: str = ""
+    """Ready pods and wanted ones, as in `2/4`."""
+    reason: str = ""
+    """The one word that `kubectl get` shows: the reason of the condition Ready."""
+    message: Message = ""
+    """What the fleet does or waits for, in one sentence."""
+    current_revision: str = ""
+    """Revision that all pods had last."""
+    update_revision: str = ""
+    """Newest revision: that of the pods that are created from now on."""
+    selector: str = ""
+    """Selects the fleet's pods, for autoscalers."""
+    model: str = ""
+    """Hub id or path of the model."""
+    gpu_product: str = ""
+    """GPU product that a preset was resolved for."""
+    gpu_count: Int32 = 0
+    """GPUs of each pod."""
+    seq_len: Int32 | None = None
+    """The network's tokens per nonce for the model, by the preset: `model.seqLen` of rounds."""
+    k_dim: Int32 | None = None
+    """The network's numbers per vector for the model, by the preset: `artifact.kDim` of rounds."""
+    expected_nonces_per_minute: Int32 | None = None
+    """Nonces per minute that all replicas together should compute. The figure is the network's published one, not
+    measured here."""
+    conditions: Annotated[list[StoredCondition], ListMap(("type",))] = Field(default_factory=list)
+    """Conditions, for programs."""
+
+    @property
+    def own_conditions(self) -> Mapping[str, Condition]:
+        """The conditions of the operator, by type."""
+        return {str(found.type): found for found in self.conditions if isinstance(found, Condition)}
+
+    @property
+    def all_conditions(self) -> list[Condition | OtherCondition]:
+        """All conditions, those of other writers too."""
+        return list(self.conditions)
+
+    def stored(self) -> dict[str, Any]:
+        """Return the status as JSON for the API server."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+#: The fleet's name stands in names of Services and in a label of the pods.
+_NAME = "[a-z](?:[-a-z0-9]{0,38}[a-z0-9])?"
+
+
+class PoCFleet(Resource):
+    """PoCFleet keeps the vLLM pods of one model: their StatefulSet, Services, disruption budget, network policy, cache
+    and token. Rounds take its pods by `fleetRef`."""
+
+    KIND: ClassVar[Kind] = Kind(
+        kind="PoCFleet",
+        plural="pocfleets",
+        short="pocf",
+        scale=True,
+        name_rule=Rule(
+            rule=f"self.metadata.name.matches({cel_text(f'^{_NAME}$')})",
+            message="the name must have at most 40 lower-case letters, digits and '-', begin with a letter and not end "
+            "with '-': Services are named after it",
+        ),
+    )
+    COLUMNS: ClassVar[tuple[Column, ...]] = (
+        Column("Model", "string", ".status.model", "Hub id or path of the model"),
+        Column("Ready", "string", ".status.ready", "Ready pods and wanted ones"),
+        Column("Up-To-Date", "integer", ".status.updatedReplicas", "Pods of the newest revision"),
+        Column("Status", "string", ".status.reason", "Whether the fleet is ready, or why not"),
+        Column("Age", "date", ".metadata.creationTimestamp", "Time since the creation"),
+        Column("GPU", "string", ".status.gpuProduct", "GPU product", wide=True),
+        Column("Revision", "string", ".status.updateRevision", "Newest revision", wide=True),
+        Column("Message", "string", ".status.message", "What the fleet does or waits for", wide=True),
+    )
+    CONDITIONS: ClassVar[Mapping[str, str]] = {
+        ConditionType.READY: "All replicas are ready. `False` reads as in progress in tools that follow kstatus.",
+        ConditionType.PROGRESSING: "Pods are created, load their model, or have an old revision.",
+        ConditionType.DEGRADED: "A pod cannot run, or objects of the fleet cannot be kept as they should be.",
+        ConditionType.STALLED: "The fleet cannot go on without a change by you, as of its spec. `True` reads as failed "
+        "in tools that follow kstatus.",
+    }
+
+    spec: FleetSpec
+    """The vLLM pods of one model."""
+    status: FleetStatus = Field(default_factory=FleetStatus)
+    """What there is of the fleet; written by the operator."""

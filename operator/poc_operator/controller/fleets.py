@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps fleets: one loop for each, and one list of all their objects for all loops.
+
+A fleet asks pods for nothing, so it is no work: it has no finalizer, and its objects go with it by their owner
+references. What others change in its objects is found by lists, some seconds later, and put back.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from poc_operator.apis.v1alpha1.conditions import ConditionType
+from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, LabelSelector
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError, StoreForbidden, UnreadableObject
+from poc_operator.clients.kube.events import EventPoster
+from poc_operator.clients.kube.fleet_objects import FleetObjects
+from poc_operator.clients.kube.objects import ObjectStore, parse_object
+from poc_operator.controller.failing_objects import FailureBackoff
+from poc_operator.controller.health import supervised
+from poc_operator.controller.logs import ObjectLogger, ObjectRef
+from poc_operator.controller.metrics import Metrics
+from poc_operator.controller.observing import PodCache
+from poc_operator.fleets.merge import covers
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
+from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Refusal, Surroundings, packaged, with_config_maps
+from poc_operator.observed import PodView
+from poc_operator.planning.snapshot import WorkEvent
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two turns of a fleet with nothing to do, and of one whose pods come or go.
+REST_SECONDS = 15.0
+BUSY_SECONDS = 3.0
+#: Age in seconds at which the list of objects is read again, for the one and the other.
+REST_AGE_SECONDS = 10.0
+BUSY_AGE_SECONDS = 2.0
+#: Seconds between two looks at presets, products, tokens, and at the fleets that there are.
+SURROUNDINGS_SECONDS = 60.0
+#: Seconds for which news are gathered before a turn, and after which a turn is given up.
+GATHER_SECONDS = 0.2
+TURN_SECONDS = 120.0
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """How the process keeps fleets: in which namespaces, without any in all; with which image, where a fleet names
+    none; and with which Secret's token, which it also sends to pods."""
+
+    namespaces: Collection[str] = ()
+    image: str | None = None
+    token_secret: str = TOKEN_SECRET
+
+
+@dataclass
+class _Loop:
+    """One fleet: the newest that is known of it, and what its turns remember."""
+
+    ref: ObjectRef
+    body: Body
+    failures: FailureBackoff
+    log: ObjectLogger
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: bool = False
+    #: The fleet that the body is, once somebody has asked for it.
+    parsed: PoCFleet | None = None
+    #: Objects that do not look as wanted after they were applied, with their versions then.
+    settled: dict[Key, str] = field(default_factory=dict)
+    refused: Refusal | None = None
+
+
+class _Children:
+    """The objects of all fleets, from one list for all of them."""
+
+    def __init__(self, objects: FleetObjects, namespaces: Collection[str], clock: Callable[[], float]) -> None:
+        self._objects = objects
+        self._namespaces = namespaces
+        self._clock = clock
+        self._listed = float("-inf")
+        self._listing = asyncio.Lock()
+        self._found: dict[tuple[str, str], dict[Key, Body]] = {}
+
+    async def of(self, namespace: str, fleet: str, age: float) -> Mapping[Key, Body]:
+        """Return the objects of a fleet, from a list that is no older than ``age`` seconds."""
+        async with self._listing:
+            if self._clock() - self._listed >= age:
+                began = self._clock()
+                found: dict[tuple[str, str], dict[Key, Body]] = {}
+                for body in await self._objects.list_all(self._namespaces):
+                    found.setdefault(_fleet_of(body), {})[key_of(body)] = body
+                self._found, self._listed = found, began
+        return self._found.get((namespace, fleet), {})
+
+    def put(self, body: Body) -> None:
+        """Remember an object as it was applied."""
+        self._found.setdefault(_fleet_of(body), {})[key_of(body)] = body
+
+
+def _fleet_of(body: Body) -> tuple[str, str]:
+    metadata = body["metadata"]
+    return str(metadata["namespace"]), str(metadata["labels"].get(FLEET_LABEL))
+
+
+class Fleets:
+    """All fleets of the process. ``clock`` returns seconds of any monotonic clock."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        objects: FleetObjects,
+        *,
+        options: FleetOptions,
+        pods: PodCache,
+        metrics: Metrics,
+        may_act: Callable[[], bool],
+        events: EventPoster | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._objects = objects
+        self._pods = pods
+        self._metrics = metrics
+        self._may_act = may_act
+        self._events = events
+        self._options = options
+        self._clock = clock
+        self._children = _Children(objects, options.namespaces, clock)
+        self._loops: dict[str, _Loop] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._presets: tuple[float, Presets] = (float("-inf"), packaged())
+        self._products: tuple[float, list[str] | None] = (float("-inf"), None)
+        self._tokens: dict[str, float] = {}
+
+    def changed(self, body: Body) -> None:
+        """Begin to keep a fleet, or let its loop see what changed."""
+        metadata = body["metadata"]
+        uid = str(metadata["uid"])
+        known = self._loops.get(uid)
+        if known is None:
+            if "deletionTimestamp" not in metadata:
+                self._begin(uid, body)
+            return
+        if int(metadata["resourceVersion"]) < int(known.body["metadata"]["resourceVersion"]):
+            return
+        before, known.body, known.parsed = known.body, body, None
+        known.gone = "deletionTimestamp" in metadata
+        if known.gone or before["metadata"]["generation"] != metadata["generation"]:
+            known.refused = None
+            known.failures.spec_changed.set()
+            known.wake.set()
+
+    def deleted(self, uid: str) -> None:
+        """End the loop of a fleet that is gone; its objects go with it, or stay if they were orphaned."""
+        known = self._loops.get(uid)
+        if known is not None:
+            known.gone = True
+            known.failures.spec_changed.set()
+            known.wake.set()
+
+    def pod_changed(self, pod: PodView) -> None:
+        """Let the fleet of a pod see that it changed."""
+        name = pod.labels.get(FLEET_LABEL)
+        if name is None:
+            return
+        for known in self._loops.values():
+            if (known.ref.namespace, known.ref.name) == (pod.namespace, name):
+                known.wake.set()
+
+    def find(self, namespace: str, name: str) -> PoCFleet | None:
+        """Return a fleet by its name, as the watch has told of it; None if there is none, or it makes no sense."""
+        for known in self._loops.values():
+            if (known.ref.namespace, known.ref.name) == (namespace, name) and not known.gone:
+                with contextlib.suppress(UnreadableObject):
+                    return self._parsed(known)
+        return None
+
+    @staticmethod
+    def _parsed(known: _Loop) -> PoCFleet:
+        if known.parsed is None:
+            known.parsed = parse_object(PoCFleet, known.body)
+        return known.parsed
+
+    async def run(self) -> None:
+        """Look now and then whether the watch has told of all fleets, for ever."""
+        while True:
+            await asyncio.sleep(SURROUNDINGS_SECONDS)
+            try:
+                bodies = await self._store.list_bodies(PoCFleet, self._options.namespaces)
+            except StoreError as error:
+                self._metrics.api_server_failed(error)
+                log.warning("API server: %s; the fleets are listed later", error)
+                continue
+            for body in bodies:
+                self.changed(body)
+            for uid in self._loops.keys() - {str(body["metadata"]["uid"]) for body in bodies}:
+                self.deleted(uid)
+
+    async def stop(self) -> None:
+        """End all loops; the pods go on."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, uid: str, body: Body) -> None:
+        ref = ObjectRef(str(body["metadata"]["namespace"]), str(body["metadata"]["name"]), uid)
+        logger = ObjectLogger(log, PoCFleet.KIND, ref)
+        failures = FailureBackoff(
+            PoCFleet, ref, store=self._store, metrics=self._metrics, emit=self._emitter(ref), log=logger
+        )
+        self._loops[uid] = loop = _Loop(ref=ref, body=body, failures=failures, log=logger)
+        self._tasks[uid] = task = supervised(f"the loop of fleet {uid}", self._drive(loop), forever=False)
+        task.add_done_callback(lambda _: (self._loops.pop(uid, None), self._tasks.pop(uid, None)))
+
+    def _emitter(self, ref: ObjectRef) -> Callable[[WorkEvent], None]:
+        def emit(event: WorkEvent) -> None:
+            if self._events is not None:
+                told = self._events.post_on_object(
+                    PoCFleet.KIND, ref.namespace, ref.name, ref.uid, event.reason, event.message
+                )
+                supervised(f"an Event of fleet {ref.uid}", told, forever=False)
+
+        return emit
+
+    async def _drive(self, loop: _Loop) -> None:
+        """Keep one fleet until it is gone. A cancellation is safe at any moment."""
+        while not loop.gone:
+            loop.wake.clear()
+            loop.failures.spec_changed.clear()
+            try:
+                async with asyncio.timeout(TURN_SECONDS):
+                    pause = await self._turn(loop) if self._may_act() else BUSY_SECONDS
+                loop.failures.succeeded()
+            except StoreError as error:
+                pause = BUSY_SECONDS
+                self._metrics.api_server_failed(error)
+                loop.log.log(
+                    logging.DEBUG if isinstance(error, StaleObject) else logging.WARNING,
+                    "API server: %s; trying again",
+                    error,
+                )
+            except Exception as error:
+                await loop.failures.failed(error, int(loop.body["metadata"]["generation"]))
+                await loop.failures.pause()
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await loop.wake.wait()
+            await asyncio.sleep(GATHER_SECONDS)
+
+    async def _turn(self, loop: _Loop) -> float:
+        """Bring the fleet's objects to what they should be, as far as they differ. Return the seconds to rest."""
+        fleet = self._parsed(loop)
+        ready = fleet.status.own_conditions.get(ConditionType.READY)
+        settled = (
+            ready is not None and ready.status == "True" and ready.observed_generation == fleet.metadata.generation
+        )
+        age = REST_AGE_SECONDS if settled else BUSY_AGE_SECONDS
+        seen = await self._observe(loop, fleet, age)
+        step = plan(seen)
+        applied = bool(step.apply)
+        if applied and not await self._exists(fleet):
+            loop.gone = True
+            return BUSY_SECONDS
+        before, loop.refused = loop.refused, None
+        if step.needs_token:
+            await self._ensure_token(loop)
+        for body in step.apply:
+            await self._apply(loop, fleet, body, seen)
+        if applied or loop.refused != before:
+            step = plan(await self._observe(loop, fleet, float("inf")))
+        await self._record(loop, fleet, step)
+        return REST_SECONDS if _rests(step.status) and not applied else BUSY_SECONDS
+
+    async def _exists(self, fleet: PoCFleet) -> bool:
+        """Whether the fleet is there to stay: what names an owner that is gone is deleted, and its pods with it.
+
+        The watch may tell late, and a fleet that was deleted with ``--cascade=orphan`` leaves objects without owner.
+        """
+        metadata = fleet.metadata
+        found = await self._store.get(PoCFleet, metadata.namespace, metadata.name)
+        return found is not None and found.id == fleet.id and found.metadata.deletion_timestamp is None
+
+    async def _observe(self, loop: _Loop, fleet: PoCFleet, age: float) -> FleetSnapshot:
+        namespace, name = fleet.metadata.namespace, fleet.metadata.name
+        objects: Mapping[Key, Body] = {}
+        with contextlib.suppress(StoreForbidden):  # what is applied is refused too, and that is told
+            objects = await self._children.of(namespace, name, age)
+        return FleetSnapshot(
+            fleet=fleet,
+            around=await self._surroundings(fleet),
+            now=datetime.now(UTC).replace(microsecond=0),
+            objects=objects,
+            pods=self._pods.selected(namespace, LabelSelector(match_labels={FLEET_LABEL: name})),
+            settled=loop.settled,
+            refused=loop.refused,
+        )
+
+    async def _surroundings(self, fleet: PoCFleet) -> Surroundings:
+        now = self._clock()
+        if fleet.spec.model.preset is not None and now - self._presets[0] >= SURROUNDINGS_SECONDS:
+            self._presets = (now, with_config_maps(await self._objects.presets()))
+        wants_product = fleet.spec.model.preset is not None and fleet.spec.gpu.product is None
+        if wants_product and now - self._products[0] >= SURROUNDINGS_SECONDS:
+            found = await self._objects.products()
+            self._products = (now, list(found) if found is not None else None)
+        return Surroundings(
+            presets=self._presets[1],
+            products=self._products[1],
+            image=self._options.image,
+            token_secret=self._options.token_secret,
+        )
+
+    async def _ensure_token(self, loop: _Loop) -> None:
+        namespace, now = loop.ref.namespace, self._clock()
+        if now - self._tokens.get(namespace, float("-inf")) < SURROUNDINGS_SECONDS:
+            return
+        name = self._options.token_secret
+        try:
+            await self._objects.ensure_token(namespace, name)
+        except (StoreForbidden, ObjectInvalid) as error:
+            loop.refused = _refusal(f'Secret "{name}"', error)
+        else:
+            self._tokens[namespace] = now
+
+    async def _apply(self, loop: _Loop, fleet: PoCFleet, body: Body, seen: FleetSnapshot) -> None:
+        """Apply one object, unless another that is not the fleet's has its name."""
+        key = key_of(body)
+        try:
+            if key not in seen.objects:
+                found = await self._objects.get(key[0], fleet.metadata.namespace, key[1])
+                stranger = foreign(fleet, found) if found is not None else None
+                if stranger is not None:
+                    loop.refused = loop.refused or stranger
+                    return
+            applied = await self._objects.apply(body)
+        except (StoreForbidden, ObjectInvalid) as error:
+            loop.refused = loop.refused or _refusal(f'{key[0]} "{key[1]}"', error)
+            return
+        loop.log.info("%s %s is applied", *key)
+        self._children.put(applied)
+        if covers(applied, body):
+            loop.settled.pop(key, None)
+        else:
+            loop.settled[key] = str(applied["metadata"]["resourceVersion"])
+
+    async def _record(self, loop: _Loop, fleet: PoCFleet, step: FleetStep) -> None:
+        """Write the status if it differs, and post an Event if something is wrong that was not."""
+        if step.status.stored() == fleet.status.stored():
+            return
+        version = await self._store.write_status(fleet, step.status)
+        if version is not None and loop.body["metadata"]["resourceVersion"] == fleet.metadata.resource_version:
+            metadata = {**loop.body["metadata"], "resourceVersion": version}
+            loop.body = {**loop.body, "metadata": metadata, "status": step.status.stored()}
+            loop.parsed = None
+        event = _news(fleet.status, step.status)
+        if event is not None:
+            self._emitter(loop.ref)(event)
+
+
+def _rests(status: FleetStatus) -> bool:
+    """Whether nothing comes or goes: all replicas are ready, or the fleet is stalled."""
+    found = status.own_conditions
+    return any(kind in found and found[kind].status == "True" for kind in (ConditionType.READY, ConditionType.STALLED))
+
+
+def _refusal(what: str, error: StoreError) -> Refusal:
+    remedy = "; install the chart with fleets.enabled=true" if isinstance(error, StoreForbidden) else ""
+    return Refusal(Reason.OBJECT_REFUSED, f"{what} is refused: {error}{remedy}")
+
+
+def _news(old: FleetStatus, new: FleetStatus) -> WorkEvent | None:
+    """Return the Event for a fleet that is degraded for another reason than before."""
+    now, before = (status.own_conditions.get(ConditionType.DEGRADED) for status in (new, old))
+    if now is None or now.status != "True":
+        return None
+    if before is not None and (before.status, before.reason) == (now.status, now.reason):
+        return None
+    return WorkEvent(reason=now.reason, message=now.message, warning=True)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects of a fleet, as they should be: plain JSON for server-side apply.
+
+Each has only the fields that the operator cares about; what others set beside them stays. The annotation `HASH` tells
+an object that has everything that is wanted from one that has more, of an earlier spec.
+
+The pods are those of the chart ``vllm-poc-worker``, with the fleet's fields put in. What the chart lets users change by
+values, and the spec has no field for, they change by ``spec.podTemplate``.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_pod import GPU_RESOURCE, AccessMode, EnvVar
+from poc_operator.apis.v1alpha1.meta import API_VERSION, COMPONENT, FLEET_LABEL, GROUP, WORKER_LABELS
+from poc_operator.fleets.merge import merged
+from poc_operator.fleets.resolve import Resolved, Surroundings
+
+Object = dict[str, Any]
+
+#: Name of the container that runs vLLM.
+CONTAINER = "vllm"
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+#: The pod serves on for so long while Services forget it.
+PRE_STOP_SECONDS = 5
+_SHARED_MEMORY = "8Gi"
+_PROBE_SECONDS = 5
+#: Annotation of every object of a fleet: a digest of what was wanted when it was applied last.
+HASH = f"{GROUP}/wanted"
+#: Port of the Service for chat.
+CHAT_PORT = 80
+
+
+def render(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Sequence[Object]:
+    """Return all objects of the fleet, in the order in which they are to be created. PatchError of ``podTemplate``."""
+    own = [
+        *_claims(fleet),
+        _headless_service(fleet),
+        _chat_service(fleet),
+        _network_policy(fleet),
+        _disruption_budget(fleet),
+        _stateful_set(fleet, resolved, around),
+    ]
+    return [_signed(body) for body in own]
+
+
+def _object(api_version: str, kind: str, name: str, fleet: PoCFleet, spec: Object) -> Object:
+    owner = {
+        "apiVersion": API_VERSION,
+        "kind": fleet.KIND.kind,
+        "name": fleet.metadata.name,
+        "uid": fleet.metadata.uid,
+        "controller": True,
+    }
+    metadata = {
+        "name": name,
+        "namespace": fleet.metadata.namespace,
+        "labels": labels(fleet),
+        "ownerReferences": [owner],
+    }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _signed(body: Object) -> Object:
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+    return {**body, "metadata": {**body["metadata"], "annotations": {HASH: digest}}}
+
+
+def headless_service(fleet: PoCFleet) -> str:
+    """Return the name of the Service that gives each pod a name of its own."""
+    return f"{fleet.metadata.name}-pods"
+
+
+def _stateful_set(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
+    spec: dict[str, Any] = {
+        "replicas": fleet.spec.replicas,
+        "serviceName": headless_service(fleet),
+        # Pods load their model side by side, and none is replaced while a round may run on it.
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": selector_labels(fleet)},
+        "template": pod_template(fleet, resolved, around),
+    }
+    return _object("apps/v1", "StatefulSet", fleet.metadata.name, fleet, spec)
+
+
+def _headless_service(fleet: PoCFleet) -> Object:
+    # Pods that still load have a name too.
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": selector_labels(fleet),
+        "ports": [{"name": "http", "port": fleet.spec.port, "targetPort": "http", "protocol": "TCP"}],
+    }
+    return _object("v1", "Service", headless_service(fleet), fleet, spec)
+
+
+def _chat_service(fleet: PoCFleet) -> Object:
+    ports = [{"name": "http", "port": CHAT_PORT, "targetPort": "http", "protocol": "TCP"}]
+    return _object("v1", "Service", fleet.metadata.name, fleet, {"selector": selector_labels(fleet), "ports": ports})
+
+
+def _disruption_budget(fleet: PoCFleet) -> Object:
+    # A pod that is not ready has nothing to lose, and must not keep a Kubernetes node from being drained.
+    spec = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": selector_labels(fleet)},
+    }
+    return _object("policy/v1", "PodDisruptionBudget", fleet.metadata.name, fleet, spec)
+
+
+def _network_policy(fleet: PoCFleet) -> Object:
+    spec = {
+        "podSelector": {"matchLabels": selector_labels(fleet)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"ports": [{"port": "http", "protocol": "TCP"}]}],
+    }
+    return _object("networking.k8s.io/v1", "NetworkPolicy", fleet.metadata.name, fleet, spec)
+
+
+def _claims(fleet: PoCFleet) -> list[Object]:
+    cache = fleet.spec.cache
+    if cache.size is None:
+        return []
+    spec: Object = {
+        "accessModes": [str(cache.access_mode or AccessMode.READ_WRITE_MANY)],
+        "resources": {"requests": {"storage": cache.size}},
+    }
+    if cache.storage_class is not None:
+        spec["storageClassName"] = cache.storage_class
+    return [_object("v1", "PersistentVolumeClaim", cache_claim(fleet), fleet, spec)]
+
+
+def selector_labels(fleet: PoCFleet) -> dict[str, str]:
+    """Return the labels that all pods of the fleet have, whatever its spec, and no others."""
+    return {FLEET_LABEL: fleet.metadata.name}
+
+
+def labels(fleet: PoCFleet) -> dict[str, str]:
+    """Return the labels of all that belongs to the fleet."""
+    return {
+        "app.kubernetes.io/name": "vllm-poc-worker",
+        "app.kubernetes.io/instance": fleet.metadata.name,
+        "app.kubernetes.io/managed-by": COMPONENT,
+        **selector_labels(fleet),
+    }
+
+
+def pod_template(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
+    """Return the pods' template. PatchError if ``spec.podTemplate`` does not fit."""
+    base = {"metadata": {"labels": {**labels(fleet), **WORKER_LABELS}}, "spec": _pod(fleet, resolved, around)}
+    patch = fleet.spec.pod_template
+    if patch is None:
+        return base
+    more = patch.metadata.model_dump(exclude_none=True) if patch.metadata is not None else {}
+    spec = merged(base["spec"], patch.spec or {}, "spec.podTemplate.spec")
+    return {"metadata": merged(base["metadata"], more, "spec.podTemplate.metadata"), "spec": spec}
+
+
+def _pod(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
+    spec = fleet.spec
+    pod: Object = {
+        "automountServiceAccountToken": False,
+        # A Service named "vllm" would otherwise inject VLLM_PORT, which vLLM reads as its own setting.
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": spec.termination_grace_period_seconds,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_container(fleet, resolved, around)],
+        "volumes": [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}},
+            {"name": "cache", **_cache(fleet)},
+        ],
+    }
+    if spec.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret.name} for secret in spec.image_pull_secrets]
+    if spec.priority_class_name is not None:
+        pod["priorityClassName"] = spec.priority_class_name
+    if resolved.gpu_product is not None:
+        pod["nodeSelector"] = {PRODUCT_LABEL: resolved.gpu_product}
+    if spec.spread is not None:
+        pod["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": spec.spread.topology_key,
+                "whenUnsatisfiable": str(spec.spread.when_unsatisfiable),
+                "labelSelector": {"matchLabels": selector_labels(fleet)},
+            }
+        ]
+    return pod
+
+
+def cache_claim(fleet: PoCFleet) -> str:
+    """Return the name of the PVC that the operator makes for the fleet."""
+    return f"{fleet.metadata.name}-cache"
+
+
+def _cache(fleet: PoCFleet) -> Object:
+    cache = fleet.spec.cache
+    claim = cache_claim(fleet) if cache.size is not None else cache.existing_claim
+    return {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
+
+
+def _container(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
+    spec = fleet.spec
+    return {
+        "name": CONTAINER,
+        "image": spec.image or around.image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": _args(fleet, resolved),
+        "env": _env(fleet, resolved, around),
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
+        "ports": [{"name": "http", "containerPort": spec.port, "protocol": "TCP"}],
+        # Loading takes minutes: only the startup probe is patient.
+        "startupProbe": _probe(periodSeconds=5, failureThreshold=spec.startup_seconds // _PROBE_SECONDS),
+        "readinessProbe": _probe(periodSeconds=5, timeoutSeconds=5, failureThreshold=3),
+        "livenessProbe": _probe(periodSeconds=10, timeoutSeconds=10, failureThreshold=6),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "resources": _resources(fleet, resolved),
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "cache", "mountPath": "/cache"}],  # noqa: S108
+    }
+
+
+def _probe(**fields: int) -> Object:
+    return {"httpGet": {"path": "/health", "port": "http"}, **fields}
+
+
+def _args(fleet: PoCFleet, resolved: Resolved) -> list[str]:
+    spec = fleet.spec
+    own = {
+        "--host": spec.host,
+        "--port": spec.port,
+        "--served-model-name": spec.served_name,
+        "--tensor-parallel-size": resolved.tensor if resolved.tensor > 1 else None,
+        "--pipeline-parallel-size": resolved.pipeline if resolved.pipeline > 1 else None,
+    }
+    flags = [f"{flag}={value}" for flag, value in own.items() if value is not None]
+    return [resolved.model, "--enable-poc", *flags, *resolved.args, *(spec.engine_args or [])]
+
+
+def _env(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> list[Object]:
+    spec = fleet.spec
+    found: dict[str, Object] = {"HF_HOME": _value("/cache/huggingface"), "VLLM_CACHE_ROOT": _value("/cache/vllm")}
+    if spec.callback_allow:
+        found["VLLM_POC_CALLBACK_ALLOW"] = _value(",".join(spec.callback_allow))
+    if spec.auth.open:
+        found["VLLM_POC_OPEN"] = _value("1")
+    else:
+        found["VLLM_POC_TOKEN"] = _secret(around.token_secret, "token")
+    if spec.hugging_face.token_secret is not None:
+        found["HF_TOKEN"] = _secret(spec.hugging_face.token_secret, "token")
+    found |= {name: _value(value) for name, value in resolved.env.items()}
+    found |= {variable.name: _of_user(variable) for variable in spec.env or []}
+    return [{"name": name, **value} for name, value in found.items()]
+
+
+def _value(text: str) -> Object:
+    return {"value": text}
+
+
+def _secret(name: str, key: str) -> Object:
+    return {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+
+
+def _of_user(variable: EnvVar) -> Object:
+    if variable.value_from is None:
+        return _value(variable.value or "")
+    return _secret(variable.value_from.secret_key_ref.name, variable.value_from.secret_key_ref.key)
+
+
+def _resources(fleet: PoCFleet, resolved: Resolved) -> Object:
+    asked = fleet.spec.resources
+    gpus: Mapping[str, str] = {GPU_RESOURCE: str(resolved.gpu_count)} if resolved.gpu_count else {}
+    found = {"requests": dict(asked.requests or {}), "limits": {**(asked.limits or {}), **gpus}}
+    return {name: quantities for name, quantities in found.items() if quantities}

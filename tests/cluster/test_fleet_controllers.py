@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fleets beside Kubernetes' own controllers: pods are made, replaced and orphaned. The test stands for the kubelet."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Iterator
+from http import HTTPStatus
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from hack.generate.__main__ import KINDS
+from hack.generate.crds import crd
+from hack.toolchain.tools import tool_path
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from tests.cluster.test_process import running
+from tests.support.servers.api_server import ApiServer, api_server
+from tests.support.servers.http_server import free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180, func_only=True)]
+
+FLEETS = "/apis/poc.gonka.ai/v1alpha1/namespaces/default/pocfleets"
+SETS = "/apis/apps/v1/namespaces/default/statefulsets"
+PODS = "/api/v1/namespaces/default/pods"
+SPEC = {"model": {"path": "org/model"}, "image": "registry.example.org/worker:1"}
+CONTROLLERS = "statefulset-controller,garbage-collector-controller,disruption-controller"
+
+Body = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API server with Kubernetes' controllers for StatefulSets, budgets and garbage."""
+    folder = tmp_path_factory.mktemp("controllers")
+    with api_server() as server:
+        for kind in KINDS:
+            server.install(crd(kind))
+        config = folder / "kubeconfig"
+        config.write_text(json.dumps(server.kubeconfig()))
+        flags = [f"--kubeconfig={config}", f"--controllers={CONTROLLERS}", "--leader-elect=false"]
+        with (folder / "log").open("wb") as log:
+            port = f"--secure-port={free_port()}"
+            manager = subprocess.Popen(
+                [tool_path("kube-controller-manager"), *flags, port, f"--cert-dir={folder}"], stdout=log, stderr=log
+            )
+        try:
+            yield server
+        finally:
+            manager.terminate()
+            manager.wait(timeout=30)
+
+
+@pytest.fixture
+async def operator(cluster: ApiServer, tmp_path: Path) -> AsyncIterator[Process]:
+    config = tmp_path / "kubeconfig"
+    config.write_text(json.dumps(cluster.kubeconfig()))
+    environment = {**os.environ, "KUBECONFIG": str(config), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    async with running(environment, tmp_path) as process:
+        yield process
+
+
+async def until(read: Callable[[], Any], holds: Callable[[Any], bool], seconds: float = 60) -> Any:  # noqa: ANN401
+    """Read until it is as wanted, and return it."""
+    end = monotonic() + seconds
+    while not holds(found := read()):
+        assert monotonic() < end, str(found)[:2000]
+        await asyncio.sleep(0.2)
+    return found
+
+
+def pods(api: ApiServer, fleet: str) -> dict[str, Body]:
+    """The pods of a fleet that are not on their way out, by name."""
+    found = api.request("GET", PODS, labelSelector=f"{FLEET_LABEL}={fleet}")[1]["items"]
+    return {body["metadata"]["name"]: body for body in found if "deletionTimestamp" not in body["metadata"]}
+
+
+def make_ready(api: ApiServer, fleet: str) -> None:
+    """Do for the pods what a kubelet does."""
+    for name, pod in pods(api, fleet).items():
+        container = {"name": "vllm", "ready": True, "restartCount": 0, "image": "a", "imageID": "b", "started": True}
+        state = {"running": {"startedAt": pod["metadata"]["creationTimestamp"]}}
+        status = {
+            "phase": "Running",
+            "podIP": "127.0.0.1",
+            "podIPs": [{"ip": "127.0.0.1"}],
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "containerStatuses": [{**container, "state": state}],
+        }
+        assert api.request("PATCH", f"{PODS}/{name}/status", {"status": status})[0] == 200
+
+
+def status_of(api: ApiServer, fleet: str) -> Body:
+    found: Body = api.request("GET", f"{FLEETS}/{fleet}")[1].get("status") or {}
+    return found
+
+
+async def ready_fleet(api: ApiServer, name: str, replicas: int) -> None:
+    assert api.create("PoCFleet", name, {**SPEC, "replicas": replicas})[0] == 201
+    await until(lambda: pods(api, name), lambda found: len(found) == replicas)
+    make_ready(api, name)
+    await until(lambda: status_of(api, name), lambda found: found.get("reason") == "AllReplicasReady")
+
+
+@pytest.mark.usefixtures("operator")
+async def test_another_spec_restarts_no_pod_and_deleted_ones_come_back_with_it(cluster: ApiServer) -> None:
+    await ready_fleet(cluster, "update", 2)
+    before = {name: body["metadata"]["uid"] for name, body in pods(cluster, "update").items()}
+    assert sorted(before) == ["update-0", "update-1"]
+    first = status_of(cluster, "update")
+    assert (first["ready"], first["updatedReplicas"]) == ("2/2", 2)
+    assert first["currentRevision"] == first["updateRevision"] != ""
+
+    assert cluster.patch("PoCFleet", "update", {"engineArgs": ["--max-num-seqs=8"]})[0] == 200
+    outdated = await until(lambda: status_of(cluster, "update"), lambda found: found.get("reason") == "PodsOutdated")
+    assert (outdated["updatedReplicas"], outdated["ready"]) == (0, "2/2")
+    assert outdated["currentRevision"] == first["updateRevision"] != outdated["updateRevision"]
+    await asyncio.sleep(3)
+    assert {name: body["metadata"]["uid"] for name, body in pods(cluster, "update").items()} == before
+
+    assert cluster.request("DELETE", f"{PODS}/update-0", gracePeriodSeconds="0")[0] == 200
+    found = await until(
+        lambda: pods(cluster, "update"),
+        lambda found: "update-0" in found and found["update-0"]["metadata"]["uid"] != before["update-0"],
+    )
+    assert "--max-num-seqs=8" in found["update-0"]["spec"]["containers"][0]["args"]
+    make_ready(cluster, "update")
+    await until(lambda: status_of(cluster, "update"), lambda found: found.get("updatedReplicas") == 1)
+
+    assert cluster.request("PATCH", f"{FLEETS}/update/scale", {"spec": {"replicas": 1}})[0] == 200
+    await until(lambda: pods(cluster, "update"), lambda found: sorted(found) == ["update-0"])
+    cluster.request("DELETE", f"{PODS}/update-1", gracePeriodSeconds="0")
+    last = await until(lambda: status_of(cluster, "update"), lambda found: found.get("reason") == "AllReplicasReady")
+    assert (last["ready"], last["updatedReplicas"]) == ("1/1", 1)
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_deleted_fleet_takes_its_objects_along(cluster: ApiServer) -> None:
+    await ready_fleet(cluster, "gone", 1)
+    assert cluster.request("DELETE", f"{FLEETS}/gone", propagationPolicy="Background")[0] == 200
+    for path in (f"{SETS}/gone", "/api/v1/namespaces/default/services/gone-pods"):
+        await until(lambda path=path: cluster.request("GET", path)[0], lambda code: code == HTTPStatus.NOT_FOUND)  # type: ignore[misc]
+    await until(lambda: pods(cluster, "gone"), lambda found: not found)
+
+
+@pytest.mark.usefixtures("operator")
+async def test_pods_of_an_orphaned_fleet_work_on_and_are_adopted(cluster: ApiServer) -> None:
+    await ready_fleet(cluster, "left", 2)
+    before = {name: body["metadata"]["uid"] for name, body in pods(cluster, "left").items()}
+    assert cluster.request("DELETE", f"{FLEETS}/left", propagationPolicy="Orphan")[0] == 200
+    await until(lambda: cluster.request("GET", f"{FLEETS}/left")[0], lambda code: code == HTTPStatus.NOT_FOUND)
+    orphan = cluster.request("GET", f"{SETS}/left")[1]
+    assert not orphan["metadata"].get("ownerReferences")
+    assert {name: body["metadata"]["uid"] for name, body in pods(cluster, "left").items()} == before
+    await ready_fleet(cluster, "left", 2)
+    adopted = cluster.request("GET", f"{SETS}/left")[1]
+    assert adopted["metadata"]["uid"] == orphan["metadata"]["uid"]
+    assert adopted["metadata"]["ownerReferences"][0]["name"] == "left"
+    assert {name: body["metadata"]["uid"] for name, body in pods(cluster, "left").items()} == before
+    assert status_of(cluster, "left")["updatedReplicas"] == 2

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fleets, kept by the operator's process against a real API server. No kubelet runs: the test writes pods."""
+
+import asyncio
+import base64
+import json
+import os
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.clients.kube.fleet_objects import KINDS
+from tests.cluster.test_process import environment, running
+from tests.support.servers.api_server import ApiServer
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import running_pod
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180, func_only=True)]
+
+__all__ = ["environment"]
+
+NAMESPACE = "default"
+IMAGE = "registry.example.org/worker:1"
+FLEETS = f"/apis/poc.gonka.ai/v1alpha1/namespaces/{NAMESPACE}/pocfleets"
+ROUNDS = f"/apis/poc.gonka.ai/v1alpha1/namespaces/{NAMESPACE}/pocrounds"
+SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+#: What every fleet has: kind and the end of the name.
+OBJECTS = (
+    ("StatefulSet", ""),
+    ("Service", ""),
+    ("Service", "-pods"),
+    ("PodDisruptionBudget", ""),
+    ("NetworkPolicy", ""),
+)
+PATH = {"model": {"path": "org/model"}}
+
+Body = dict[str, Any]
+
+
+def path_of(kind: str, name: str) -> str:
+    api, plural = KINDS[kind]
+    return f"{api}/namespaces/{NAMESPACE}/{plural}/{name}"
+
+
+async def until(api: ApiServer, path: str, holds: Callable[[int, Body], bool], seconds: float = 40) -> Body:
+    """Read an object until it is as wanted, and return it."""
+    end = monotonic() + seconds
+    while True:
+        code, body = api.request("GET", path)
+        if holds(code, body):
+            found: Body = body
+            return found
+        assert monotonic() < end, (code, json.dumps(body)[:2000])
+        await asyncio.sleep(0.2)
+
+
+def pod_of(body: Body) -> Body:
+    found: Body = body["spec"]["template"]["spec"]
+    return found
+
+
+def exists(code: int, _: Body) -> bool:
+    return code == HTTPStatus.OK
+
+
+def says(reason: str) -> Callable[[int, Body], bool]:
+    return lambda code, body: code == HTTPStatus.OK and body.get("status", {}).get("reason") == reason
+
+
+@pytest.fixture
+async def operator(environment: Mapping[str, str], tmp_path: Path) -> AsyncIterator[Process]:
+    """The operator for all namespaces, with an image for fleets."""
+    async with running(environment, tmp_path, f"--worker-image={IMAGE}") as process:
+        yield process
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_fleet_gets_its_objects_and_they_are_put_back(api: ApiServer) -> None:
+    assert api.create("PoCFleet", "whole", {**PATH, "replicas": 2, "cache": {"size": "1Gi"}})[0] == 201
+    for kind, end in OBJECTS:
+        body = await until(api, path_of(kind, f"whole{end}"), exists)
+        assert body["metadata"]["ownerReferences"][0]["kind"] == "PoCFleet"
+        managers = {entry["manager"]: entry["operation"] for entry in body["metadata"]["managedFields"]}
+        assert managers["vllm-poc-operator"] == "Apply"
+    await until(api, path_of("PersistentVolumeClaim", "whole-cache"), exists)
+    fleet = await until(api, f"{FLEETS}/whole", says("ReplicasNotReady"))
+    assert fleet["status"]["ready"] == "0/2"
+
+    token = api.request("GET", f"{SECRETS}/vllm-poc-token")[1]["data"]["token"]
+    assert len(base64.b64decode(token)) > 30
+
+    # What others change of ours comes back, what they add stays.
+    service = path_of("Service", "whole")
+    added = {"metadata": {"annotations": {"own": "yes"}}, "spec": {"selector": {"other": "pods"}}}
+    assert api.request("PATCH", service, added)[0] == 200
+    assert api.request("PATCH", path_of("StatefulSet", "whole"), {"spec": {"replicas": 7}})[0] == 200
+    assert api.request("DELETE", path_of("NetworkPolicy", "whole"))[0] == 200
+    await until(api, path_of("StatefulSet", "whole"), lambda _, body: body["spec"]["replicas"] == 2, 30)
+    await until(api, path_of("NetworkPolicy", "whole"), exists, 30)
+    found = await until(api, service, lambda _, body: FLEET_LABEL in body["spec"]["selector"], 30)
+    assert found["metadata"]["annotations"]["own"] == "yes"
+
+    # A field that leaves the spec leaves the objects; the scale subresource changes them.
+    assert api.patch("PoCFleet", "whole", {"priorityClassName": "gpu", "engineArgs": ["--max-num-seqs=1"]})[0] == 200
+    changed = path_of("StatefulSet", "whole")
+    await until(api, changed, lambda _, body: pod_of(body).get("priorityClassName") == "gpu")
+    assert api.patch("PoCFleet", "whole", {"priorityClassName": None})[0] == 200
+    await until(api, changed, lambda _, body: "priorityClassName" not in pod_of(body))
+    assert api.request("PATCH", f"{FLEETS}/whole/scale", {"spec": {"replicas": 3}})[0] == 200
+    await until(api, changed, lambda _, body: body["spec"]["replicas"] == 3)
+    scale = api.request("GET", f"{FLEETS}/whole/scale")[1]
+    assert (scale["spec"]["replicas"], scale["status"]["selector"]) == (3, f"{FLEET_LABEL}=whole")
+    # The token is never made anew.
+    assert api.request("GET", f"{SECRETS}/vllm-poc-token")[1]["data"]["token"] == token
+
+
+@pytest.mark.usefixtures("operator")
+async def test_bad_fleets_say_why_and_harm_no_other(api: ApiServer) -> None:
+    preset = {"model": {"preset": "glm-5.3-flash"}, "gpu": {"product": "NVIDIA-H200", "count": 2}}
+    assert api.create("PoCFleet", "nearest", preset)[0] == 201
+    wrong = {**PATH, "podTemplate": {"spec": {"containers": [{"name": "vllm", "ports": [{"containerPort": -1}]}]}}}
+    assert api.create("PoCFleet", "refused", wrong)[0] == 201
+    own = {"metadata": {"name": "taken"}, "spec": {"ports": [{"port": 1}]}}
+    assert api.request("POST", "/api/v1/namespaces/default/services", own)[0] == 201
+    assert api.create("PoCFleet", "taken", PATH)[0] == 201
+    assert api.create("PoCFleet", "fine", PATH)[0] == 201
+
+    found = await until(api, f"{FLEETS}/nearest", says("GpuUnsupported"))
+    assert "the nearest is 4 × H200" in found["status"]["message"]  # noqa: RUF001
+    found = await until(api, f"{FLEETS}/refused", says("ObjectRefused"))
+    assert "containerPort" in found["status"]["message"]
+    found = await until(api, f"{FLEETS}/taken", says("ObjectConflict"))
+    assert 'Service "taken" exists and belongs to no fleet' in found["status"]["message"]
+    assert "selector" not in api.request("GET", path_of("Service", "taken"))[1]["spec"]
+    await until(api, path_of("StatefulSet", "fine"), exists)
+    conditions = {one["type"]: one["status"] for one in found["status"]["conditions"]}
+    assert conditions == {"Ready": "False", "Progressing": "False", "Degraded": "True", "Stalled": "True"}
+
+    # A change of the spec is tried at once.
+    assert api.patch("PoCFleet", "nearest", {"gpu": {"count": 4}})[0] == 200
+    body = await until(api, path_of("StatefulSet", "nearest"), exists, 10)
+    pod = body["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "4"
+
+
+@pytest.mark.usefixtures("operator")
+async def test_products_and_presets_come_from_the_cluster(api: ApiServer) -> None:
+    node = {"metadata": {"name": "gpu-1", "labels": {"nvidia.com/gpu.product": "NVIDIA-B300-SXM6-AC"}}}
+    assert api.request("POST", "/api/v1/nodes", node)[0] == 201
+    preset = "{name: own, model: org/own, seqLen: 8, kDim: 4, gpus: [{product: any, count: 1, tensor: 1}]}"
+    labels = {"poc.gonka.ai/presets": "true"}
+    maps = {"metadata": {"name": "presets", "labels": labels}, "data": {"own.yaml": preset, "bad.yaml": "x"}}
+    assert api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/configmaps", maps)[0] == 201
+    assert api.create("PoCFleet", "found", {"model": {"preset": "minimax-m2.7"}, "replicas": 2})[0] == 201
+    assert api.create("PoCFleet", "own", {"model": {"preset": "own"}})[0] == 201
+    assert api.create("PoCFleet", "bad", {"model": {"preset": "bad"}})[0] == 201
+    status = (await until(api, f"{FLEETS}/found", says("ReplicasNotReady")))["status"]
+    assert (status["gpuProduct"], status["gpuCount"]) == ("NVIDIA-B300-SXM6-AC", 1)
+    assert (status["seqLen"], status["expectedNoncesPerMinute"]) == (1024, 2 * 1792)
+    assert (await until(api, f"{FLEETS}/own", says("ReplicasNotReady")))["status"]["model"] == "org/own"
+    message = (await until(api, f"{FLEETS}/bad", says("PresetUnusable")))["status"]["message"]
+    assert 'key "bad.yaml" of ConfigMap "presets"' in message
+
+
+async def test_an_orphaned_fleet_is_adopted_by_the_next(
+    api: ApiServer, environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    async with running(environment, tmp_path, f"--worker-image={IMAGE}"):
+        assert api.create("PoCFleet", "adopted", {**PATH, "replicas": 2})[0] == 201
+        before = await until(api, path_of("StatefulSet", "adopted"), exists)
+        await until(api, f"{FLEETS}/adopted", says("ReplicasNotReady"))
+        assert api.request("DELETE", f"{FLEETS}/adopted", propagationPolicy="Background")[0] == 200
+        await until(api, f"{FLEETS}/adopted", lambda code, _: code == HTTPStatus.NOT_FOUND)
+        # As the garbage collector does for --cascade=orphan.
+        for kind, end in OBJECTS:
+            api.request("PATCH", path_of(kind, f"adopted{end}"), {"metadata": {"ownerReferences": None}})
+        assert api.create("PoCFleet", "adopted", {**PATH, "replicas": 3})[0] == 201
+        found = await until(api, path_of("StatefulSet", "adopted"), lambda _, body: body["spec"]["replicas"] == 3)
+        assert found["metadata"]["uid"] == before["metadata"]["uid"]
+        owner = api.request("GET", f"{FLEETS}/adopted")[1]["metadata"]["uid"]
+        assert [one["uid"] for one in found["metadata"]["ownerReferences"]] == [owner]
+
+
+ROUND: Body = {
+    "blockHash": "ab" * 32,
+    "blockHeight": 7,
+    "publicKey": "key",
+    "model": {"name": "tiny", "seqLen": 64},
+    "artifact": {"kDim": 4},
+    "nodes": {"first": 0, "last": 0, "count": 1},
+    "batchSize": 8,
+}
+
+
+def observe(api: ApiServer, fleet: str) -> None:
+    """Do what the StatefulSets' controller does to a status."""
+    path = path_of("StatefulSet", fleet)
+    generation = api.request("GET", path)[1]["metadata"]["generation"]
+    status = {"replicas": 0, "observedGeneration": generation, "updateRevision": "r1"}
+    assert api.request("PATCH", f"{path}/status", {"status": status})[0] == 200
+
+
+def add_pod(api: ApiServer, fleet: str, number: int, ip: str, port: int) -> None:
+    """Let the API server know a ready pod of a fleet."""
+    container = {"name": "vllm", "image": "none", "ports": [{"containerPort": port}]}
+    labels = {FLEET_LABEL: fleet, "controller-revision-hash": "r1"}
+    body = {"metadata": {"name": f"{fleet}-{number}", "labels": labels}, "spec": {"containers": [container]}}
+    assert api.request("POST", PODS, body)[0] == 201
+    conditions = [{"type": "Ready", "status": "True"}]
+    status = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "conditions": conditions}
+    assert api.request("PATCH", f"{PODS}/{fleet}-{number}/status", {"status": status})[0] == 200
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_round_takes_pods_port_and_groups_of_its_fleet(api: ApiServer) -> None:
+    port = free_port()
+    spec = {**ROUND, "fleetRef": {"name": "rounds"}, "stop": {"afterNonces": 50}}
+    assert api.create("PoCRound", "of-a-fleet", spec)[0] == 201
+    waits = lambda _, body: "there is no PoCFleet" in body.get("status", {}).get("message", "")  # noqa: E731
+    await until(api, f"{ROUNDS}/of-a-fleet", waits)
+    assert (
+        api.create(
+            "PoCFleet", "rounds", {**PATH, "replicas": 2, "port": port, "auth": {"open": True}, "callbackAllow": ["*"]}
+        )[0]
+        == 201
+    )
+    async with AsyncExitStack() as stack:
+        pods = [await stack.enter_async_context(running_pod()) for _ in range(2)]
+        await stack.enter_async_context(serve(pods[0].app, "127.0.0.1", port))
+        add_pod(api, "rounds", 0, "127.0.0.1", port)
+        # The slots follow the size that the fleet is to have: the second pod has yet to come.
+        slots = lambda _, body: len(body.get("status", {}).get("assignments", [])) == 2  # noqa: E731
+        await until(api, f"{ROUNDS}/of-a-fleet", slots)
+        await stack.enter_async_context(serve(pods[1].app, "127.0.0.2", port))
+        add_pod(api, "rounds", 1, "127.0.0.2", port)
+        done = lambda _, body: body.get("status", {}).get("state") in ("Complete", "Failed")  # noqa: E731
+        found = await until(api, f"{ROUNDS}/of-a-fleet", done, 90)
+        assert found["status"]["state"] == "Complete", found["status"]
+        assert (found["status"]["groups"], found["status"]["done"]) == (2, 2)
+        observe(api, "rounds")
+        fleet = await until(api, f"{FLEETS}/rounds", says("AllReplicasReady"))
+        assert (fleet["status"]["ready"], fleet["status"]["updatedReplicas"]) == ("2/2", 2)
+        for number in range(2):
+            api.request("DELETE", f"{PODS}/rounds-{number}", gracePeriodSeconds="0")
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.usefixtures("operator")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_idle_fleets_cost_little(api: ApiServer, operator: Process) -> None:
+    """100 fleets of 10 pods."""
+    names = [f"many-{number}" for number in range(100)]
+    for name in names:
+        assert api.create("PoCFleet", name, {**PATH, "replicas": 10})[0] == 201
+        for number in range(10):
+            add_pod(api, name, number, "127.0.0.1", 8000)
+    for name in names:
+        await until(api, path_of("StatefulSet", name), exists, 120)
+        observe(api, name)
+    for name in names:
+        await until(api, f"{FLEETS}/{name}", says("AllReplicasReady"), 120)
+    await asyncio.sleep(20)
+    began, used = monotonic(), cpu_seconds(operator.pid)
+    await asyncio.sleep(30)
+    share = (cpu_seconds(operator.pid) - used) / (monotonic() - began)
+    print(f"{share:.3f} cores for 100 idle fleets of 10 pods")  # noqa: T201
+    assert share < 0.2
+    for name in names:
+        api.request("DELETE", f"{FLEETS}/{name}")
+    api.request("DELETE", PODS, gracePeriodSeconds="0")

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done about a fleet's objects, and what its status says, as tables over ``plan()``."""
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hack.generate.crds import schema
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS, Reason
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
+from poc_operator.fleets.render import Object
+from poc_operator.fleets.resolve import Refusal
+from poc_operator.observed import PodView
+from tests.support.builders.specs import specs
+from tests.support.checks.admission import admitted
+from tests.support.checks.kstatus import kstatus
+from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
+
+Objects = dict[Key, Any]
+
+
+def look(
+    fleet: PoCFleet,
+    objects: Mapping[Key, Any] | None = None,
+    pods: Sequence[PodView] = (),
+    **seen: Any,  # noqa: ANN401 - fields of the snapshot
+) -> FleetStep:
+    return plan(FleetSnapshot(fleet=fleet, around=AROUND, now=NOW, objects=objects or {}, pods=pods, **seen))
+
+
+def stored(fleet: PoCFleet, revision: str = "demo-1") -> Objects:
+    """The fleet's objects as the API server has them once they are applied."""
+    found = {key_of(body): copy.deepcopy(body) for body in look(fleet).apply}
+    for version, body in enumerate(found.values()):
+        body["metadata"] |= {"resourceVersion": str(version), "generation": 1}
+        body["spec"]["of others"] = True
+    found["StatefulSet", fleet.metadata.name]["status"] = {"updateRevision": revision, "observedGeneration": 1}
+    return found
+
+
+def a_pod(number: int, *, ready: bool = True, revision: str = "demo-1", **fields: Any) -> PodView:  # noqa: ANN401
+    labels = {FLEET_LABEL: "demo", "controller-revision-hash": revision}
+    fields = {"waiting_for": "" if ready else "ContainersNotReady", **fields}
+    return PodView(name=f"demo-{number}", namespace="ns", uid=f"u{number}", labels=labels, ready=ready, **fields)
+
+
+def conditions(step: FleetStep) -> dict[str, str]:
+    return {kind: found.status for kind, found in step.status.own_conditions.items()}
+
+
+def test_what_is_missing_is_applied_in_the_order_of_need() -> None:
+    step = look(a_fleet())
+    assert [key_of(body)[0] for body in step.apply][-1] == "StatefulSet"
+    assert len(step.apply) == 5
+    assert step.needs_token
+    assert not look(a_fleet(auth={"open": True}, callbackAllow=["*"])).needs_token
+
+
+def test_what_is_as_wanted_is_left_alone() -> None:
+    assert not look(a_fleet(), stored(a_fleet())).apply
+
+
+DRIFT: dict[str, tuple[Key, Callable[[Any], Any]]] = {
+    "replicas": (("StatefulSet", "demo"), lambda body: body["spec"].update(replicas=9)),
+    "image": (
+        ("StatefulSet", "demo"),
+        lambda body: body["spec"]["template"]["spec"]["containers"][0].update(image="other"),
+    ),
+    "a variable": (
+        ("StatefulSet", "demo"),
+        lambda body: body["spec"]["template"]["spec"]["containers"][0]["env"].pop(),
+    ),
+    "the owner": (("Service", "demo"), lambda body: body["metadata"].update(ownerReferences=[])),
+    "a label": (("Service", "demo-pods"), lambda body: body["metadata"]["labels"].pop("app.kubernetes.io/name")),
+    "the signature": (("NetworkPolicy", "demo"), lambda body: body["metadata"].pop("annotations")),
+    "a selector": (("PodDisruptionBudget", "demo"), lambda body: body["spec"].update(selector={})),
+}
+
+
+@pytest.mark.parametrize(("key", "change"), DRIFT.values(), ids=DRIFT)
+def test_a_change_of_what_is_wanted_is_put_back(key: Key, change: Callable[[Any], Any]) -> None:
+    objects = stored(a_fleet())
+    change(objects[key])
+    assert [key_of(body) for body in look(a_fleet(), objects).apply] == [key]
+
+
+def test_an_object_that_is_written_in_another_way_is_applied_once() -> None:
+    objects = stored(a_fleet())
+    key = ("StatefulSet", "demo")
+    objects[key]["spec"]["replicas"] = "1"
+    assert look(a_fleet(), objects).apply
+    version = objects[key]["metadata"]["resourceVersion"]
+    assert not look(a_fleet(), objects, settled={key: version}).apply
+    assert look(a_fleet(), objects, settled={key: "earlier"}).apply
+
+
+def test_an_object_that_is_being_deleted_is_waited_for() -> None:
+    objects = stored(a_fleet())
+    body = objects["Service", "demo"]
+    body["metadata"] |= {"deletionTimestamp": "now", "labels": {}}
+    assert not look(a_fleet(), objects).apply
+
+
+def test_a_fleet_adopts_what_was_orphaned_and_touches_nothing_of_others() -> None:
+    fleet, objects = a_fleet(), stored(a_fleet(uid="earlier"))
+    for body in objects.values():
+        body["metadata"]["ownerReferences"] = []
+    assert len(look(fleet, objects).apply) == 5
+    for change, says in (
+        (
+            {"ownerReferences": [{"kind": "PoCFleet", "name": "demo", "uid": "x", "controller": True}]},
+            "(uid x): delete",
+        ),
+        ({"labels": {}}, "belongs to no fleet"),
+    ):
+        strange = copy.deepcopy(objects)
+        strange["Service", "demo"]["metadata"] |= change
+        step = look(fleet, strange)
+        assert not step.apply
+        assert step.status.reason == Reason.OBJECT_CONFLICT
+        assert says in step.status.message
+
+
+def test_a_stranger_is_told_from_the_fleets_own() -> None:
+    fleet = a_fleet()
+    owner = {"kind": "PoCFleet", "name": "demo", "uid": fleet.metadata.uid, "controller": True}
+    labels = {FLEET_LABEL: "demo"}
+    own: list[Object] = [
+        {"ownerReferences": [owner]},
+        {"labels": labels},
+        {"labels": labels, "ownerReferences": [owner]},
+    ]
+    assert [foreign(fleet, {"kind": "Service", "metadata": {"name": "demo", **one}}) for one in own] == [None] * 3
+    other = foreign(fleet, {"kind": "Service", "metadata": {"name": "demo"}})
+    assert other is not None
+    assert 'Service "demo" exists and belongs to no fleet' in other.message
+
+
+def test_pods_that_load() -> None:
+    step = look(a_fleet(replicas=3), stored(a_fleet(replicas=3)), [a_pod(0), a_pod(1, ready=False)])
+    status = step.status
+    assert (status.replicas, status.ready_replicas, status.ready) == (2, 1, "1/3")
+    assert status.message == "1 of 3 replicas are ready: 1 pods are to be created, demo-1 (ContainersNotReady)"
+    assert conditions(step) == {"Ready": "False", "Progressing": "True", "Degraded": "False", "Stalled": "False"}
+
+
+def test_pods_that_cannot_run() -> None:
+    pod = a_pod(0, ready=False, waiting_for="CrashLoopBackOff")
+    step = look(a_fleet(), stored(a_fleet()), [pod])
+    assert step.status.reason == Reason.PODS_FAILING
+    assert step.status.message == "demo-0 (CrashLoopBackOff) cannot run"
+    assert conditions(step)["Degraded"] == "True"
+
+
+def test_all_ready() -> None:
+    step = look(a_fleet(replicas=2), stored(a_fleet(replicas=2)), [a_pod(0), a_pod(1)])
+    assert (step.status.ready, step.status.updated_replicas, step.status.reason) == ("2/2", 2, "AllReplicasReady")
+    assert conditions(step) == {"Ready": "True", "Progressing": "False", "Degraded": "False", "Stalled": "False"}
+    assert step.status.selector == "poc.gonka.ai/fleet=demo"
+
+
+def test_a_revision_that_is_not_known_yet_is_waited_for() -> None:
+    objects = stored(a_fleet())
+    body = objects["StatefulSet", "demo"]
+    body["metadata"]["generation"] = 2
+    step = look(a_fleet(), objects, [a_pod(0)])
+    assert (step.status.reason, conditions(step)["Ready"]) == (Reason.REPLICAS_NOT_READY, "False")
+    assert step.status.message == "Kubernetes has yet to see the StatefulSet as it is"
+    assert conditions(look(a_fleet(), {}, [a_pod(0)]))["Ready"] == "False"
+
+
+def test_scaled_to_nothing_is_ready() -> None:
+    assert conditions(look(a_fleet(replicas=0), stored(a_fleet(replicas=0))))["Ready"] == "True"
+    leaving = look(a_fleet(replicas=0), stored(a_fleet(replicas=0)), [a_pod(0)])
+    assert leaving.status.message == "1 pods are to go"
+
+
+def test_pods_of_an_old_revision_serve_on() -> None:
+    objects = stored(a_fleet(replicas=2), revision="demo-2")
+    step = look(a_fleet(replicas=2), objects, [a_pod(0), a_pod(1, revision="demo-2")])
+    status = step.status
+    assert (status.updated_replicas, status.current_revision, status.update_revision) == (1, "demo-1", "demo-2")
+    assert conditions(step) == {"Ready": "True", "Progressing": "True", "Degraded": "False", "Stalled": "False"}
+    assert "1 of 2 pods have an old revision: delete them when no round runs" in status.message
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"model": {"preset": "none"}}, Reason.PRESET_UNUSABLE),
+        ({"podTemplate": {"spec": {"containers": 1}}}, Reason.POD_TEMPLATE_INVALID),
+    ],
+)
+def test_a_fleet_that_cannot_be_kept_is_stalled_and_its_pods_stay(spec: dict[str, Any], reason: Reason) -> None:
+    step = look(a_fleet(**spec), stored(a_fleet()), [a_pod(0)])
+    assert not step.apply
+    assert (step.status.reason, step.status.ready_replicas) == (reason, 1)
+    assert conditions(step) == {"Ready": "False", "Progressing": "False", "Degraded": "True", "Stalled": "True"}
+
+
+def test_what_the_api_server_refuses_is_told_and_tried_again() -> None:
+    refused = Refusal(Reason.OBJECT_REFUSED, 'StatefulSet "demo" is refused: no')
+    step = look(a_fleet(), refused=refused)
+    assert step.apply
+    assert (step.status.reason, conditions(step)["Stalled"]) == (Reason.OBJECT_REFUSED, "True")
+
+
+def test_the_figures_of_a_preset_are_of_all_replicas() -> None:
+    status = look(a_fleet(model={"preset": "minimax-m2.7"}, replicas=4)).status
+    assert (status.model, status.gpu_product, status.gpu_count) == ("MiniMaxAI/MiniMax-M2.7", "NVIDIA-H200", 2)
+    assert (status.seq_len, status.k_dim, status.expected_nonces_per_minute) == (1024, 12, 4 * 1728)
+
+
+def test_conditions_of_others_and_times_are_kept() -> None:
+    foreign_condition = {"type": "Own", "status": "True"}
+    old = look(a_fleet()).status.stored()
+    old["conditions"] = [{**one, "lastTransitionTime": "2020-01-01T00:00:00Z"} for one in old["conditions"]]
+    step = look(a_fleet(status={**old, "conditions": [*old["conditions"], foreign_condition]}))
+    found = step.status.stored()["conditions"]
+    assert found[-1] == foreign_condition
+    assert {one["lastTransitionTime"] for one in found[:-1]} == {"2020-01-01T00:00:00Z"}
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_fleet_comes_to_rest(data: st.DataObject) -> None:
+    """Whatever spec and pods are: nothing is raised, nothing applied for ever, and the CRD stores all that is said."""
+    spec, _ = admitted(PoCFleet, data.draw(specs(PoCFleet)))
+    flags = st.lists(st.tuples(st.booleans(), st.sampled_from(["demo-1", "demo-2"])), max_size=5)
+    pods = [a_pod(n, ready=ready, revision=revision) for n, (ready, revision) in enumerate(data.draw(flags))]
+    fleet = a_fleet(**spec)
+    first = look(fleet, pods=pods)
+    known = {"resourceVersion": "1", "generation": 1}
+    told = {"updateRevision": "demo-1", "observedGeneration": 1}
+    objects = {
+        key_of(body): {**body, "metadata": {**body["metadata"], **known}, "status": told} for body in first.apply
+    }
+    first = look(fleet, objects, pods)
+    second = look(a_fleet(**spec, status=json.loads(json.dumps(first.status.stored()))), objects, pods)
+    assert not second.apply
+    assert second.status == first.status
+    fields = schema(PoCFleet)["properties"]["status"]["properties"]
+    assert second.status.stored().keys() <= fields.keys()
+    assert Reason(second.status.reason) in EXPLANATIONS
+    body = {"metadata": {"generation": 3}, "status": second.status.stored()}
+    readings = {("True", "False"): "Current", ("False", "True"): "Failed", ("False", "False"): "InProgress"}
+    found = conditions(second)
+    assert kstatus(body) == readings[found["Ready"], found["Stalled"]]
