@@ -32,18 +32,17 @@ BATCHES = 100
 MEAN_DISTANCE = 0.02
 #: Relative distance of what a layer makes of the same input.
 LAYER_DISTANCE = 1e-3
-FLAGS = {"by default": (), "as served": ("--as-served",)}
 
 
-@pytest.fixture(scope="module", params=FLAGS)
-def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """The model with weights of sensible size, in this process."""
+@pytest.fixture(scope="module")
+def model() -> Iterator[LLM]:
+    """The model with weights of sensible size and the flags that the network asks for, in this process."""
     if not ON_GPU:
         pytest.skip("needs a CUDA device")
     from benchmarks.gpu import options_of, served  # noqa: PLC0415 - needs vLLM
 
-    arguments = ["--shape", SHAPE, "--layers", str(LAYERS), "--memory", "0.4", "--sequences", "256"]
-    options = options_of(None).parse_args([*arguments, *FLAGS[request.param]])
+    arguments = ["--shape", SHAPE, "--layers", str(LAYERS), "--memory", "0.4", "--sequences", "256", "--as-served"]
+    options = options_of(None).parse_args(arguments)
     model, _ = served(options, extension="tests.gpu.engine.ComparingExtension")
     asked(model, "poc_bench_weights")
     yield model

@@ -77,16 +77,20 @@ def test_routing_by_token_is_refused_where_nonces_have_no_tokens(tmp_path: Path)
 @on_one_device
 @pytest.mark.skipif(lacks("models/glm5next"), reason="this release of vLLM has no GLM-5.3")
 @pytest.mark.usefixtures("rank")
-def test_what_has_not_been_compared_is_refused(tmp_path: Path) -> None:
+def test_what_has_been_compared_with_some_flags_is_refused_without_them(tmp_path: Path) -> None:
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
     from vllm_poc.worker.extension import PocWorkerExtension  # noqa: PLC0415
-    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+    from vllm_poc.worker.model.capabilities import refusal, unproven  # noqa: PLC0415
 
     config, model = build("Glm5NextForConditionalGeneration", tmp_path)
-    assert refusal(config, model) is None, "tests and benchmarks compare it"
+    assert refusal(config, model) is None, "tests compare it"
     worker = PocWorkerExtension()
     worker.model_runner = SimpleNamespace(vllm_config=config, get_model=lambda: model)
-    assert "have not been compared with those of vLLM's engine" in str(worker.poc_describe().get("refusal"))
+    assert "start vLLM with --kda-prefill-backend triton" in str(worker.poc_describe().get("refusal"))
+    for backend, force, right in (("flashkda", True, False), ("triton", False, False), ("triton", True, True)):
+        config.additional_config = {"kda_prefill_backend": backend}
+        config.attention_config.sparse_mla_force_mqa = force
+        assert (unproven(config) is None) is right
     config.cache_config.cache_dtype = "fp8"
     assert "start vLLM with --kv-cache-dtype auto" in (refusal(config, model) or "")
 

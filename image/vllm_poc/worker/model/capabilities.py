@@ -46,8 +46,9 @@ _UNPROVEN_PARTS = {
 }
 #: Types of models with positions of several dimensions (M-RoPE) whose results were compared with the engine's.
 _COMPARED_DIMENSIONS = {"qwen2_5_vl"}
-#: Types of models whose results have not been compared with the engine's on a GPU.
-_UNPROVEN = {"glm5_next", "glm5_next_text"}
+#: Types of models whose results have been compared with the engine's on a GPU only as the network serves them: with
+#: other kernels of linear attention a pass has read memory that is not its own.
+_COMPARED_AS_SERVED = {"glm5_next", "glm5_next_text"}
 #: Those whose attention over other caches has not been compared with anything.
 _CACHED_IN_16_BITS = {"glm5_next", "glm5_next_text"}
 _16_BITS = {"auto", "bfloat16"}
@@ -166,10 +167,17 @@ def refusal(config: VllmConfig, model: nn.Module) -> str | None:
 
 
 def unproven(config: VllmConfig) -> str | None:
-    """Return one sentence that says that this type of model is for tests and benchmarks alone, or None."""
-    if getattr(config.model_config.hf_config, "model_type", None) not in _UNPROVEN:
+    """Return one sentence that says that this type of model is for tests alone as it is served, or None."""
+    if getattr(config.model_config.hf_config, "model_type", None) not in _COMPARED_AS_SERVED:
         return None
-    return "PoC's results of GLM-5.3 have not been compared with those of vLLM's engine on a GPU: serve another model."
+    linear = dict(config.additional_config or {}).get("kda_prefill_backend")
+    if linear == "triton" and _part(config, "attention_config.sparse_mla_force_mqa"):
+        return None
+    return (
+        "PoC's results of GLM-5.3 have been compared with those of vLLM's engine only for the attention that the "
+        "network asks for: start vLLM with --kda-prefill-backend triton "
+        """--attention-config '{"sparse_mla_force_mqa": true}'."""
+    )
 
 
 def _parallel_refusal(parallel: ParallelConfig) -> str | None:
