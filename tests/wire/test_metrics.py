@@ -217,6 +217,7 @@ async def test_a_lost_callback_is_counted(pod: Pod) -> None:
 
 async def test_time_behind_chat_is_counted(pod: Pod) -> None:
     before = await scrape(pod)
+    await pod.status()  # which looks at the model, and would wait for chat
     pod.engine.output_processor.busy = True
     await pod.start(DISTANCE | SLOT)
     await pod.reach(lambda s: s.held_back_seconds > 0.05)
