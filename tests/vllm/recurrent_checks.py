@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.models.glm5next.common import kda
 
 from tests.vllm.engine_checks import EngineExtension
-
-try:
-    from vllm.models.glm5next.common import kda
-except ModuleNotFoundError:  # vLLM 0.30 had it for one vendor's GPUs
-    from vllm.models.glm5next.nvidia import kda
 
 
 class RecurrentExtension(EngineExtension):

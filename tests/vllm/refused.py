@@ -103,13 +103,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 3,
             "num_key_value_heads": 4,
             "linear_num_heads": 4,
-            # Named, since vLLM 0.30 and 0.31 have other defaults than transformers.
+            # Named, as `swiglu_limit` below, since vLLM 0.30 and 0.31 have other defaults than transformers.
             "layer_types": ["linear_attention"] * 3,
             "mlp_layer_types": ["dense"] * 3,
             "pad_token_id": 0,
             "mhc": True,
         },
-        "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 256},
+        "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 256, "swiglu_limit": 10.0},
     },
     "OPTForCausalLM": {"model_type": "opt", "word_embed_proj_dim": 128, "ffn_dim": 256, **_SHAPE},
     "Qwen3NextForCausalLM": {
