@@ -703,7 +703,9 @@ async def test_a_process_ends_while_the_server_hangs_however_it_ends(
     variables = {**os.environ, **s3.settings, "PYTHONPATH": path, "POC_GATEWAY_DATABASE": database_url}
     arguments = ["-m", "poc_gateway", "archive", "uid-1"] if by_hand else ["-c", _FAILS]
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, *arguments], env=variables, stdin=pipe, stderr=pipe)  # noqa: ASYNC220
+    # A shell lets what it runs in the background ignore SIGINT, and so these tests.
+    command = ["env", "--default-signal=INT", sys.executable, *arguments]
+    process = subprocess.Popen(command, env=variables, stdin=pipe, stderr=pipe)  # noqa: ASYNC220
     try:
         await until(hangs.is_set, seconds=60)
         if by_hand:
