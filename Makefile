@@ -5,6 +5,8 @@ CLUSTER ?= local
 PYTHON ?= python3
 # Each process takes the next file: tests of one file share their database and servers.
 PROCESSES ?= --numprocesses auto --dist loadfile
+# Tests that wait for databases, servers and processes half of the time: three processes for two cores.
+WAITING ?= --numprocesses $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist loadfile
 # One process takes the tests of the servers that several files share, the other all others (tests/vllm/conftest.py).
 SERVERS ?= --numprocesses 2 --dist loadfile
 
@@ -60,7 +62,7 @@ check: .venv/.lock verify ## Format, lint, types, layers, generated files, links
 
 .PHONY: test-unit
 test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster; both sides of the REST contract
-	.venv/bin/pytest $(PROCESSES) tests/unit tests/wire --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
+	.venv/bin/pytest $(WAITING) tests/unit tests/wire --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
 
 .PHONY: postgresql
 postgresql:

@@ -150,7 +150,7 @@ def test_objects_lie_in_the_releases_namespace(kube: Kube, chart: Path) -> None:
 def test_the_charts_crds_are_the_files_of_the_repository(kube: Kube) -> None:
     rendered = [body for body in objects(kube, OPERATOR_CHART, {}) if body["kind"] == "CustomResourceDefinition"]
     wanted = [yaml.safe_load(crd.read_text()) for crd in CRDS]
-    assert len(wanted) == 3
+    assert len(wanted) == 4
     assert sorted(rendered, key=lambda body: str(body["metadata"]["name"])) == wanted
 
 
