@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from poc_gateway.node_api import create_pocround, dispatch
+from poc_gateway.node_api import cluster, create_pocround, dispatch
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 
 #: What the pods' vLLM calls itself.
@@ -18,6 +18,12 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create_pocround, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(dispatch.Dispatcher.__init__, "__kwdefaults__", {"look_seconds": 0.1})
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.2)
+
+
+@pytest.fixture(autouse=True)
+def _pods_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may hold up a pod that answers for longer than a gateway would wait for it."""
+    monkeypatch.setattr(cluster, "ASK_SECONDS", 20.0)
 
 
 @pytest.fixture(autouse=True)

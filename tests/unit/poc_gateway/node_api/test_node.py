@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from poc_gateway import __version__
-from poc_gateway.node_api import generate_routes, node_metrics
+from poc_gateway.node_api import cluster, generate_routes, node_metrics
+from poc_gateway.node_api.cluster import ASK_SECONDS
 from poc_gateway.node_api.node_metrics import Exposition, NodeMetrics, Series, of_gpus, of_vllm
 from poc_gateway.node_api.service import NodeApi
 from poc_gateway.server.health import MlNodeHealth
@@ -58,7 +59,8 @@ def test_the_release_is_that_of_the_project() -> None:
     assert f'\nversion = "{__version__}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
-async def test_a_pod_that_hangs_does_not_hold_the_state_up(world: World) -> None:
+async def test_a_pod_that_hangs_does_not_hold_the_state_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "ASK_SECONDS", ASK_SECONDS)
     async with serve(Pretender(), "127.0.0.3", world.port):
         world.announce("127.0.0.3")
         begin = monotonic()

@@ -34,7 +34,8 @@ from tests.unit.poc_operator.build import UID, a_pod, a_round
 from vllm_poc.wire.messages import LeaseRenewal
 
 HOST, HUNG_HOST = "127.0.0.1", "127.0.0.2"
-TIMEOUT = 1.0
+#: Of a poll, here. A busy machine may hold up a pod that answers for a second and more.
+TIMEOUT = 2.0
 
 
 class World:
@@ -117,8 +118,9 @@ async def test_one_that_changed_is_polled_at_once(world: World) -> None:
     assert len((await world.poll())[0]) == len(world.pods)
 
 
-async def test_a_refused_connection_is_no_silence(world: World) -> None:
+async def test_a_refused_connection_is_no_silence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs no time, and whoever comes up is to be seen at once."""
+    monkeypatch.setattr(pod_client, "STATUS_SECONDS", 10 * TIMEOUT)  # nobody hangs here
     world.pods[1] = a_pod("starting", ip="127.0.0.3")
     assert len((await world.poll())[0]) == 1
     pod: Pod
