@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
 
 import pytest
 
-from tests.vllm.client import K_DIM, ROUND
 from tests.vllm.device import ON_GPU, lacks
+from tests.vllm.engine_answer import expect_engines_answer
 from tests.vllm.server import command_environment, serving
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ pytestmark = [
     ),
     pytest.mark.skipif(lacks("models/deepseek_v4/cpu"), reason="this release of vLLM has no DeepSeek-V4 for CPU"),
 ]
-BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
 #: Layers of all kinds: windows alone, and beside them compressed keys, either few by an index or all of fewer.
 RATIOS = [0, 4, 128]
 #: Sizes of heads, index and streams are the real ones, for which alone there are kernels.
@@ -104,21 +101,4 @@ def client(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.mark.parametrize("seq_len", [17, 300])
 def test_a_nonce_is_what_the_engine_makes_of_its_prompt(client: Client, seq_len: int) -> None:
-    nonce, prompt = _prompt(client, seq_len)
-    client.complete(prompt)
-    expected = torch.tensor(client.worker("poc_test_answer", BLOCK_HASH, PUBLIC_KEY, nonce, K_DIM))
-    alone, among = (client.artifacts(nonces, seq_len=seq_len) for nonces in ([nonce], [nonce + 7, nonce, nonce + 9]))
-    for found in (alone[0], among[1]):
-        torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
-    other = torch.tensor(among[0]) - expected
-    assert other.abs().max() > 5 * TOLERANCE
-
-
-def _prompt(client: Client, seq_len: int) -> tuple[int, list[int]]:
-    """Return the first nonce without a token that occurs twice, as a prompt."""
-    for nonce in count():
-        try:
-            return nonce, client.worker("poc_test_prompt", BLOCK_HASH, PUBLIC_KEY, nonce, seq_len)
-        except HTTPError:
-            continue
-    raise AssertionError  # unreachable: counting has no end
+    expect_engines_answer(client, seq_len, tolerance=TOLERANCE, other=5 * TOLERANCE)

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import shutil
-from itertools import count
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
 
 import pytest
 
-from tests.vllm.client import K_DIM, ROUND
 from tests.vllm.device import ARTIFACT_TOLERANCE
+from tests.vllm.engine_answer import expect_engines_answer
 from tests.vllm.server import serving
 from tests.vllm.test_chat import poc_running
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 
-BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
 LENGTHS = (1, 17, 130)
 #: With vLLM 0.23 on a CPU one number of twelve is 0.002 away at 17 tokens. All positions at zero are 0.1 away.
 TOLERANCE = max(ARTIFACT_TOLERANCE, 0.004)
@@ -112,14 +109,7 @@ def client(
 
 @pytest.mark.parametrize("seq_len", LENGTHS)
 def test_a_nonce_is_what_the_engine_makes_of_its_prompt(client: Client, seq_len: int) -> None:
-    nonce, prompt = _prompt(client, seq_len)
-    client.complete(prompt)
-    expected = torch.tensor(client.worker("poc_test_answer", BLOCK_HASH, PUBLIC_KEY, nonce, K_DIM))
-    alone, among = (client.artifacts(nonces, seq_len=seq_len) for nonces in ([nonce], [nonce + 7, nonce, nonce + 9]))
-    for found in (alone[0], among[1]):
-        torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
-    other = torch.tensor(among[0]) - expected
-    assert other.abs().max() > 2 * TOLERANCE
+    expect_engines_answer(client, seq_len, tolerance=TOLERANCE, other=2 * TOLERANCE)
 
 
 def test_chat_keeps_its_tokens_and_its_cache(client: Client) -> None:
@@ -146,13 +136,3 @@ def test_chat_about_images_and_poc_do_not_show_in_each_other(client: Client) -> 
 def test_the_networks_plugin_finds_no_layers_to_reflect(client: Client) -> None:
     """Where it looks for them such models have none, and then it reflects none."""
     assert client.worker("poc_test_places") == []
-
-
-def _prompt(client: Client, seq_len: int) -> tuple[int, list[int]]:
-    """Return the first nonce without a token that occurs twice, as a prompt."""
-    for nonce in count():
-        try:
-            return nonce, client.worker("poc_test_prompt", BLOCK_HASH, PUBLIC_KEY, nonce, seq_len)
-        except HTTPError:
-            continue
-    raise AssertionError  # unreachable: counting has no end

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
 
 import pytest
 
-from tests.vllm.client import K_DIM, ROUND
 from tests.vllm.device import ON_GPU, lacks
+from tests.vllm.engine_answer import expect_engines_answer
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
@@ -33,7 +31,6 @@ pytestmark = [
     # There its residual streams want tilelang, also on a CPU.
     pytest.mark.skipif(lacks("models/glm5next/common"), reason="this release of vLLM builds GLM-5.3 on a GPU only"),
 ]
-BLOCK_HASH, PUBLIC_KEY = str(ROUND["block_hash"]), str(ROUND["public_key"])
 LAYERS = 3
 CONFIG: dict[str, Any] = {
     "architectures": ["Glm5NextForConditionalGeneration"],
@@ -98,26 +95,9 @@ def client(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.mark.parametrize("seq_len", [17, 130])
 def test_a_nonce_is_what_the_engine_makes_of_its_prompt(client: Client, seq_len: int) -> None:
-    nonce, prompt = _prompt(client, seq_len)
-    client.complete(prompt)
-    expected = torch.tensor(client.worker("poc_test_answer", BLOCK_HASH, PUBLIC_KEY, nonce, K_DIM))
-    alone, among = (client.artifacts(nonces, seq_len=seq_len) for nonces in ([nonce], [nonce + 7, nonce, nonce + 9]))
-    for found in (alone[0], among[1]):
-        torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
-    other = torch.tensor(among[0]) - expected
-    assert other.abs().max() > 5 * TOLERANCE
+    expect_engines_answer(client, seq_len, tolerance=TOLERANCE, other=5 * TOLERANCE)
 
 
 def test_the_networks_plugin_finds_no_layers_to_reflect(client: Client) -> None:
     """Where it looks for them this model has none, and then it reflects none."""
     assert client.worker("poc_test_places") == []
-
-
-def _prompt(client: Client, seq_len: int) -> tuple[int, list[int]]:
-    """Return the first nonce without a token that occurs twice, as a prompt."""
-    for nonce in count():
-        try:
-            return nonce, client.worker("poc_test_prompt", BLOCK_HASH, PUBLIC_KEY, nonce, seq_len)
-        except HTTPError:
-            continue
-    raise AssertionError  # unreachable: counting has no end

@@ -16,7 +16,7 @@ from typing import Any
 
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
-from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, LabelSelector
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, fleet_selector
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError, StoreForbidden, UnreadableObject
 from poc_operator.clients.kube.events import EventPoster
@@ -299,7 +299,7 @@ class Fleets:
             around=await self._surroundings(fleet),
             now=datetime.now(UTC).replace(microsecond=0),
             objects=objects,
-            pods=self._pods.selected(namespace, LabelSelector(match_labels={FLEET_LABEL: name})),
+            pods=self._pods.selected(namespace, fleet_selector(name)),
             settled=loop.settled,
             refused=loop.refused,
         )

@@ -90,7 +90,11 @@ def _identity(name: str, item: Mapping[str, Json], path: str) -> tuple[Json, ...
     keys = _KEYS[name]
     if keys[0] not in item or not isinstance(item[keys[0]], str | int):
         raise PatchError(f"{path} must have a {keys[0]}, by which items are told apart")
-    return tuple(item.get(key, _DEFAULTS.get(key)) for key in keys)
+    return _key_of(name, item)
+
+
+def _key_of(name: str, item: Mapping[str, Json]) -> tuple[Json, ...]:
+    return tuple(item.get(key, _DEFAULTS.get(key)) for key in _KEYS[name])
 
 
 def covers(found: Json, wanted: Json, name: str = "") -> bool:
@@ -106,5 +110,5 @@ def _covers_list(found: Sequence[Json], wanted: Sequence[Json], name: str) -> bo
     keys = _KEYS.get(name)
     if keys is None or not all(isinstance(item, Mapping) and keys[0] in item for item in (*found, *wanted)):
         return len(found) == len(wanted) and all(covers(*pair) for pair in zip(found, wanted, strict=True))
-    there = {tuple(item.get(key, _DEFAULTS.get(key)) for key in keys): item for item in found}
-    return all(covers(there.get(tuple(item.get(key, _DEFAULTS.get(key)) for key in keys)), item) for item in wanted)
+    there = {_key_of(name, item): item for item in found}
+    return all(covers(there.get(_key_of(name, item)), item) for item in wanted)

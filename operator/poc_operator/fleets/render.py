@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
-from poc_operator.apis.v1alpha1.fleet_pod import GPU_RESOURCE, AccessMode, EnvVar
+from poc_operator.apis.v1alpha1.fleet_pod import GPU_RESOURCE, PRODUCT_LABEL, AccessMode, EnvVar
 from poc_operator.apis.v1alpha1.meta import API_VERSION, COMPONENT, FLEET_LABEL, GROUP, WORKER_LABELS
 from poc_operator.fleets.merge import merged
 from poc_operator.fleets.resolve import Resolved, Surroundings
@@ -23,7 +23,6 @@ Object = dict[str, Any]
 
 #: Name of the container that runs vLLM.
 CONTAINER = "vllm"
-PRODUCT_LABEL = "nvidia.com/gpu.product"
 #: The pod serves on for so long while Services forget it.
 PRE_STOP_SECONDS = 5
 _SHARED_MEMORY = "8Gi"

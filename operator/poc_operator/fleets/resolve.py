@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from poc_operator.apis.v1alpha1.fields import ObjectName
 from poc_operator.apis.v1alpha1.fleet import FleetSpec
-from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, OWN_VARIABLES, own_flag
+from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, OWN_VARIABLES, PRODUCT_LABEL, own_flag
 from poc_operator.apis.v1alpha1.reasons import Reason
 
 #: The product of an entry that fits every GPU.
@@ -292,12 +292,12 @@ def _product(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: str)
         return Refusal(
             Reason.GPU_UNKNOWN,
             "the operator may not read the labels of Kubernetes nodes: set gpu.product to the value of their label "
-            "nvidia.com/gpu.product",
+            f"{PRODUCT_LABEL}",
         )
     known = [product for product in around.products if preset.entry(product, None) is not None]
     if len(known) == 1:
         return known[0]
-    there = ", ".join(around.products) or "no label nvidia.com/gpu.product"
+    there = ", ".join(around.products) or f"no label {PRODUCT_LABEL}"
     entries = ", ".join(map(str, preset.gpus))
     found = "several of them" if known else f"none of them ({entries})"
     return Refusal(

@@ -46,11 +46,9 @@ _UNPROVEN_PARTS = {
 }
 #: Types of models with positions of several dimensions (M-RoPE) whose results were compared with the engine's.
 _COMPARED_DIMENSIONS = {"qwen2_5_vl"}
-#: Types of models whose results have been compared with the engine's on a GPU only as the network serves them: with
-#: other kernels of linear attention a pass has read memory that is not its own.
-_COMPARED_AS_SERVED = {"glm5_next", "glm5_next_text"}
-#: Those whose attention over other caches has not been compared with anything.
-_CACHED_IN_16_BITS = {"glm5_next", "glm5_next_text"}
+#: GLM-5.3. Its results have been compared with the engine's on a GPU only as the network serves it, and with a cache of
+#: 16 bits: with other kernels of linear attention a pass has read memory that is not its own.
+_GLM_5_3 = {"glm5_next", "glm5_next_text"}
 _16_BITS = {"auto", "bfloat16"}
 #: Attention whose only memory of earlier tokens is its layer's ``kv_cache``, by the class of the layer's ``impl``.
 _GENERAL = {"CPUAttentionBackendImpl", "FlashAttentionImpl", "FlashInferImpl", "TritonAttentionImpl"}
@@ -59,7 +57,7 @@ _SPARSE = {"FlashInferMLASparseImpl", "FlashInferMLASparseSM90Impl", "FlashMLASp
 _SPARSE_16_BITS = {"FlashAttnMLASparseImpl"}
 _16_BITS_ONLY = {"AMXMLAImpl", "FlashAttnMLAImpl", "FlexAttentionImpl"} | _SPARSE_16_BITS
 #: Types of models with which the sparse ones have been compared.
-_COMPARED_SPARSE = {"deepseek_v4", "glm5_next", "glm5_next_text"}
+_COMPARED_SPARSE = {"deepseek_v4"} | _GLM_5_3
 #: Layers without an ``impl``: caches of an index, and those of DeepSeek-V4 and GLM-5.3.
 _LAYERS = {
     "CompressorStateCache",
@@ -168,7 +166,7 @@ def refusal(config: VllmConfig, model: nn.Module) -> str | None:
 
 def unproven(config: VllmConfig) -> str | None:
     """Return one sentence that says that this type of model is for tests alone as it is served, or None."""
-    if getattr(config.model_config.hf_config, "model_type", None) not in _COMPARED_AS_SERVED:
+    if _model_type(config.model_config) not in _GLM_5_3:
         return None
     linear = dict(config.additional_config or {}).get("kda_prefill_backend")
     if linear == "triton" and _part(config, "attention_config.sparse_mla_force_mqa"):
@@ -178,6 +176,10 @@ def unproven(config: VllmConfig) -> str | None:
         "network asks for: start vLLM with --kda-prefill-backend triton "
         """--attention-config '{"sparse_mla_force_mqa": true}'."""
     )
+
+
+def _model_type(kind: ModelConfig) -> str | None:
+    return getattr(kind.hf_config, "model_type", None)
 
 
 def _parallel_refusal(parallel: ParallelConfig) -> str | None:
@@ -241,7 +243,7 @@ def _part(config: object, path: str) -> object:
 
 def _cache_refusal(config: VllmConfig) -> str | None:
     dtype = config.cache_config.cache_dtype
-    if getattr(config.model_config.hf_config, "model_type", None) in _CACHED_IN_16_BITS and dtype not in _16_BITS:
+    if _model_type(config.model_config) in _GLM_5_3 and dtype not in _16_BITS:
         return f"PoC is not proven for this model with --kv-cache-dtype {dtype}: start vLLM with --kv-cache-dtype auto."
     # In the scratch cache, a layer that reads another layer's keys would find those of the layer that wrote last.
     for name, layer in config.compilation_config.static_forward_context.items():
@@ -263,7 +265,7 @@ def _attention_refusal(config: VllmConfig) -> str | None:
 
 
 def _sparse_refusal(kind: ModelConfig, attention: str) -> str | None:
-    if attention not in _SPARSE | _SPARSE_16_BITS or getattr(kind.hf_config, "model_type", None) in _COMPARED_SPARSE:
+    if attention not in _SPARSE | _SPARSE_16_BITS or _model_type(kind) in _COMPARED_SPARSE:
         return None
     return f"PoC is not proven with {attention}, which reads a few of the tokens only: serve another model."
 
@@ -291,7 +293,7 @@ def _model_refusal(config: VllmConfig, model: nn.Module) -> str | None:
     if kind.is_encoder_decoder:
         return f"{called} reads the output of an encoder, which PoC has not: serve a model with a decoder only."
     # Releases before the two were made one tell them apart.
-    several = kind.uses_mrope and getattr(kind.hf_config, "model_type", None) not in _COMPARED_DIMENSIONS
+    several = kind.uses_mrope and _model_type(kind) not in _COMPARED_DIMENSIONS
     if several or getattr(kind, "uses_xdrope_dim", 0):
         return f"{called} has positions of several dimensions, with which PoC is not proven: serve another model."
     if token_vocabulary(kind) is None and any(

@@ -16,6 +16,8 @@ from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Preserve
 MAX_GPUS = 16
 #: Resource that a pod asks for its GPUs by.
 GPU_RESOURCE = "nvidia.com/gpu"
+#: Label of Kubernetes nodes with the product of their GPUs.
+PRODUCT_LABEL = "nvidia.com/gpu.product"
 
 #: Flags of vLLM that fields of the spec stand for, and what the field is.
 OWN_FLAGS: Mapping[str, str] = {

@@ -17,6 +17,7 @@ from typing import Any
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
+from poc_operator.apis.v1alpha1.fleet_pod import PRODUCT_LABEL
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FLEET_LABEL, GROUP
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
@@ -25,7 +26,6 @@ Object = Mapping[str, Any]
 
 #: Label of ConfigMaps with presets.
 PRESETS_SELECTOR = f"{GROUP}/presets=true"
-_PRODUCT_LABEL = "nvidia.com/gpu.product"
 _APPLY = "application/apply-patch+yaml"
 #: Without the specs of Kubernetes nodes, which are long.
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -114,10 +114,10 @@ class FleetObjects:
     async def products(self) -> Sequence[str] | None:
         """Return the GPU products of the cluster's Kubernetes nodes; None if the operator may not read them."""
         try:
-            nodes = await self._list_pages("/api/v1/nodes", _PRODUCT_LABEL, _METADATA_ONLY)
+            nodes = await self._list_pages("/api/v1/nodes", PRODUCT_LABEL, _METADATA_ONLY)
         except StoreForbidden:
             return None
-        return sorted({node["metadata"]["labels"][_PRODUCT_LABEL] for node in nodes})
+        return sorted({node["metadata"]["labels"][PRODUCT_LABEL] for node in nodes})
 
     async def presets(self) -> list[tuple[str, str, str]]:
         """Return the entries of ConfigMaps with presets, as (ConfigMap, key, text); none if it may not read them."""
