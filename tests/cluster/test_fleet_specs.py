@@ -29,6 +29,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a port by flag": ({**PATH, "engineArgs": ["--port=1"]}, ("spec.engineArgs", OWN_FLAG)),
     "a port by another spelling": ({**PATH, "engineArgs": ["--tensor_parallel_size=2"]}, ("spec.engineArgs", OWN_FLAG)),
+    "a port by the begin of its flag": ({**PATH, "engineArgs": ["--por=1"]}, ("spec.engineArgs", OWN_FLAG)),
     "a flag of two lines": ({**PATH, "engineArgs": ["--a\n"]}, ("spec.engineArgs[0]", "line breaks")),
     "the token by variable": (
         {**PATH, "env": [{"name": "VLLM_POC_TOKEN", "value": "a"}]},

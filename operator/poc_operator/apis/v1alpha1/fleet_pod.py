@@ -33,7 +33,16 @@ OWN_FLAGS: Mapping[str, str] = {
 #: Environment variables that fields of the spec stand for.
 OWN_VARIABLES = ("VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW", "HF_TOKEN")
 
-OWN_FLAG = "(?:" + "|".join(flag.replace("-", "[-_]") for flag in OWN_FLAGS) + ")(?:=.*)?"
+
+def _spellings(flag: str) -> str:
+    """Return a pattern of all that vLLM takes for the flag: underscores too, and the begin of a long flag."""
+    if not flag.startswith("--"):
+        return flag
+    first, *others = (letter.replace("-", "[-_]") for letter in flag.removeprefix("--"))
+    return f"--{first}{'(?:'.join(['', *others])}{')?' * len(others)}"
+
+
+OWN_FLAG = "(?:" + "|".join(map(_spellings, OWN_FLAGS)) + ")(?:=.*)?"
 TEXT = Grammar("[^\\x00-\\x1f\\x7f]+", "must not be empty, nor have line breaks or other control characters")
 
 ImageName = Annotated[str, Field(max_length=512), Grammar("[!-~]+", "must be an image's name, without spaces")]
