@@ -27,6 +27,7 @@ from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.observing import PodCache
 from poc_operator.observed import PodView
+from poc_operator.planning.reaping import WorkRecord
 from poc_operator.planning.snapshot import Work
 
 log = logging.getLogger(__name__)
@@ -114,19 +115,19 @@ class StaleWatchCheck:
         """List and compare; without ``namespaces`` everywhere. StoreError if the API server does not answer."""
         found, selected = dict[Hashable, str](), dict[tuple[str, str], LabelSelector]()
         for kind in self._kinds:
-            for work in await self._store.list_objects(kind, namespaces):
-                if not work.status.state.finished and work.metadata.deletion_timestamp is None:
-                    found |= self._loop_of(work)
-                    selected[work.metadata.namespace, str(work.spec.pods)] = work.spec.pods
+            for body in await self._store.list_bodies(kind, namespaces):
+                work = WorkRecord.parse(body)  # which takes a tenth of the time that the object would
+                if not work.finished and "deletionTimestamp" not in body["metadata"]:
+                    found |= self._loop_of(kind, work)
+                    selected[work.namespace, str(work.selector)] = work.selector
         for (namespace, _), selector in selected.items():  # many rounds may select the same pods
             found |= await self._pods_of(namespace, selector)
         self.missed = [text for difference, text in found.items() if difference in self._differences]
         self._differences = set(found)
 
-    def _loop_of(self, work: Work) -> dict[Hashable, str]:
-        uid, metadata = work.metadata.uid, work.metadata
-        text = f"{work.KIND.kind} {metadata.namespace}/{metadata.name} is not reconciled"
-        return {} if uid in self._reconciled() else {uid: text}
+    def _loop_of(self, kind: type[Work], work: WorkRecord) -> dict[Hashable, str]:
+        text = f"{kind.KIND.kind} {work.namespace}/{work.name} is not reconciled"
+        return {} if work.uid in self._reconciled() else {work.uid: text}
 
     async def _pods_of(self, namespace: str, selector: LabelSelector) -> dict[Hashable, str]:
         listed = {pod.uid: pod for pod in await self._forget_vanished(namespace, selector)}

@@ -51,8 +51,9 @@ MOST_PAUSE_SECONDS = 1.0
 LAG_SECONDS = 0.5
 #: Polls of pods that the process makes a second, if there are so many pods: they take about half a core.
 POLLS_PER_SECOND = 1_250
-#: However many there are: allowances, leases and the queue's memory of other rounds rely on turns.
-MOST_TURN_SECONDS = 5.0
+#: However many there are: allowances, leases and the queue's memory of other rounds rely on turns. An allowance is
+#: extended when half of it, 10 s, is left.
+MOST_TURN_SECONDS = 8.0
 MOST_LAG_SECONDS = 10.0
 
 
@@ -128,7 +129,7 @@ class Manager:
             refs = FleetRefs(store, self.fleets.find)
             self._sources = dataclasses.replace(self._sources, fleets=refs)
         self._lag = 0.0  # of the event loop, in seconds
-        self._polls = 0  # of one turn of each object
+        self._load = 0  # of one turn of each object, in polls
         self._others = OtherRounds(time.monotonic)
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
@@ -361,7 +362,7 @@ class Manager:
             if reconciler.seconds_to_release() < math.inf:
                 self._released.add(uid)
             del self._reconcilers[uid]
-            self._polls -= reconciler.polls
+            self._load -= reconciler.load
             self._others.forget(uid)
             try:
                 await reconciler.close()
@@ -371,7 +372,7 @@ class Manager:
 
     async def _turn(self, uid: str, reconciler: Reconciler[Any]) -> bool:
         """Take one step and wait until it is time for the next; False if there is none."""
-        failures, begun, polls = reconciler.failures, time.monotonic(), reconciler.polls
+        failures, begun, load = reconciler.failures, time.monotonic(), reconciler.load
         try:
             if not await self._reconcile(reconciler):
                 return False
@@ -382,7 +383,7 @@ class Manager:
             await failures.pause(reconciler.seconds_to_release())
             return True
         finally:
-            self._polls += reconciler.polls - polls
+            self._load += reconciler.load - load
         if reconciler.rest_seconds > POLL_SECONDS:
             if reconciler.rest_seconds == math.inf and not failures.spec_changed.is_set():
                 return False
@@ -393,8 +394,8 @@ class Manager:
 
     @property
     def _turn_seconds(self) -> float:
-        """From one turn without news to the next: longer where to poll so many pods would take a core."""
-        return min(max(POLL_SECONDS, self._polls / POLLS_PER_SECOND), MOST_TURN_SECONDS)
+        """From one turn without news to the next: longer where turns of so many objects and pods would take a core."""
+        return min(max(POLL_SECONDS, self._load / POLLS_PER_SECOND), MOST_TURN_SECONDS)
 
     async def _reconcile(self, reconciler: Reconciler[Any]) -> bool:
         """Take one step; trouble with the API server is logged and tried again at the next turn."""

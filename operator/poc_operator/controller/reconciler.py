@@ -33,6 +33,8 @@ from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Step, W
 
 #: Seconds between two turns of an object that runs or waits.
 POLL_SECONDS = 2.0
+#: What a turn costs beside its polls, the plan and the status above all, in polls.
+POLLS_PER_TURN = 6
 #: Seconds between two turns of an object that is suspended.
 SUSPENDED_SECONDS = 30.0
 #: Seconds between two looks whether a watch has told of the pods that work.
@@ -110,6 +112,11 @@ class Reconciler(Generic[WorkT]):
         """Let the other rounds of the namespace wait for the first plan of this one, if it queues with them."""
         if self._planner.queues:
             self._others.expect(self._ref.uid, self._ref.namespace, self.wake)
+
+    @property
+    def load(self) -> int:
+        """What a turn costs, in polls of a pod; nothing while there are hardly any turns."""
+        return self.polls + (POLLS_PER_TURN if self.rest_seconds == 0 and self.generation is not None else 0)
 
     def tell(self, body: Mapping[str, Any]) -> None:
         """Let the next turn see what the watch tells of the object."""

@@ -9,7 +9,8 @@ import json
 import logging
 from base64 import b64decode
 from binascii import Error as Base64Error
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 #: Pods of one page of a list: to read so many takes some ten milliseconds, in which nothing else is done.
 PAGE_PODS = 250
+#: Objects of one page: a round of many slots has half a megabyte.
+PAGE_OBJECTS = 20
 
 ResourceT = TypeVar("ResourceT", bound=Resource)
 _CONDITIONS = TypeAdapter(list[StoredCondition])
@@ -56,22 +59,20 @@ class ObjectStore:
             return parse_object(resource, body)
         return None
 
-    async def list_objects(self, resource: type[ResourceT], namespaces: Collection[str]) -> list[ResourceT]:
-        """Return the objects of these namespaces; without any, of all. What cannot be understood is left out."""
-        return [*readable(resource, await self.list_bodies(resource, namespaces))]
-
     async def list_bodies(self, resource: type[Resource], namespaces: Collection[str]) -> list[Mapping[str, Any]]:
         """Return the objects of these namespaces as the API server has them; without any, of all."""
         async with api_errors():
-            if not namespaces:
-                found: Any = await self._objects.list_cluster_custom_object(**_kind(resource))
-                return list(found["items"])
-            lists: Any = [
-                await self._objects.list_namespaced_custom_object(namespace=namespace, **_kind(resource))
-                for namespace in namespaces
-            ]
-            return [body for found in lists for body in found["items"]]
+            return [body for where in (namespaces or (None,)) async for body in self._bodies(resource, where)]
         raise StoreUnavailable(f"the API server knows no {resource.KIND.kind}: install the CRD")
+
+    def _bodies(self, resource: type[Resource], namespace: str | None) -> AsyncIterator[Mapping[str, Any]]:
+        objects = self._objects
+        if namespace is None:
+            listing = partial(objects.list_cluster_custom_object_without_preload_content, **_kind(resource))
+        else:
+            every = objects.list_namespaced_custom_object_without_preload_content
+            listing = partial(every, namespace=namespace, **_kind(resource))
+        return _pages(listing, PAGE_OBJECTS)
 
     async def patch(self, resource: type[Resource], body: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         """Change fields of an object as it was read; StaleObject if it changed since. Nothing happens if it is gone."""
@@ -98,25 +99,16 @@ class ObjectStore:
         found = await self._list_pods(namespace, field_selector=f"metadata.name={name}")
         return next(iter(found), None)
 
-    async def _pods(self, namespace: str, selector: Mapping[str, str]) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the pods as JSON, a page after the other: the client's own models take 35 times as long to make."""
-        token: str | None = None
-        while token != "":
-            answer: Any = await self._core.list_namespaced_pod_without_preload_content(
-                namespace,
-                label_selector=selector.get("label_selector"),
-                field_selector=selector.get("field_selector"),
-                limit=PAGE_PODS,
-                _continue=token,
-                _request_timeout=REQUEST_SECONDS,
-            )
-            content = await answer.read()
-            if answer.status != HTTPStatus.OK:
-                raise ApiException(status=answer.status, reason=answer.reason)
-            page = json.loads(content)
-            token = page["metadata"].get("continue", "")
-            for body in page["items"]:
-                yield body
+    def _pods(self, namespace: str, selector: Mapping[str, str]) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the pods as JSON: the client's own models take 35 times as long to make."""
+        listing = partial(
+            self._core.list_namespaced_pod_without_preload_content,
+            namespace,
+            label_selector=selector.get("label_selector"),
+            field_selector=selector.get("field_selector"),
+            _request_timeout=REQUEST_SECONDS,
+        )
+        return _pages(listing, PAGE_PODS)
 
     async def write_status(self, work: Resource, status: WorkStatus | FleetStatus) -> str | None:
         """Replace the object's status; return the version that it has now, None if the API server does not tell.
@@ -248,6 +240,20 @@ def _token(secret: str, data: Mapping[str, str | bytes]) -> str:
     if not (first.isascii() and first.isprintable()):
         raise ValueError(f'Secret "{secret}" has a key "token" with characters that no header can have: change it')
     return first
+
+
+async def _pages(listing: Callable[..., Awaitable[Any]], limit: int) -> AsyncIterator[Mapping[str, Any]]:
+    """Yield what is listed as JSON, a page of so many after the other."""
+    token: str | None = None
+    while token != "":
+        answer = await listing(limit=limit, _continue=token)
+        content = await answer.read()
+        if answer.status != HTTPStatus.OK:
+            raise ApiException(status=answer.status, reason=answer.reason)
+        page = json.loads(content)
+        token = page["metadata"].get("continue", "")
+        for body in page["items"]:
+            yield body
 
 
 def _kind(resource: type[Resource]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from poc_operator.clients.errors import (
     StoreUnavailable,
     UnreadableObject,
 )
-from poc_operator.clients.kube.objects import PAGE_PODS, ObjectStore, merge_patch
+from poc_operator.clients.kube.objects import PAGE_OBJECTS, PAGE_PODS, ObjectStore, merge_patch
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
 
@@ -43,6 +43,7 @@ class Api:
 
     def __init__(self) -> None:
         self.body: dict[str, Any] = body_of(a_round())
+        self.more: list[dict[str, Any]] = []  # objects that are listed after it
         self.pods: list[dict[str, Any]] = []
         self.eviction: tuple[int, dict[str, Any]] = (201, {"kind": "Status", "status": "Success"})
         self.secrets: dict[str, dict[str, Any]] = {}
@@ -66,15 +67,18 @@ class Api:
         if not self.body:
             return web.json_response({"kind": "Status", "code": 404}, status=404)
         listed = request.path.rsplit("/", 1)[-1].startswith("poc")
-        return web.json_response({"items": [self.body]} if listed else self.body)
+        return web.json_response(_page(request, [self.body, *self.more]) if listed else self.body)
 
     def _of_pods(self, request: web.Request) -> web.Response:
         if request.path.endswith("/eviction"):
             return web.json_response(self.eviction[1], status=self.eviction[0])
-        begin, most = int(request.query.get("continue", "0")), int(request.query["limit"])
-        rest = {"continue": str(begin + most)} if begin + most < len(self.pods) else {}
-        body = {"kind": "PodList", "metadata": rest, "items": self.pods[begin : begin + most]}
-        return web.json_response(body, status=self.status)
+        return web.json_response({"kind": "PodList", **_page(request, self.pods)}, status=self.status)
+
+
+def _page(request: web.Request, items: list[dict[str, Any]]) -> dict[str, Any]:
+    begin, most = int(request.query.get("continue", "0")), int(request.query["limit"])
+    rest = {"continue": str(begin + most)} if begin + most < len(items) else {}
+    return {"metadata": rest, "items": items[begin : begin + most]}
 
 
 def body_of(work: PoCRound | PoCValidation | PoCCalibration) -> dict[str, Any]:
@@ -104,8 +108,8 @@ async def test_each_kind_is_read_where_it_is(
     server, store = api
     server.body = body_of(work)
     assert await store.get(type(work), "ns", "r") == work
-    assert await store.list_objects(type(work), []) == [work]
-    assert await store.list_objects(type(work), ["ns"]) == [work]
+    assert await store.list_bodies(type(work), []) == [server.body]
+    assert await store.list_bodies(type(work), ["ns"]) == [server.body]
     plural = work.KIND.plural
     paths = [f"{API}/{plural}/r", f"/apis/poc.gonka.ai/v1alpha1/{plural}", f"{API}/{plural}"]
     assert [path for _, path, _, _ in server.seen] == paths
@@ -120,7 +124,15 @@ async def test_an_object_that_makes_no_sense_names_its_field(
     with pytest.raises(UnreadableObject, match=f"spec.{field}") as caught:
         await store.get(PoCRound, "ns", "r")
     assert caught.value.generation == 1
-    assert await store.list_objects(PoCRound, []) == []
+
+
+async def test_many_objects_are_listed_in_pages(api: tuple[Api, ObjectStore]) -> None:
+    """The API server's answer is read in one piece, in which nothing else is done."""
+    server, store = api
+    server.more = [{"number": number} for number in range(2 * PAGE_OBJECTS)]
+    assert await store.list_bodies(PoCRound, []) == [server.body, *server.more]
+    assert {query["limit"] for _, _, query, _ in server.seen} == {str(PAGE_OBJECTS)}
+    assert len(server.seen) == 3
 
 
 async def test_words_of_another_version_in_a_status_are_read(api: tuple[Api, ObjectStore]) -> None:
@@ -130,7 +142,6 @@ async def test_words_of_another_version_in_a_status_are_read(api: tuple[Api, Obj
     round_ = await store.get(PoCRound, "ns", "r")
     assert round_ is not None
     assert plan(look(round_, (a_pod("a"), says()))).status.state == "Pending"
-    assert await store.list_objects(PoCRound, []) == [round_], "the check of the watches reads it too"
 
 
 async def test_pods_are_selected_by_the_api_server(api: tuple[Api, ObjectStore]) -> None:

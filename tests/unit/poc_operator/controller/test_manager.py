@@ -251,11 +251,20 @@ async def test_a_round_begins_when_the_watch_has_told_of_all_its_pods(monkeypatc
         assert store.lists == lists, "they were waited for once"
 
 
-@pytest.mark.parametrize(("pods", "rate", "least", "most"), [(0, 4, 8, 100), (2, 4, 2, 4), (2, 0.001, 1, 3)])
-async def test_the_more_pods_there_are_the_longer_turns_wait_within_bounds(
-    pods: int, rate: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("pods", "turn", "rate", "least", "most"),
+    [
+        pytest.param(0, 0, 4, 8, 100, id="little to do"),
+        pytest.param(2, 0, 4, 2, 4, id="many pods"),
+        pytest.param(0, 2, 4, 2, 4, id="many objects"),
+        pytest.param(2, 0, 0.001, 1, 3, id="too many"),
+    ],
+)
+async def test_the_more_there_is_to_do_the_longer_turns_wait_within_bounds(
+    pods: int, turn: int, rate: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(reconciler, "POLLS_PER_TURN", turn)
     monkeypatch.setattr(manager, "POLLS_PER_SECOND", rate)
     monkeypatch.setattr(manager, "MOST_TURN_SECONDS", 0.7)
     store = StandingRound()
@@ -355,7 +364,7 @@ async def test_another_round_of_the_same_name_is_not_reconciled() -> None:
 class OddLists(GoneRound):
     """A store in which an object stands that nobody foresaw."""
 
-    async def list_objects(self, resource: type, namespaces: Collection[str]) -> list[PoCRound]:
+    async def list_bodies(self, resource: type, namespaces: Collection[str]) -> list[PoCRound]:
         """Fail on it."""
         self.reads += 1
         raise LookupError("an unknown word")

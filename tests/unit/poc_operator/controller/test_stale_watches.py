@@ -2,9 +2,10 @@
 """A watch that misses a change is found by the second list that shows it; a slow one is not blamed."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Collection
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -25,9 +26,9 @@ class Lists:
         self.rounds = [round_]
         self.pods = list(pods)
 
-    async def list_objects(self, resource: type, namespaces: Collection[str]) -> list[PoCRound]:
-        """Return the rounds."""
-        return self.rounds
+    async def list_bodies(self, resource: type, namespaces: Collection[str]) -> list[Any]:
+        """Return the rounds as the API server has them."""
+        return [json.loads(found.model_dump_json(by_alias=True, exclude_none=True)) for found in self.rounds]
 
     async def list_pods(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods."""
