@@ -25,9 +25,13 @@ RETRY_SECONDS = 2.0
 
 
 class LeaderElection:
-    """The Lease in ``namespace``, for the process ``identity``. ``clock`` returns seconds of a monotonic clock."""
+    """The Lease in ``namespace``, for the process ``identity``. ``clock`` returns seconds of a monotonic clock.
+
+    ``api`` should be for this alone: a request that waits for a connection is a renewal that comes late.
+    """
 
     def __init__(self, api: client.ApiClient, namespace: str, identity: str, clock: Callable[[], float]) -> None:
+        self._api = api
         self._leases = client.CoordinationV1Api(api)
         self._namespace = namespace
         self._identity = identity
@@ -39,10 +43,19 @@ class LeaderElection:
         #: UID of the Lease, once it was seen.
         self.uid: str | None = None
 
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()  # type: ignore[no-untyped-call]
+
     @property
     def held(self) -> bool:
         """Whether this process may act."""
         return self._clock() - self._renewed < RENEW_SECONDS
+
+    @property
+    def taken(self) -> bool:
+        """Whether another process held the lease when it was seen last."""
+        return self.holder not in (None, "", self._identity)
 
     @property
     def overdue(self) -> bool:
@@ -93,7 +106,7 @@ class LeaderElection:
         self._note(lease)
         lease.spec = spec = lease.spec or client.V1LeaseSpec()
         self.holder = spec.holder_identity
-        if self.holder not in (None, "", self._identity) and not self._is_over(spec):
+        if self.taken and not self._is_over(spec):
             return False
         if self.holder != self._identity:
             spec.acquire_time, spec.lease_transitions = datetime.now(UTC), (spec.lease_transitions or 0) + 1

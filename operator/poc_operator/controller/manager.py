@@ -173,7 +173,9 @@ class Manager:
         store = ObjectStore(api)
         read = partial(store.pod_token, token_secret) if token_secret is not None else None
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
-        lease = LeaderElection(api, lease_namespace or namespace, identity or unique, time.monotonic)
+        # Its own connections: a thousand rounds that start together wait for each other's.
+        lease_api, _ = await connect()
+        lease = LeaderElection(lease_api, lease_namespace or namespace, identity or unique, time.monotonic)
         return cls(
             store,
             lease,
@@ -213,6 +215,7 @@ class Manager:
         if self._gateway is not None:
             await self._gateway.close()
         await self._store.close()
+        await self.lease.close()
 
     async def identify(self) -> None:
         """Find out under which name to give orders, and which names count as ours. The Lease must be ours by now.

@@ -108,7 +108,8 @@ async def _end_without(lease: LeaderElection) -> None:
         await lease.keep()
     except Exception:
         log.exception("the lease cannot be kept")
-    log.critical("the lease is lost to %s: ending at once, so that no two operators act", lease.holder)
+    why = f"held by {lease.holder}" if lease.taken else "not renewed in time"
+    log.critical("the lease is %s: ending at once, so that no two operators act", why)
     logging.shutdown()
     os._exit(1)
 

@@ -14,13 +14,18 @@ PATH = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
 
 class LeaseApi:
-    """One Lease with optimistic concurrency. ``fault`` answers all requests with this HTTP status; 0 hangs."""
+    """One Lease with optimistic concurrency. ``fault`` answers all requests with this HTTP status; 0 hangs.
+
+    There is nothing else: all other requests are answered 404, and hang with ``others_hang``.
+    """
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
         self.version = 0
         self.fault: int | None = None
         self.requests = 0
+        self.others_hang = False
+        self.hanging = 0
 
     @property
     def holder(self) -> str | None:
@@ -45,6 +50,13 @@ class LeaseApi:
         body["metadata"] |= {"resourceVersion": str(self.version), "uid": UID}
         return web.json_response(body)
 
+    async def answer_other(self, _: web.Request) -> web.Response:
+        """Serve whatever is no Lease."""
+        if self.others_hang:
+            self.hanging += 1
+            await asyncio.sleep(60)
+        return _failure(404)
+
 
 def _failure(status: int) -> web.Response:
     return web.json_response({"kind": "Status", "code": status}, status=status)
@@ -57,6 +69,7 @@ async def lease_api() -> AsyncIterator[tuple[LeaseApi, client.ApiClient]]:
     app = web.Application()
     app.router.add_route("*", PATH, api.answer)
     app.router.add_route("*", PATH + "/{name}", api.answer)
+    app.router.add_route("*", "/{path:.*}", api.answer_other)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

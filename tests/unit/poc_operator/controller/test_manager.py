@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
+from kubernetes.aio.client import ApiClient
 
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import State
@@ -16,7 +17,7 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import manager, reconciler
 from poc_operator.controller.kinds import RoundPlanner
-from poc_operator.controller.leader_election import LeaderElection
+from poc_operator.controller.leader_election import RENEW_SECONDS, LeaderElection
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
 from poc_operator.observed import PodView
@@ -313,6 +314,26 @@ async def test_orders_are_given_in_the_name_of_the_cluster(
         await lease.acquire()
         await operator.identify()
         assert (operator._sources.owner, operator.reaper.owners) == (owners[0], owners)
+
+
+async def test_the_lease_has_connections_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand rounds that start together wait for each other's, and the operator would lose the lease meanwhile."""
+    async with lease_api() as (server, connection):
+
+        async def connected() -> tuple[ApiClient, str]:
+            return ApiClient(connection.configuration), "ns"
+
+        monkeypatch.setattr(manager, "connect", connected)
+        operator = await Manager.create(None, None, None)
+        server.others_hang = True
+        most = connection.configuration.connection_pool_maxsize
+        waiting = [asyncio.create_task(operator._store.namespace_uid("kube-system")) for _ in range(most)]
+        await until(lambda: server.hanging == most)
+        await asyncio.wait_for(operator.lease.acquire(), RENEW_SECONDS / 2)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await operator.close()
 
 
 async def test_the_next_process_knows_the_lease_by_the_same_name() -> None:
