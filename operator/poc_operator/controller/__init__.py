@@ -8,6 +8,7 @@
 - ``stored_object``: the object as its watch tells of it, and the writing of its status.
 - ``kinds``: what differs: what is asked beside the pods, and which plan is made.
 - ``observing``: what is asked and remembered so that a plan sees the world; ``actions``: what plans order.
+- ``untold_pods``: pods that exist and that the watch has yet to tell of.
 - ``other_rounds``: what rounds know of each other, so that they queue for pods.
 - ``reaper``: stops in pods what no round needs any more. ``uninstall``: suspends all before the operator goes.
 - ``leader_election``, ``health``, ``metrics``, ``logs``: what the process owes its cluster.

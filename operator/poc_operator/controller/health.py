@@ -15,6 +15,7 @@ knows one of them.
 import asyncio
 import logging
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from aiohttp import web
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.observing import PodCache
+from poc_operator.controller.untold_pods import FEW
 from poc_operator.observed import PodView
 from poc_operator.planning.reaping import WorkRecord
 from poc_operator.planning.snapshot import Work
@@ -113,15 +115,15 @@ class StaleWatchCheck:
 
     async def check(self, namespaces: Collection[str]) -> None:
         """List and compare; without ``namespaces`` everywhere. StoreError if the API server does not answer."""
-        found, selected = dict[Hashable, str](), dict[tuple[str, str], LabelSelector]()
+        found, selected = dict[Hashable, str](), defaultdict[str, dict[str, LabelSelector]](dict)
         for kind in self._kinds:
             for body in await self._store.list_bodies(kind, namespaces):
                 work = WorkRecord.parse(body)  # which takes a tenth of the time that the object would
                 if not work.finished and "deletionTimestamp" not in body["metadata"]:
                     found |= self._loop_of(kind, work)
-                    selected[work.namespace, str(work.selector)] = work.selector
-        for (namespace, _), selector in selected.items():  # many rounds may select the same pods
-            found |= await self._pods_of(namespace, selector)
+                    selected[work.namespace][str(work.selector)] = work.selector  # many rounds may select the same pods
+        for namespace, selectors in selected.items():
+            found |= await self._pods_of(namespace, list(selectors.values()))
         self.missed = [text for difference, text in found.items() if difference in self._differences]
         self._differences = set(found)
 
@@ -129,9 +131,9 @@ class StaleWatchCheck:
         text = f"{kind.KIND.kind} {work.namespace}/{work.name} is not reconciled"
         return {} if work.uid in self._reconciled() else {work.uid: text}
 
-    async def _pods_of(self, namespace: str, selector: LabelSelector) -> dict[Hashable, str]:
-        listed = {pod.uid: pod for pod in await self._forget_vanished(namespace, selector)}
-        told = {pod.uid: pod for pod in self._pods.selected(namespace, selector)}
+    async def _pods_of(self, namespace: str, selectors: Sequence[LabelSelector]) -> dict[Hashable, str]:
+        listed = {pod.uid: pod for pod in await self._forget_vanished(namespace, selectors)}
+        told = self._told(namespace, selectors)
         names = {uid: pod.name for uid, pod in (told | listed).items()}
         # A pod that was told of anew since the last check is no missed one: the difference is another.
         return {
@@ -140,14 +142,17 @@ class StaleWatchCheck:
             if listed.get(uid) != told.get(uid)
         }
 
-    async def _forget_vanished(self, namespace: str, selector: LabelSelector) -> list[PodView]:
+    def _told(self, namespace: str, selectors: Iterable[LabelSelector]) -> dict[str, PodView]:
+        return {pod.uid: pod for selector in selectors for pod in self._pods.selected(namespace, selector)}
+
+    async def _forget_vanished(self, namespace: str, selectors: Sequence[LabelSelector]) -> list[PodView]:
         """Return the pods that are selected. Tell of those that have vanished while the watch was away.
 
         A watch that has expired begins with a list anew, which has no word of what was deleted meanwhile. A pod that
         the watch had told of before the list began, and that is not in it, was relabelled or does not exist any more.
         """
-        before = [pod for pod in self._pods.selected(namespace, selector) if not pod.gone]
-        listed = await self._store.list_pods(namespace, selector)
+        before = [pod for pod in self._told(namespace, selectors).values() if not pod.gone]
+        listed = await self._list(namespace, selectors)
         uids = {pod.uid for pod in listed}
         for pod in before:
             if pod.uid in uids or not self._pods.knows(pod.uid):
@@ -156,3 +161,16 @@ class StaleWatchCheck:
             if found is None or found.uid != pod.uid:  # another may have its name by now
                 self._gone(pod)
         return listed
+
+    async def _list(self, namespace: str, selectors: Sequence[LabelSelector]) -> list[PodView]:
+        """Return the pods that are selected: of few selectors by a list each, for which the API server looks at all."""
+        if len(selectors) <= FEW:
+            lists = [await self._store.list_pods(namespace, selector) for selector in selectors]
+            return list({pod.uid: pod for found in lists for pod in found}.values())
+        told, found = self._told(namespace, selectors), list[PodView]()
+        for pod in await self._store.list_pods(namespace, LabelSelector()):
+            # A pod that is as it was told of is found by its labels, without a look at each selector.
+            known = told.get(pod.uid)
+            if (known is not None and known.labels == pod.labels) or any(one.matches(pod.labels) for one in selectors):
+                found.append(pod)
+        return found

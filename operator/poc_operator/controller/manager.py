@@ -35,6 +35,7 @@ from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.reaper import CONNECTIONS as REAPER_CONNECTIONS
 from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
+from poc_operator.controller.untold_pods import UntoldPods
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import PodView
@@ -131,6 +132,7 @@ class Manager:
         self._lag = 0.0  # of the event loop, in seconds
         self._load = 0  # of one turn of each object, in polls
         self._others = OtherRounds(time.monotonic)
+        self._untold = UntoldPods(store, self._pods)
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
@@ -348,6 +350,7 @@ class Manager:
             metrics=self.metrics,
             emit=emit,
             others=self._others,
+            untold=self._untold,
         )
 
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:

@@ -28,6 +28,7 @@ from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
 from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.stored_object import MANY, ObjectReader, StatusRecorder, computed
+from poc_operator.controller.untold_pods import UntoldPods
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Step, Work
 
@@ -72,6 +73,7 @@ class Reconciler(Generic[WorkT]):
         metrics: Metrics,
         emit: Emit,
         others: OtherRounds | None = None,
+        untold: UntoldPods | None = None,
     ) -> None:
         self._resource = kind.resource
         self._ref = ref
@@ -101,6 +103,7 @@ class Reconciler(Generic[WorkT]):
         self._asks = PodAsks(clients=ask_clients or clients, wake=self.wake)
         self._deleted_since: float | None = None  # by the monotonic clock
         self._others = others or OtherRounds(time.monotonic)
+        self._untold = untold or UntoldPods(sources.store, pods)
         self._knows_pods = False  # whether the watch has told of all that mattered when this began
 
     def concerns(self, pod: PodView) -> bool:
@@ -278,25 +281,13 @@ class Reconciler(Generic[WorkT]):
         Of a new process the watch may not have told yet of those that work: a pod that it does not know would count as
         lost. And before the slots are fixed, which happens once, every pod matters: it would get none.
         """
+        namespace, selector = work.metadata.namespace, work.spec.pods
         begins = not (work.status.shares or work.status.stop_time or work.status.state.finished or self._deleted)
         if begins:
-            listed = await self._store.list_pods(work.metadata.namespace, work.spec.pods)
-            return not all(self._pods.knows(pod.uid) for pod in listed)
+            return await self._untold.exist(namespace, selector)
         working = (share for share in work.status.shares if share.state.active)
         untold = {share.uid: share.pod or "" for share in working if share.uid and not self._pods.knows(share.uid)}
-        return bool(untold) and await self._exist(work, untold)
-
-    async def _exist(self, work: WorkT, untold: Mapping[str, str]) -> bool:
-        """Whether one of these pods, names by uid, exists, be it selected or not."""
-        namespace = work.metadata.namespace
-        listed = {pod.uid for pod in await self._store.list_pods(namespace, work.spec.pods)}
-        if listed & untold.keys():
-            return True
-        for uid, name in untold.items():
-            pod = await self._store.pod(namespace, name)
-            if pod is not None and pod.uid == uid:
-                return True
-        return False
+        return bool(untold) and await self._untold.include(namespace, selector, untold)
 
     async def _poll(self, pods: Sequence[PodView], work: WorkT) -> dict[str, PodReport]:
         with self._metrics.poll_seconds.time():

@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import pytest
@@ -15,12 +15,15 @@ from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.health import StaleWatchCheck
 from poc_operator.controller.observing import PodCache
+from poc_operator.controller.untold_pods import FEW
 from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import UID, a_pod, a_round
 
 
 class Lists:
-    """What the API server lists."""
+    """What the API server lists. ``others`` are rounds beside that of the test."""
+
+    others: Sequence[PoCRound] = ()
 
     def __init__(self, round_: PoCRound, *pods: PodView) -> None:
         self.rounds = [round_]
@@ -28,7 +31,10 @@ class Lists:
 
     async def list_bodies(self, resource: type, namespaces: Collection[str]) -> list[Any]:
         """Return the rounds as the API server has them."""
-        return [json.loads(found.model_dump_json(by_alias=True, exclude_none=True)) for found in self.rounds]
+        return [
+            json.loads(found.model_dump_json(by_alias=True, exclude_none=True))
+            for found in (*self.rounds, *self.others)
+        ]
 
     async def list_pods(self, namespace: str, selector: LabelSelector) -> list[PodView]:
         """Return the pods."""
@@ -60,6 +66,14 @@ class Watched:
         return self._check.missed
 
 
+@pytest.fixture(params=[0, FEW], ids=["few", "many"])
+def selectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many selectors all pods of the namespace are listed at once."""
+    others = [a_round(selector={"matchLabels": {"number": str(number)}}) for number in range(request.param)]
+    monkeypatch.setattr(Lists, "others", others)
+
+
+@pytest.mark.usefixtures("selectors")
 @pytest.mark.parametrize(
     ("listed", "told"),
     [
@@ -75,6 +89,7 @@ async def test_a_missed_change_is_found_by_the_second_list(listed: list[PodView]
     assert await watched.missed() == ["pod ns/a is not what the watch told"]
 
 
+@pytest.mark.usefixtures("selectors")
 @pytest.mark.parametrize("listed", [[], [dataclasses.replace(a_pod("a"), uid="another")]], ids=["gone", "same name"])
 async def test_a_pod_that_vanished_while_the_watch_had_expired_is_forgotten_by_the_first_list(
     listed: list[PodView],
@@ -87,6 +102,7 @@ async def test_a_pod_that_vanished_while_the_watch_had_expired_is_forgotten_by_t
         assert watched.cache.matching(watched.lists.rounds[0]) == listed
 
 
+@pytest.mark.usefixtures("selectors")
 async def test_a_watch_that_catches_up_is_healthy() -> None:
     watched = Watched(a_pod("a"))
     assert await watched.missed() == []
@@ -94,6 +110,7 @@ async def test_a_watch_that_catches_up_is_healthy() -> None:
     assert await watched.missed() == []
 
 
+@pytest.mark.usefixtures("selectors")
 async def test_a_pod_that_changes_all_the_time_is_not_missed() -> None:
     watched = Watched(a_pod("a", ip="10.0.0.1"), told=[a_pod("a", ip="10.0.0.0")])
     for address in range(1, 4):
