@@ -26,6 +26,7 @@ from poc_operator.apis.v1alpha1.fleet_pod import (
     Resources,
     Spread,
 )
+from poc_operator.apis.v1alpha1.fleet_upkeep import PodList, SelfCheck, Update
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, ListMap, Message, Rule, cel_text
 
@@ -121,6 +122,10 @@ class FleetSpec(ApiModel):
     """Priority class of the pods."""
     spread: Spread | None = None
     """How the pods are spread. Without it, the scheduler decides."""
+    update: Update = Update()
+    """How pods get a new revision of their template."""
+    self_check: SelfCheck = SelfCheck()
+    """How pods prove that they compute what the others do."""
     pod_template: PodTemplate | None = None
     """Changes of the pods' template that the spec has no field for."""
 
@@ -161,6 +166,8 @@ class FleetStatus(ApiModel):
     expected_nonces_per_minute: Int32 | None = None
     """Nonces per minute that all replicas together should compute. The figure is the network's published one, not
     measured here."""
+    pods: PodList = Field(default_factory=list)
+    """The pods that exist, and what their self-checks have found."""
     conditions: Annotated[list[StoredCondition], ListMap(("type",))] = Field(default_factory=list)
     """Conditions, for programs."""
 
