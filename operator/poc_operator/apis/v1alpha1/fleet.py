@@ -26,7 +26,7 @@ from poc_operator.apis.v1alpha1.fleet_pod import (
     Resources,
     Spread,
 )
-from poc_operator.apis.v1alpha1.fleet_upkeep import PodList, SelfCheck, Update
+from poc_operator.apis.v1alpha1.fleet_upkeep import Healing, PodList, RestartList, SelfCheck, Update
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, ListMap, Message, Rule, cel_text
 
@@ -126,6 +126,8 @@ class FleetSpec(ApiModel):
     """How pods get a new revision of their template."""
     self_check: SelfCheck = SelfCheck()
     """How pods prove that they compute what the others do."""
+    healing: Healing = Healing()
+    """What is done about a pod that is ready and gets nothing done although work waits for it."""
     pod_template: PodTemplate | None = None
     """Changes of the pods' template that the spec has no field for."""
 
@@ -168,6 +170,8 @@ class FleetStatus(ApiModel):
     measured here."""
     pods: PodList = Field(default_factory=list)
     """The pods that exist, and what their self-checks have found."""
+    restarts: RestartList = Field(default_factory=list)
+    """Hung pods of the last hour, which were to be replaced."""
     conditions: Annotated[list[StoredCondition], ListMap(("type",))] = Field(default_factory=list)
     """Conditions, for programs."""
 

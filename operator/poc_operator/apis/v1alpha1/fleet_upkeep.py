@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, ListMap, Message, Open
+from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, Int64, ListMap, Message, Open
 from poc_operator.apis.v1alpha1.validation import StatTest
 
 #: Nonces of a self-check unless the spec says otherwise. With the network's thresholds, 8 mismatches of 32 fail.
@@ -53,6 +53,30 @@ class SelfCheck(ApiModel):
     """When a pod counts as failed: as for proofs of a validation, with the same defaults."""
 
 
+class Healing(ApiModel):
+    """What is done about a pod that is ready and gets nothing done although work waits for it."""
+
+    enabled: bool = True
+    """False: such a pod is told of, and stays."""
+    hung_seconds: Annotated[Int32, Field(ge=60, le=86_400)] = 600
+    """Seconds without any progress, while work waits, after which a pod counts as hung. They must exceed the longest
+    time that one step of the model may take."""
+    restarts_per_hour: Annotated[Int32, Field(ge=1, le=60)] = 2
+    """Pods of the fleet that may be replaced for that within an hour."""
+
+
+class Stage(StrEnum):
+    """Where a pod is on its way to serving. A reader must expect other words."""
+
+    PENDING = "Pending"
+    CREATING = "Creating"
+    PULLING = "Pulling"
+    LOADING = "Loading"
+    READY = "Ready"
+    NOT_READY = "NotReady"
+    FAILING = "Failing"
+
+
 class CheckResult(StrEnum):
     """What a pod's last self-check found. A reader must expect other words."""
 
@@ -89,6 +113,16 @@ class FleetPod(ApiModel):
     """The container that the result is about; its id changes with every restart."""
     revision: str = ""
     """Revision of the template that it was made from."""
+    stage: Annotated[Stage, Open()] = Stage.PENDING
+    """Where it is on its way to serving. Pending until it has a Kubernetes node, Creating until that has its volumes
+    and its network. Then Pulling until its container exists, Loading until vLLM serves, and Ready. NotReady has served
+    and does not answer its probe now. Failing does not run, and waiting does not help."""
+    node: str = ""
+    """Kubernetes node that it was given to."""
+    memory_errors: Int64 | None = None
+    """Double-bit ECC errors of its GPUs over their lives, as told last. None if its GPUs do not count them."""
+    memory_errors_before: Int64 | None = None
+    """Those that its GPUs had when the operator first asked this pod."""
     result: Annotated[CheckResult, Open()] = CheckResult.PENDING
     """What its last self-check found."""
     p_value: str | None = None
@@ -101,4 +135,18 @@ class FleetPod(ApiModel):
     """What its results depend on."""
 
 
+class Restart(ApiModel):
+    """A hung pod that was to be replaced."""
+
+    name: str
+    """Name of the pod."""
+    uid: str
+    """Uid of the pod."""
+    time: datetime
+    """When that was decided."""
+    message: Message = ""
+    """What it had not got done."""
+
+
 PodList = Annotated[list[FleetPod], ListMap(("name",))]
+RestartList = Annotated[list[Restart], ListMap(("uid",))]

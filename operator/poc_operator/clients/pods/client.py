@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed calls to one pod. Every call has a time limit, every answer a size limit."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Protocol, Self, TypeVar
 
@@ -117,9 +118,10 @@ class PodClient:
         """Return the pod's GPUs. NotAPodOfOurs from pods that do not tell of them."""
         return await self._call("GET", URL(f"{base}/gpus"), STATUS_SECONDS, _GPUS)
 
-    async def metrics(self, base: str) -> str:
-        """Return the exposition of vLLM's own metrics."""
-        url = URL(base.removesuffix(API_PREFIX) + "/metrics")
+    async def metrics(self, base: str, names: Sequence[str] = ()) -> str:
+        """Return the exposition of vLLM's own metrics; with ``names`` of these series at least."""
+        # Servers that do not know the parameter tell all.
+        url = URL(base.removesuffix(API_PREFIX) + "/metrics").with_query([("name[]", name) for name in names])
         status, body = await self._exchange("GET", url, STATUS_SECONDS, None, MAX_METRICS_BYTES)
         if status != HTTPStatus.OK:
             raise NotAPodOfOurs(f"HTTP {status} to a request for metrics")
