@@ -24,8 +24,8 @@ from vllm_poc.wire.partition import MAX_NONCE
 class Container:
     """One container of a pod. ``id`` changes with every restart.
 
-    ``ended`` says why it does not run, in the kubelet's words; empty while it does. ``last_end`` is how it ended before
-    its last restart. ``startup_seconds`` is how long its startup probe lets it start, and ``started`` whether that
+    ``ended`` says why it does not run, in the kubelet's words; empty while it does. ``last_end`` is how it ended last,
+    if it ever did. ``startup_seconds`` is how long its startup probe lets it start, and ``started`` whether that
     probe has passed; None without such a probe.
     """
 
@@ -140,7 +140,7 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
         ports=_ports(spec),
         restarts=status.get("restartCount", 0),
         ended=_why_ended(state),
-        last_end=_how_ended((status.get("lastState") or {}).get("terminated")),
+        last_end=_how_ended(state.get("terminated") or (status.get("lastState") or {}).get("terminated")),
         running_since=datetime.fromisoformat(since) if since else None,
         startup_seconds=_startup_seconds(spec.get("startupProbe")),
         started=bool(status.get("started", True)),

@@ -131,6 +131,9 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, create, patch]
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, create, patch]
 # Pods that get nothing done are evicted, which follows PodDisruptionBudgets.
 - apiGroups: [""]
   resources: [pods/eviction]

@@ -7,12 +7,13 @@ which only delays what is done about a hung pod.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.controller.health import supervised
+from poc_operator.fleets.download import PORT, DownloadSeen
 from poc_operator.fleets.progress import SERIES, Watched, parse_look, watched
 from poc_operator.observed import PodView
 
@@ -35,8 +36,12 @@ class _Pod:
 class FleetHealth:
     """What was seen of pods, by their uids. ``clock`` returns seconds of any monotonic clock."""
 
-    def __init__(self, clients: ClientOf, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clients: ClientOf, clock: Callable[[], float] = time.monotonic, *, strangers: ClientOf | None = None
+    ) -> None:
+        """``strangers`` has no token; it is for pods that download, without it these are not asked."""
         self._clients = clients
+        self._strangers = strangers
         self._clock = clock
         self._fleets: dict[str, dict[str, _Pod]] = {}
         self._looked: dict[str, float] = {}
@@ -73,6 +78,17 @@ class FleetHealth:
         """Return the double-bit errors of the pods' GPUs, as far as they are known."""
         known = self._fleets.get(fleet, {}).items()
         return {uid: pod.memory_errors for uid, pod in known if pod.memory_errors is not None}
+
+    async def download_seen(self, pods: Sequence[PodView]) -> DownloadSeen:
+        """Return what is seen of the pods of a download."""
+        running = next((pod for pod in pods if pod.stays and pod.ip and pod.ready), None)
+        if running is None or self._strangers is None:
+            return DownloadSeen(pods=pods)
+        try:
+            client = await self._strangers.of(running.namespace)
+            return DownloadSeen(pods=pods, percent=await client.download_percent(running.ip or "", PORT))
+        except PodError:  # it has just begun, or nobody may reach it
+            return DownloadSeen(pods=pods)
 
     async def stop(self) -> None:
         """End all looks."""

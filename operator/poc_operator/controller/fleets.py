@@ -16,7 +16,8 @@ from typing import Any
 
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
-from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, fleet_selector
+from poc_operator.apis.v1alpha1.fleet_upkeep import DownloadState
+from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL, FLEET_LABEL, LabelSelector, fleet_selector
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.clients.errors import (
     EvictionRefused,
@@ -35,6 +36,7 @@ from poc_operator.controller.health import supervised
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
+from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.merge import covers
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
 from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Refusal, Surroundings, packaged, with_config_maps
@@ -341,7 +343,17 @@ class Fleets:
             health=self._health.found(uid) if self._health is not None else {},
             memory_errors=self._health.memory_errors(uid) if self._health is not None else {},
             not_evicted=loop.not_evicted,
+            download=await self._download(fleet),
         )
+
+    async def _download(self, fleet: PoCFleet) -> DownloadSeen:
+        under_way = fleet.status.download
+        if not fleet.spec.cache.download or under_way is None or self._health is None:
+            return DownloadSeen()
+        if under_way.state is DownloadState.DOWNLOADED:
+            return DownloadSeen()
+        selector = LabelSelector(match_labels={DOWNLOAD_LABEL: under_way.job})
+        return await self._health.download_seen(self._pods.selected(fleet.metadata.namespace, selector))
 
     async def _surroundings(self, fleet: PoCFleet) -> Surroundings:
         now = self._clock()
@@ -422,6 +434,8 @@ class Fleets:
 def _rests(status: FleetStatus) -> bool:
     """Whether nothing comes or goes: all replicas are ready, or the fleet is stalled."""
     found = status.own_conditions
+    if status.download is not None and status.download.state is DownloadState.DOWNLOADING:
+        return False
     return any(kind in found and found[kind].status == "True" for kind in (ConditionType.READY, ConditionType.STALLED))
 
 

@@ -125,7 +125,7 @@ class Manager:
                 metrics=self.metrics,
                 may_act=lambda: self.lease.held,
                 events=events,
-                health=FleetHealth(self._poll_clients),
+                health=FleetHealth(self._poll_clients, strangers=strangers),
             )
             refs = FleetRefs(store, self.fleets.find)
             self._sources = dataclasses.replace(self._sources, fleets=refs)

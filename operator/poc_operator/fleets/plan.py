@@ -11,8 +11,10 @@ from typing import Any
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.download import DownloadSeen, download, job_name, waits_for
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
@@ -40,6 +42,7 @@ class FleetSnapshot:
     look like what was wanted, since the API server writes some values in another way. ``refused`` is what became of
     the last objects that could not be applied. ``health`` is what was seen of the pods' engines, ``memory_errors``
     how many their GPUs have had, and ``not_evicted`` why pods could not be evicted: each by the pods' uids.
+    ``download`` is what is seen of the download that is under way.
     """
 
     fleet: PoCFleet
@@ -52,6 +55,7 @@ class FleetSnapshot:
     health: Mapping[str, Watched] = field(default_factory=dict)
     memory_errors: Mapping[str, int] = field(default_factory=dict)
     not_evicted: Mapping[str, str] = field(default_factory=dict)
+    download: DownloadSeen = field(default_factory=DownloadSeen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +78,34 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
     healed = heal(fleet, seen.pods, seen.health, seen.now, seen.not_evicted)
     if isinstance(wanted, Refusal):
-        status = _status(seen, None if isinstance(resolved, Refusal) else resolved, wanted, healed)
+        status = _status(
+            seen, None if isinstance(resolved, Refusal) else resolved, wanted, healed, fleet.status.download
+        )
         return FleetStep(status=status, evict=healed.evict)
     assert not isinstance(resolved, Refusal)  # noqa: S101 - for the type checker
+    objects, record = wanted
     return FleetStep(
-        status=_status(seen, resolved, seen.refused, healed),
-        apply=[body for body in wanted if _differs(seen, body)],
+        status=_status(seen, resolved, seen.refused, healed, record),
+        apply=[body for body in objects if _differs(seen, body)],
         evict=healed.evict,
         needs_token=not fleet.spec.auth.open,
     )
 
 
-def _wanted(seen: FleetSnapshot, resolved: Resolved) -> Sequence[Object] | Refusal:
+def _wanted(seen: FleetSnapshot, resolved: Resolved) -> tuple[Sequence[Object], Download | None] | Refusal:
+    """Return the objects that there should be now, and what to record of the download of the model."""
+    job = seen.objects.get(("Job", job_name(seen.fleet, resolved)))
     try:
         wanted = render(seen.fleet, resolved, seen.around)
+        ahead = download(seen.fleet, resolved, seen.around, job, seen.download)
     except PatchError as error:
         return Refusal(Reason.POD_TEMPLATE_INVALID, str(error))
     strangers = (foreign(seen.fleet, seen.objects[key]) for body in wanted if (key := key_of(body)) in seen.objects)
-    return next((stranger for stranger in strangers if stranger is not None), wanted)
+    stranger = next((stranger for stranger in strangers if stranger is not None), None)
+    if stranger is not None:
+        return stranger
+    now = [body for body in wanted if not (ahead.holds and body["kind"] == "StatefulSet")]
+    return [*now, *([ahead.job] if ahead.job is not None else [])], ahead.record
 
 
 def foreign(fleet: PoCFleet, found: Mapping[str, Any]) -> Refusal | None:
@@ -122,7 +136,13 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
     return found["metadata"]["resourceVersion"] != seen.settled.get(key) and not covers(found, wanted)
 
 
-def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | None, healed: Healed) -> FleetStatus:
+def _status(
+    seen: FleetSnapshot,
+    resolved: Resolved | None,
+    refusal: Refusal | None,
+    healed: Healed,
+    ahead: Download | None,
+) -> FleetStatus:
     fleet, old = seen.fleet, seen.fleet.status
     found = seen.objects.get(("StatefulSet", fleet.metadata.name), {})
     told = found.get("status") or {}
@@ -131,7 +151,10 @@ def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | N
     outdated = [pod for pod in pods if newest and pod.labels.get(_REVISION_LABEL, newest) != newest]
     ready = sum(pod.ready for pod in pods)
     listed = pod_list(old.pods, pods, fleet.spec.port, seen.memory_errors)
-    verdict = _Verdict.of(seen, refusal, pods, outdated, ready).with_findings([*healed.findings, *faulty_gpus(listed)])
+    verdict = _Verdict.of(seen, refusal, pods, outdated, ready)
+    if refusal is None and ahead is not None:
+        verdict = verdict.with_download(ahead, seen.download.pods, exists=bool(found))
+    verdict = verdict.with_findings([*healed.findings, *faulty_gpus(listed)])
     rate = resolved.nonces_per_minute if resolved is not None else None
     return old.model_copy(
         update={
@@ -153,6 +176,7 @@ def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | N
             "expected_nonces_per_minute": rate * fleet.spec.replicas if rate is not None else None,
             "pods": listed,
             "restarts": list(healed.restarts),
+            "download": ahead,
             "conditions": merge_conditions(old.conditions, verdict.conditions(seen.now, fleet.metadata.generation)),
         }
     )
@@ -204,6 +228,23 @@ class _Verdict:
             )
             return cls(ready=(True, *told), progressing=(True, *told), degraded=(False, *fine), stalled=(False, *fine))
         return cls(ready=(True, *fine), progressing=(False, *fine), degraded=(False, *fine), stalled=(False, *fine))
+
+    def with_download(self, ahead: Download, pods: Sequence[PodView], *, exists: bool) -> "_Verdict":
+        """Return the verdict while the StatefulSet, which may exist, waits for a model."""
+        if ahead.state is DownloadState.DOWNLOADED:
+            return self
+        failed = ahead.state is DownloadState.FAILED
+        told = (
+            (Reason.DOWNLOAD_FAILED, f"the download of {ahead.model} has failed: {ahead.message}")
+            if failed
+            else (Reason.DOWNLOADING, waits_for(ahead, pods))
+        )
+        return _Verdict(
+            ready=(self.ready[0] and exists, *told),
+            progressing=(True, *told),
+            degraded=(True, *told) if failed else self.degraded,
+            stalled=(False, *told),
+        )
 
     def with_findings(self, findings: Sequence[Finding]) -> "_Verdict":
         """Return the verdict with what was found of pods that are ready, beside what is said already."""

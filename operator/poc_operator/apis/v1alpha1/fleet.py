@@ -26,10 +26,12 @@ from poc_operator.apis.v1alpha1.fleet_pod import (
     Resources,
     Spread,
 )
-from poc_operator.apis.v1alpha1.fleet_upkeep import Healing, PodList, RestartList, SelfCheck, Update
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download, Healing, PodList, RestartList, SelfCheck, Update
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, ListMap, Message, Rule, cel_text
 
+#: A hub id, with or without an organisation.
+HUB_ID = "[A-Za-z0-9][-A-Za-z0-9._]*(?:/[A-Za-z0-9][-A-Za-z0-9._]*)?"
 #: Pods that one fleet may have.
 MAX_REPLICAS = 1_000
 
@@ -48,6 +50,11 @@ class FleetSpec(ApiModel):
             "(has(self.gpu.count) ? self.gpu.count : 1)",
             message="parallelism.tensor * parallelism.pipeline must be gpu.count (1 if it is not set)",
             field_path=".parallelism",
+        ),
+        Rule(
+            rule=f"!self.cache.download || !has(self.model.path) || self.model.path.matches({cel_text(f'^{HUB_ID}$')})",
+            message="cache.download needs a hub id in model.path, such as Qwen/Qwen3-8B",
+            field_path=".cache.download",
         ),
         Rule(
             rule="!self.auth.open || (has(self.callbackAllow) && self.callbackAllow.size() > 0)",
@@ -172,6 +179,8 @@ class FleetStatus(ApiModel):
     """The pods that exist, and what their self-checks have found."""
     restarts: RestartList = Field(default_factory=list)
     """Hung pods of the last hour, which were to be replaced."""
+    download: Download | None = None
+    """The last download, if `cache.download` is true."""
     conditions: Annotated[list[StoredCondition], ListMap(("type",))] = Field(default_factory=list)
     """Conditions, for programs."""
 

@@ -135,6 +135,29 @@ class FleetPod(ApiModel):
     """What its results depend on."""
 
 
+class DownloadState(StrEnum):
+    """How far a download is. A reader must expect other words."""
+
+    DOWNLOADING = "Downloading"
+    DOWNLOADED = "Downloaded"
+    FAILED = "Failed"
+
+
+class Download(ApiModel):
+    """The download of a model into the cache."""
+
+    job: str
+    """Name of the Job, another one for each model, revision and PVC."""
+    model: str
+    """Hub id of the model."""
+    state: Annotated[DownloadState, Open()] = DownloadState.DOWNLOADING
+    """How far it is."""
+    percent: Int32 | None = None
+    """Percent of the bytes that are there. None if its pod does not tell."""
+    message: Message = ""
+    """Why it failed, in the container's words."""
+
+
 class Restart(ApiModel):
     """A hung pod that was to be replaced."""
 

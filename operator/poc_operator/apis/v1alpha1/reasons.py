@@ -29,6 +29,8 @@ class Reason(StrEnum):
     DELETED = "Deleted"
     DELIVERIES_REFUSED = "DeliveriesRefused"
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
+    DOWNLOADING = "Downloading"
+    DOWNLOAD_FAILED = "DownloadFailed"
     FLEET_NOT_FOUND = "FleetNotFound"
     FRAUD_DETECTED = "FraudDetected"
     GATEWAY_CONTRADICTORY = "GatewayContradictory"
@@ -165,6 +167,19 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Degraded=True",
         "Pods cannot run: they crash, or their image cannot be pulled. The message has the kubelet's reason.",
         "Look at `kubectl describe pod` and at the pod's log.",
+        _FLEET,
+    ),
+    Reason.DOWNLOADING: Explanation(
+        "Ready=False, Progressing=True",
+        "A Job downloads the model into the cache. Pods that serve another model go on; the StatefulSet gets the new "
+        "template when the model is there.",
+        kinds=_FLEET,
+    ),
+    Reason.DOWNLOAD_FAILED: Explanation(
+        "Degraded=True, Event",
+        "The Job that downloads the model has failed. The message has its container's words.",
+        "Check the hub id and `huggingFace.tokenSecret`, and that the PVC has room. The Job is made anew some ten "
+        "minutes after it failed, or at once when you delete it.",
         _FLEET,
     ),
     Reason.POD_HUNG: Explanation(

@@ -3,10 +3,10 @@
 
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Protocol, Self, TypeVar
+from typing import Annotated, Protocol, Self, TypeVar
 
 import aiohttp
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from yarl import URL
 
 from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRefused, PodTimeout, PodUnreachable
@@ -43,6 +43,14 @@ GENERATE_SECONDS = 300.0
 
 Answer = TypeVar("Answer")
 
+
+class _DownloadProgress(BaseModel):
+    """Bytes of a model that are there, and all of them."""
+
+    done: Annotated[int, Field(ge=0)]
+    total: Annotated[int, Field(ge=0)]
+
+
 _STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 
 _COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
@@ -50,6 +58,8 @@ _COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
 _VERSIONS: TypeAdapter[PodVersions] = TypeAdapter(PodVersions)
 
 _GPUS: TypeAdapter[GpusResponse] = TypeAdapter(GpusResponse)
+
+_PROGRESS: TypeAdapter[_DownloadProgress] = TypeAdapter(_DownloadProgress)
 
 _RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(GeneratedResponse | ValidatedResponse)
 
@@ -126,6 +136,12 @@ class PodClient:
         if status != HTTPStatus.OK:
             raise NotAPodOfOurs(f"HTTP {status} to a request for metrics")
         return body.decode(errors="replace")
+
+    async def download_percent(self, host: str, port: int) -> int:
+        """Return how much of a model a download's container has, in percent: 100 only when it has ended."""
+        url = URL.build(scheme="http", host=host, port=port, path="/")
+        told = await self._call("GET", url, STATUS_SECONDS, _PROGRESS)
+        return min(99, 100 * told.done // told.total) if told.total else 0
 
     async def start(self, base: str, request: InitGenerateRequest) -> Command:
         """Start a slot; safe to repeat, since the request carries the round's id."""
