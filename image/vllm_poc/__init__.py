@@ -6,7 +6,7 @@
     maths/     every formula of the protocol; torch alone      kernels/   the same and more in Triton
     server/    what runs in vLLM's API server process: routes, round state, scheduling, callbacks
     worker/    what runs in vLLM's worker processes: forward passes on scratch memory, CUDA graphs
-    cli        ``python -m vllm_poc serve MODEL``
+    cli        ``python -m vllm_poc serve MODEL``      download   ``python -m vllm_poc download MODEL``
 
 vLLM loads two of its classes by official hooks: `vllm_poc.server.app.PocMiddleware` and
 `vllm_poc.worker.extension.PocWorkerExtension`. Server and workers know each other by ``rpc`` alone.

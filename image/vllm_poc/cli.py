@@ -3,6 +3,7 @@
 
 serve MODEL …   vLLM's API server with all its flags, plus PoC with --enable-poc; without that flag, plain vLLM
 check MODEL …   say whether PoC would run on the server that these flags start, and how
+download MODEL  download the model's files into the cache that vLLM reads
 """
 
 import argparse
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from vllm_poc import download
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.admission import deployment_refusal
@@ -48,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif command == "check":
             check(words)
             return
+        elif command == "download":
+            download.run(words)
+            return
         else:
             _help(command)
     except UsageError as error:
@@ -63,7 +68,8 @@ def _help(command: str) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_poc", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["serve", "check"], help="followed by the flags of vLLM's API server")
+    followed = "followed by the flags of vLLM's API server, or by those of a download"
+    parser.add_argument("command", choices=["serve", "check", "download"], help=followed)
     parser.parse_args([command])  # --help, or an error that names the command
     raise AssertionError("argparse has left")
 

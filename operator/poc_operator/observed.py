@@ -24,14 +24,16 @@ from vllm_poc.wire.partition import MAX_NONCE
 class Container:
     """One container of a pod. ``id`` changes with every restart.
 
-    ``ended`` says why it does not run, in the kubelet's words; empty while it does. ``startup_seconds`` is how long its
-    startup probe lets it start, and ``started`` whether that probe has passed; None without such a probe.
+    ``ended`` says why it does not run, in the kubelet's words; empty while it does. ``last_end`` is how it ended last,
+    if it ever did. ``startup_seconds`` is how long its startup probe lets it start, and ``started`` whether that
+    probe has passed; None without such a probe.
     """
 
     id: str
     ports: frozenset[int] = frozenset()
     restarts: int = 0
     ended: str = ""
+    last_end: str = ""
     running_since: datetime | None = None
     startup_seconds: int | None = None
     started: bool = True
@@ -54,6 +56,8 @@ class PodView:
     disrupted: bool = False  # ended by the cluster: evicted, preempted, its node drained or lost
     waiting_for: str = ""  # why it is not ready, in the kubelet's words
     containers: Sequence[Container] = ()
+    node: str = ""  # the Kubernetes node that it was given to
+    sandboxed: bool = False  # its volumes and its network are there: only images and containers are missing
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -73,6 +77,8 @@ class PodView:
             disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
             waiting_for=_waiting_for(status, conditions),
             containers=_containers(body.get("spec") or {}, status),
+            node=(body.get("spec") or {}).get("nodeName") or "",
+            sandboxed=conditions.get("PodReadyToStartContainers", {}).get("status") == "True",
         )
 
     @property
@@ -103,6 +109,10 @@ class PodView:
         return None if server.started else server.running_since + timedelta(seconds=server.startup_seconds)
 
 
+#: So much of a container's last line is told.
+_LAST_WORDS = 200
+
+
 def is_container_session(session: str | None) -> bool:
     """Whether a session is a container's id, as that of a pod whose server has no sessions: `Container.id`."""
     return session is not None and "#" in session
@@ -130,6 +140,7 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
         ports=_ports(spec),
         restarts=status.get("restartCount", 0),
         ended=_why_ended(state),
+        last_end=_how_ended(state.get("terminated") or (status.get("lastState") or {}).get("terminated")),
         running_since=datetime.fromisoformat(since) if since else None,
         startup_seconds=_startup_seconds(spec.get("startupProbe")),
         started=bool(status.get("started", True)),
@@ -141,6 +152,15 @@ def _why_ended(state: Mapping[str, Any]) -> str:
         if state.get(kind) is not None:
             return str(state[kind].get("reason") or kind.capitalize())
     return ""
+
+
+def _how_ended(terminated: Mapping[str, Any] | None) -> str:
+    """Return in one line how a container ended: the kubelet's reason, the exit code, its last words."""
+    if not terminated:
+        return ""
+    words = str(terminated.get("message") or "").strip().splitlines()
+    code = f"{terminated.get('reason') or 'Terminated'}, exit code {terminated.get('exitCode', 0)}"
+    return f"{code}: {words[-1].strip()[:_LAST_WORDS]}" if words else code
 
 
 def _startup_seconds(probe: Mapping[str, Any] | None) -> int | None:

@@ -33,6 +33,8 @@ FLEET = {
     "/persistentvolumeclaims": ("get", "list", "create", "patch"),
     "policy/poddisruptionbudgets": ("get", "list", "create", "patch"),
     "networking.k8s.io/networkpolicies": ("get", "list", "create", "patch"),
+    "batch/jobs": ("get", "list", "create", "patch"),
+    "/pods/eviction": ("create",),
     "/secrets": ("create",),
     "/nodes": ("list",),
 }
@@ -44,6 +46,7 @@ FORBIDDEN = {
     "/pods/log": ("get",),
     "poc.gonka.ai/pocfleets": ("create", "update", "patch", "delete"),
     "apps/statefulsets": ("delete", "update"),
+    "batch/jobs": ("delete", "update"),
     "/services": ("delete",),
     "/secrets": ("get", "list", "watch", "patch", "update", "delete"),
     "/configmaps": ("list", "watch", "create"),
@@ -55,10 +58,10 @@ FORBIDDEN = {
     "rbac.authorization.k8s.io/clusterrolebindings": ("create",),
     "apiextensions.k8s.io/customresourcedefinitions": ("create", "patch", "delete"),
 }
-#: What the local installation asks for beside, by ``rbac.deletePods``.
+#: What ``rbac.deletePods`` asks for where there are no fleets.
 DELETES_PODS = ("/pods/eviction", "create")
-GRANTS = [(*DELETES_PODS, True)]
-GRANTS += [(what, verb, True) for what, verbs in (*ALLOWED.items(), *FLEET.items()) for verb in verbs]
+OF_FLEETS = {(what, verb) for what, verbs in FLEET.items() for verb in verbs}
+GRANTS = [(what, verb, True) for what, verbs in (*ALLOWED.items(), *FLEET.items()) for verb in verbs]
 GRANTS += [(what, verb, False) for what, verbs in FORBIDDEN.items() for verb in verbs]
 #: Changes of the operator's container that the level must refuse.
 TOO_MUCH = {"runAsUser": 0, "allowPrivilegeEscalation": True, "capabilities": {"add": ["NET_ADMIN"]}}
@@ -87,11 +90,12 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
     ("values", "more", "less"),
     [
         ({}, set(), set()),
-        ({"rbac": {"deletePods": True}}, {DELETES_PODS}, set()),
+        ({"rbac": {"deletePods": True}}, set(), set()),
+        ({"rbac": {"deletePods": True}, "fleets": {"enabled": False}}, {DELETES_PODS}, OF_FLEETS),
         ({"rbac": {"readConfigMaps": False}}, set(), {("/configmaps", "get")}),
         ({"rbac": {"readSecrets": True}, "gateway": {"enabled": False}}, set(), set()),
         ({"auth": {"existingSecret": "token"}}, set(), set()),
-        ({"fleets": {"enabled": False}}, set(), {(what, verb) for what, verbs in FLEET.items() for verb in verbs}),
+        ({"fleets": {"enabled": False}}, set(), OF_FLEETS),
     ],
 )
 def test_the_role_grants_what_the_table_says(

@@ -21,7 +21,7 @@ from hack.toolchain.tools import tool_path
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from tests.cluster.test_process import running
 from tests.support.servers.api_server import ApiServer, api_server
-from tests.support.servers.http_server import free_port
+from tests.support.servers.http_server import free_port, serve
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180, func_only=True)]
 
@@ -137,6 +137,36 @@ async def test_another_spec_restarts_no_pod_and_deleted_ones_come_back_with_it(c
     cluster.request("DELETE", f"{PODS}/update-1", gracePeriodSeconds="0")
     last = await until(lambda: status_of(cluster, "update"), lambda found: found.get("reason") == "AllReplicasReady")
     assert (last["ready"], last["updatedReplicas"]) == ("1/1", 1)
+
+
+async def hung_engine(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI
+    """A server that answers while its engine stands still."""
+    text = 'vllm:num_requests_running 1.0\nvllm:generation_tokens_total 5.0\npoc_ready{reason="Ready"} 1.0\n'
+    body = text if scope["path"] == "/metrics" else "{}"
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body.encode()})
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_hung_pod_is_replaced_and_recorded(cluster: ApiServer) -> None:
+    port = free_port()
+    spec = {**SPEC, "port": port, "healing": {"hungSeconds": 60}}
+    assert cluster.create("PoCFleet", "hung", spec)[0] == 201
+    before = await until(lambda: pods(cluster, "hung"), lambda found: len(found) == 1)
+    uid = before["hung-0"]["metadata"]["uid"]
+    async with serve(hung_engine, "127.0.0.1", port):
+        make_ready(cluster, "hung")
+        found = await until(lambda: status_of(cluster, "hung"), lambda found: bool(found.get("restarts")), 120)
+        assert [one["uid"] for one in found["restarts"]] == [uid]
+        # No kubelet runs that ends an evicted pod.
+        gone = lambda found: "hung-0" not in found or found["hung-0"]["metadata"]["uid"] != uid  # noqa: E731
+        await until(lambda: pods(cluster, "hung"), gone)
+        cluster.request("DELETE", f"{PODS}/hung-0", gracePeriodSeconds="0")
+        await until(lambda: pods(cluster, "hung"), lambda found: "hung-0" in found)
+    events = cluster.request("GET", "/api/v1/namespaces/default/events")[1]["items"]
+    assert [one["message"] for one in events if one["reason"] == "PodHung"] == [
+        f"hung-0 is hung: {found['restarts'][0]['message']}; it is evicted"
+    ]
 
 
 @pytest.mark.usefixtures("operator")

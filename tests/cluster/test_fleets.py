@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL, FLEET_LABEL
 from poc_operator.clients.kube.fleet_objects import KINDS
 from tests.cluster.test_process import environment, running
 from tests.support.servers.api_server import ApiServer
@@ -170,6 +170,46 @@ async def test_products_and_presets_come_from_the_cluster(api: ApiServer) -> Non
     assert (await until(api, f"{FLEETS}/own", says("ReplicasNotReady")))["status"]["model"] == "org/own"
     message = (await until(api, f"{FLEETS}/bad", says("PresetUnusable")))["status"]["message"]
     assert 'key "bad.yaml" of ConfigMap "presets"' in message
+
+
+async def progress(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI
+    """What the pod of a download tells, to callers without a token."""
+    allowed = b"authorization" not in dict(scope["headers"])
+    await send({"type": "http.response.start", "status": 200 if allowed else 401, "headers": []})
+    await send({"type": "http.response.body", "body": b'{"done": 43, "total": 100}'})
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_model_is_downloaded_before_pods_need_it(api: ApiServer) -> None:
+    spec = {**PATH, "cache": {"size": "1Gi", "download": True}}
+    assert api.create("PoCFleet", "ahead", spec)[0] == 201
+    fleet = await until(api, f"{FLEETS}/ahead", says("Downloading"))
+    job = fleet["status"]["download"]["job"]
+    body = await until(api, path_of("Job", job), exists)
+    await until(api, path_of("PersistentVolumeClaim", "ahead-cache"), exists)
+    # Do what the Job's controller and a kubelet do.
+    ip = "127.0.0.7"
+    pod = {**body["spec"]["template"], "metadata": {"name": job, "labels": {DOWNLOAD_LABEL: job}}}
+    pod["spec"] = {"containers": [{"name": "download", "image": "none", "ports": [{"containerPort": 8000}]}]}
+    assert api.request("POST", PODS, pod)[0] == 201
+    ready = [{"type": "Ready", "status": "True"}]
+    status = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "conditions": ready}
+    assert api.request("PATCH", f"{PODS}/{job}/status", {"status": status})[0] == 200
+    async with serve(progress, ip, 8000):
+        told = lambda _, body: body["status"]["message"] == "org/model is downloaded: 43 %"  # noqa: E731
+        await until(api, f"{FLEETS}/ahead", told)
+    assert api.request("GET", path_of("StatefulSet", "ahead"))[0] == HTTPStatus.NOT_FOUND
+    now = body["metadata"]["creationTimestamp"]
+    conditions = [{"type": kind, "status": "True"} for kind in ("SuccessCriteriaMet", "Complete")]
+    done = {"startTime": now, "completionTime": now, "succeeded": 1, "conditions": conditions}
+    code, refused = api.request("PATCH", f"{path_of('Job', job)}/status", {"status": done})
+    assert code == 200, refused
+    await until(api, path_of("StatefulSet", "ahead"), exists)
+    assert api.request("DELETE", f"{PODS}/{job}", gracePeriodSeconds="0")[0] == 200
+
+    assert api.create("PoCFleet", "no-pvc", {**PATH, "cache": {"download": True}})[0] == 422
+    local = {"model": {"path": "/models/own"}, "cache": {"size": "1Gi", "download": True}}
+    assert api.create("PoCFleet", "no-hub", local)[0] == 422
 
 
 async def test_an_orphaned_fleet_is_adopted_by_the_next(

@@ -131,6 +131,13 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, create, patch]
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, create, patch]
+# Pods that get nothing done are evicted, which follows PodDisruptionBudgets.
+- apiGroups: [""]
+  resources: [pods/eviction]
+  verbs: [create]
 # The token of a namespace's pods, where there is none.
 - apiGroups: [""]
   resources: [secrets]

@@ -16,17 +16,27 @@ from typing import Any
 
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
-from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, fleet_selector
+from poc_operator.apis.v1alpha1.fleet_upkeep import DownloadState
+from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL, FLEET_LABEL, LabelSelector, fleet_selector
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError, StoreForbidden, UnreadableObject
+from poc_operator.clients.errors import (
+    EvictionRefused,
+    ObjectInvalid,
+    StaleObject,
+    StoreError,
+    StoreForbidden,
+    UnreadableObject,
+)
 from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.clients.kube.objects import ObjectStore, parse_object
 from poc_operator.controller.failing_objects import FailureBackoff
+from poc_operator.controller.fleet_health import FleetHealth
 from poc_operator.controller.health import supervised
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
+from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.merge import covers
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
 from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Refusal, Surroundings, packaged, with_config_maps
@@ -46,6 +56,8 @@ SURROUNDINGS_SECONDS = 60.0
 #: Seconds for which news are gathered before a turn, and after which a turn is given up.
 GATHER_SECONDS = 0.2
 TURN_SECONDS = 120.0
+#: Seconds between two tries to evict a pod.
+EVICTION_SECONDS = 30.0
 
 Body = Mapping[str, Any]
 
@@ -75,6 +87,15 @@ class _Loop:
     #: Objects that do not look as wanted after they were applied, with their versions then.
     settled: dict[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
+    #: By the pods' uids: why they could not be evicted, and when that was tried last.
+    not_evicted: dict[str, str] = field(default_factory=dict)
+    evicted: dict[str, float] = field(default_factory=dict)
+
+    def keep_evictions(self, uids: Collection[str]) -> None:
+        """Forget the evictions of all pods except these."""
+        for memory in (self.not_evicted, self.evicted):
+            for uid in memory.keys() - uids:
+                del memory[uid]
 
 
 class _Children:
@@ -122,9 +143,12 @@ class Fleets:
         metrics: Metrics,
         may_act: Callable[[], bool],
         events: EventPoster | None = None,
+        health: FleetHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Without ``health`` nobody looks whether pods get on."""
         self._store = store
+        self._health = health
         self._objects = objects
         self._pods = pods
         self._metrics = metrics
@@ -209,6 +233,8 @@ class Fleets:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._health is not None:
+            await self._health.stop()
 
     def _begin(self, uid: str, body: Body) -> None:
         ref = ObjectRef(str(body["metadata"]["namespace"]), str(body["metadata"]["name"]), uid)
@@ -218,7 +244,13 @@ class Fleets:
         )
         self._loops[uid] = loop = _Loop(ref=ref, body=body, failures=failures, log=logger)
         self._tasks[uid] = task = supervised(f"the loop of fleet {uid}", self._drive(loop), forever=False)
-        task.add_done_callback(lambda _: (self._loops.pop(uid, None), self._tasks.pop(uid, None)))
+        task.add_done_callback(lambda _: self._ended(uid))
+
+    def _ended(self, uid: str) -> None:
+        self._loops.pop(uid, None)
+        self._tasks.pop(uid, None)
+        if self._health is not None:
+            self._health.forget(uid)
 
     def _emitter(self, ref: ObjectRef) -> Callable[[WorkEvent], None]:
         def emit(event: WorkEvent) -> None:
@@ -278,6 +310,9 @@ class Fleets:
         if applied or loop.refused != before:
             step = plan(await self._observe(loop, fleet, float("inf")))
         await self._record(loop, fleet, step)
+        loop.keep_evictions({pod.uid for pod in step.evict})
+        for pod in step.evict:
+            await self._evict(loop, pod)
         return REST_SECONDS if _rests(step.status) and not applied else BUSY_SECONDS
 
     async def _exists(self, fleet: PoCFleet) -> bool:
@@ -290,7 +325,10 @@ class Fleets:
         return found is not None and found.id == fleet.id and found.metadata.deletion_timestamp is None
 
     async def _observe(self, loop: _Loop, fleet: PoCFleet, age: float) -> FleetSnapshot:
-        namespace, name = fleet.metadata.namespace, fleet.metadata.name
+        namespace, name, uid = fleet.metadata.namespace, fleet.metadata.name, fleet.metadata.uid
+        pods = self._pods.selected(namespace, fleet_selector(name))
+        if self._health is not None:
+            self._health.see(uid, pods, fleet.spec.port)
         objects: Mapping[Key, Body] = {}
         with contextlib.suppress(StoreForbidden):  # what is applied is refused too, and that is told
             objects = await self._children.of(namespace, name, age)
@@ -299,10 +337,23 @@ class Fleets:
             around=await self._surroundings(fleet),
             now=datetime.now(UTC).replace(microsecond=0),
             objects=objects,
-            pods=self._pods.selected(namespace, fleet_selector(name)),
+            pods=pods,
             settled=loop.settled,
             refused=loop.refused,
+            health=self._health.found(uid) if self._health is not None else {},
+            memory_errors=self._health.memory_errors(uid) if self._health is not None else {},
+            not_evicted=loop.not_evicted,
+            download=await self._download(fleet),
         )
+
+    async def _download(self, fleet: PoCFleet) -> DownloadSeen:
+        under_way = fleet.status.download
+        if not fleet.spec.cache.download or under_way is None or self._health is None:
+            return DownloadSeen()
+        if under_way.state is DownloadState.DOWNLOADED:
+            return DownloadSeen()
+        selector = LabelSelector(match_labels={DOWNLOAD_LABEL: under_way.job})
+        return await self._health.download_seen(self._pods.selected(fleet.metadata.namespace, selector))
 
     async def _surroundings(self, fleet: PoCFleet) -> Surroundings:
         now = self._clock()
@@ -352,6 +403,21 @@ class Fleets:
         else:
             loop.settled[key] = str(applied["metadata"]["resourceVersion"])
 
+    async def _evict(self, loop: _Loop, pod: PodView) -> None:
+        """Evict a pod, which a disruption budget may forbid for now; it is tried again later."""
+        if self._clock() - loop.evicted.get(pod.uid, float("-inf")) < EVICTION_SECONDS:
+            return
+        loop.evicted[pod.uid] = self._clock()
+        loop.not_evicted.pop(pod.uid, None)
+        try:
+            await self._store.evict_pod(pod)
+        except StoreForbidden as error:
+            loop.not_evicted[pod.uid] = f"{error}; install the chart with fleets.enabled=true"
+        except EvictionRefused as error:
+            loop.not_evicted[pod.uid] = str(error)
+        else:
+            loop.log.warning("pod %s is evicted", pod.name)
+
     async def _record(self, loop: _Loop, fleet: PoCFleet, step: FleetStep) -> None:
         """Write the status if it differs, and post an Event if something is wrong that was not."""
         if step.status.stored() == fleet.status.stored():
@@ -361,14 +427,15 @@ class Fleets:
             metadata = {**loop.body["metadata"], "resourceVersion": version}
             loop.body = {**loop.body, "metadata": metadata, "status": step.status.stored()}
             loop.parsed = None
-        event = _news(fleet.status, step.status)
-        if event is not None:
+        for event in _news(fleet.status, step.status):
             self._emitter(loop.ref)(event)
 
 
 def _rests(status: FleetStatus) -> bool:
     """Whether nothing comes or goes: all replicas are ready, or the fleet is stalled."""
     found = status.own_conditions
+    if status.download is not None and status.download.state is DownloadState.DOWNLOADING:
+        return False
     return any(kind in found and found[kind].status == "True" for kind in (ConditionType.READY, ConditionType.STALLED))
 
 
@@ -377,11 +444,17 @@ def _refusal(what: str, error: StoreError) -> Refusal:
     return Refusal(Reason.OBJECT_REFUSED, f"{what} is refused: {error}{remedy}")
 
 
-def _news(old: FleetStatus, new: FleetStatus) -> WorkEvent | None:
-    """Return the Event for a fleet that is degraded for another reason than before."""
+def _news(old: FleetStatus, new: FleetStatus) -> list[WorkEvent]:
+    """Return the Events for pods that are to be replaced, and for a fleet degraded for another reason than before."""
+    known = {restart.uid for restart in old.restarts}
+    found = [
+        WorkEvent(reason=Reason.POD_HUNG, message=f"{one.name} is hung: {one.message}; it is evicted", warning=True)
+        for one in new.restarts
+        if one.uid not in known
+    ]
     now, before = (status.own_conditions.get(ConditionType.DEGRADED) for status in (new, old))
-    if now is None or now.status != "True":
-        return None
+    if now is None or now.status != "True" or (now.reason == Reason.POD_HUNG and found):
+        return found
     if before is not None and (before.status, before.reason) == (now.status, now.reason):
-        return None
-    return WorkEvent(reason=now.reason, message=now.message, warning=True)
+        return found
+    return [*found, WorkEvent(reason=now.reason, message=now.message, warning=True)]

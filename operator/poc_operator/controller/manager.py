@@ -23,6 +23,7 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.clients.pods.tokens import PodClients
 from poc_operator.controller.actions import Emit
+from poc_operator.controller.fleet_health import FleetHealth
 from poc_operator.controller.fleet_refs import FleetRefs
 from poc_operator.controller.fleets import FleetOptions, Fleets
 from poc_operator.controller.health import CHECK_SECONDS, StaleWatchCheck, supervised
@@ -126,6 +127,7 @@ class Manager:
                 metrics=self.metrics,
                 may_act=lambda: self.lease.held,
                 events=events,
+                health=FleetHealth(self._poll_clients, strangers=strangers),
             )
             refs = FleetRefs(store, self.fleets.find)
             self._sources = dataclasses.replace(self._sources, fleets=refs)

@@ -7,6 +7,10 @@ module       decides
 ``resolve``  model, flags and GPUs of one fleet, by its spec, the presets and the cluster's products
 ``merge``    what a strategic merge patch makes of the pods' template, and whether objects differ
 ``render``   all objects, as they should be
+``download`` what to do so that a model is in the cache before pods need it
+``stages``   where each pod is on its way to serving
+``progress`` whether a pod's engine gets anything done
+``healing``  what to do about pods that do not, and about GPUs whose memory fails
 ``plan``     what to do about objects that differ, and the status
 ============ =========================================================================================
 

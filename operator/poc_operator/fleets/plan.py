@@ -5,27 +5,28 @@ Pods of an old revision are left alone. They are replaced when somebody deletes 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.download import DownloadSeen, download, job_name, waits_for
+from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.merge import PatchError, covers
+from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
+from poc_operator.fleets.stages import cannot_run, pod_list, stages_of
 from poc_operator.observed import PodView
 
 #: Kind and name of an object of the fleet's namespace.
 Key = tuple[str, str]
 
 _REVISION_LABEL = "controller-revision-hash"
-#: So many pods are named in a message.
-_NAMED = 3
-#: What pods wait for that passes by itself.
-_PASSING = {"", "ContainersNotReady", "ContainerCreating", "PodInitializing", "Pending", "PodReadyToStartContainers"}
 
 
 def key_of(body: Mapping[str, Any]) -> Key:
@@ -39,7 +40,9 @@ class FleetSnapshot:
 
     ``objects`` are those with the fleet's label. ``settled`` has the versions of objects that were applied and do not
     look like what was wanted, since the API server writes some values in another way. ``refused`` is what became of
-    the last objects that could not be applied.
+    the last objects that could not be applied. ``health`` is what was seen of the pods' engines, ``memory_errors``
+    how many their GPUs have had, and ``not_evicted`` why pods could not be evicted: each by the pods' uids.
+    ``download`` is what is seen of the download that is under way.
     """
 
     fleet: PoCFleet
@@ -49,14 +52,22 @@ class FleetSnapshot:
     pods: Sequence[PodView] = ()
     settled: Mapping[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
+    health: Mapping[str, Watched] = field(default_factory=dict)
+    memory_errors: Mapping[str, int] = field(default_factory=dict)
+    not_evicted: Mapping[str, str] = field(default_factory=dict)
+    download: DownloadSeen = field(default_factory=DownloadSeen)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStep:
-    """What to apply, in this order, and the status to record. ``needs_token`` says that the pods' Secret must exist."""
+    """What to apply, in this order, which pods to evict, and the status to record.
+
+    ``needs_token`` says that the pods' Secret must exist.
+    """
 
     status: FleetStatus
     apply: Sequence[Object] = ()
+    evict: Sequence[PodView] = ()
     needs_token: bool = False
 
 
@@ -65,23 +76,36 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     fleet = seen.fleet
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
+    healed = heal(fleet, seen.pods, seen.health, seen.now, seen.not_evicted)
     if isinstance(wanted, Refusal):
-        return FleetStep(status=_status(seen, None if isinstance(resolved, Refusal) else resolved, wanted))
+        status = _status(
+            seen, None if isinstance(resolved, Refusal) else resolved, wanted, healed, fleet.status.download
+        )
+        return FleetStep(status=status, evict=healed.evict)
     assert not isinstance(resolved, Refusal)  # noqa: S101 - for the type checker
+    objects, record = wanted
     return FleetStep(
-        status=_status(seen, resolved, seen.refused),
-        apply=[body for body in wanted if _differs(seen, body)],
+        status=_status(seen, resolved, seen.refused, healed, record),
+        apply=[body for body in objects if _differs(seen, body)],
+        evict=healed.evict,
         needs_token=not fleet.spec.auth.open,
     )
 
 
-def _wanted(seen: FleetSnapshot, resolved: Resolved) -> Sequence[Object] | Refusal:
+def _wanted(seen: FleetSnapshot, resolved: Resolved) -> tuple[Sequence[Object], Download | None] | Refusal:
+    """Return the objects that there should be now, and what to record of the download of the model."""
+    job = seen.objects.get(("Job", job_name(seen.fleet, resolved)))
     try:
         wanted = render(seen.fleet, resolved, seen.around)
+        ahead = download(seen.fleet, resolved, seen.around, job, seen.download)
     except PatchError as error:
         return Refusal(Reason.POD_TEMPLATE_INVALID, str(error))
     strangers = (foreign(seen.fleet, seen.objects[key]) for body in wanted if (key := key_of(body)) in seen.objects)
-    return next((stranger for stranger in strangers if stranger is not None), wanted)
+    stranger = next((stranger for stranger in strangers if stranger is not None), None)
+    if stranger is not None:
+        return stranger
+    now = [body for body in wanted if not (ahead.holds and body["kind"] == "StatefulSet")]
+    return [*now, *([ahead.job] if ahead.job is not None else [])], ahead.record
 
 
 def foreign(fleet: PoCFleet, found: Mapping[str, Any]) -> Refusal | None:
@@ -112,7 +136,13 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
     return found["metadata"]["resourceVersion"] != seen.settled.get(key) and not covers(found, wanted)
 
 
-def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | None) -> FleetStatus:
+def _status(
+    seen: FleetSnapshot,
+    resolved: Resolved | None,
+    refusal: Refusal | None,
+    healed: Healed,
+    ahead: Download | None,
+) -> FleetStatus:
     fleet, old = seen.fleet, seen.fleet.status
     found = seen.objects.get(("StatefulSet", fleet.metadata.name), {})
     told = found.get("status") or {}
@@ -120,7 +150,11 @@ def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | N
     pods = [pod for pod in seen.pods if pod.stays]
     outdated = [pod for pod in pods if newest and pod.labels.get(_REVISION_LABEL, newest) != newest]
     ready = sum(pod.ready for pod in pods)
+    listed = pod_list(old.pods, pods, fleet.spec.port, seen.memory_errors)
     verdict = _Verdict.of(seen, refusal, pods, outdated, ready)
+    if refusal is None and ahead is not None:
+        verdict = verdict.with_download(ahead, seen.download.pods, exists=bool(found))
+    verdict = verdict.with_findings([*healed.findings, *faulty_gpus(listed)])
     rate = resolved.nonces_per_minute if resolved is not None else None
     return old.model_copy(
         update={
@@ -140,6 +174,9 @@ def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | N
             "seq_len": resolved.seq_len if resolved is not None else None,
             "k_dim": resolved.k_dim if resolved is not None else None,
             "expected_nonces_per_minute": rate * fleet.spec.replicas if rate is not None else None,
+            "pods": listed,
+            "restarts": list(healed.restarts),
+            "download": ahead,
             "conditions": merge_conditions(old.conditions, verdict.conditions(seen.now, fleet.metadata.generation)),
         }
     )
@@ -170,11 +207,11 @@ class _Verdict:
         if refusal is not None:
             told = (refusal.reason, refusal.message)
             return cls(ready=(False, *told), progressing=(False, *told), degraded=(True, *told), stalled=(True, *told))
-        failing = [pod for pod in pods if not pod.ready and pod.waiting_for not in _PASSING]
+        failing = [pod for pod in pods if cannot_run(pod)]
         waits = _waits_for(seen, pods, ready)
         if waits is not None:
             told = (
-                (Reason.PODS_FAILING, f"{_named(failing)} cannot run")
+                (Reason.PODS_FAILING, f"{stages_of(failing, seen.fleet.spec.port)} cannot run")
                 if failing
                 else (Reason.REPLICAS_NOT_READY, waits)
             )
@@ -191,6 +228,31 @@ class _Verdict:
             )
             return cls(ready=(True, *told), progressing=(True, *told), degraded=(False, *fine), stalled=(False, *fine))
         return cls(ready=(True, *fine), progressing=(False, *fine), degraded=(False, *fine), stalled=(False, *fine))
+
+    def with_download(self, ahead: Download, pods: Sequence[PodView], *, exists: bool) -> "_Verdict":
+        """Return the verdict while the StatefulSet, which may exist, waits for a model."""
+        if ahead.state is DownloadState.DOWNLOADED:
+            return self
+        failed = ahead.state is DownloadState.FAILED
+        told = (
+            (Reason.DOWNLOAD_FAILED, f"the download of {ahead.model} has failed: {ahead.message}")
+            if failed
+            else (Reason.DOWNLOADING, waits_for(ahead, pods))
+        )
+        return _Verdict(
+            ready=(self.ready[0] and exists, *told),
+            progressing=(True, *told),
+            degraded=(True, *told) if failed else self.degraded,
+            stalled=(False, *told),
+        )
+
+    def with_findings(self, findings: Sequence[Finding]) -> "_Verdict":
+        """Return the verdict with what was found of pods that are ready, beside what is said already."""
+        if not findings:
+            return self
+        reason = self.degraded[1] if self.degraded[0] else findings[0][0]
+        texts = ([self.degraded[2]] if self.degraded[0] else []) + [text for _, text in findings]
+        return replace(self, degraded=(True, reason, "; ".join(texts)))
 
     def conditions(self, now: datetime, generation: int) -> list[Condition]:
         told = {
@@ -222,7 +284,9 @@ def _waits_for(seen: FleetSnapshot, pods: Sequence[PodView], ready: int) -> str 
         return None if _is_observed(seen) else "Kubernetes has yet to see the StatefulSet as it is"
     waiting = [pod for pod in pods if not pod.ready]
     missing = wanted - len(pods)
-    texts = ([f"{missing} pods are to be created"] if missing else []) + ([_named(waiting)] if waiting else [])
+    texts = ([f"{missing} pods are to be created"] if missing else []) + (
+        [stages_of(waiting, seen.fleet.spec.port)] if waiting else []
+    )
     return f"{ready} of {wanted} replicas are ready: {', '.join(texts)}"
 
 
@@ -233,13 +297,3 @@ def _is_observed(seen: FleetSnapshot) -> bool:
         return False
     told = found.get("status") or {}
     return bool(told.get("observedGeneration") == found["metadata"].get("generation") and told.get("updateRevision"))
-
-
-def _named(pods: Sequence[PodView]) -> str:
-    texts = ", ".join(f"{pod.name} ({_state(pod)})" for pod in pods[:_NAMED])
-    return texts if len(pods) <= _NAMED else f"{texts} and {len(pods) - _NAMED} more"
-
-
-def _state(pod: PodView) -> str:
-    loading = any(container.running_since is not None and not container.ended for container in pod.containers)
-    return "loading" if loading and pod.waiting_for in _PASSING else pod.waiting_for or "not ready"

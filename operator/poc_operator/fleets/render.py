@@ -46,7 +46,8 @@ def render(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Sequenc
     return [_signed(body) for body in own]
 
 
-def _object(api_version: str, kind: str, name: str, fleet: PoCFleet, spec: Object) -> Object:
+def object_of(api_version: str, kind: str, name: str, fleet: PoCFleet, spec: Object) -> Object:
+    """Return an object that belongs to the fleet."""
     owner = {
         "apiVersion": API_VERSION,
         "kind": fleet.KIND.kind,
@@ -83,7 +84,7 @@ def _stateful_set(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> 
         "selector": {"matchLabels": selector_labels(fleet)},
         "template": pod_template(fleet, resolved, around),
     }
-    return _object("apps/v1", "StatefulSet", fleet.metadata.name, fleet, spec)
+    return object_of("apps/v1", "StatefulSet", fleet.metadata.name, fleet, spec)
 
 
 def _headless_service(fleet: PoCFleet) -> Object:
@@ -94,12 +95,12 @@ def _headless_service(fleet: PoCFleet) -> Object:
         "selector": selector_labels(fleet),
         "ports": [{"name": "http", "port": fleet.spec.port, "targetPort": "http", "protocol": "TCP"}],
     }
-    return _object("v1", "Service", headless_service(fleet), fleet, spec)
+    return object_of("v1", "Service", headless_service(fleet), fleet, spec)
 
 
 def _chat_service(fleet: PoCFleet) -> Object:
     ports = [{"name": "http", "port": CHAT_PORT, "targetPort": "http", "protocol": "TCP"}]
-    return _object("v1", "Service", fleet.metadata.name, fleet, {"selector": selector_labels(fleet), "ports": ports})
+    return object_of("v1", "Service", fleet.metadata.name, fleet, {"selector": selector_labels(fleet), "ports": ports})
 
 
 def _disruption_budget(fleet: PoCFleet) -> Object:
@@ -109,7 +110,7 @@ def _disruption_budget(fleet: PoCFleet) -> Object:
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": selector_labels(fleet)},
     }
-    return _object("policy/v1", "PodDisruptionBudget", fleet.metadata.name, fleet, spec)
+    return object_of("policy/v1", "PodDisruptionBudget", fleet.metadata.name, fleet, spec)
 
 
 def _network_policy(fleet: PoCFleet) -> Object:
@@ -118,7 +119,7 @@ def _network_policy(fleet: PoCFleet) -> Object:
         "policyTypes": ["Ingress"],
         "ingress": [{"ports": [{"port": "http", "protocol": "TCP"}]}],
     }
-    return _object("networking.k8s.io/v1", "NetworkPolicy", fleet.metadata.name, fleet, spec)
+    return object_of("networking.k8s.io/v1", "NetworkPolicy", fleet.metadata.name, fleet, spec)
 
 
 def _claims(fleet: PoCFleet) -> list[Object]:
@@ -131,7 +132,7 @@ def _claims(fleet: PoCFleet) -> list[Object]:
     }
     if cache.storage_class is not None:
         spec["storageClassName"] = cache.storage_class
-    return [_object("v1", "PersistentVolumeClaim", cache_claim(fleet), fleet, spec)]
+    return [object_of("v1", "PersistentVolumeClaim", cache_claim(fleet), fleet, spec)]
 
 
 def selector_labels(fleet: PoCFleet) -> dict[str, str]:
@@ -197,9 +198,14 @@ def cache_claim(fleet: PoCFleet) -> str:
     return f"{fleet.metadata.name}-cache"
 
 
-def _cache(fleet: PoCFleet) -> Object:
+def claim_of(fleet: PoCFleet) -> str | None:
+    """Return the name of the PVC that the pods use, if they use one."""
     cache = fleet.spec.cache
-    claim = cache_claim(fleet) if cache.size is not None else cache.existing_claim
+    return cache_claim(fleet) if cache.size is not None else cache.existing_claim
+
+
+def _cache(fleet: PoCFleet) -> Object:
+    claim = claim_of(fleet)
     return {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
 
 
@@ -249,6 +255,8 @@ def _env(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> list[Obje
         found["VLLM_POC_OPEN"] = _value("1")
     else:
         found["VLLM_POC_TOKEN"] = _secret(around.token_secret, "token")
+    if spec.hugging_face.offline:
+        found["HF_HUB_OFFLINE"] = _value("1")
     if spec.hugging_face.token_secret is not None:
         found["HF_TOKEN"] = _secret(spec.hugging_face.token_secret, "token")
     found |= {name: _value(value) for name, value in resolved.env.items()}

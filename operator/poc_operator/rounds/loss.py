@@ -23,8 +23,8 @@ def lose(
     """Return the slot after its work was lost, and the Event that tells the user.
 
     With ``unbind`` the slot waits for a free pod; else its own pod is told again. What the cluster's infrastructure
-    ended does not count against the budget, nor what only a lease has ended, nor what a round took over that goes
-    before this one.
+    ended does not count against the budget, nor a deleted pod that has stopped in time, nor what only a lease has
+    ended, nor what a round took over that goes before this one.
     """
     slot = slot.model_copy(update={"lease_end_time": None, "unconfirmed": False})
     if snapshot.round.status.stop_time is not None:
@@ -54,6 +54,8 @@ def _cause(snapshot: RoundSnapshot, slot: Assignment, loss: Loss, why: str) -> t
     evicted = slot.state is SlotState.STALLED and snapshot.round.spec.stall.action is StallAction.DELETE_POD
     if snapshot.disrupted(slot) and not evicted:
         return f"{why} (disrupted by the cluster)", Loss.DISRUPTED, True
+    if loss is Loss.POD_LEFT and snapshot.deleted(slot):
+        return why, loss, True  # as in a scale-down: it has delivered what it had and confirmed its stop
     return why, loss, loss is Loss.LEASE_EXPIRED
 
 

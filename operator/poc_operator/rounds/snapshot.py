@@ -106,6 +106,10 @@ class RoundSnapshot(Snapshot[PoCRound]):
         """Whether the cluster's infrastructure ended the slot's pod."""
         return any(pod.disrupted for pod in [*self.pods, *self.others] if pod.uid == slot.uid)
 
+    def deleted(self, slot: Assignment) -> bool:
+        """Whether the slot's pod is being deleted, by whoever it may be."""
+        return any(pod.terminating for pod in [*self.pods, *self.others] if pod.uid == slot.uid)
+
     def partition_of(self, slot: Assignment) -> NonceSlot:
         """Return the nonces of the slot."""
         return NonceSlot(

@@ -26,9 +26,12 @@ from poc_operator.apis.v1alpha1.fleet_pod import (
     Resources,
     Spread,
 )
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download, Healing, PodList, RestartList, SelfCheck, Update
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, ListMap, Message, Rule, cel_text
 
+#: A hub id, with or without an organisation.
+HUB_ID = "[A-Za-z0-9][-A-Za-z0-9._]*(?:/[A-Za-z0-9][-A-Za-z0-9._]*)?"
 #: Pods that one fleet may have.
 MAX_REPLICAS = 1_000
 
@@ -47,6 +50,11 @@ class FleetSpec(ApiModel):
             "(has(self.gpu.count) ? self.gpu.count : 1)",
             message="parallelism.tensor * parallelism.pipeline must be gpu.count (1 if it is not set)",
             field_path=".parallelism",
+        ),
+        Rule(
+            rule=f"!self.cache.download || !has(self.model.path) || self.model.path.matches({cel_text(f'^{HUB_ID}$')})",
+            message="cache.download needs a hub id in model.path, such as Qwen/Qwen3-8B",
+            field_path=".cache.download",
         ),
         Rule(
             rule="!self.auth.open || (has(self.callbackAllow) && self.callbackAllow.size() > 0)",
@@ -121,6 +129,12 @@ class FleetSpec(ApiModel):
     """Priority class of the pods."""
     spread: Spread | None = None
     """How the pods are spread. Without it, the scheduler decides."""
+    update: Update = Update()
+    """How pods get a new revision of their template."""
+    self_check: SelfCheck = SelfCheck()
+    """How pods prove that they compute what the others do."""
+    healing: Healing = Healing()
+    """What is done about a pod that is ready and gets nothing done although work waits for it."""
     pod_template: PodTemplate | None = None
     """Changes of the pods' template that the spec has no field for."""
 
@@ -161,6 +175,12 @@ class FleetStatus(ApiModel):
     expected_nonces_per_minute: Int32 | None = None
     """Nonces per minute that all replicas together should compute. The figure is the network's published one, not
     measured here."""
+    pods: PodList = Field(default_factory=list)
+    """The pods that exist, and what their self-checks have found."""
+    restarts: RestartList = Field(default_factory=list)
+    """Hung pods of the last hour, which were to be replaced."""
+    download: Download | None = None
+    """The last download, if `cache.download` is true."""
     conditions: Annotated[list[StoredCondition], ListMap(("type",))] = Field(default_factory=list)
     """Conditions, for programs."""
 

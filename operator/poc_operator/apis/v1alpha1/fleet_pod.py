@@ -181,6 +181,11 @@ class Cache(ApiModel):
             message="storageClass and accessMode need size: set it, or remove them",
         ),
         Rule(
+            rule="!self.download || has(self.size) || has(self.existingClaim)",
+            message="download needs a PVC: set size or existingClaim",
+            field_path=".download",
+        ),
+        Rule(
             rule="!has(self.size) || !has(oldSelf.size) || "
             f"{_GIBIBYTES.format('self', 'self')} >= {_GIBIBYTES.format('oldSelf', 'oldSelf')}",
             message="a PVC cannot shrink: keep its size, or remove size and name another PVC in existingClaim",
@@ -207,6 +212,8 @@ class Cache(ApiModel):
     """Storage class of that PVC. Without it: the cluster's default."""
     access_mode: AccessMode | None = None
     """Access mode of that PVC, ReadWriteMany unless told otherwise. ReadWriteOnce will do on one Kubernetes node."""
+    download: bool = False
+    """True: a Job downloads the model into the PVC, and pods get another model only when it is there."""
 
     @property
     def gibibytes(self) -> int | None:
@@ -219,6 +226,8 @@ class HuggingFace(ApiModel):
 
     token_secret: ObjectName | None = None
     """A Secret of the fleet's namespace whose key `token` is an access token of Hugging Face."""
+    offline: bool = False
+    """True: pods do not ask Hugging Face and serve from the cache alone (`HF_HUB_OFFLINE`). A download does."""
 
 
 class Auth(ApiModel):

@@ -20,6 +20,8 @@ COMPONENT = "vllm-poc-operator"
 WORKER_LABELS = {f"{GROUP}/worker": "true"}
 #: Label of everything that belongs to a fleet; its value is the fleet's name.
 FLEET_LABEL = f"{GROUP}/fleet"
+#: Label of the pods that download a model; its value is the Job's name. They are none of the fleet's pods.
+DOWNLOAD_LABEL = f"{GROUP}/download"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,13 @@ class Reason(StrEnum):
     DELETED = "Deleted"
     DELIVERIES_REFUSED = "DeliveriesRefused"
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
+    DOWNLOADING = "Downloading"
+    DOWNLOAD_FAILED = "DownloadFailed"
     FLEET_NOT_FOUND = "FleetNotFound"
     FRAUD_DETECTED = "FraudDetected"
     GATEWAY_CONTRADICTORY = "GatewayContradictory"
     GATEWAY_UNREACHABLE = "GatewayUnreachable"
+    GPU_FAULTY = "GpuFaulty"
     GPU_UNKNOWN = "GpuUnknown"
     GPU_UNSUPPORTED = "GpuUnsupported"
     IMAGE_MISSING = "ImageMissing"
@@ -56,6 +59,7 @@ class Reason(StrEnum):
     PODS_LEFT = "PodsLeft"
     PODS_OUTDATED = "PodsOutdated"
     PODS_UNREACHABLE = "PodsUnreachable"
+    POD_HUNG = "PodHung"
     POD_TEMPLATE_INVALID = "PodTemplateInvalid"
     PRESET_UNUSABLE = "PresetUnusable"
     PROOFS_CHANGED = "ProofsChanged"
@@ -163,6 +167,34 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Degraded=True",
         "Pods cannot run: they crash, or their image cannot be pulled. The message has the kubelet's reason.",
         "Look at `kubectl describe pod` and at the pod's log.",
+        _FLEET,
+    ),
+    Reason.DOWNLOADING: Explanation(
+        "Ready=False, Progressing=True",
+        "A Job downloads the model into the cache. Pods that serve another model go on; the StatefulSet gets the new "
+        "template when the model is there.",
+        kinds=_FLEET,
+    ),
+    Reason.DOWNLOAD_FAILED: Explanation(
+        "Degraded=True, Event",
+        "The Job that downloads the model has failed. The message has its container's words.",
+        "Check the hub id and `huggingFace.tokenSecret`, and that the PVC has room. The Job is made anew some ten "
+        "minutes after it failed, or at once when you delete it.",
+        _FLEET,
+    ),
+    Reason.POD_HUNG: Explanation(
+        "Degraded=True, Event",
+        "A pod is ready and answers, and gets nothing done although requests or nonces wait. The operator evicts it, "
+        "if `healing` allows that.",
+        "Look at the log of the pod before it goes. If the model is slow and the pod is well, raise "
+        "`healing.hungSeconds`.",
+        _FLEET,
+    ),
+    Reason.GPU_FAULTY: Explanation(
+        "Degraded=True, Event",
+        "The memory of a pod's GPUs has had double-bit errors since the operator first asked the pod. Results may be "
+        "wrong.",
+        "Cordon the Kubernetes node that the message names, delete the pod, and have the GPU reset or replaced.",
         _FLEET,
     ),
     Reason.PODS_OUTDATED: Explanation(

@@ -114,7 +114,8 @@ class RetryPolicy(StrEnum):
 
 
 class Retry(ApiModel):
-    """What happens when a pod loses its slot, as by a restart. What the cluster caused, as an eviction, is free."""
+    """What happens when a pod loses its slot, as by a restart. What the cluster caused, as an eviction, is free, and so
+    is a deleted pod that delivers and stops within its grace period."""
 
     policy: RetryPolicy = RetryPolicy.RESUME
     """Resume at the first nonce that is not delivered, Restart at the first of all, or Never: give the slot up."""

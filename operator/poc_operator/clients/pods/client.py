@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed calls to one pod. Every call has a time limit, every answer a size limit."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Protocol, Self, TypeVar
+from typing import Annotated, Protocol, Self, TypeVar
 
 import aiohttp
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from yarl import URL
 
 from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRefused, PodTimeout, PodUnreachable
@@ -42,6 +43,14 @@ GENERATE_SECONDS = 300.0
 
 Answer = TypeVar("Answer")
 
+
+class _DownloadProgress(BaseModel):
+    """Bytes of a model that are there, and all of them."""
+
+    done: Annotated[int, Field(ge=0)]
+    total: Annotated[int, Field(ge=0)]
+
+
 _STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 
 _COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
@@ -49,6 +58,8 @@ _COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
 _VERSIONS: TypeAdapter[PodVersions] = TypeAdapter(PodVersions)
 
 _GPUS: TypeAdapter[GpusResponse] = TypeAdapter(GpusResponse)
+
+_PROGRESS: TypeAdapter[_DownloadProgress] = TypeAdapter(_DownloadProgress)
 
 _RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(GeneratedResponse | ValidatedResponse)
 
@@ -117,13 +128,20 @@ class PodClient:
         """Return the pod's GPUs. NotAPodOfOurs from pods that do not tell of them."""
         return await self._call("GET", URL(f"{base}/gpus"), STATUS_SECONDS, _GPUS)
 
-    async def metrics(self, base: str) -> str:
-        """Return the exposition of vLLM's own metrics."""
-        url = URL(base.removesuffix(API_PREFIX) + "/metrics")
+    async def metrics(self, base: str, names: Sequence[str] = ()) -> str:
+        """Return the exposition of vLLM's own metrics; with ``names`` of these series at least."""
+        # Servers that do not know the parameter tell all.
+        url = URL(base.removesuffix(API_PREFIX) + "/metrics").with_query([("name[]", name) for name in names])
         status, body = await self._exchange("GET", url, STATUS_SECONDS, None, MAX_METRICS_BYTES)
         if status != HTTPStatus.OK:
             raise NotAPodOfOurs(f"HTTP {status} to a request for metrics")
         return body.decode(errors="replace")
+
+    async def download_percent(self, host: str, port: int) -> int:
+        """Return how much of a model a download's container has, in percent: 100 only when it has ended."""
+        url = URL.build(scheme="http", host=host, port=port, path="/")
+        told = await self._call("GET", url, STATUS_SECONDS, _PROGRESS)
+        return min(99, 100 * told.done // told.total) if told.total else 0
 
     async def start(self, base: str, request: InitGenerateRequest) -> Command:
         """Start a slot; safe to repeat, since the request carries the round's id."""

@@ -6,6 +6,7 @@ What goes well is in ``tests/cluster/test_fleets.py``, with a real API server.
 
 import asyncio
 import copy
+import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, cast
 
@@ -13,14 +14,19 @@ import pytest
 
 from poc_operator.apis.v1alpha1.conditions import Condition
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
-from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.clients.errors import EvictionRefused, ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
 from poc_operator.controller import failing_objects, fleets
+from poc_operator.controller.fleet_health import FleetHealth
 from poc_operator.controller.fleets import FleetOptions, Fleets
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.fleets import plan as planning
 from poc_operator.fleets.plan import key_of
+from poc_operator.fleets.progress import Watched
+from poc_operator.observed import Container, PodView
 from tests.unit.poc_operator.fleets.build import PATH
+from tests.unit.poc_operator.fleets.test_healing import SERVER, STUCK
 
 Body = dict[str, Any]
 
@@ -49,6 +55,8 @@ class Cluster:
         self.bodies: list[Body] = []
         self.versions = 1
         self.deleted: set[str] = set()
+        self.evicted: list[str] = []
+        self.events: list[tuple[str, str]] = []
 
     def _meet(self, what: str) -> None:
         if what in self.faults:
@@ -93,6 +101,15 @@ class Cluster:
         **_: str,
     ) -> None:
         self.internal[name] = next(iter(conditions)).message
+
+    async def evict_pod(self, pod: PodView) -> None:
+        recorded = [one["uid"] for one in self.statuses[pod.labels[FLEET_LABEL]]["restarts"]]
+        assert pod.uid in recorded
+        self.evicted.append(pod.name)
+        self._meet("evict")
+
+    async def post_on_object(self, kind: str, namespace: str, name: str, uid: str, reason: str, message: str) -> None:
+        self.events.append((reason, message))
 
     async def list_bodies(self, resource: object, namespaces: object) -> list[Body]:
         self._meet("fleets")
@@ -259,6 +276,59 @@ async def test_orphans_of_a_fleet_are_let_go_though_the_watch_does_not_tell(
     await asyncio.sleep(0.1)
     assert len(cluster.applied) == applied
     assert all(not body["metadata"]["ownerReferences"] for body in cluster.objects.values())
+
+
+@pytest.fixture
+async def kept_with_a_hung_pod(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleets]:
+    monkeypatch.setattr(fleets, "EVICTION_SECONDS", 0.05)
+    fake = cast(Any, cluster)
+    cache = PodCache(lambda: 0.0)
+    labels = {FLEET_LABEL: "demo"}
+    containers = [Container(id=SERVER)]
+    cache.put(PodView(name="demo-0", namespace="ns", uid="u0", labels=labels, ready=True, containers=containers))
+    health = HungPods(cast(Any, cluster))
+    found = Fleets(
+        fake,
+        fake,
+        options=FleetOptions(),
+        pods=cache,
+        metrics=Metrics(),
+        may_act=lambda: True,
+        events=fake,
+        health=health,
+    )
+    yield found
+    await found.stop()
+
+
+class HungPods(FleetHealth):
+    """Looks that find pod u0 hung."""
+
+    def found(self, fleet: str) -> dict[str, Watched]:
+        return {"u0": STUCK}
+
+
+async def test_a_hung_pod_is_recorded_evicted_and_told_of(cluster: Cluster, kept_with_a_hung_pod: Fleets) -> None:
+    kept_with_a_hung_pod.changed(body_of("demo"))
+    await until(lambda: len(cluster.evicted) > 1)
+    assert set(cluster.evicted) == {"demo-0"}
+    assert len(cluster.statuses["demo"]["restarts"]) == 1
+    assert [(reason, message.split(":")[0]) for reason, message in cluster.events] == [("PodHung", "demo-0 is hung")]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (EvictionRefused("the budget"), "it cannot be evicted: the budget"),
+        (StoreForbidden("HTTP 403"), "HTTP 403; install the chart with fleets.enabled=true"),
+    ],
+)
+async def test_why_a_hung_pod_stays_is_told(
+    cluster: Cluster, kept_with_a_hung_pod: Fleets, error: Exception, says: str
+) -> None:
+    cluster.faults["evict"] = error
+    kept_with_a_hung_pod.changed(body_of("demo"))
+    await until(lambda: says in json.dumps(cluster.statuses.get("demo", {})))
 
 
 async def test_fleets_that_the_watch_has_missed_are_found(cluster: Cluster, kept: Fleets) -> None:

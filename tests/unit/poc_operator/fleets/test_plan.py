@@ -148,7 +148,7 @@ def test_pods_that_load() -> None:
     step = look(a_fleet(replicas=3), stored(a_fleet(replicas=3)), [a_pod(0), a_pod(1, ready=False)])
     status = step.status
     assert (status.replicas, status.ready_replicas, status.ready) == (2, 1, "1/3")
-    assert status.message == "1 of 3 replicas are ready: 1 pods are to be created, demo-1 (ContainersNotReady)"
+    assert status.message == "1 of 3 replicas are ready: 1 pods are to be created, demo-1 (Pending)"
     assert conditions(step) == {"Ready": "False", "Progressing": "True", "Degraded": "False", "Stalled": "False"}
 
 

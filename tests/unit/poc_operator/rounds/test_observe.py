@@ -136,6 +136,18 @@ def test_what_the_cluster_disrupts_is_free_of_charge(retry: dict[str, object]) -
     assert spared.error == "pod a is gone (disrupted by the cluster)"
 
 
+@pytest.mark.parametrize("retry", [{"backoffLimitPerSlot": 0}, {"backoffLimit": 0}])
+def test_a_deleted_pod_that_has_stopped_is_free_of_charge(retry: dict[str, object]) -> None:
+    """A scale-down takes pods without telling of a disruption."""
+    leaving = RUNNING.model_copy(update={"state": SlotState.LEAVING})
+    round_ = a_round(a_status(leaving), retry=retry)
+    spared = observed(look(round_, (a_pod("a", terminating=True), says(PowState.STOPPED))))
+    assert (spared.state, spared.disruptions) == (SlotState.WAITING, 1)
+    # One that ends without a word is a loss.
+    lost = observed(look(round_, (a_pod("a", gone=True), None)))
+    assert lost.state is SlotState.FAILED
+
+
 def test_policy_restart_begins_at_the_first_nonce() -> None:
     round_ = a_round(a_status(RUNNING), retry={"policy": "Restart"})
     slot = observed(look(round_, (a_pod("a"), says(session="s2"))))

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a fleet is kept right: when its pods are replaced, how they are checked, and what is known of each pod."""
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, Int64, ListMap, Message, Open
+from poc_operator.apis.v1alpha1.validation import StatTest
+
+#: Nonces of a self-check unless the spec says otherwise. With the network's thresholds, 8 mismatches of 32 fail.
+CHECK_NONCES = 32
+
+
+class UpdateStrategy(StrEnum):
+    """When pods of an old revision are replaced."""
+
+    BETWEEN_ROUNDS = "BetweenRounds"
+    IMMEDIATE = "Immediate"
+    NEVER = "Never"
+
+
+class Update(ApiModel):
+    """How pods get a new revision of their template."""
+
+    strategy: UpdateStrategy = UpdateStrategy.BETWEEN_ROUNDS
+    """When a pod may be replaced: BetweenRounds while no round needs it and none is expected, Immediate at any time,
+    Never by the operator."""
+    max_unavailable: Annotated[Int32, Field(ge=1, le=100)] = 1
+    """Pods that may be away at a time because of an update."""
+    canary: bool = True
+    """Whether one pod is replaced first, and the others only when it is ready and has passed the self-check."""
+    paused: bool = False
+    """True: no further pod is replaced until it is false again."""
+
+
+class SelfCheck(ApiModel):
+    """How pods prove, before they take part and then from time to time, that they compute what the others do."""
+
+    enabled: bool = True
+    """False: every ready pod takes part."""
+    nonces: Annotated[Int32, Field(ge=8, le=1000)] = CHECK_NONCES
+    """Nonces that a pod computes for a check."""
+    interval_seconds: Annotated[Int32, Field(ge=60, le=604_800)] = 86_400
+    """Seconds between two checks of a pod. A pod is also checked whenever its server has started."""
+    seq_len: Annotated[Int32, Field(ge=1, le=65_536)] | None = None
+    """Tokens per nonce. Without it: the preset's, else 256."""
+    k_dim: Annotated[Int32, Field(ge=1, le=8192)] | None = None
+    """Numbers per vector. Without it: the preset's, else 12."""
+    stat_test: StatTest = StatTest()
+    """When a pod counts as failed: as for proofs of a validation, with the same defaults."""
+
+
+class Healing(ApiModel):
+    """What is done about a pod that is ready and gets nothing done although work waits for it."""
+
+    enabled: bool = True
+    """False: such a pod is told of, and stays."""
+    hung_seconds: Annotated[Int32, Field(ge=60, le=86_400)] = 600
+    """Seconds without any progress, while work waits, after which a pod counts as hung. They must exceed the longest
+    time that one step of the model may take."""
+    restarts_per_hour: Annotated[Int32, Field(ge=1, le=60)] = 2
+    """Pods of the fleet that may be replaced for that within an hour."""
+
+
+class Stage(StrEnum):
+    """Where a pod is on its way to serving. A reader must expect other words."""
+
+    PENDING = "Pending"
+    CREATING = "Creating"
+    PULLING = "Pulling"
+    LOADING = "Loading"
+    READY = "Ready"
+    NOT_READY = "NotReady"
+    FAILING = "Failing"
+
+
+class CheckResult(StrEnum):
+    """What a pod's last self-check found. A reader must expect other words."""
+
+    PENDING = "Pending"
+    PASSED = "Passed"
+    FAILED = "Failed"
+
+
+class Fingerprint(ApiModel):
+    """What a pod's results depend on, as far as it tells. Empty where it does not."""
+
+    gpu: str = ""
+    """Product of the GPUs."""
+    driver: str = ""
+    """Version of their driver."""
+    vllm: str = ""
+    """Version of vLLM."""
+    attention: str = ""
+    """vLLM's name of the kernels for attention."""
+    experts: str = ""
+    """vLLM's name of the kernels for experts."""
+    details: str = ""
+    """More that tells servers apart, such as dtype and batch."""
+
+
+class FleetPod(ApiModel):
+    """One pod of the fleet."""
+
+    name: str
+    """Name of the pod."""
+    uid: str
+    """Uid of the pod."""
+    server: str = ""
+    """The container that the result is about; its id changes with every restart."""
+    revision: str = ""
+    """Revision of the template that it was made from."""
+    stage: Annotated[Stage, Open()] = Stage.PENDING
+    """Where it is on its way to serving. Pending until it has a Kubernetes node, Creating until that has its volumes
+    and its network. Then Pulling until its container exists, Loading until vLLM serves, and Ready. NotReady has served
+    and does not answer its probe now. Failing does not run, and waiting does not help."""
+    node: str = ""
+    """Kubernetes node that it was given to."""
+    memory_errors: Int64 | None = None
+    """Double-bit ECC errors of its GPUs over their lives, as told last. None if its GPUs do not count them."""
+    memory_errors_before: Int64 | None = None
+    """Those that its GPUs had when the operator first asked this pod."""
+    result: Annotated[CheckResult, Open()] = CheckResult.PENDING
+    """What its last self-check found."""
+    p_value: str | None = None
+    """Probability that an honest pod has at least so many mismatches: what the network's test would judge by."""
+    message: Message = ""
+    """The finding in one sentence."""
+    checked_time: datetime | None = None
+    """When it was checked last."""
+    fingerprint: Fingerprint | None = None
+    """What its results depend on."""
+
+
+class DownloadState(StrEnum):
+    """How far a download is. A reader must expect other words."""
+
+    DOWNLOADING = "Downloading"
+    DOWNLOADED = "Downloaded"
+    FAILED = "Failed"
+
+
+class Download(ApiModel):
+    """The download of a model into the cache."""
+
+    job: str
+    """Name of the Job, another one for each model, revision and PVC."""
+    model: str
+    """Hub id of the model."""
+    state: Annotated[DownloadState, Open()] = DownloadState.DOWNLOADING
+    """How far it is."""
+    percent: Int32 | None = None
+    """Percent of the bytes that are there. None if its pod does not tell."""
+    message: Message = ""
+    """Why it failed, in the container's words."""
+
+
+class Restart(ApiModel):
+    """A hung pod that was to be replaced."""
+
+    name: str
+    """Name of the pod."""
+    uid: str
+    """Uid of the pod."""
+    time: datetime
+    """When that was decided."""
+    message: Message = ""
+    """What it had not got done."""
+
+
+PodList = Annotated[list[FleetPod], ListMap(("name",))]
+RestartList = Annotated[list[Restart], ListMap(("uid",))]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The download of a model into the cache, before pods need it.
+
+One Job for each model, revision and PVC does it, with the pods' own image, variables and volumes, and where the pods
+may run. Until it has succeeded the StatefulSet stays as it is, or does not exist yet. That it has is recorded: the Job
+itself is deleted by Kubernetes after a while, and one that failed is then made anew.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
+from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL
+from poc_operator.fleets.merge import PatchError
+from poc_operator.fleets.render import CONTAINER, Object, claim_of, object_of, pod_template
+from poc_operator.fleets.resolve import Resolved, Surroundings
+from poc_operator.observed import PodView
+
+#: Port of the download's container that tells how far it is.
+PORT = 8000
+#: So long Kubernetes keeps a Job that has ended, and tries again.
+_TTL_SECONDS = 600
+_TRIES = 3
+_GRACE_SECONDS = 5
+#: Fields of the pods' spec that the download's pod has too.
+_OF_THE_POD = (
+    "affinity",
+    "automountServiceAccountToken",
+    "dnsConfig",
+    "dnsPolicy",
+    "enableServiceLinks",
+    "hostAliases",
+    "imagePullSecrets",
+    "nodeSelector",
+    "priorityClassName",
+    "schedulerName",
+    "securityContext",
+    "serviceAccountName",
+    "tolerations",
+    "volumes",
+)
+#: Fields of the pods' container that the download's container has too.
+_OF_THE_CONTAINER = ("image", "imagePullPolicy", "securityContext", "volumeMounts")
+#: Variables that the download must not have: it asks the hub, and nobody asks it.
+_NOT_FOR_DOWNLOADS = frozenset({"HF_HUB_OFFLINE", "VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadSeen:
+    """What is seen of a download: its pods, and what its running pod says of its percent, if it does."""
+
+    pods: Sequence[PodView] = ()
+    percent: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadStep:
+    """The Job to make, if one is missing, and what to record. ``holds`` says that the StatefulSet must wait."""
+
+    job: Object | None = None
+    record: Download | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the StatefulSet must wait."""
+        return self.record is not None and self.record.state is not DownloadState.DOWNLOADED
+
+
+def revision_of(args: Sequence[str]) -> str | None:
+    """Return the revision that flags of vLLM name, the last one as vLLM reads them; None for the default branch."""
+    found = [argument.partition("=")[2] for argument in args if argument.startswith("--revision=")]
+    return found[-1] if found else None
+
+
+def job_name(fleet: PoCFleet, resolved: Resolved) -> str:
+    """Return the name of the Job: another one for each model, revision and PVC."""
+    what = "\0".join((resolved.model, _revision(fleet, resolved) or "", claim_of(fleet) or ""))
+    return f"{fleet.metadata.name}-download-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+
+
+def _revision(fleet: PoCFleet, resolved: Resolved) -> str | None:
+    return revision_of([*resolved.args, *(fleet.spec.engine_args or [])])
+
+
+def download(
+    fleet: PoCFleet,
+    resolved: Resolved,
+    around: Surroundings,
+    job: Mapping[str, Any] | None,
+    seen: DownloadSeen,
+) -> DownloadStep:
+    """Return what to do about the download. ``job`` is the Job as the API server has it. PatchError."""
+    if not fleet.spec.cache.download:
+        return DownloadStep(record=None)
+    name, old = job_name(fleet, resolved), fleet.status.download
+    if old is not None and old.job == name and old.state is DownloadState.DOWNLOADED:
+        return DownloadStep(record=old)
+    record = Download(job=name, model=resolved.model)
+    if job is None:
+        # What an earlier Job said is told until the next one runs.
+        failed = old is not None and old.job == name and old.state is DownloadState.FAILED
+        return DownloadStep(job=_job(fleet, resolved, around), record=old if failed else record)
+    return DownloadStep(record=record.model_copy(update=_state(job, seen)))
+
+
+def _state(job: Mapping[str, Any], seen: DownloadSeen) -> dict[str, Any]:
+    conditions = (job.get("status") or {}).get("conditions") or []
+    ended = {one["type"]: one for one in conditions if one.get("status") == "True"}
+    if "Complete" in ended:
+        return {"state": DownloadState.DOWNLOADED, "percent": 100}
+    words = next((end for pod in seen.pods if (end := pod.container(PORT).last_end) and pod.gone), "")
+    if "Failed" in ended:
+        return {"state": DownloadState.FAILED, "message": words or str(ended["Failed"].get("message") or "")}
+    return {"percent": seen.percent, "message": words}
+
+
+def waits_for(record: Download, pods: Sequence[PodView]) -> str:
+    """Say how far a download is that is under way."""
+    if record.percent is not None:
+        return f"{record.model} is downloaded: {record.percent} %"
+    waiting = next((pod.waiting_for for pod in pods if pod.stays and not pod.ready and pod.waiting_for), "")
+    return f"{record.model} is downloaded" + (f" ({waiting})" if waiting else "")
+
+
+def _job(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
+    name = job_name(fleet, resolved)
+    spec: Object = pod_template(fleet, resolved, around)["spec"]
+    container = next((one for one in spec["containers"] if one["name"] == CONTAINER), None)
+    if container is None:
+        raise PatchError(f"spec.podTemplate.spec.containers must keep {CONTAINER}, which cache.download has to imitate")
+    revision = _revision(fleet, resolved)
+    variables = [one for one in container.get("env") or [] if one["name"] not in _NOT_FOR_DOWNLOADS]
+    own: Object = {
+        **{field: container[field] for field in _OF_THE_CONTAINER if field in container},
+        "name": "download",
+        "command": ["python3", "-m", "vllm_poc", "download"],
+        "args": [resolved.model, *([f"--revision={revision}"] if revision is not None else []), f"--port={PORT}"],
+        "env": variables,
+        "ports": [{"name": "progress", "containerPort": PORT, "protocol": "TCP"}],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    pod: Object = {
+        **{field: spec[field] for field in _OF_THE_POD if field in spec},
+        "containers": [own],
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_SECONDS,
+    }
+    template = {"metadata": {"labels": {DOWNLOAD_LABEL: name}}, "spec": pod}
+    body = {"backoffLimit": _TRIES, "ttlSecondsAfterFinished": _TTL_SECONDS, "template": template}
+    return object_of("batch/v1", "Job", name, fleet, body)

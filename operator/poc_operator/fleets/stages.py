@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each pod of a fleet is on its way to serving, and the list of pods in the fleet's status.
+
+A stage is what the kubelet and the scheduler tell, and no more: whether vLLM downloads weights, reads them or compiles
+is not to be seen from outside, so all of that is Loading.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
+from poc_operator.observed import PodView
+
+#: What pods wait for that passes by itself.
+PASSING = frozenset(
+    {"", "ContainersNotReady", "ContainerCreating", "PodInitializing", "Pending", "PodReadyToStartContainers"}
+)
+#: So many pods are named in a message.
+_NAMED = 3
+
+
+def stage_of(pod: PodView, port: int) -> Stage:
+    """Return the stage of a pod whose server listens on ``port``."""
+    if pod.ready:
+        return Stage.READY
+    server = pod.container(port)
+    if server.running_since is not None and not server.ended:
+        return Stage.NOT_READY if server.started else Stage.LOADING
+    if not pod.node:
+        return Stage.PENDING
+    if cannot_run(pod):
+        return Stage.FAILING
+    return Stage.PULLING if pod.sandboxed and pod.waiting_for == "ContainerCreating" else Stage.CREATING
+
+
+def cannot_run(pod: PodView) -> bool:
+    """Whether the pod waits for something that does not pass by itself, as a Kubernetes node that has room."""
+    return not pod.ready and pod.waiting_for not in PASSING
+
+
+def stages_of(pods: Sequence[PodView], port: int) -> str:
+    """Name the first pods, each with its stage and why it stays there."""
+    texts = ", ".join(f"{pod.name} ({_state(pod, port)})" for pod in pods[:_NAMED])
+    return texts if len(pods) <= _NAMED else f"{texts} and {len(pods) - _NAMED} more"
+
+
+def _state(pod: PodView, port: int) -> str:
+    stage = stage_of(pod, port)
+    why = pod.waiting_for if cannot_run(pod) else ""
+    last_end = pod.container(port).last_end
+    ended = f"last ended with {last_end}" if last_end else ""
+    return "; ".join(text for text in (why or stage.value, ended) if text)
+
+
+def pod_list(
+    old: Sequence[FleetPod], pods: Sequence[PodView], port: int, memory_errors: Mapping[str, int]
+) -> list[FleetPod]:
+    """Return the list of pods, in the order of their numbers. What else is known of a pod stays.
+
+    ``memory_errors`` are those of the GPUs, by the pod's uid, as far as they are known.
+    """
+    known = {entry.uid: entry for entry in old}
+    ordered = sorted(pods, key=lambda pod: _ordinal(pod.name))
+    return [
+        _entry(known.get(pod.uid) or FleetPod(name=pod.name, uid=pod.uid), pod, port, memory_errors.get(pod.uid))
+        for pod in ordered
+    ]
+
+
+def _entry(entry: FleetPod, pod: PodView, port: int, errors: int | None) -> FleetPod:
+    update: dict[str, object] = {"stage": stage_of(pod, port), "node": pod.node}
+    if errors is not None:
+        update |= {"memory_errors": errors}
+        if entry.memory_errors_before is None:
+            update |= {"memory_errors_before": errors}
+    return entry.model_copy(update=update)
+
+
+def _ordinal(name: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(.*)-([0-9]+)", name)
+    return (match[1], int(match[2])) if match else (name, -1)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a model is downloaded, what waits for it, and what is said meanwhile."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.download import DownloadSeen, revision_of
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
+from poc_operator.observed import Container, PodView
+from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
+
+CACHE = {"existingClaim": "weights", "download": True}
+RUNNING: dict[str, Any] = {"status": {"active": 1}}
+DONE: dict[str, Any] = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+FAILED: dict[str, Any] = {
+    "status": {"conditions": [{"type": "Failed", "status": "True", "message": "Job has reached the limit"}]}
+}
+
+
+class World:
+    """A fleet over several turns: what is applied is there, and the status is that of the last turn."""
+
+    def __init__(self, **spec: Any) -> None:  # noqa: ANN401
+        self.spec: dict[str, Any] = {"cache": CACHE, **spec}
+        self.status: Any = None
+        self.objects: dict[Key, Any] = {}
+        self.pods: list[PodView] = []
+
+    @property
+    def fleet(self) -> PoCFleet:
+        return a_fleet(status=self.status, **self.spec)
+
+    def turn(self, **seen: Any) -> FleetStep:  # noqa: ANN401
+        step = plan(
+            FleetSnapshot(fleet=self.fleet, around=AROUND, now=NOW, objects=self.objects, pods=self.pods, **seen)
+        )
+        for body in step.apply:
+            old = self.objects.get(key_of(body), {})
+            told = {"updateRevision": "r1", "observedGeneration": 1} if body["kind"] == "StatefulSet" else {}
+            metadata = {**body["metadata"], "resourceVersion": "1", "generation": 1}
+            self.objects[key_of(body)] = {"status": old.get("status", told), **body, "metadata": metadata}
+        self.status = json.loads(json.dumps(step.status.stored()))
+        return step
+
+    def jobs(self) -> list[str]:
+        return [name for kind, name in self.objects if kind == "Job"]
+
+    def job(self, state: Mapping[str, Any]) -> None:
+        """Let the newest Job be in this state."""
+        self.objects["Job", self.jobs()[-1]].update(state)
+
+    def served(self) -> str | None:
+        found = self.objects.get(("StatefulSet", "demo"))
+        return found["spec"]["template"]["spec"]["containers"][0]["args"][0] if found else None
+
+
+def status_of(step: FleetStep) -> tuple[str, dict[str, str]]:
+    return step.status.reason, {kind: one.status for kind, one in step.status.own_conditions.items()}
+
+
+def test_pods_come_when_the_model_is_there() -> None:
+    world = World()
+    step = world.turn()
+    assert (len(world.jobs()), world.served()) == (1, None)
+    assert status_of(step) == (
+        Reason.DOWNLOADING,
+        {"Ready": "False", "Progressing": "True", "Degraded": "False", "Stalled": "False"},
+    )
+    world.job(RUNNING)
+    assert world.turn(download=DownloadSeen(percent=43)).status.message == "org/model is downloaded: 43 %"
+    pending = PodView(name="d", namespace="ns", uid="d", waiting_for="Unschedulable")
+    assert world.turn(download=DownloadSeen(pods=[pending])).status.message == "org/model is downloaded (Unschedulable)"
+    world.job(DONE)
+    world.turn()
+    assert world.served() == "org/model"
+    # The Job is gone after a while, and is not made again.
+    del world.objects["Job", world.jobs()[0]]
+    assert not world.turn().apply
+    assert world.status["download"]["state"] == "Downloaded"
+
+
+def test_another_model_is_downloaded_while_pods_serve_the_old_one() -> None:
+    world = World(replicas=1)
+    world.turn()
+    world.job(DONE)
+    world.turn()
+    labels = {"poc.gonka.ai/fleet": "demo", "controller-revision-hash": "r1"}
+    world.pods = [PodView(name="demo-0", namespace="ns", uid="u", labels=labels, ready=True)]
+    assert status_of(world.turn())[0] == Reason.ALL_REPLICAS_READY
+    world.spec["model"] = {"path": "org/next"}
+    step = world.turn()
+    assert (len(world.jobs()), world.served()) == (2, "org/model")
+    assert status_of(step) == (
+        Reason.DOWNLOADING,
+        {"Ready": "True", "Progressing": "True", "Degraded": "False", "Stalled": "False"},
+    )
+    world.job(DONE)
+    world.turn()
+    assert world.served() == "org/next"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"path": "org/next"}},
+        {"engineArgs": ["--revision=v2"]},
+        {"cache": {"existingClaim": "another", "download": True}},
+    ],
+)
+def test_a_job_is_for_one_model_revision_and_pvc(change: dict[str, Any]) -> None:
+    world = World()
+    world.turn()
+    world.spec |= {"image": "other", "replicas": 3}
+    world.turn()
+    assert len(world.jobs()) == 1
+    world.spec |= change
+    world.turn()
+    assert len(world.jobs()) == 2
+
+
+def test_a_failure_is_told_in_the_containers_words_and_tried_again() -> None:
+    world = World()
+    world.turn()
+    ended = PodView(
+        name="d", namespace="ns", uid="d", gone=True, containers=[Container(id="c", last_end="Error, exit code 1: 401")]
+    )
+    world.job(FAILED)
+    assert world.turn().status.message.endswith("has failed: Job has reached the limit")
+    step = world.turn(download=DownloadSeen(pods=[ended]))
+    assert step.status.message == "the download of org/model has failed: Error, exit code 1: 401"
+    assert status_of(step) == (
+        Reason.DOWNLOAD_FAILED,
+        {"Ready": "False", "Progressing": "True", "Degraded": "True", "Stalled": "False"},
+    )
+    assert world.served() is None
+    del world.objects["Job", world.jobs()[0]]
+    again = world.turn()
+    assert (len(world.jobs()), status_of(again)[0]) == (1, Reason.DOWNLOAD_FAILED)
+    world.job(RUNNING)
+    assert status_of(world.turn())[0] == Reason.DOWNLOADING
+
+
+def test_the_job_runs_where_pods_run_with_their_image_and_asks_the_hub() -> None:
+    patch = {"tolerations": [{"key": "gpu"}], "containers": [{"name": "vllm", "env": [{"name": "OWN", "value": "1"}]}]}
+    world = World(
+        gpu={"product": "NVIDIA-H200", "count": 2},
+        image="registry/own:1",
+        engineArgs=["--revision=v1", "--revision=v2"],
+        huggingFace={"tokenSecret": "hf", "offline": True},
+        podTemplate={"spec": patch},
+    )
+    world.turn()
+    body = world.objects["Job", world.jobs()[0]]
+    assert body["metadata"]["labels"]["poc.gonka.ai/fleet"] == "demo"
+    template = body["spec"]["template"]
+    # It is none of the fleet's pods, which Services and rounds select.
+    assert template["metadata"]["labels"] == {"poc.gonka.ai/download": body["metadata"]["name"]}
+    pod, container = template["spec"], template["spec"]["containers"][0]
+    assert (pod["nodeSelector"], pod["tolerations"]) == ({"nvidia.com/gpu.product": "NVIDIA-H200"}, [{"key": "gpu"}])
+    assert pod["automountServiceAccountToken"] is False
+    assert container["image"] == "registry/own:1"
+    assert container["args"] == ["org/model", "--revision=v2", "--port=8000"]
+    names = {one["name"] for one in container["env"]}
+    assert {"HF_HOME", "HF_TOKEN", "OWN"} <= names
+    assert not names & {"HF_HUB_OFFLINE", "VLLM_POC_TOKEN"}
+    assert "resources" not in container
+    world.job(DONE)
+    world.turn()
+    served = world.objects["StatefulSet", "demo"]["spec"]["template"]["spec"]["containers"][0]
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in served["env"]
+
+
+def test_a_template_without_vllm_is_refused() -> None:
+    world = World(podTemplate={"spec": {"containers": [{"name": "vllm", "$patch": "delete"}]}})
+    step = world.turn()
+    assert step.status.reason == Reason.POD_TEMPLATE_INVALID
+    assert "must keep vllm" in step.status.message
+
+
+def test_without_download_there_is_no_job() -> None:
+    world = World(cache={"existingClaim": "weights"})
+    world.turn()
+    assert (world.jobs(), world.served(), world.status.get("download")) == ([], "org/model", None)
+
+
+def test_the_last_revision_wins() -> None:
+    assert revision_of(["--revision=a", "--max-model-len=8", "--revision=b"]) == "b"
+    assert revision_of(["--tokenizer-revision=a"]) is None

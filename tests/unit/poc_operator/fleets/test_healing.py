@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pods count as hung, and what is done about them. Looks are made of what real servers write."""
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.healing import BUDGET_TIME, Healed, faulty_gpus, heal
+from poc_operator.fleets.plan import FleetSnapshot, plan
+from poc_operator.fleets.progress import Watched, hung, parse_look, watched
+from poc_operator.observed import Container, PodView
+from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
+from tests.unit.poc_operator.fleets.test_plan import stored
+
+SERVER = "containerd://1#0"
+HUNG_SECONDS = 600
+
+
+def metrics(
+    *,
+    running: int = 0,
+    waiting: int = 0,
+    tokens: int = 0,
+    cache: float = 0.0,
+    computed: int = 0,
+    held: float = 0.0,
+    queued: int = 0,
+    activity: str = "",
+    ready: str = "Ready",
+) -> str:
+    """What a server with PoC exposes, shortened."""
+    labels = 'engine="0",model_name="org/model"'
+    lines = [
+        "# TYPE vllm:num_requests_running gauge",
+        f"vllm:num_requests_running{{{labels}}} {running}.0",
+        f"vllm:num_requests_waiting{{{labels}}} {waiting}.0",
+        f"vllm:num_requests_waiting_by_reason{{{labels}}} 99.0",
+        f"vllm:kv_cache_usage_perc{{{labels}}} {cache}",
+        f"vllm:generation_tokens_total{{{labels}}} {tokens}.0",
+        f'poc_nonces_computed_total{{model_name="org/model",protocol="artifact",work="round"}} {computed}.0',
+        'poc_nonces_computed_total{model_name="org/model",protocol="artifact",work="request"} 1.0',
+        f'poc_held_back_seconds_total{{model_name="org/model"}} {held}',
+        f'poc_queued_nonces{{model_name="org/model"}} {queued}.0',
+        *(f'poc_activity{{model_name="a",activity="{word}"}} {float(word == activity)}' for word in ACTIVITIES),
+        *(f'poc_ready{{model_name="a",reason="{word}"}} {float(word == ready)}' for word in ("Ready", "Paused")),
+    ]
+    return "\n".join(lines)
+
+
+ACTIVITIES = ("Computing", "HeldByChat", "WaitingForExtension", "ReceiverFull", "Paused", "Delivering")
+
+
+def after(*texts: str | None, every: float = HUNG_SECONDS) -> Watched | None:
+    """What is known after looks at these expositions; None stands for a pod that does not answer."""
+    found = None
+    for number, text in enumerate(texts):
+        look = parse_look(text, at=number * every, server=SERVER) if text is not None else None
+        found = watched(found, look)
+    return found
+
+
+HUNG = {
+    "requests run and no token comes": [metrics(running=2, waiting=3, tokens=7)] * 2,
+    "requests wait and none runs": [metrics(waiting=1)] * 2,
+    "chat holds PoC back and gets nothing done": [
+        metrics(running=1, activity="HeldByChat", held=1),
+        metrics(running=1, activity="HeldByChat", held=601),
+    ],
+    "a round computes and no nonce comes": [metrics(activity="Computing", computed=5)] * 2,
+    "a round computes beside chat that goes on": [
+        metrics(running=1, tokens=1, activity="Computing"),
+        metrics(running=1, tokens=9, activity="Computing"),
+    ],
+    "named nonces wait": [metrics(queued=8)] * 2,
+    "it does not answer in between": [metrics(running=1), None, metrics(running=1)],
+}
+
+
+@pytest.mark.parametrize("looks", HUNG.values(), ids=HUNG)
+def test_work_that_waits_without_progress_is_a_hang(looks: Sequence[str | None]) -> None:
+    assert hung(after(*looks), HUNG_SECONDS) is not None
+    assert hung(after(*looks, every=HUNG_SECONDS / 4), HUNG_SECONDS) is None
+
+
+WELL = {
+    "idle": [metrics()] * 3,
+    "tokens come": [metrics(running=1, tokens=1), metrics(running=1, tokens=2)],
+    "a long prefill fills the cache": [metrics(running=1, cache=0.1), metrics(running=1, cache=0.2)],
+    "requests come and go": [metrics(running=1), metrics(running=2)],
+    "work came only now": [metrics(), metrics(running=1)],
+    "PoC first: chat waits for nonces": [metrics(waiting=4, computed=1), metrics(waiting=4, computed=9)],
+    "chat holds PoC back": [
+        metrics(running=1, tokens=1, activity="HeldByChat", held=1),
+        metrics(running=1, tokens=5, activity="HeldByChat", held=601),
+    ],
+    "chat held PoC back between the looks": [
+        metrics(activity="Computing", held=1),
+        metrics(activity="Computing", held=2),
+    ],
+    "the engine is paused or sleeps": [metrics(running=3, activity="Paused", ready="Paused")] * 3,
+    "it was paused in between": [metrics(running=3), metrics(running=3, ready="Paused"), metrics(running=3)],
+    "its receiver is full": [metrics(activity="ReceiverFull")] * 3,
+    "it waits for an extension": [metrics(activity="WaitingForExtension")] * 3,
+    "it delivers": [metrics(activity="Delivering")] * 3,
+    "vLLM keeps its counters to itself": ['poc_ready{reason="Ready"} 1.0\npoc_activity{activity="HeldByChat"} 1.0'] * 3,
+    "a server without PoC": ["vllm:num_requests_running 1.0\nvllm:generation_tokens_total 1.0"] * 3,
+    "no metrics": [""] * 3,
+    "nonsense": ['vllm:num_requests_running{} x\npoc_ready{reason="Ready"} 1'] * 3,
+    "it does not answer now": [metrics(running=1), metrics(running=1), None],
+}
+
+
+@pytest.mark.parametrize("looks", WELL.values(), ids=WELL)
+def test_load_alone_is_no_hang(looks: Sequence[str | None]) -> None:
+    assert hung(after(*looks), HUNG_SECONDS) is None
+
+
+def test_another_container_begins_anew() -> None:
+    first = watched(None, parse_look(metrics(running=1), at=0, server="a"))
+    assert hung(watched(first, parse_look(metrics(running=1), at=HUNG_SECONDS, server="b")), 60) is None
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(1, 300), st.booleans(), st.sampled_from(["Ready", "Paused"]), st.booleans()), max_size=40
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_hung_that_got_on_within_the_time(steps: list[tuple[int, bool, str, bool]]) -> None:
+    """However looks come, and whether or not they are answered: a verdict needs so long a time without progress."""
+    at, tokens, moved, found = 0, 0, 0, None
+    for seconds, gets_on, ready, answers in steps:
+        at += seconds
+        tokens += gets_on
+        if gets_on or (ready == "Paused" and answers):
+            moved = at
+        text = metrics(running=1, tokens=tokens, ready=ready)
+        found = watched(found, parse_look(text, at=at, server=SERVER) if answers else None)
+        assert hung(found, HUNG_SECONDS) is None or at - moved >= HUNG_SECONDS
+
+
+def a_pod(number: int, **fields: Any) -> PodView:  # noqa: ANN401
+    given_fields = {"ready": True, "containers": [Container(id=SERVER)], **fields}
+    return PodView(name=f"demo-{number}", namespace="ns", uid=f"u{number}", labels={}, node="gpu-1", **given_fields)
+
+
+def stuck_pod() -> Watched:
+    found = after(*[metrics(running=1)] * 2)
+    assert found is not None
+    return found
+
+
+STUCK = stuck_pod()
+
+
+def healed(*pods: PodView, restarts: Sequence[Any] = (), refused: Any = None, **spec: Any) -> Healed:  # noqa: ANN401
+    fleet = a_fleet(status={"restarts": list(restarts)}, healing=spec)
+    return heal(fleet, pods, {pod.uid: STUCK for pod in pods}, NOW, refused or {})
+
+
+def a_restart(uid: str, minutes: int = 1) -> dict[str, str]:
+    return {"name": f"pod-{uid}", "uid": uid, "time": (NOW - timedelta(minutes=minutes)).isoformat()}
+
+
+def test_a_hung_pod_is_recorded_and_then_evicted() -> None:
+    first = healed(a_pod(0))
+    assert ([one.uid for one in first.restarts], list(first.evict)) == (["u0"], [])
+    assert first.findings[0] == (
+        Reason.POD_HUNG,
+        "demo-0 is hung: 1 requests run and 0 wait, and nothing was done for 600 s; it is evicted",
+    )
+    second = healed(a_pod(0), restarts=[a_restart("u0")])
+    assert ([one.uid for one in second.restarts], [pod.uid for pod in second.evict]) == (["u0"], ["u0"])
+
+
+@pytest.mark.parametrize(
+    ("pod", "spec"),
+    [
+        (a_pod(0, ready=False), {}),
+        (a_pod(0, terminating=True), {}),
+        (a_pod(0, containers=[Container(id="another")]), {}),
+        (a_pod(0), {"hungSeconds": 601}),
+    ],
+)
+def test_pods_that_are_left_alone(pod: PodView, spec: dict[str, Any]) -> None:
+    found = healed(pod, restarts=[a_restart("u0")], **spec)
+    assert not found.evict
+    assert not found.findings
+
+
+def test_one_pod_goes_at_a_time_and_the_hour_has_a_budget() -> None:
+    found = healed(a_pod(0), a_pod(1))
+    assert [one.uid for one in found.restarts] == ["u0"]
+    assert found.findings[1][1].endswith("it is evicted after the other one")
+    waits = healed(a_pod(0), a_pod(1), restarts=[a_restart("u0")])
+    assert ([one.uid for one in waits.restarts], [pod.uid for pod in waits.evict]) == (["u0"], ["u0"])
+    spent = healed(a_pod(3), restarts=[a_restart("a"), a_restart("b")])
+    assert len(spent.restarts) == 2
+    assert "healing.restartsPerHour of 2 is used up" in spent.findings[0][1]
+    again = healed(a_pod(3), restarts=[a_restart("a", 60), a_restart("b")])
+    assert [one.uid for one in again.restarts] == ["b", "u3"]
+
+
+def test_what_keeps_a_hung_pod_is_told() -> None:
+    off = healed(a_pod(0), enabled=False)
+    assert not off.restarts
+    assert off.findings[0][1].endswith("healing.enabled is false")
+    kept = healed(a_pod(0), restarts=[a_restart("u0")], refused={"u0": "no budget"})
+    assert kept.findings[0][1].endswith("it cannot be evicted: no budget")
+
+
+@given(
+    minutes=st.lists(st.tuples(st.integers(0, 40), st.sets(st.integers(0, 5))), max_size=30),
+    budget=st.integers(1, 4),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_hour_has_more_restarts_than_its_budget(minutes: list[tuple[int, set[int]]], budget: int) -> None:
+    """Whatever hangs and when: only pods whose restart is recorded are evicted, and few of them."""
+    now, restarts, times = NOW, list[Any](), dict[Any, Any]()
+    for step, stuck in minutes:
+        now += timedelta(minutes=step)
+        pods = [a_pod(number) for number in stuck]
+        fleet = a_fleet(status={"restarts": restarts}, healing={"restartsPerHour": budget})
+        found = heal(fleet, pods, {pod.uid: STUCK for pod in pods}, now, {})
+        assert {pod.uid for pod in found.evict} <= {one["uid"] for one in restarts}
+        restarts = [one.model_dump(mode="json", by_alias=True) for one in found.restarts]
+        times |= {(one.uid, one.time): one.time for one in found.restarts}
+        assert sum(now - time < BUDGET_TIME for time in times.values()) <= budget
+
+
+def test_a_fleet_tells_of_a_hung_pod_and_records_it() -> None:
+    fleet, pod = a_fleet(), a_pod(0)
+    seen = FleetSnapshot(fleet=fleet, around=AROUND, now=NOW, objects=stored(fleet), pods=[pod], health={"u0": STUCK})
+    step = plan(seen)
+    degraded = step.status.own_conditions["Degraded"]
+    assert (degraded.status, degraded.reason) == ("True", Reason.POD_HUNG)
+    assert step.status.own_conditions["Ready"].status == "True"
+    told = a_fleet(status=json.loads(json.dumps(step.status.stored())))
+    assert not step.evict
+    second = plan(
+        FleetSnapshot(fleet=told, around=AROUND, now=NOW, objects=stored(fleet), pods=[pod], health={"u0": STUCK})
+    )
+    assert [one.uid for one in second.evict] == ["u0"]
+
+
+def test_errors_of_the_memory_that_grow_name_the_kubernetes_node() -> None:
+    fleet, pod = a_fleet(), a_pod(0)
+
+    def look(status: Any, errors: dict[str, int]) -> Any:  # noqa: ANN401
+        seen = a_fleet(status=status)
+        return plan(
+            FleetSnapshot(fleet=seen, around=AROUND, now=NOW, objects=stored(fleet), pods=[pod], memory_errors=errors)
+        ).status
+
+    first = look(None, {"u0": 3})
+    assert (first.pods[0].memory_errors_before, first.own_conditions["Degraded"].status) == (3, "False")
+    assert look(first.stored(), {}).pods[0].memory_errors == 3
+    second = look(first.stored(), {"u0": 5})
+    assert second.own_conditions["Degraded"].reason == Reason.GPU_FAULTY
+    assert "demo-0 have 2 more" in second.own_conditions["Degraded"].message
+    assert "kubectl cordon gpu-1" in second.own_conditions["Degraded"].message
+    assert not faulty_gpus([FleetPod(name="a", uid="b", memory_errors=9, memory_errors_before=9)])

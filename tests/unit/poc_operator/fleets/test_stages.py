@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of pods, read from bodies as a kubelet writes them."""
+
+from typing import Any
+
+import pytest
+
+from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Stage
+from poc_operator.fleets.stages import pod_list, stage_of, stages_of
+from poc_operator.observed import PodView
+
+STARTED = "2026-01-01T00:00:00Z"
+
+
+def body_of(
+    *,
+    name: str = "demo-0",
+    node: str | None = "gpu-1",
+    state: dict[str, Any] | None = None,
+    last: dict[str, Any] | None = None,
+    started: bool = False,
+    **conditions: str,
+) -> PodView:
+    container = {"name": "vllm", "restartCount": 0, "started": started, "state": state or {}, "lastState": last or {}}
+    ready = conditions.pop("Ready", "False")
+    found = [{"type": kind, "status": status} for kind, status in conditions.items()]
+    found.append({"type": "Ready", "status": ready, **({"reason": "ContainersNotReady"} if ready == "False" else {})})
+    if node is None:
+        why = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+        found.append({"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why})
+    spec = {"containers": [{"name": "vllm", "ports": [{"containerPort": 8000}]}], "nodeName": node}
+    status = {"phase": "Pending", "conditions": found, "containerStatuses": [container] if node else []}
+    return PodView.parse({"metadata": {"name": name, "namespace": "ns", "uid": name}, "spec": spec, "status": status})
+
+
+CREATING = {"waiting": {"reason": "ContainerCreating"}}
+RUNNING = {"running": {"startedAt": STARTED}}
+CRASHES = {"waiting": {"reason": "CrashLoopBackOff"}}
+KILLED = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+SPOKE = {"terminated": {"reason": "Error", "exitCode": 1, "message": "Traceback\nValueError: no such model\n"}}
+
+STAGES: dict[str, tuple[PodView, Stage, str]] = {
+    "no Kubernetes node": (
+        body_of(node=None),
+        Stage.PENDING,
+        "demo-0 (0/3 nodes are available: 3 Insufficient nvidia.com/gpu.)",
+    ),
+    "volumes": (body_of(state=CREATING, PodReadyToStartContainers="False"), Stage.CREATING, "demo-0 (Creating)"),
+    "an older kubelet": (body_of(state=CREATING), Stage.CREATING, "demo-0 (Creating)"),
+    "the image": (body_of(state=CREATING, PodReadyToStartContainers="True"), Stage.PULLING, "demo-0 (Pulling)"),
+    "no image": (
+        body_of(state={"waiting": {"reason": "ImagePullBackOff"}}, PodReadyToStartContainers="True"),
+        Stage.FAILING,
+        "demo-0 (ImagePullBackOff)",
+    ),
+    "loads": (body_of(state=RUNNING), Stage.LOADING, "demo-0 (Loading)"),
+    "loads again": (
+        body_of(state=RUNNING, last=KILLED),
+        Stage.LOADING,
+        "demo-0 (Loading; last ended with OOMKilled, exit code 137)",
+    ),
+    "crashes": (
+        body_of(state=CRASHES, last=KILLED),
+        Stage.FAILING,
+        "demo-0 (CrashLoopBackOff; last ended with OOMKilled, exit code 137)",
+    ),
+    "crashes with words": (
+        body_of(state=CRASHES, last=SPOKE),
+        Stage.FAILING,
+        "demo-0 (CrashLoopBackOff; last ended with Error, exit code 1: ValueError: no such model)",
+    ),
+    "does not answer now": (body_of(state=RUNNING, started=True), Stage.NOT_READY, "demo-0 (NotReady)"),
+    "serves": (body_of(state=RUNNING, started=True, Ready="True"), Stage.READY, "demo-0 (Ready)"),
+}
+
+
+@pytest.mark.parametrize(("pod", "stage", "text"), STAGES.values(), ids=STAGES)
+def test_a_stage_is_what_the_kubelet_tells(pod: PodView, stage: Stage, text: str) -> None:
+    assert stage_of(pod, 8000) is stage
+    assert stages_of([pod], 8000) == text
+
+
+def test_few_pods_are_named() -> None:
+    pods = [body_of(name=f"demo-{number}", state=RUNNING) for number in range(5)]
+    assert stages_of(pods, 8000) == "demo-0 (Loading), demo-1 (Loading), demo-2 (Loading) and 2 more"
+
+
+def test_the_list_follows_the_numbers_and_keeps_what_else_is_known() -> None:
+    pods = [body_of(name=f"demo-{number}", state=RUNNING) for number in (10, 2, 1)]
+    old = [
+        FleetPod(name="demo-2", uid="demo-2", result=CheckResult.PASSED),
+        FleetPod(name="demo-1", uid="replaced", result=CheckResult.PASSED),
+        FleetPod(name="demo-9", uid="gone"),
+    ]
+    found = pod_list(old, pods, 8000, {})
+    assert [entry.name for entry in found] == ["demo-1", "demo-2", "demo-10"]
+    assert [entry.result for entry in found] == [CheckResult.PENDING, CheckResult.PASSED, CheckResult.PENDING]
+    assert {entry.stage for entry in found} == {Stage.LOADING}
