@@ -54,6 +54,8 @@ class PodView:
     disrupted: bool = False  # ended by the cluster: evicted, preempted, its node drained or lost
     waiting_for: str = ""  # why it is not ready, in the kubelet's words
     containers: Sequence[Container] = ()
+    created: datetime | None = None
+    ready_since: datetime | None = None  # of its last change to ready; None while it is not
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -73,6 +75,8 @@ class PodView:
             disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
             waiting_for=_waiting_for(status, conditions),
             containers=_containers(body.get("spec") or {}, status),
+            created=_moment(meta.get("creationTimestamp")),
+            ready_since=_moment(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         )
 
     @property
@@ -103,6 +107,10 @@ class PodView:
         return None if server.started else server.running_since + timedelta(seconds=server.startup_seconds)
 
 
+def _moment(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None
+
+
 def is_container_session(session: str | None) -> bool:
     """Whether a session is a container's id, as that of a pod whose server has no sessions: `Container.id`."""
     return session is not None and "#" in session
@@ -130,7 +138,7 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
         ports=_ports(spec),
         restarts=status.get("restartCount", 0),
         ended=_why_ended(state),
-        running_since=datetime.fromisoformat(since) if since else None,
+        running_since=_moment(since),
         startup_seconds=_startup_seconds(spec.get("startupProbe")),
         started=bool(status.get("started", True)),
     )

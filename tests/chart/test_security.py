@@ -33,6 +33,8 @@ FLEET = {
     "/persistentvolumeclaims": ("get", "list", "create", "patch"),
     "policy/poddisruptionbudgets": ("get", "list", "create", "patch"),
     "networking.k8s.io/networkpolicies": ("get", "list", "create", "patch"),
+    "apps/controllerrevisions": ("get",),
+    "/pods/eviction": ("create",),
     "/secrets": ("create",),
     "/nodes": ("list",),
 }
@@ -55,11 +57,11 @@ FORBIDDEN = {
     "rbac.authorization.k8s.io/clusterrolebindings": ("create",),
     "apiextensions.k8s.io/customresourcedefinitions": ("create", "patch", "delete"),
 }
-#: What the local installation asks for beside, by ``rbac.deletePods``.
+#: What is granted without fleets by ``rbac.deletePods``.
 DELETES_PODS = ("/pods/eviction", "create")
-GRANTS = [(*DELETES_PODS, True)]
-GRANTS += [(what, verb, True) for what, verbs in (*ALLOWED.items(), *FLEET.items()) for verb in verbs]
+GRANTS = [(what, verb, True) for what, verbs in (*ALLOWED.items(), *FLEET.items()) for verb in verbs]
 GRANTS += [(what, verb, False) for what, verbs in FORBIDDEN.items() for verb in verbs]
+FLEET_GRANTS = {(what, verb) for what, verbs in FLEET.items() for verb in verbs}
 #: Changes of the operator's container that the level must refuse.
 TOO_MUCH = {"runAsUser": 0, "allowPrivilegeEscalation": True, "capabilities": {"add": ["NET_ADMIN"]}}
 
@@ -87,11 +89,12 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
     ("values", "more", "less"),
     [
         ({}, set(), set()),
-        ({"rbac": {"deletePods": True}}, {DELETES_PODS}, set()),
+        ({"rbac": {"deletePods": True}}, set(), set()),
         ({"rbac": {"readConfigMaps": False}}, set(), {("/configmaps", "get")}),
         ({"rbac": {"readSecrets": True}, "gateway": {"enabled": False}}, set(), set()),
         ({"auth": {"existingSecret": "token"}}, set(), set()),
-        ({"fleets": {"enabled": False}}, set(), {(what, verb) for what, verbs in FLEET.items() for verb in verbs}),
+        ({"fleets": {"enabled": False}}, set(), FLEET_GRANTS),
+        ({"fleets": {"enabled": False}, "rbac": {"deletePods": True}}, {DELETES_PODS}, FLEET_GRANTS),
     ],
 )
 def test_the_role_grants_what_the_table_says(

@@ -131,6 +131,10 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, create, patch]
+# The template of the last good revision, to which a failed update goes back.
+- apiGroups: [apps]
+  resources: [controllerrevisions]
+  verbs: [get]
 # The token of a namespace's pods, where there is none.
 - apiGroups: [""]
   resources: [secrets]
@@ -155,8 +159,8 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]
-{{- if .Values.rbac.deletePods }}
-# Pods that stall are evicted, which follows PodDisruptionBudgets.
+{{- if or .Values.rbac.deletePods .Values.fleets.enabled }}
+# Pods that stall, and those of fleets with an old revision, are evicted, which follows PodDisruptionBudgets.
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]

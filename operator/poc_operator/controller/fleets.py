@@ -22,7 +22,9 @@ from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError, 
 from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.clients.kube.objects import ObjectStore, parse_object
+from poc_operator.clients.pods.client import ClientOf
 from poc_operator.controller.failing_objects import FailureBackoff
+from poc_operator.controller.fleet_updates import Evictor, Labels, WorkOnFleets, labels_of
 from poc_operator.controller.health import supervised
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
@@ -67,6 +69,7 @@ class _Loop:
     ref: ObjectRef
     body: Body
     failures: FailureBackoff
+    evictor: Evictor
     log: ObjectLogger
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     gone: bool = False
@@ -75,6 +78,10 @@ class _Loop:
     #: Objects that do not look as wanted after they were applied, with their versions then.
     settled: dict[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
+    #: Whether an update is under way that no watch tells of.
+    moves: bool = False
+    #: The last good revision of a fleet whose update has failed, and its template.
+    good: tuple[str, Mapping[str, Any]] | None = None
 
 
 class _Children:
@@ -122,8 +129,10 @@ class Fleets:
         metrics: Metrics,
         may_act: Callable[[], bool],
         events: EventPoster | None = None,
+        clients: ClientOf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``clients`` asks pods whether they compute before they are evicted."""
         self._store = store
         self._objects = objects
         self._pods = pods
@@ -131,6 +140,8 @@ class Fleets:
         self._may_act = may_act
         self._events = events
         self._options = options
+        self._clients = clients
+        self._work = WorkOnFleets()
         self._clock = clock
         self._children = _Children(objects, options.namespaces, clock)
         self._loops: dict[str, _Loop] = {}
@@ -172,6 +183,22 @@ class Fleets:
             return
         for known in self._loops.values():
             if (known.ref.namespace, known.ref.name) == (pod.namespace, name):
+                known.wake.set()
+
+    def work_changed(self, kind: str, body: Body) -> None:
+        """Remember work, and let the fleets of its namespace see that it began or ended."""
+        if self._work.put(kind, body):
+            self._wake_all(str(body["metadata"].get("namespace", "")))
+
+    def work_deleted(self, uid: str) -> None:
+        """Forget work that is gone, and let the fleets of its namespace see it."""
+        namespace = self._work.forget(uid)
+        if namespace is not None:
+            self._wake_all(namespace)
+
+    def _wake_all(self, namespace: str) -> None:
+        for known in self._loops.values():
+            if known.ref.namespace == namespace:
                 known.wake.set()
 
     def find(self, namespace: str, name: str) -> PoCFleet | None:
@@ -216,7 +243,8 @@ class Fleets:
         failures = FailureBackoff(
             PoCFleet, ref, store=self._store, metrics=self._metrics, emit=self._emitter(ref), log=logger
         )
-        self._loops[uid] = loop = _Loop(ref=ref, body=body, failures=failures, log=logger)
+        evictor = Evictor(self._store, self._clients, logger, self._clock)
+        self._loops[uid] = loop = _Loop(ref=ref, body=body, failures=failures, evictor=evictor, log=logger)
         self._tasks[uid] = task = supervised(f"the loop of fleet {uid}", self._drive(loop), forever=False)
         task.add_done_callback(lambda _: (self._loops.pop(uid, None), self._tasks.pop(uid, None)))
 
@@ -224,7 +252,7 @@ class Fleets:
         def emit(event: WorkEvent) -> None:
             if self._events is not None:
                 told = self._events.post_on_object(
-                    PoCFleet.KIND, ref.namespace, ref.name, ref.uid, event.reason, event.message
+                    PoCFleet.KIND, ref.namespace, ref.name, ref.uid, event.reason, event.message, warning=event.warning
                 )
                 supervised(f"an Event of fleet {ref.uid}", told, forever=False)
 
@@ -263,7 +291,7 @@ class Fleets:
         settled = (
             ready is not None and ready.status == "True" and ready.observed_generation == fleet.metadata.generation
         )
-        age = REST_AGE_SECONDS if settled else BUSY_AGE_SECONDS
+        age = REST_AGE_SECONDS if settled and not loop.moves else BUSY_AGE_SECONDS
         seen = await self._observe(loop, fleet, age)
         step = plan(seen)
         applied = bool(step.apply)
@@ -278,7 +306,26 @@ class Fleets:
         if applied or loop.refused != before:
             step = plan(await self._observe(loop, fleet, float("inf")))
         await self._record(loop, fleet, step)
-        return REST_SECONDS if _rests(step.status) and not applied else BUSY_SECONDS
+        loop.moves = step.moves
+        if step.evict:
+            await loop.evictor.evict(fleet, step.evict, self._labels(fleet, seen.objects))
+        return REST_SECONDS if _rests(step.status) and not applied and not step.moves else BUSY_SECONDS
+
+    def _labels(self, fleet: PoCFleet, objects: Mapping[Key, Body]) -> Labels:
+        """Return the sets of labels of the fleet's pods."""
+        name = fleet.metadata.name
+        pods = self._pods.selected(fleet.metadata.namespace, fleet_selector(name))
+        return labels_of(fleet, objects.get(("StatefulSet", name)), pods)
+
+    async def _good_template(self, loop: _Loop, fleet: PoCFleet) -> Mapping[str, Any] | None:
+        """Return the template of the last good revision, if an update has failed. A revision never changes."""
+        update = fleet.status.update
+        if not update.failed or not update.good_revision:
+            return None
+        if loop.good is None or loop.good[0] != update.good_revision:
+            found = await self._objects.template(fleet.metadata.namespace, update.good_revision)
+            loop.good = (update.good_revision, found) if found is not None else None
+        return loop.good[1] if loop.good is not None else None
 
     async def _exists(self, fleet: PoCFleet) -> bool:
         """Whether the fleet is there to stay: what names an owner that is gone is deleted, and its pods with it.
@@ -302,6 +349,10 @@ class Fleets:
             pods=self._pods.selected(namespace, fleet_selector(name)),
             settled=loop.settled,
             refused=loop.refused,
+            work=self._work.on(fleet, self._labels(fleet, objects)),
+            busy=loop.evictor.busy,
+            evicted=loop.evictor.evicted,
+            good_template=await self._good_template(loop, fleet),
         )
 
     async def _surroundings(self, fleet: PoCFleet) -> Surroundings:
@@ -361,8 +412,8 @@ class Fleets:
             metadata = {**loop.body["metadata"], "resourceVersion": version}
             loop.body = {**loop.body, "metadata": metadata, "status": step.status.stored()}
             loop.parsed = None
-        event = _news(fleet.status, step.status)
-        if event is not None:
+        news = _news(fleet.status, step.status)
+        for event in [*step.events, *([news] if news is not None else [])]:
             self._emitter(loop.ref)(event)
 
 
@@ -384,4 +435,6 @@ def _news(old: FleetStatus, new: FleetStatus) -> WorkEvent | None:
         return None
     if before is not None and (before.status, before.reason) == (now.status, now.reason):
         return None
+    if now.reason == Reason.UPDATE_FAILED:
+        return None  # the update's own Event says it
     return WorkEvent(reason=now.reason, message=now.message, warning=True)

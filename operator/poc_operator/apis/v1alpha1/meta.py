@@ -20,6 +20,8 @@ COMPONENT = "vllm-poc-operator"
 WORKER_LABELS = {f"{GROUP}/worker": "true"}
 #: Label of everything that belongs to a fleet; its value is the fleet's name.
 FLEET_LABEL = f"{GROUP}/fleet"
+#: Label of the rounds that the gateway makes on request, and its value for those that the network asked for.
+ORIGIN_LABEL, NETWORK_ORIGIN = f"{GROUP}/origin", "network"
 
 
 @dataclass(frozen=True, kw_only=True)
