@@ -58,6 +58,8 @@ class PodView:
     containers: Sequence[Container] = ()
     node: str = ""  # the Kubernetes node that it was given to
     sandboxed: bool = False  # its volumes and its network are there: only images and containers are missing
+    created: datetime | None = None
+    ready_since: datetime | None = None  # of its last change to ready; None while it is not
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -79,6 +81,8 @@ class PodView:
             containers=_containers(body.get("spec") or {}, status),
             node=(body.get("spec") or {}).get("nodeName") or "",
             sandboxed=conditions.get("PodReadyToStartContainers", {}).get("status") == "True",
+            created=_moment(meta.get("creationTimestamp")),
+            ready_since=_moment(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         )
 
     @property
@@ -113,6 +117,10 @@ class PodView:
 _LAST_WORDS = 200
 
 
+def _moment(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None
+
+
 def is_container_session(session: str | None) -> bool:
     """Whether a session is a container's id, as that of a pod whose server has no sessions: `Container.id`."""
     return session is not None and "#" in session
@@ -141,7 +149,7 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
         restarts=status.get("restartCount", 0),
         ended=_why_ended(state),
         last_end=_how_ended(state.get("terminated") or (status.get("lastState") or {}).get("terminated")),
-        running_since=datetime.fromisoformat(since) if since else None,
+        running_since=_moment(since),
         startup_seconds=_startup_seconds(spec.get("startupProbe")),
         started=bool(status.get("started", True)),
     )

@@ -34,6 +34,7 @@ FLEET = {
     "policy/poddisruptionbudgets": ("get", "list", "create", "patch"),
     "networking.k8s.io/networkpolicies": ("get", "list", "create", "patch"),
     "batch/jobs": ("get", "list", "create", "patch"),
+    "apps/controllerrevisions": ("get",),
     "/pods/eviction": ("create",),
     "/secrets": ("create",),
     "/nodes": ("list",),
@@ -58,11 +59,11 @@ FORBIDDEN = {
     "rbac.authorization.k8s.io/clusterrolebindings": ("create",),
     "apiextensions.k8s.io/customresourcedefinitions": ("create", "patch", "delete"),
 }
-#: What ``rbac.deletePods`` asks for where there are no fleets.
+#: What is granted without fleets by ``rbac.deletePods``.
 DELETES_PODS = ("/pods/eviction", "create")
-OF_FLEETS = {(what, verb) for what, verbs in FLEET.items() for verb in verbs}
 GRANTS = [(what, verb, True) for what, verbs in (*ALLOWED.items(), *FLEET.items()) for verb in verbs]
 GRANTS += [(what, verb, False) for what, verbs in FORBIDDEN.items() for verb in verbs]
+FLEET_GRANTS = {(what, verb) for what, verbs in FLEET.items() for verb in verbs}
 #: Changes of the operator's container that the level must refuse.
 TOO_MUCH = {"runAsUser": 0, "allowPrivilegeEscalation": True, "capabilities": {"add": ["NET_ADMIN"]}}
 
@@ -91,11 +92,11 @@ def test_the_operator_may_do_what_it_needs_and_nothing_else(kube: Kube, what: st
     [
         ({}, set(), set()),
         ({"rbac": {"deletePods": True}}, set(), set()),
-        ({"rbac": {"deletePods": True}, "fleets": {"enabled": False}}, {DELETES_PODS}, OF_FLEETS),
         ({"rbac": {"readConfigMaps": False}}, set(), {("/configmaps", "get")}),
         ({"rbac": {"readSecrets": True}, "gateway": {"enabled": False}}, set(), set()),
         ({"auth": {"existingSecret": "token"}}, set(), set()),
-        ({"fleets": {"enabled": False}}, set(), OF_FLEETS),
+        ({"fleets": {"enabled": False}}, set(), FLEET_GRANTS),
+        ({"fleets": {"enabled": False}, "rbac": {"deletePods": True}}, {DELETES_PODS}, FLEET_GRANTS),
     ],
 )
 def test_the_role_grants_what_the_table_says(

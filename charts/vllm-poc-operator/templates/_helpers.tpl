@@ -134,10 +134,10 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list, create, patch]
-# Pods that get nothing done are evicted, which follows PodDisruptionBudgets.
-- apiGroups: [""]
-  resources: [pods/eviction]
-  verbs: [create]
+# The template of the last good revision, to which a failed update goes back.
+- apiGroups: [apps]
+  resources: [controllerrevisions]
+  verbs: [get]
 # The token of a namespace's pods, where there is none.
 - apiGroups: [""]
   resources: [secrets]
@@ -162,8 +162,8 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]
-{{- if .Values.rbac.deletePods }}
-# Pods that stall are evicted, which follows PodDisruptionBudgets.
+{{- if or .Values.rbac.deletePods .Values.fleets.enabled }}
+# Pods that stall, and those of fleets that hang or have an old revision, are evicted, which follows PodDisruptionBudgets.
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]

@@ -25,13 +25,13 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
-from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.meta import NETWORK_ORIGIN, ORIGIN_LABEL, LabelSelector
 from poc_operator.apis.v1alpha1.round import RoundSpec
 from poc_operator.apis.v1alpha1.schema import aliases
 from poc_operator.credentials import secrets_of
 
-#: Labels of the rounds that the network asked for: of all of them, and of those of one ML node.
-ORIGIN_LABEL, ML_NODE_LABEL = "poc.gonka.ai/origin", "poc.gonka.ai/ml-node"
+#: Label of the rounds of one ML node, beside that of all rounds that the network asked for.
+ML_NODE_LABEL = "poc.gonka.ai/ml-node"
 _DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 _HOST = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _OF_THE_REQUEST = {"blockHash", "blockHeight", "publicKey", "rTarget", "artifact", "callbackURL"}
@@ -139,7 +139,7 @@ class MlNode(_Entry):
     @property
     def labels(self) -> dict[str, str]:
         """The labels of its rounds."""
-        return {ORIGIN_LABEL: "network", ML_NODE_LABEL: self.name}
+        return {ORIGIN_LABEL: NETWORK_ORIGIN, ML_NODE_LABEL: self.name}
 
 
 _FILE = TypeAdapter(list[MlNode])

@@ -20,7 +20,6 @@ from poc_operator.apis.v1alpha1.fleet_upkeep import DownloadState
 from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL, FLEET_LABEL, LabelSelector, fleet_selector
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.clients.errors import (
-    EvictionRefused,
     ObjectInvalid,
     StaleObject,
     StoreError,
@@ -30,8 +29,10 @@ from poc_operator.clients.errors import (
 from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.clients.kube.objects import ObjectStore, parse_object
+from poc_operator.clients.pods.client import ClientOf
 from poc_operator.controller.failing_objects import FailureBackoff
 from poc_operator.controller.fleet_health import FleetHealth
+from poc_operator.controller.fleet_updates import Evictor, Labels, WorkOnFleets, labels_of
 from poc_operator.controller.health import supervised
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
@@ -56,8 +57,6 @@ SURROUNDINGS_SECONDS = 60.0
 #: Seconds for which news are gathered before a turn, and after which a turn is given up.
 GATHER_SECONDS = 0.2
 TURN_SECONDS = 120.0
-#: Seconds between two tries to evict a pod.
-EVICTION_SECONDS = 30.0
 
 Body = Mapping[str, Any]
 
@@ -79,6 +78,7 @@ class _Loop:
     ref: ObjectRef
     body: Body
     failures: FailureBackoff
+    evictor: Evictor
     log: ObjectLogger
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     gone: bool = False
@@ -87,15 +87,10 @@ class _Loop:
     #: Objects that do not look as wanted after they were applied, with their versions then.
     settled: dict[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
-    #: By the pods' uids: why they could not be evicted, and when that was tried last.
-    not_evicted: dict[str, str] = field(default_factory=dict)
-    evicted: dict[str, float] = field(default_factory=dict)
-
-    def keep_evictions(self, uids: Collection[str]) -> None:
-        """Forget the evictions of all pods except these."""
-        for memory in (self.not_evicted, self.evicted):
-            for uid in memory.keys() - uids:
-                del memory[uid]
+    #: Whether an update is under way that no watch tells of.
+    moves: bool = False
+    #: The last good revision of a fleet whose update has failed, and its template.
+    good: tuple[str, Mapping[str, Any]] | None = None
 
 
 class _Children:
@@ -144,9 +139,11 @@ class Fleets:
         may_act: Callable[[], bool],
         events: EventPoster | None = None,
         health: FleetHealth | None = None,
+        clients: ClientOf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without ``health`` nobody looks whether pods get on."""
+        """Without ``health`` nobody looks whether pods get on. ``clients`` asks pods whether they compute before they
+        are evicted."""
         self._store = store
         self._health = health
         self._objects = objects
@@ -155,6 +152,8 @@ class Fleets:
         self._may_act = may_act
         self._events = events
         self._options = options
+        self._clients = clients
+        self._work = WorkOnFleets()
         self._clock = clock
         self._children = _Children(objects, options.namespaces, clock)
         self._loops: dict[str, _Loop] = {}
@@ -196,6 +195,22 @@ class Fleets:
             return
         for known in self._loops.values():
             if (known.ref.namespace, known.ref.name) == (pod.namespace, name):
+                known.wake.set()
+
+    def work_changed(self, kind: str, body: Body) -> None:
+        """Remember work, and let the fleets of its namespace see that it began or ended."""
+        if self._work.put(kind, body):
+            self._wake_all(str(body["metadata"].get("namespace", "")))
+
+    def work_deleted(self, uid: str) -> None:
+        """Forget work that is gone, and let the fleets of its namespace see it."""
+        namespace = self._work.forget(uid)
+        if namespace is not None:
+            self._wake_all(namespace)
+
+    def _wake_all(self, namespace: str) -> None:
+        for known in self._loops.values():
+            if known.ref.namespace == namespace:
                 known.wake.set()
 
     def find(self, namespace: str, name: str) -> PoCFleet | None:
@@ -242,7 +257,8 @@ class Fleets:
         failures = FailureBackoff(
             PoCFleet, ref, store=self._store, metrics=self._metrics, emit=self._emitter(ref), log=logger
         )
-        self._loops[uid] = loop = _Loop(ref=ref, body=body, failures=failures, log=logger)
+        evictor = Evictor(self._store, self._clients, logger, self._clock)
+        self._loops[uid] = loop = _Loop(ref=ref, body=body, failures=failures, evictor=evictor, log=logger)
         self._tasks[uid] = task = supervised(f"the loop of fleet {uid}", self._drive(loop), forever=False)
         task.add_done_callback(lambda _: self._ended(uid))
 
@@ -256,7 +272,7 @@ class Fleets:
         def emit(event: WorkEvent) -> None:
             if self._events is not None:
                 told = self._events.post_on_object(
-                    PoCFleet.KIND, ref.namespace, ref.name, ref.uid, event.reason, event.message
+                    PoCFleet.KIND, ref.namespace, ref.name, ref.uid, event.reason, event.message, warning=event.warning
                 )
                 supervised(f"an Event of fleet {ref.uid}", told, forever=False)
 
@@ -295,7 +311,7 @@ class Fleets:
         settled = (
             ready is not None and ready.status == "True" and ready.observed_generation == fleet.metadata.generation
         )
-        age = REST_AGE_SECONDS if settled else BUSY_AGE_SECONDS
+        age = REST_AGE_SECONDS if settled and not loop.moves else BUSY_AGE_SECONDS
         seen = await self._observe(loop, fleet, age)
         step = plan(seen)
         applied = bool(step.apply)
@@ -310,10 +326,26 @@ class Fleets:
         if applied or loop.refused != before:
             step = plan(await self._observe(loop, fleet, float("inf")))
         await self._record(loop, fleet, step)
-        loop.keep_evictions({pod.uid for pod in step.evict})
-        for pod in step.evict:
-            await self._evict(loop, pod)
-        return REST_SECONDS if _rests(step.status) and not applied else BUSY_SECONDS
+        loop.moves = step.moves
+        if step.evict:
+            await loop.evictor.evict(fleet, step.evict, self._labels(fleet, seen.objects))
+        return REST_SECONDS if _rests(step.status) and not applied and not step.moves else BUSY_SECONDS
+
+    def _labels(self, fleet: PoCFleet, objects: Mapping[Key, Body]) -> Labels:
+        """Return the sets of labels of the fleet's pods."""
+        name = fleet.metadata.name
+        pods = self._pods.selected(fleet.metadata.namespace, fleet_selector(name))
+        return labels_of(fleet, objects.get(("StatefulSet", name)), pods)
+
+    async def _good_template(self, loop: _Loop, fleet: PoCFleet) -> Mapping[str, Any] | None:
+        """Return the template of the last good revision, if an update has failed. A revision never changes."""
+        update = fleet.status.update
+        if not update.failed or not update.good_revision:
+            return None
+        if loop.good is None or loop.good[0] != update.good_revision:
+            found = await self._objects.template(fleet.metadata.namespace, update.good_revision)
+            loop.good = (update.good_revision, found) if found is not None else None
+        return loop.good[1] if loop.good is not None else None
 
     async def _exists(self, fleet: PoCFleet) -> bool:
         """Whether the fleet is there to stay: what names an owner that is gone is deleted, and its pods with it.
@@ -342,8 +374,11 @@ class Fleets:
             refused=loop.refused,
             health=self._health.found(uid) if self._health is not None else {},
             memory_errors=self._health.memory_errors(uid) if self._health is not None else {},
-            not_evicted=loop.not_evicted,
             download=await self._download(fleet),
+            work=self._work.on(fleet, self._labels(fleet, objects)),
+            busy=loop.evictor.busy,
+            evicted=loop.evictor.evicted,
+            good_template=await self._good_template(loop, fleet),
         )
 
     async def _download(self, fleet: PoCFleet) -> DownloadSeen:
@@ -403,21 +438,6 @@ class Fleets:
         else:
             loop.settled[key] = str(applied["metadata"]["resourceVersion"])
 
-    async def _evict(self, loop: _Loop, pod: PodView) -> None:
-        """Evict a pod, which a disruption budget may forbid for now; it is tried again later."""
-        if self._clock() - loop.evicted.get(pod.uid, float("-inf")) < EVICTION_SECONDS:
-            return
-        loop.evicted[pod.uid] = self._clock()
-        loop.not_evicted.pop(pod.uid, None)
-        try:
-            await self._store.evict_pod(pod)
-        except StoreForbidden as error:
-            loop.not_evicted[pod.uid] = f"{error}; install the chart with fleets.enabled=true"
-        except EvictionRefused as error:
-            loop.not_evicted[pod.uid] = str(error)
-        else:
-            loop.log.warning("pod %s is evicted", pod.name)
-
     async def _record(self, loop: _Loop, fleet: PoCFleet, step: FleetStep) -> None:
         """Write the status if it differs, and post an Event if something is wrong that was not."""
         if step.status.stored() == fleet.status.stored():
@@ -427,7 +447,7 @@ class Fleets:
             metadata = {**loop.body["metadata"], "resourceVersion": version}
             loop.body = {**loop.body, "metadata": metadata, "status": step.status.stored()}
             loop.parsed = None
-        for event in _news(fleet.status, step.status):
+        for event in [*step.events, *_news(fleet.status, step.status)]:
             self._emitter(loop.ref)(event)
 
 
@@ -455,6 +475,8 @@ def _news(old: FleetStatus, new: FleetStatus) -> list[WorkEvent]:
     now, before = (status.own_conditions.get(ConditionType.DEGRADED) for status in (new, old))
     if now is None or now.status != "True" or (now.reason == Reason.POD_HUNG and found):
         return found
+    if now.reason == Reason.UPDATE_FAILED:
+        return found  # the update's own Event says it
     if before is not None and (before.status, before.reason) == (now.status, now.reason):
         return found
     return [*found, WorkEvent(reason=now.reason, message=now.message, warning=True)]

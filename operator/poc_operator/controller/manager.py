@@ -127,6 +127,7 @@ class Manager:
                 metrics=self.metrics,
                 may_act=lambda: self.lease.held,
                 events=events,
+                clients=self._ask_clients,
                 health=FleetHealth(self._poll_clients, strangers=strangers),
             )
             refs = FleetRefs(store, self.fleets.find)
@@ -261,6 +262,8 @@ class Manager:
         metadata = body["metadata"]
         uid = str(metadata["uid"])
         self.reaper.object_changed(body)
+        if self.fleets is not None:
+            self.fleets.work_changed(kind.resource.KIND.kind, body)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:
             reconciler.tell(dict(body))
@@ -277,6 +280,8 @@ class Manager:
     def work_deleted(self, uid: str) -> None:
         """Let the loop of an object that is gone see it at once, and the reaper look after its pods."""
         self.reaper.object_gone(uid)
+        if self.fleets is not None:
+            self.fleets.work_deleted(uid)
         self._released.discard(uid)
         reconciler = self._reconcilers.get(uid)
         if reconciler is not None:

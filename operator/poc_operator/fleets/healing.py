@@ -70,7 +70,7 @@ def _finding(pod: PodView, why: str, then: str) -> Finding:
 def _next(pod: PodView, fleet: PoCFleet, going: set[str], refused: Mapping[str, str]) -> str:
     """Say what becomes of a hung pod."""
     if pod.uid in refused:
-        return f"it cannot be evicted: {refused[pod.uid]}"
+        return refused[pod.uid]
     if pod.uid in going:
         return "it is evicted"
     if len(going) >= fleet.spec.healing.restarts_per_hour:

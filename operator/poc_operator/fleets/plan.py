@@ -1,32 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do next about a fleet: which of its objects are to be applied, and what its status says.
+"""What to do next about a fleet: which of its objects are to be applied, which pods leave, and what its status says.
 
-Pods of an old revision are left alone. They are replaced when somebody deletes them.
+Which pods of an old revision leave, and when, is in `poc_operator.fleets.update`. The StatefulSet never replaces one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
+from poc_operator.apis.v1alpha1.conditions import merge_conditions
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
-from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
+from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download, FleetPod
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.fleets.download import DownloadSeen, download, job_name, waits_for
-from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
+from poc_operator.fleets.conditions import PodCounts, Verdict
+from poc_operator.fleets.download import DownloadSeen, download, job_name
+from poc_operator.fleets.forecast import WorkOnPods
+from poc_operator.fleets.healing import Healed, faulty_gpus, heal
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
-from poc_operator.fleets.stages import cannot_run, pod_list, stages_of
+from poc_operator.fleets.rollback import differences, digest_of, with_template
+from poc_operator.fleets.stages import pod_list
+from poc_operator.fleets.update import (
+    REVISION_LABEL,
+    Eviction,
+    Spares,
+    UpdateSeen,
+    UpdateStep,
+    failed_as,
+    plan_update,
+)
 from poc_operator.observed import PodView
+from poc_operator.planning.snapshot import WorkEvent
 
 #: Kind and name of an object of the fleet's namespace.
 Key = tuple[str, str]
-
-_REVISION_LABEL = "controller-revision-hash"
 
 
 def key_of(body: Mapping[str, Any]) -> Key:
@@ -40,9 +52,12 @@ class FleetSnapshot:
 
     ``objects`` are those with the fleet's label. ``settled`` has the versions of objects that were applied and do not
     look like what was wanted, since the API server writes some values in another way. ``refused`` is what became of
-    the last objects that could not be applied. ``health`` is what was seen of the pods' engines, ``memory_errors``
-    how many their GPUs have had, and ``not_evicted`` why pods could not be evicted: each by the pods' uids.
-    ``download`` is what is seen of the download that is under way.
+    the last objects that could not be applied.
+
+    ``health`` is what was seen of the pods' engines, and ``memory_errors`` how many their GPUs have had, both by the
+    pods' uids. ``download`` is what is seen of the download that is under way. ``work`` are the objects that select the
+    fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`. ``good_template`` is the template of the last good
+    revision, if an update has failed and it could be read.
     """
 
     fleet: PoCFleet
@@ -54,21 +69,56 @@ class FleetSnapshot:
     refused: Refusal | None = None
     health: Mapping[str, Watched] = field(default_factory=dict)
     memory_errors: Mapping[str, int] = field(default_factory=dict)
-    not_evicted: Mapping[str, str] = field(default_factory=dict)
     download: DownloadSeen = field(default_factory=DownloadSeen)
+    work: Sequence[WorkOnPods] = ()
+    busy: Mapping[str, str] = field(default_factory=dict)
+    evicted: frozenset[str] = frozenset()
+    good_template: Mapping[str, Any] | None = None
+
+    @property
+    def staying(self) -> Sequence[PodView]:
+        """The pods that exist and are not on their way out."""
+        return [pod for pod in self.pods if pod.stays]
+
+    @property
+    def stateful_set(self) -> Mapping[str, Any] | None:
+        """The StatefulSet as the API server has it."""
+        return self.objects.get(("StatefulSet", self.fleet.metadata.name))
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the StatefulSet's status is about its present spec."""
+        found = self.stateful_set
+        if found is None:
+            return False
+        told = found.get("status") or {}
+        return bool(
+            told.get("observedGeneration") == found["metadata"].get("generation") and told.get("updateRevision")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStep:
-    """What to apply, in this order, which pods to evict, and the status to record.
+    """What to apply, in this order, and the status to record. ``needs_token`` says that the pods' Secret must exist.
 
-    ``needs_token`` says that the pods' Secret must exist.
+    ``evict`` are pods to evict once the status is recorded, ``events`` what to tell then. ``moves`` says that the next
+    turn must not wait.
     """
 
     status: FleetStatus
     apply: Sequence[Object] = ()
-    evict: Sequence[PodView] = ()
     needs_token: bool = False
+    evict: Sequence[Eviction] = ()
+    events: Sequence[WorkEvent] = ()
+    moves: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """The objects that there should be now, and what to record of the download of the model."""
+
+    objects: Sequence[Object]
+    download: Download | None
 
 
 def plan(seen: FleetSnapshot) -> FleetStep:
@@ -76,24 +126,85 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     fleet = seen.fleet
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
-    healed = heal(fleet, seen.pods, seen.health, seen.now, seen.not_evicted)
+    healed = heal(fleet, seen.pods, seen.health, seen.now, seen.busy)
+    parts = _Parts(seen, None if isinstance(resolved, Refusal) else resolved, healed)
+    hung = [
+        Eviction(pod, Spares.NOTHING)
+        for pod in healed.evict
+        if pod.uid not in seen.busy and pod.uid not in seen.evicted
+    ]
     if isinstance(wanted, Refusal):
-        status = _status(
-            seen, None if isinstance(resolved, Refusal) else resolved, wanted, healed, fleet.status.download
-        )
-        return FleetStep(status=status, evict=healed.evict)
-    assert not isinstance(resolved, Refusal)  # noqa: S101 - for the type checker
-    objects, record = wanted
+        return FleetStep(status=parts.status(wanted, fleet.status.download, fleet.status.update), evict=hung)
+    asked = _stateful_set(wanted.objects)
+    apply = [body for body in _with_good_template(seen, wanted.objects) if _differs(seen, body)]
+    update = plan_update(_update_seen(seen, asked, settled=seen.is_observed and _stateful_set(apply) is None))
+    # One after the other: a hung pod is away as well.
+    outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
-        status=_status(seen, resolved, seen.refused, healed, record),
-        apply=[body for body in objects if _differs(seen, body)],
-        evict=healed.evict,
+        status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
+        apply=apply,
         needs_token=not fleet.spec.auth.open,
+        evict=(*hung, *outdated),
+        events=update.events,
+        moves=update.moves or bool(update.evict),
     )
 
 
-def _wanted(seen: FleetSnapshot, resolved: Resolved) -> tuple[Sequence[Object], Download | None] | Refusal:
-    """Return the objects that there should be now, and what to record of the download of the model."""
+def _stateful_set(bodies: Sequence[Object]) -> Object | None:
+    return next((body for body in bodies if body["kind"] == "StatefulSet"), None)
+
+
+def _with_good_template(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
+    """Return what is to be applied: if the template has failed, the last good one stands in the StatefulSet.
+
+    While that cannot be read, the StatefulSet stays as it is.
+    """
+    asked, old = _stateful_set(wanted), seen.fleet.status.update
+    if asked is None or not old.good_revision or failed_as(old, digest_of(asked)) is None:
+        return wanted
+    others = [body for body in wanted if body is not asked]
+    return [*others, with_template(asked, seen.good_template)] if seen.good_template is not None else others
+
+
+def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) -> UpdateSeen:
+    fleet, old = seen.fleet, seen.fleet.status
+    told = (seen.stateful_set or {}).get("status") or {}
+    newest = str(told.get("updateRevision") or "")
+    # While the StatefulSet waits for a download, the update is that of before.
+    digest = digest_of(asked) if asked is not None else old.update.digest
+    failed = failed_as(old.update, digest)
+    grace = asked["spec"]["template"]["spec"].get("terminationGracePeriodSeconds") if asked is not None else None
+    return UpdateSeen(
+        spec=fleet.spec.update,
+        checks_pods=fleet.spec.self_check.enabled,
+        replicas=fleet.spec.replicas,
+        port=fleet.spec.port,
+        old=old.update,
+        now=seen.now,
+        pods=seen.pods,
+        newest=newest,
+        # Until the good template is back, what comes anew would have the failed one.
+        settled=settled and not (failed is not None and old.update.good_revision and newest == failed.revision),
+        digest=digest,
+        startup_limit=fleet.spec.startup_seconds,
+        grace=grace if isinstance(grace, int) else fleet.spec.termination_grace_period_seconds,
+        checks={pod.uid: pod for pod in old.pods},
+        work=seen.work,
+        busy=seen.busy,
+        evicted=seen.evicted,
+    )
+
+
+def _told(seen: FleetSnapshot, asked: Object | None, update: UpdateStep) -> UpdateStatus:
+    """Return the update's status; of one that has failed it says what differs."""
+    status = update.status
+    if status.phase is not UpdatePhase.FAILED or seen.good_template is None or asked is None:
+        return status
+    differs = differences(seen.good_template, asked["spec"]["template"])
+    return status.model_copy(update={"message": f"{status.message}; {differs}" if differs else status.message})
+
+
+def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     job = seen.objects.get(("Job", job_name(seen.fleet, resolved)))
     try:
         wanted = render(seen.fleet, resolved, seen.around)
@@ -105,7 +216,7 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> tuple[Sequence[Object], 
     if stranger is not None:
         return stranger
     now = [body for body in wanted if not (ahead.holds and body["kind"] == "StatefulSet")]
-    return [*now, *([ahead.job] if ahead.job is not None else [])], ahead.record
+    return _Wanted(objects=[*now, *([ahead.job] if ahead.job is not None else [])], download=ahead.record)
 
 
 def foreign(fleet: PoCFleet, found: Mapping[str, Any]) -> Refusal | None:
@@ -136,36 +247,40 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
     return found["metadata"]["resourceVersion"] != seen.settled.get(key) and not covers(found, wanted)
 
 
-def _status(
-    seen: FleetSnapshot,
-    resolved: Resolved | None,
-    refusal: Refusal | None,
-    healed: Healed,
-    ahead: Download | None,
-) -> FleetStatus:
-    fleet, old = seen.fleet, seen.fleet.status
-    found = seen.objects.get(("StatefulSet", fleet.metadata.name), {})
-    told = found.get("status") or {}
-    newest = str(told.get("updateRevision") or old.update_revision)
-    pods = [pod for pod in seen.pods if pod.stays]
-    outdated = [pod for pod in pods if newest and pod.labels.get(_REVISION_LABEL, newest) != newest]
-    ready = sum(pod.ready for pod in pods)
-    listed = pod_list(old.pods, pods, fleet.spec.port, seen.memory_errors)
-    verdict = _Verdict.of(seen, refusal, pods, outdated, ready)
-    if refusal is None and ahead is not None:
-        verdict = verdict.with_download(ahead, seen.download.pods, exists=bool(found))
-    verdict = verdict.with_findings([*healed.findings, *faulty_gpus(listed)])
-    rate = resolved.nonces_per_minute if resolved is not None else None
-    return old.model_copy(
-        update={
+@dataclass(frozen=True)
+class _Parts:
+    """What a status is made of, whatever becomes of the objects."""
+
+    seen: FleetSnapshot
+    resolved: Resolved | None
+    healed: Healed
+
+    def status(self, refusal: Refusal | None, ahead: Download | None, update: UpdateStatus) -> FleetStatus:
+        """Return the status to record; ``refusal`` says why the fleet cannot be as its spec wants it."""
+        seen, resolved, fleet, old = self.seen, self.resolved, self.seen.fleet, self.seen.fleet.status
+        told = (seen.stateful_set or {}).get("status") or {}
+        newest = str(told.get("updateRevision") or old.update_revision)
+        pods = seen.staying
+        outdated = [pod for pod in pods if newest and pod.labels.get(REVISION_LABEL, newest) != newest]
+        counts = PodCounts(
+            replicas=fleet.spec.replicas,
+            port=fleet.spec.port,
+            pods=pods,
+            outdated=outdated,
+            observed=seen.is_observed,
+        )
+        entries = pod_list(old.pods, pods, fleet.spec.port, seen.memory_errors)
+        verdict = self._verdict(counts, refusal, ahead, update, entries)
+        rate = resolved.nonces_per_minute if resolved is not None else None
+        changes = {
             "observed_generation": fleet.metadata.generation,
             "replicas": len(pods),
-            "ready_replicas": ready,
+            "ready_replicas": counts.ready,
             "updated_replicas": len(pods) - len(outdated),
-            "ready": f"{ready}/{fleet.spec.replicas}",
+            "ready": f"{counts.ready}/{fleet.spec.replicas}",
             "reason": verdict.ready[1],
             "message": verdict.ready[2],
-            "current_revision": next((pod.labels[_REVISION_LABEL] for pod in outdated), newest),
+            "current_revision": next((pod.labels[REVISION_LABEL] for pod in outdated), newest),
             "update_revision": newest,
             "selector": f"{FLEET_LABEL}={fleet.metadata.name}",
             "model": resolved.model if resolved is not None else fleet.spec.model.path or "",
@@ -174,126 +289,25 @@ def _status(
             "seq_len": resolved.seq_len if resolved is not None else None,
             "k_dim": resolved.k_dim if resolved is not None else None,
             "expected_nonces_per_minute": rate * fleet.spec.replicas if rate is not None else None,
-            "pods": listed,
-            "restarts": list(healed.restarts),
+            "pods": entries,
+            "restarts": list(self.healed.restarts),
             "download": ahead,
+            "update": update,
             "conditions": merge_conditions(old.conditions, verdict.conditions(seen.now, fleet.metadata.generation)),
         }
-    )
+        return old.model_copy(update=changes)
 
-
-_Told = tuple[bool, Reason, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Verdict:
-    """The fleet's conditions, each with status, reason and message."""
-
-    ready: _Told
-    progressing: _Told
-    degraded: _Told
-    stalled: _Told
-
-    @classmethod
-    def of(
-        cls,
-        seen: FleetSnapshot,
+    def _verdict(
+        self,
+        counts: PodCounts,
         refusal: Refusal | None,
-        pods: Sequence[PodView],
-        outdated: Sequence[PodView],
-        ready: int,
-    ) -> "_Verdict":
-        fine = (Reason.ALL_REPLICAS_READY, f"all {seen.fleet.spec.replicas} replicas are ready")
+        ahead: Download | None,
+        update: UpdateStatus,
+        entries: Sequence[FleetPod],
+    ) -> Verdict:
+        findings = [*self.healed.findings, *faulty_gpus(entries)]
         if refusal is not None:
-            told = (refusal.reason, refusal.message)
-            return cls(ready=(False, *told), progressing=(False, *told), degraded=(True, *told), stalled=(True, *told))
-        failing = [pod for pod in pods if cannot_run(pod)]
-        waits = _waits_for(seen, pods, ready)
-        if waits is not None:
-            told = (
-                (Reason.PODS_FAILING, f"{stages_of(failing, seen.fleet.spec.port)} cannot run")
-                if failing
-                else (Reason.REPLICAS_NOT_READY, waits)
-            )
-            return cls(
-                ready=(False, *told),
-                progressing=(True, *told),
-                degraded=(bool(failing), *told),
-                stalled=(False, *told),
-            )
-        if outdated:
-            told = (
-                Reason.PODS_OUTDATED,
-                f"{len(outdated)} of {len(pods)} pods have an old revision: delete them when no round runs",
-            )
-            return cls(ready=(True, *told), progressing=(True, *told), degraded=(False, *fine), stalled=(False, *fine))
-        return cls(ready=(True, *fine), progressing=(False, *fine), degraded=(False, *fine), stalled=(False, *fine))
-
-    def with_download(self, ahead: Download, pods: Sequence[PodView], *, exists: bool) -> "_Verdict":
-        """Return the verdict while the StatefulSet, which may exist, waits for a model."""
-        if ahead.state is DownloadState.DOWNLOADED:
-            return self
-        failed = ahead.state is DownloadState.FAILED
-        told = (
-            (Reason.DOWNLOAD_FAILED, f"the download of {ahead.model} has failed: {ahead.message}")
-            if failed
-            else (Reason.DOWNLOADING, waits_for(ahead, pods))
-        )
-        return _Verdict(
-            ready=(self.ready[0] and exists, *told),
-            progressing=(True, *told),
-            degraded=(True, *told) if failed else self.degraded,
-            stalled=(False, *told),
-        )
-
-    def with_findings(self, findings: Sequence[Finding]) -> "_Verdict":
-        """Return the verdict with what was found of pods that are ready, beside what is said already."""
-        if not findings:
-            return self
-        reason = self.degraded[1] if self.degraded[0] else findings[0][0]
-        texts = ([self.degraded[2]] if self.degraded[0] else []) + [text for _, text in findings]
-        return replace(self, degraded=(True, reason, "; ".join(texts)))
-
-    def conditions(self, now: datetime, generation: int) -> list[Condition]:
-        told = {
-            ConditionType.READY: self.ready,
-            ConditionType.PROGRESSING: self.progressing,
-            ConditionType.DEGRADED: self.degraded,
-            ConditionType.STALLED: self.stalled,
-        }
-        return [
-            Condition(
-                type=kind,
-                status="True" if holds else "False",
-                reason=reason,
-                message=message,
-                observed_generation=generation,
-                last_transition_time=now,
-            )
-            for kind, (holds, reason, message) in told.items()
-        ]
-
-
-def _waits_for(seen: FleetSnapshot, pods: Sequence[PodView], ready: int) -> str | None:
-    """Say what the fleet waits for until all of its replicas are ready; None if they are."""
-    wanted = seen.fleet.spec.replicas
-    if len(pods) > wanted:
-        return f"{len(pods) - wanted} pods are to go"
-    if ready == wanted:
-        # Until then it is not known which revision is the newest.
-        return None if _is_observed(seen) else "Kubernetes has yet to see the StatefulSet as it is"
-    waiting = [pod for pod in pods if not pod.ready]
-    missing = wanted - len(pods)
-    texts = ([f"{missing} pods are to be created"] if missing else []) + (
-        [stages_of(waiting, seen.fleet.spec.port)] if waiting else []
-    )
-    return f"{ready} of {wanted} replicas are ready: {', '.join(texts)}"
-
-
-def _is_observed(seen: FleetSnapshot) -> bool:
-    """Whether the StatefulSet's status is about its present spec."""
-    found = seen.objects.get(("StatefulSet", seen.fleet.metadata.name))
-    if found is None:
-        return False
-    told = found.get("status") or {}
-    return bool(told.get("observedGeneration") == found["metadata"].get("generation") and told.get("updateRevision"))
+            return Verdict.of_refusal(refusal).with_findings(findings)
+        exists = self.seen.stateful_set is not None
+        found = Verdict.of_pods(counts, update).with_update(update)
+        return found.with_download(ahead, self.seen.download.pods, exists=exists).with_findings(findings)

@@ -43,7 +43,7 @@ def render(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Sequenc
         _disruption_budget(fleet),
         _stateful_set(fleet, resolved, around),
     ]
-    return [_signed(body) for body in own]
+    return [signed(body) for body in own]
 
 
 def object_of(api_version: str, kind: str, name: str, fleet: PoCFleet, spec: Object) -> Object:
@@ -64,7 +64,9 @@ def object_of(api_version: str, kind: str, name: str, fleet: PoCFleet, spec: Obj
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _signed(body: Object) -> Object:
+def signed(body: Object) -> Object:
+    """Return the object with its digest in the annotation `HASH`, instead of that which it had."""
+    body = {**body, "metadata": {key: value for key, value in body["metadata"].items() if key != "annotations"}}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
     return {**body, "metadata": {**body["metadata"], "annotations": {HASH: digest}}}
 
@@ -106,7 +108,7 @@ def _chat_service(fleet: PoCFleet) -> Object:
 def _disruption_budget(fleet: PoCFleet) -> Object:
     # A pod that is not ready has nothing to lose, and must not keep a Kubernetes node from being drained.
     spec = {
-        "maxUnavailable": 1,
+        "maxUnavailable": fleet.spec.update.max_unavailable,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": selector_labels(fleet)},
     }

@@ -5,10 +5,10 @@ A stage is what the kubelet and the scheduler tell, and no more: whether vLLM do
 is not to be seen from outside, so all of that is Loading.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
+from poc_operator.fleets.update import ordinal_of, revision_of
 from poc_operator.observed import PodView
 
 #: What pods wait for that passes by itself.
@@ -55,27 +55,28 @@ def _state(pod: PodView, port: int) -> str:
 def pod_list(
     old: Sequence[FleetPod], pods: Sequence[PodView], port: int, memory_errors: Mapping[str, int]
 ) -> list[FleetPod]:
-    """Return the list of pods, in the order of their numbers. What else is known of a pod stays.
+    """Return the list of pods, in the order of their numbers. What is known of a server lasts as long as that does.
 
     ``memory_errors`` are those of the GPUs, by the pod's uid, as far as they are known.
     """
     known = {entry.uid: entry for entry in old}
-    ordered = sorted(pods, key=lambda pod: _ordinal(pod.name))
-    return [
-        _entry(known.get(pod.uid) or FleetPod(name=pod.name, uid=pod.uid), pod, port, memory_errors.get(pod.uid))
-        for pod in ordered
-    ]
+    ordered = sorted(pods, key=lambda pod: (ordinal_of(pod), pod.name))
+    return [_entry(known.get(pod.uid), pod, port, memory_errors.get(pod.uid)) for pod in ordered]
 
 
-def _entry(entry: FleetPod, pod: PodView, port: int, errors: int | None) -> FleetPod:
-    update: dict[str, object] = {"stage": stage_of(pod, port), "node": pod.node}
-    if errors is not None:
-        update |= {"memory_errors": errors}
-        if entry.memory_errors_before is None:
-            update |= {"memory_errors_before": errors}
-    return entry.model_copy(update=update)
-
-
-def _ordinal(name: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(.*)-([0-9]+)", name)
-    return (match[1], int(match[2])) if match else (name, -1)
+def _entry(known: FleetPod | None, pod: PodView, port: int, errors: int | None) -> FleetPod:
+    server = pod.server(port)
+    entry = known if known is not None and known.server == server else FleetPod(name=pod.name, uid=pod.uid)
+    before = known.memory_errors_before if known is not None else None
+    last = known.memory_errors if known is not None else None
+    return entry.model_copy(
+        update={
+            "server": server,
+            "revision": revision_of(pod),
+            "stage": stage_of(pod, port),
+            "node": pod.node,
+            # Of the GPUs, whichever server runs on them.
+            "memory_errors": last if errors is None else errors,
+            "memory_errors_before": errors if before is None else before,
+        }
+    )

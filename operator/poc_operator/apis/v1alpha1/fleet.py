@@ -26,6 +26,7 @@ from poc_operator.apis.v1alpha1.fleet_pod import (
     Resources,
     Spread,
 )
+from poc_operator.apis.v1alpha1.fleet_update import UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import Download, Healing, PodList, RestartList, SelfCheck, Update
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, ListMap, Message, Rule, cel_text
@@ -181,6 +182,8 @@ class FleetStatus(ApiModel):
     """Hung pods of the last hour, which were to be replaced."""
     download: Download | None = None
     """The last download, if `cache.download` is true."""
+    update: UpdateStatus = UpdateStatus()
+    """How far the newest revision is on its way to all pods."""
     conditions: Annotated[list[StoredCondition], ListMap(("type",))] = Field(default_factory=list)
     """Conditions, for programs."""
 
@@ -226,12 +229,14 @@ class PoCFleet(Resource):
         Column("Age", "date", ".metadata.creationTimestamp", "Time since the creation"),
         Column("GPU", "string", ".status.gpuProduct", "GPU product", wide=True),
         Column("Revision", "string", ".status.updateRevision", "Newest revision", wide=True),
+        Column("Update", "string", ".status.update.phase", "How far an update is", wide=True),
         Column("Message", "string", ".status.message", "What the fleet does or waits for", wide=True),
     )
     CONDITIONS: ClassVar[Mapping[str, str]] = {
         ConditionType.READY: "All replicas are ready. `False` reads as in progress in tools that follow kstatus.",
         ConditionType.PROGRESSING: "Pods are created, load their model, or have an old revision.",
-        ConditionType.DEGRADED: "A pod cannot run, or objects of the fleet cannot be kept as they should be.",
+        ConditionType.DEGRADED: "A pod cannot run, an update failed, or objects of the fleet cannot be kept as they "
+        "should be.",
         ConditionType.STALLED: "The fleet cannot go on without a change by you, as of its spec. `True` reads as failed "
         "in tools that follow kstatus.",
     }

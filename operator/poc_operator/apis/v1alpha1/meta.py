@@ -22,6 +22,8 @@ WORKER_LABELS = {f"{GROUP}/worker": "true"}
 FLEET_LABEL = f"{GROUP}/fleet"
 #: Label of the pods that download a model; its value is the Job's name. They are none of the fleet's pods.
 DOWNLOAD_LABEL = f"{GROUP}/download"
+#: Label of the rounds that the gateway makes on request, and its value for those that the network asked for.
+ORIGIN_LABEL, NETWORK_ORIGIN = f"{GROUP}/origin", "network"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ class Reason(StrEnum):
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     CACHE_TOO_SMALL = "CacheTooSmall"
     CALLBACK_SECRET_UNAVAILABLE = "CallbackSecretUnavailable"  # noqa: S105 - a reason
+    CANARY_PASSED = "CanaryPassed"
     COMPLETED = "Completed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     DELETED = "Deleted"
@@ -87,6 +88,9 @@ class Reason(StrEnum):
     SUSPENDED = "Suspended"
     THEORY_DISAGREES = "TheoryDisagrees"
     TOO_MANY_SLOTS = "TooManySlots"
+    UPDATE_COMPLETE = "UpdateComplete"
+    UPDATE_FAILED = "UpdateFailed"
+    UPDATE_STARTED = "UpdateStarted"
     WORK_LOST = "WorkLost"
 
 
@@ -199,8 +203,22 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.PODS_OUTDATED: Explanation(
         "Progressing=True",
-        "Pods have an old revision of the template.",
-        "Delete them when no round runs: they come back with the newest revision.",
+        "Pods have an old revision of the template. The message says what the update waits for.",
+        "Nothing, as a rule. `update.strategy: Immediate` does not wait for rounds. With `Never`, delete the pods "
+        "when no round runs.",
+        _FLEET,
+    ),
+    Reason.UPDATE_STARTED: Explanation("Event", "Pods get a new revision of their template.", kinds=_FLEET),
+    Reason.CANARY_PASSED: Explanation(
+        "Event", "The first pod of a new revision is ready and has passed its self-check.", kinds=_FLEET
+    ),
+    Reason.UPDATE_COMPLETE: Explanation("Event", "All pods have the newest revision.", kinds=_FLEET),
+    Reason.UPDATE_FAILED: Explanation(
+        "Degraded, Stalled=True, Event",
+        "The first pod of a new revision failed its self-check, crashed, or was not ready in time. The fleet went back "
+        "to its last good revision. The message says what failed and what differs.",
+        "Correct the spec. What failed is not tried again: to try the same once more, change an annotation in "
+        "`spec.podTemplate.metadata.annotations`.",
         _FLEET,
     ),
     Reason.REPLICAS_NOT_READY: Explanation(

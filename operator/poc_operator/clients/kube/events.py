@@ -26,16 +26,21 @@ class EventPoster:
         """Post a warning on a pod."""
         await self._post(pod.namespace, _reference("v1", "Pod", pod.namespace, pod.name, pod.uid), reason, message)
 
-    async def post_on_object(self, kind: Kind, namespace: str, name: str, uid: str, reason: str, message: str) -> None:
-        """Post a warning on an object of ours."""
-        await self._post(namespace, _reference(API_VERSION, kind.kind, namespace, name, uid), reason, message)
+    async def post_on_object(
+        self, kind: Kind, namespace: str, name: str, uid: str, reason: str, message: str, *, warning: bool = True
+    ) -> None:
+        """Post an Event on an object of ours."""
+        about = _reference(API_VERSION, kind.kind, namespace, name, uid)
+        await self._post(namespace, about, reason, message, kind="Warning" if warning else "Normal")
 
-    async def _post(self, namespace: str, about: client.V1ObjectReference, reason: str, message: str) -> None:
+    async def _post(
+        self, namespace: str, about: client.V1ObjectReference, reason: str, message: str, *, kind: str = "Warning"
+    ) -> None:
         now = datetime.now(UTC)
         event = client.CoreV1Event(
             metadata=client.V1ObjectMeta(name=f"{about.name}.{uuid4().hex[:16]}", namespace=namespace),
             involved_object=about,
-            type="Warning",
+            type=kind,
             reason=reason,
             message=shorten(message),
             count=1,

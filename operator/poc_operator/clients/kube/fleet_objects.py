@@ -94,6 +94,15 @@ class FleetObjects:
         except LookupError as error:
             raise StoreUnavailable(f'namespace "{metadata["namespace"]}" does not exist any more') from error
 
+    async def template(self, namespace: str, revision: str) -> Object | None:
+        """Return the pods' template of a StatefulSet's revision; None if there is no such revision any more."""
+        try:
+            found = await self._request("GET", f"/apis/apps/v1/namespaces/{namespace}/controllerrevisions/{revision}")
+        except LookupError:
+            return None
+        template: Object = found["data"]["spec"]["template"]
+        return template
+
     async def ensure_token(self, namespace: str, name: str) -> None:
         """Make the Secret with the token of the namespace's pods, unless there is one: it is never changed."""
         path = f"/api/v1/namespaces/{namespace}/secrets"

@@ -286,5 +286,8 @@ def readable(resource: type[ResourceT], bodies: Iterable[Mapping[str, Any]]) -> 
 
 
 def merge_patch(status: WorkStatus | FleetStatus) -> dict[str, Any]:
-    """Return the status as a JSON merge patch: a field that is unset now becomes null, which deletes it."""
+    """Return the status as a JSON merge patch: a field that is unset now becomes null, which deletes it.
+
+    Objects in it have no fields that may be unset; lists are replaced.
+    """
     return dict.fromkeys(aliases(type(status)).values()) | status.stored()

@@ -16,7 +16,7 @@ from poc_operator.apis.v1alpha1.conditions import Condition
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.clients.errors import EvictionRefused, ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
-from poc_operator.controller import failing_objects, fleets
+from poc_operator.controller import failing_objects, fleet_updates, fleets
 from poc_operator.controller.fleet_health import FleetHealth
 from poc_operator.controller.fleets import FleetOptions, Fleets
 from poc_operator.controller.metrics import Metrics
@@ -108,7 +108,10 @@ class Cluster:
         self.evicted.append(pod.name)
         self._meet("evict")
 
-    async def post_on_object(self, kind: str, namespace: str, name: str, uid: str, reason: str, message: str) -> None:
+    async def post_on_object(
+        self, kind: str, namespace: str, name: str, uid: str, reason: str, message: str, *, warning: bool
+    ) -> None:
+        assert warning
         self.events.append((reason, message))
 
     async def list_bodies(self, resource: object, namespaces: object) -> list[Body]:
@@ -280,7 +283,8 @@ async def test_orphans_of_a_fleet_are_let_go_though_the_watch_does_not_tell(
 
 @pytest.fixture
 async def kept_with_a_hung_pod(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleets]:
-    monkeypatch.setattr(fleets, "EVICTION_SECONDS", 0.05)
+    monkeypatch.setattr(fleet_updates, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(fleet_updates, "EVICTED_SECONDS", 0.05)
     fake = cast(Any, cluster)
     cache = PodCache(lambda: 0.0)
     labels = {FLEET_LABEL: "demo"}
@@ -319,8 +323,11 @@ async def test_a_hung_pod_is_recorded_evicted_and_told_of(cluster: Cluster, kept
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (EvictionRefused("the budget"), "it cannot be evicted: the budget"),
-        (StoreForbidden("HTTP 403"), "HTTP 403; install the chart with fleets.enabled=true"),
+        (EvictionRefused("the budget"), "waiting to evict pod demo-0: the budget"),
+        (
+            StoreForbidden("HTTP 403"),
+            "pod demo-0 cannot be evicted (HTTP 403): install the chart with fleets.enabled=true",
+        ),
     ],
 )
 async def test_why_a_hung_pod_stays_is_told(

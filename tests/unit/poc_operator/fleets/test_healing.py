@@ -15,6 +15,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.healing import BUDGET_TIME, Healed, faulty_gpus, heal
 from poc_operator.fleets.plan import FleetSnapshot, plan
 from poc_operator.fleets.progress import Watched, hung, parse_look, watched
+from poc_operator.fleets.update import REVISION_LABEL
 from poc_operator.observed import Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
@@ -149,7 +150,8 @@ def test_nothing_is_hung_that_got_on_within_the_time(steps: list[tuple[int, bool
 
 def a_pod(number: int, **fields: Any) -> PodView:  # noqa: ANN401
     given_fields = {"ready": True, "containers": [Container(id=SERVER)], **fields}
-    return PodView(name=f"demo-{number}", namespace="ns", uid=f"u{number}", labels={}, node="gpu-1", **given_fields)
+    labels = {REVISION_LABEL: "demo-1"}
+    return PodView(name=f"demo-{number}", namespace="ns", uid=f"u{number}", labels=labels, node="gpu-1", **given_fields)
 
 
 def stuck_pod() -> Watched:
@@ -213,8 +215,8 @@ def test_what_keeps_a_hung_pod_is_told() -> None:
     off = healed(a_pod(0), enabled=False)
     assert not off.restarts
     assert off.findings[0][1].endswith("healing.enabled is false")
-    kept = healed(a_pod(0), restarts=[a_restart("u0")], refused={"u0": "no budget"})
-    assert kept.findings[0][1].endswith("it cannot be evicted: no budget")
+    kept = healed(a_pod(0), restarts=[a_restart("u0")], refused={"u0": "waiting to evict pod demo-0"})
+    assert kept.findings[0][1].endswith("; waiting to evict pod demo-0")
 
 
 @given(
@@ -248,7 +250,7 @@ def test_a_fleet_tells_of_a_hung_pod_and_records_it() -> None:
     second = plan(
         FleetSnapshot(fleet=told, around=AROUND, now=NOW, objects=stored(fleet), pods=[pod], health={"u0": STUCK})
     )
-    assert [one.uid for one in second.evict] == ["u0"]
+    assert [one.pod.uid for one in second.evict] == ["u0"]
 
 
 def test_errors_of_the_memory_that_grow_name_the_kubernetes_node() -> None:

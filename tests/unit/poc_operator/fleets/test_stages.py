@@ -88,11 +88,19 @@ def test_few_pods_are_named() -> None:
 def test_the_list_follows_the_numbers_and_keeps_what_else_is_known() -> None:
     pods = [body_of(name=f"demo-{number}", state=RUNNING) for number in (10, 2, 1)]
     old = [
-        FleetPod(name="demo-2", uid="demo-2", result=CheckResult.PASSED),
-        FleetPod(name="demo-1", uid="replaced", result=CheckResult.PASSED),
+        FleetPod(name="demo-2", uid="demo-2", server=pods[1].server(8000), result=CheckResult.PASSED),
+        FleetPod(name="demo-1", uid="replaced", server=pods[2].server(8000), result=CheckResult.PASSED),
         FleetPod(name="demo-9", uid="gone"),
     ]
     found = pod_list(old, pods, 8000, {})
     assert [entry.name for entry in found] == ["demo-1", "demo-2", "demo-10"]
     assert [entry.result for entry in found] == [CheckResult.PENDING, CheckResult.PASSED, CheckResult.PENDING]
     assert {entry.stage for entry in found} == {Stage.LOADING}
+
+
+def test_what_is_known_of_a_server_ends_with_it_and_what_is_known_of_its_gpus_does_not() -> None:
+    pod = body_of(name="demo-0", state=RUNNING)
+    old = [FleetPod(name=pod.name, uid=pod.uid, server="earlier", result=CheckResult.PASSED, memory_errors_before=3)]
+    (found,) = pod_list(old, [pod], 8000, {pod.uid: 4})
+    assert (found.server, found.result) == (pod.server(8000), CheckResult.PENDING)
+    assert (found.memory_errors_before, found.memory_errors) == (3, 4)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far an update of a fleet is, and what the fleet remembers so that it can tell when pods may be replaced."""
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, ListMap, Message, Open
+
+#: Rounds and failed templates that a fleet remembers.
+MAX_ROUNDS = 16
+MAX_FAILED = 4
+
+
+class UpdatePhase(StrEnum):
+    """How far an update is."""
+
+    COMPLETE = "Complete"
+    CANARY = "Canary"
+    ROLLING = "Rolling"
+    FAILED = "Failed"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "UpdatePhase | None":
+        return cls.COMPLETE if isinstance(value, str) else None  # decided anew from the pods
+
+
+class FleetRound(ApiModel):
+    """A round that had pods of the fleet."""
+
+    uid: str
+    """UID of the round."""
+    name: str
+    """Name of the round."""
+    start_time: datetime
+    """When it was created."""
+    over_time: datetime | None = None
+    """When it was over. Not set while it is not."""
+    network: bool = False
+    """Whether the gateway made it for the network, which validates it afterwards."""
+
+
+class FailedUpdate(ApiModel):
+    """A template that failed on the canary. It is not tried again."""
+
+    digest: str
+    """Digest of the template."""
+    revision: str
+    """Revision that had this template."""
+    message: Message
+    """What went wrong."""
+    time: datetime
+    """When it was found."""
+
+
+class UpdateStatus(ApiModel):
+    """How far the newest revision is on its way to all pods."""
+
+    phase: Annotated[UpdatePhase, Open()] = UpdatePhase.COMPLETE
+    """Canary: one pod gets the newest revision and proves it; Rolling: the others follow; Complete: all pods have it;
+    Failed: the canary failed, and the fleet went back to the last good revision."""
+    message: Message = ""
+    """What the update does or waits for, in one sentence."""
+    digest: str = ""
+    """Digest of the pods' template that the spec asks for."""
+    canary: str = ""
+    """Name of the pod that was replaced first."""
+    good_revision: str = ""
+    """Last revision that all pods had while they were ready. A failed update goes back to it."""
+    startup_seconds: Int32 = 0
+    """Time from the creation of a pod until it is ready, as the fleet's pods have shown it. 0: not known yet."""
+    failed: Annotated[list[FailedUpdate], Field(max_length=MAX_FAILED), ListMap(("digest",))] = Field(
+        default_factory=list
+    )
+    """Templates that failed. One that is listed is not tried again."""
+    rounds: Annotated[list[FleetRound], Field(max_length=MAX_ROUNDS), ListMap(("uid",))] = Field(default_factory=list)
+    """The last rounds that had pods of the fleet. The times between their starts tell when the next may come."""

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conditions of a fleet: what holds of its pods, of its objects, and of what the operator does about them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Self
+
+from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
+from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.download import waits_for
+from poc_operator.fleets.healing import Finding
+from poc_operator.fleets.resolve import Refusal
+from poc_operator.fleets.stages import cannot_run, stages_of
+from poc_operator.observed import PodView
+
+_Told = tuple[bool, Reason, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodCounts:
+    """The pods that stay, and what there should be. ``observed``: the StatefulSet's status is about its present spec.
+
+    ``outdated`` are those of an old revision, and ``port`` is that of the pods' server.
+    """
+
+    replicas: int
+    port: int
+    pods: Sequence[PodView]
+    outdated: Sequence[PodView]
+    observed: bool
+
+    @property
+    def ready(self) -> int:
+        """How many are ready."""
+        return sum(pod.ready for pod in self.pods)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The fleet's conditions, each with status, reason and message."""
+
+    ready: _Told
+    progressing: _Told
+    degraded: _Told
+    stalled: _Told
+
+    @classmethod
+    def of_refusal(cls, refusal: Refusal) -> Self:
+        """Return what holds of a fleet that cannot be as its spec wants it."""
+        told = (refusal.reason, refusal.message)
+        return cls(ready=(False, *told), progressing=(False, *told), degraded=(True, *told), stalled=(True, *told))
+
+    @classmethod
+    def of_pods(cls, seen: PodCounts, update: UpdateStatus) -> Self:
+        """Return what holds of the fleet's pods."""
+        fine = (Reason.ALL_REPLICAS_READY, f"all {seen.replicas} replicas are ready")
+        waits = _waits_for(seen)
+        if waits is not None:
+            failing = [pod for pod in seen.pods if cannot_run(pod)]
+            told = (
+                (Reason.PODS_FAILING, f"{stages_of(failing, seen.port)} cannot run")
+                if failing
+                else (Reason.REPLICAS_NOT_READY, waits)
+            )
+            degraded = bool(failing)
+            return cls(
+                ready=(False, *told), progressing=(True, *told), degraded=(degraded, *told), stalled=(False, *told)
+            )
+        outdated = (Reason.PODS_OUTDATED, update.message) if seen.outdated else fine
+        return cls(
+            ready=(True, *outdated),
+            progressing=(bool(seen.outdated), *outdated),
+            degraded=(False, *fine),
+            stalled=(False, *fine),
+        )
+
+    def with_update(self, update: UpdateStatus) -> Self:
+        """Return the verdict with an update that has failed."""
+        if update.phase is not UpdatePhase.FAILED:
+            return self
+        told = (Reason.UPDATE_FAILED, update.message)
+        return replace(self, ready=(self.ready[0], *told), degraded=(True, *told), stalled=(True, *told))
+
+    def with_download(self, ahead: Download | None, pods: Sequence[PodView], *, exists: bool) -> Self:
+        """Return the verdict while the StatefulSet, which may exist, waits for a model."""
+        if ahead is None or ahead.state is DownloadState.DOWNLOADED:
+            return self
+        failed = ahead.state is DownloadState.FAILED
+        told = (
+            (Reason.DOWNLOAD_FAILED, f"the download of {ahead.model} has failed: {ahead.message}")
+            if failed
+            else (Reason.DOWNLOADING, waits_for(ahead, pods))
+        )
+        return replace(
+            self,
+            ready=(self.ready[0] and exists, *told),
+            progressing=(True, *told),
+            degraded=(True, *told) if failed else self.degraded,
+            stalled=(False, *told),
+        )
+
+    def with_findings(self, findings: Sequence[Finding]) -> Self:
+        """Return the verdict with what was found of pods that are ready, beside what is said already."""
+        if not findings:
+            return self
+        reason = self.degraded[1] if self.degraded[0] else findings[0][0]
+        texts = ([self.degraded[2]] if self.degraded[0] else []) + [text for _, text in findings]
+        return replace(self, degraded=(True, reason, "; ".join(texts)))
+
+    def conditions(self, now: datetime, generation: int) -> list[Condition]:
+        """Return the conditions as they are stored."""
+        told = {
+            ConditionType.READY: self.ready,
+            ConditionType.PROGRESSING: self.progressing,
+            ConditionType.DEGRADED: self.degraded,
+            ConditionType.STALLED: self.stalled,
+        }
+        return [
+            Condition(
+                type=kind,
+                status="True" if holds else "False",
+                reason=reason,
+                message=message,
+                observed_generation=generation,
+                last_transition_time=now,
+            )
+            for kind, (holds, reason, message) in told.items()
+        ]
+
+
+def _waits_for(seen: PodCounts) -> str | None:
+    """Say what the fleet waits for until all of its replicas are ready; None if they are."""
+    pods, wanted, ready = seen.pods, seen.replicas, seen.ready
+    if len(pods) > wanted:
+        return f"{len(pods) - wanted} pods are to go"
+    if ready == wanted:
+        # Until then it is not known which revision is the newest.
+        return None if seen.observed else "Kubernetes has yet to see the StatefulSet as it is"
+    waiting = [pod for pod in pods if not pod.ready]
+    missing = wanted - len(pods)
+    texts = [f"{missing} pods are to be created"] if missing else []
+    texts += [stages_of(waiting, seen.port)] if waiting else []
+    return f"{ready} of {wanted} replicas are ready: {', '.join(texts)}"

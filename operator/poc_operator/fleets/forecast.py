@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps the pods of a fleet from being replaced: work that goes on, and rounds that are to be expected. Pure.
+
+A round is never lost by an update, since a pod leaves only when three things hold:
+
+1. **Nothing runs.** No PoCRound, PoCValidation or PoCCalibration that selects the fleet's pods is under way. One that
+   is suspended has no pods, and holds up nothing.
+2. **The network does not validate.** After a round that the gateway made for the network, validators ask the same pods
+   for named nonces. They have `VALIDATION_SECONDS` for it.
+3. **No round is near.** A pod needs some time to be replaced: as long as the fleet's own pods took to become ready,
+   half as much again, and the time that the old one may take to end. Until a pod has been seen to become ready, that is
+   ``startupSeconds``.
+
+The next round is forecast from the times between the starts of earlier ones. Rounds that overlap count as one. If ``G``
+is such a time, a round may start from ``G`` after the last start on, and for another quarter of ``G`` if it is late.
+A pod that could not be back before ``G`` is not replaced, and none is while the round may be late::
+
+    last start           over               G - need          G          1.25 G
+        |--- round runs ---|--- pods may go ----|--- a round is near ------|--- pods may go …
+
+With several different times each of them has its span. So rounds every minute leave the pause between two of them, the
+network's daily round leaves most of the day, and one odd short pause holds up an update only briefly. Without two
+starts nothing is forecast. A round that nobody could foresee waits for the slot of the pod that is away.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import pairwise
+from typing import Any, Self
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_update import MAX_ROUNDS, FleetRound
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, NETWORK_ORIGIN, ORIGIN_LABEL
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import is_over
+from poc_operator.observed import PodView
+from poc_operator.planning.reaping import WorkRecord
+
+#: Seconds after a round of the network in which validators may ask its pods: 240 blocks of about 5.2 s, rounded up.
+VALIDATION_SECONDS = 1300
+#: A round counts as late until so many times the time since the last start.
+_LATE = 1.25
+#: A pod may take so many times as long to become ready as those before.
+_SLOWER = 1.5
+#: So many objects are named in a message.
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOnPods:
+    """An object that asks pods to work. ``over`` is when it was finished; ``live`` says that pods may work for it."""
+
+    record: WorkRecord
+    kind: str
+    created: datetime
+    live: bool
+    over: datetime | None = None
+    network: bool = False
+
+    @classmethod
+    def parse(cls, kind: str, body: Mapping[str, Any]) -> Self:
+        """Read an object of this kind, as the API server has it."""
+        metadata, status = body["metadata"], body.get("status") or {}
+        completed = status.get("completionTime")
+        return cls(
+            record=WorkRecord.parse(body),
+            kind=kind,
+            created=datetime.fromisoformat(metadata["creationTimestamp"]),
+            live=not is_over(status),
+            over=datetime.fromisoformat(completed) if completed else None,
+            network=(metadata.get("labels") or {}).get(ORIGIN_LABEL) == NETWORK_ORIGIN,
+        )
+
+    def concerns(self, fleet: PoCFleet, labels: Iterable[Mapping[str, str]]) -> bool:
+        """Whether it selects pods of the fleet, which have these sets of labels."""
+        if self.record.namespace != fleet.metadata.namespace:
+            return False
+        selector = self.record.selector
+        name = (selector.match_labels or {}).get(FLEET_LABEL, fleet.metadata.name)
+        return name == fleet.metadata.name and any(map(selector.matches, labels))
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.record.name}"
+
+
+def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: datetime) -> list[FleetRound]:
+    """Return the fleet's last rounds, by their start: those that were known, and those that there are now.
+
+    One that is gone is over, and so is one that was finished or suspended.
+    """
+    before = {one.uid: one for one in known}
+    rounds = {one.record.uid: one for one in work if one.kind == PoCRound.KIND.kind}
+    found = {uid: one if one.over_time else one.model_copy(update={"over_time": now}) for uid, one in before.items()}
+    for uid, one in rounds.items():
+        earlier = before[uid].over_time if uid in before else None
+        found[uid] = FleetRound(
+            uid=uid,
+            name=one.record.name,
+            start_time=one.created,
+            over_time=None if one.live else one.over or earlier or now,
+            network=one.network,
+        )
+    return sorted(found.values(), key=lambda one: (one.start_time, one.uid))[-MAX_ROUNDS:]
+
+
+def startup_seconds(pods: Sequence[PodView], known: int) -> int:
+    """Return how long a pod takes from its creation until it is ready: the median of these pods, ``known`` without any.
+
+    Pods that have restarted since tell nothing.
+    """
+    times = sorted(
+        math.ceil((pod.ready_since - pod.created).total_seconds())
+        for pod in pods
+        if pod.ready_since and pod.created and not any(container.restarts for container in pod.containers)
+    )
+    return max(times[len(times) // 2], 1) if times else known
+
+
+def replacement_seconds(startup: int, *, limit: int, grace: int) -> int:
+    """Return how long a pod is away at most when it is replaced.
+
+    ``startup`` is what `startup_seconds` found, ``limit`` how long a pod may take, ``grace`` how long its end may take.
+    """
+    return grace + (min(math.ceil(startup * _SLOWER), max(limit, startup)) if startup else limit)
+
+
+def validated_until(rounds: Iterable[FleetRound]) -> tuple[datetime, str] | None:
+    """Return until when the network may validate a round that is over, and the round's name; None without any."""
+    seconds = timedelta(seconds=VALIDATION_SECONDS)
+    ends = [(one.over_time + seconds, one.name) for one in rounds if one.network and one.over_time]
+    return max(ends, default=None)
+
+
+def next_round(rounds: Sequence[FleetRound], now: datetime, need: int) -> datetime | None:
+    """Return from when on a round may start that a pod would miss if it left now; None if none is expected.
+
+    ``need`` is for how many seconds the pod would be away.
+    """
+    starts = _starts(rounds)
+    if not starts:
+        return None
+    passed = now - starts[-1]
+    gaps = sorted(after - before for before, after in pairwise(starts))
+    near = (gap for gap in gaps if passed + timedelta(seconds=need) > gap and passed <= gap * _LATE)
+    gap = next(near, None)
+    return starts[-1] + gap if gap is not None else None
+
+
+def _starts(rounds: Sequence[FleetRound]) -> list[datetime]:
+    """Return when the fleet began to work: rounds that overlap, or fall into a validation, count as one."""
+    starts, busy_until = list[datetime](), None
+    for one in sorted(rounds, key=lambda one: one.start_time):
+        if busy_until is None or one.start_time > busy_until:
+            starts.append(one.start_time)
+        after = timedelta(seconds=VALIDATION_SECONDS if one.network else 0)
+        # One that is not over has seen all that is to come.
+        end = one.over_time + after if one.over_time else one.start_time
+        busy_until = end if busy_until is None else max(busy_until, end)
+    return starts
+
+
+def blocker(rounds: Sequence[FleetRound], work: Iterable[WorkOnPods], now: datetime, need: int) -> str | None:
+    """Say what an update waits for; None if a pod may be replaced, which takes ``need`` seconds."""
+    live = sorted(str(one) for one in work if one.live)
+    if live:
+        more = f" and {len(live) - _NAMED} more" if len(live) > _NAMED else ""
+        return f"the end of {', '.join(live[:_NAMED])}{more}"
+    validation = validated_until(rounds)
+    if validation is not None and now < validation[0]:
+        return f"the network, which may validate round {validation[1]} until {_clock(validation[0])}"
+    expected = next_round(rounds, now, need)
+    if expected is not None:
+        return f"a round, which is expected from {_clock(expected)} on, since a pod needs {need} s to be replaced"
+    return None
+
+
+def _clock(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pods of an old revision are to be replaced now, and how far an update is. Pure.
+
+::
+
+    Complete ── pods have an old revision ──> Canary ── the canary has passed ──> Rolling ── no old pod ──> Complete
+                                                │
+                                                └── the canary has failed ──> Failed ── another template ──> Canary
+
+A pod leaves by an eviction; what makes it anew is its StatefulSet. The canary is the first pod that has the new
+revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has failed when its
+self-check has failed, it crashes, its image cannot be had, or it is not ready within ``startupSeconds``. Then the
+StatefulSet gets the template of the last good revision back, the canary is replaced once more, and the failed template
+is not tried again. Later pods do not fail an update: while one of them is not ready, or has failed its self-check,
+no other pod is replaced.
+
+Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
+they wait for no round. What others wait for is in `poc_operator.fleets.forecast`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import Enum, auto
+from functools import cached_property
+
+from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, UpdatePhase, UpdateStatus
+from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.forecast import WorkOnPods, blocker, remembered, replacement_seconds, startup_seconds
+from poc_operator.observed import PodView
+from poc_operator.planning.snapshot import WorkEvent
+
+REVISION_LABEL = "controller-revision-hash"
+#: What keeps a pod from running and does not pass by itself, in the kubelet's words.
+_HOPELESS = {
+    "CrashLoopBackOff",
+    "ImagePullBackOff",
+    "ErrImagePull",
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+}
+#: Age in seconds of a pod from which on this counts: a registry may be away for a moment.
+PATIENCE_SECONDS = 120
+#: So many pods are named in a message.
+_NAMED = 3
+_OVERRIDE = " (update.strategy Immediate does not wait)"
+
+
+class Spares(Enum):
+    """What an eviction must not take a pod from: looked at once more before it is done."""
+
+    NOTHING = auto()
+    SLOTS = auto()  # a round that has given the pod a slot
+    WORK = auto()  # any work that selects the fleet's pods
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A pod to evict."""
+
+    pod: PodView
+    spares: Spares
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSeen:
+    """What one plan of an update sees.
+
+    ``newest`` is the StatefulSet's newest revision; ``settled`` says that Kubernetes has seen the StatefulSet as it is
+    wanted. ``digest`` is that of the template that the spec asks for. ``checks`` are by the pods' uids. ``busy`` says
+    why pods could not be evicted a moment ago, by their uids, and ``evicted`` are those that were and may still look
+    as before. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for its end.
+    """
+
+    spec: Update
+    checks_pods: bool
+    replicas: int
+    port: int
+    old: UpdateStatus
+    now: datetime
+    pods: Sequence[PodView]
+    newest: str
+    settled: bool
+    digest: str
+    startup_limit: int
+    grace: int
+    checks: Mapping[str, FleetPod] = field(default_factory=dict)
+    work: Sequence[WorkOnPods] = ()
+    busy: Mapping[str, str] = field(default_factory=dict)
+    evicted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStep:
+    """The update's status, which pods to evict once it is recorded, and what to tell.
+
+    ``moves`` says that something is under way that no watch of pods tells of.
+    """
+
+    status: UpdateStatus
+    evict: Sequence[Eviction] = ()
+    events: Sequence[WorkEvent] = ()
+    moves: bool = False
+
+
+def failed_as(old: UpdateStatus, digest: str) -> FailedUpdate | None:
+    """Return how a template with this digest has failed; None if it has not."""
+    return next((one for one in old.failed if one.digest == digest), None)
+
+
+def plan_update(seen: UpdateSeen) -> UpdateStep:
+    """Return the update's next step."""
+    pods = [pod for pod in seen.pods if pod.stays and pod.uid not in seen.evicted]
+    updated = [pod for pod in pods if revision_of(pod) == seen.newest]
+    old = seen.old.model_copy(
+        update={
+            "rounds": remembered(seen.old.rounds, seen.work, seen.now),
+            "startup_seconds": startup_seconds(updated, 0) or startup_seconds(pods, seen.old.startup_seconds),
+        }
+    )
+    view = _View(seen, old, pods)
+    if not seen.newest or not seen.settled:
+        return UpdateStep(status=old, moves=True)
+    if view.failed is not None:
+        return _after_failure(view, view.failed)
+    return _begun(view) if view.outdated else _without_old_pods(view)
+
+
+def revision_of(pod: PodView) -> str:
+    """Return the revision of the template that a pod was made from."""
+    return pod.labels.get(REVISION_LABEL, "")
+
+
+class _View:
+    """What is seen, in the words of an update. ``pods`` are those that stay."""
+
+    def __init__(self, seen: UpdateSeen, old: UpdateStatus, pods: Sequence[PodView]) -> None:
+        self.seen = seen
+        self.old = old
+        self.pods = sorted(pods, key=lambda pod: (ordinal_of(pod), pod.name))
+        self.failed = failed_as(old, seen.digest)
+        # Going back may give the good template a new name.
+        kept = {seen.newest, old.good_revision} if self.failed is not None else {seen.newest}
+        self.updated = [pod for pod in self.pods if revision_of(pod) in kept]
+        self.outdated = [pod for pod in self.pods if revision_of(pod) not in kept]
+
+    def result(self, pod: PodView) -> CheckResult:
+        """Return what the self-check of the pod's present server has found."""
+        known = self.seen.checks.get(pod.uid)
+        if known is None or known.server != pod.server(self.seen.port):
+            return CheckResult.PENDING
+        return known.result
+
+    def failed_check(self, pod: PodView) -> bool:
+        """Whether the pod's server has failed its self-check, so that it takes no part."""
+        return self.seen.checks_pods and self.result(pod) is CheckResult.FAILED
+
+    def available(self, pod: PodView) -> bool:
+        """Whether the pod is ready, and has proven itself if it has the newest revision."""
+        if not pod.ready or self.failed_check(pod):
+            return False
+        return pod in self.outdated or not self.seen.checks_pods or self.result(pod) is CheckResult.PASSED
+
+    @cached_property
+    def away(self) -> int:
+        """How many pods are missing or not available, for whatever reason."""
+        return max(0, self.seen.replicas - sum(map(self.available, self.pods)))
+
+    @cached_property
+    def not_ready(self) -> int:
+        """How many pods are missing or not ready, for whatever reason."""
+        return max(0, self.seen.replicas - sum(pod.ready for pod in self.pods))
+
+    @cached_property
+    def blocker(self) -> str | None:
+        """What pods that could work wait for before they may be replaced."""
+        if self.seen.spec.strategy is UpdateStrategy.IMMEDIATE:
+            return None
+        need = replacement_seconds(self.old.startup_seconds, limit=self.seen.startup_limit, grace=self.seen.grace)
+        return blocker(self.old.rounds, self.seen.work, self.seen.now, need)
+
+    @cached_property
+    def slots(self) -> frozenset[str]:
+        """The uids of the pods that have a slot of a round under way."""
+        return frozenset[str]().union(*(one.record.holders for one in self.seen.work if one.live))
+
+    def is_lost(self, pod: PodView) -> bool:
+        """Whether a pod cannot work, and has no slot: nothing is lost with it."""
+        return pod.uid not in self.slots and (self.failed_check(pod) or (not pod.ready and self.hopeless(pod)))
+
+    def hopeless(self, pod: PodView) -> bool:
+        """Whether a pod that is not ready cannot run, and that does not pass by itself."""
+        if pod.waiting_for == "CrashLoopBackOff":
+            return True
+        return pod.waiting_for in _HOPELESS and self.age(pod) >= timedelta(seconds=PATIENCE_SECONDS)
+
+    def age(self, pod: PodView) -> timedelta:
+        """Return how long a pod has existed."""
+        return self.seen.now - (pod.created or self.seen.now)
+
+    def why_failed(self, pod: PodView) -> str | None:
+        """Say why a pod with the newest revision has failed; None if it has not."""
+        if self.failed_check(pod):
+            found = self.seen.checks[pod.uid].message
+            return f"pod {pod.name} failed its self-check{f': {found}' if found else ''}"
+        if pod.ready:
+            return None
+        if self.hopeless(pod) or any(container.restarts for container in pod.containers):
+            return f"pod {pod.name} cannot run ({pod.waiting_for or 'its container has ended'})"
+        limit = self.seen.startup_limit
+        if self.age(pod) > timedelta(seconds=limit):
+            return f"pod {pod.name} was not ready within {limit} s ({pod.waiting_for or 'not ready'})"
+        return None
+
+    def evictions(self, limit: int) -> tuple[Sequence[Eviction], str]:
+        """Return up to ``limit`` pods to evict, and what the update does or waits for."""
+        spec, chosen = self.seen.spec, list[Eviction]()
+        if spec.paused:
+            return [], "paused: set update.paused to false to go on"
+        spares = Spares.NOTHING if spec.strategy is UpdateStrategy.IMMEDIATE else Spares.WORK
+        left, left_ready = spec.max_unavailable - self.away, spec.max_unavailable - self.not_ready
+        free = [pod for pod in self._candidates if pod.uid not in self.seen.busy]
+        for pod in free:
+            if len(chosen) >= limit:
+                break
+            lost = self.is_lost(pod)
+            fits = (not self.available(pod) or left > 0) and (not pod.ready or left_ready > 0)
+            if not fits or (self.blocker is not None and not lost):
+                continue
+            chosen.append(Eviction(pod, Spares.SLOTS if lost and spares is Spares.WORK else spares))
+            left -= self.available(pod)
+            left_ready -= pod.ready
+        return chosen, self._doing(chosen, free)
+
+    @property
+    def _candidates(self) -> Sequence[PodView]:
+        """The pods to replace: first those that cannot work, then those that are not ready, then by their numbers."""
+        return sorted(self.outdated, key=lambda pod: (not self.is_lost(pod), pod.ready, -ordinal_of(pod), pod.name))
+
+    def _doing(self, chosen: Sequence[Eviction], free: Sequence[PodView]) -> str:
+        if chosen:
+            return f"replacing {', '.join(one.pod.name for one in chosen[:_NAMED])}"
+        if self.blocker is not None:
+            return f"waiting for {self.blocker}{'' if self.blocker.startswith('the end') else _OVERRIDE}"
+        if self.outdated and not free:
+            return next(self.seen.busy[pod.uid] for pod in self.outdated)
+        return self.waiting_for_pods()
+
+    def waiting_for_pods(self) -> str:
+        """Say which pods are waited for."""
+        absent = [pod for pod in self.pods if not self.available(pod)]
+        named = ", ".join(f"{pod.name} ({self._state(pod)})" for pod in absent[:_NAMED])
+        missing = max(0, self.seen.replicas - len(self.pods))
+        texts = [named] if named else []
+        texts += [f"{missing} {'pod that is' if missing == 1 else 'pods that are'} to be created"] if missing else []
+        return f"waiting for {' and '.join(texts) or 'pods'}"
+
+    def _state(self, pod: PodView) -> str:
+        if pod.ready:
+            return "self-check failed" if self.failed_check(pod) else "self-check"
+        return pod.waiting_for if self.hopeless(pod) else "not ready"
+
+    def progress(self, doing: str) -> str:
+        """Say how far the update is, and what it does."""
+        return f"{len(self.updated)} of {self.seen.replicas} pods are updated; {doing}"
+
+    def status(self, phase: UpdatePhase, message: str, canary: str = "") -> UpdateStatus:
+        """Return the status of an update that goes on."""
+        change = {"phase": phase, "message": message, "canary": canary, "digest": self.seen.digest}
+        return self.old.model_copy(update=change)
+
+
+def ordinal_of(pod: PodView) -> int:
+    """Return the number of a StatefulSet's pod; -1 for a pod of another name."""
+    number = pod.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _without_old_pods(view: _View) -> UpdateStep:
+    """Note that all pods have the newest revision, once they are all available."""
+    seen, old = view.seen, view.old
+    if old.phase is UpdatePhase.CANARY:
+        step = _canary(view, ())  # it may be the only pod
+        if step.status.phase is not UpdatePhase.ROLLING:
+            return step
+        told = step.events
+    else:
+        told = ()
+    running = old.phase in (UpdatePhase.CANARY, UpdatePhase.ROLLING)
+    complete = len(view.pods) == seen.replicas and not view.away
+    if running and not complete:
+        message = view.progress(view.waiting_for_pods())
+        return UpdateStep(status=view.status(UpdatePhase.ROLLING, message), events=told)
+    status = view.status(UpdatePhase.COMPLETE, f"all pods have revision {seen.newest}")
+    if complete and seen.replicas:
+        status = status.model_copy(update={"good_revision": seen.newest})
+    done = WorkEvent(reason=Reason.UPDATE_COMPLETE, message=f"all {seen.replicas} pods have revision {seen.newest}")
+    return UpdateStep(status=status, events=[*told, done] if running else [])
+
+
+def _begun(view: _View) -> UpdateStep:
+    """Go on with an update, or begin one."""
+    seen, old = view.seen, view.old
+    if seen.spec.strategy is UpdateStrategy.NEVER:
+        count = f"{len(view.outdated)} of {len(view.pods)} pods have an old revision"
+        return UpdateStep(status=view.status(UpdatePhase.ROLLING, f"{count}: delete them when no round runs"))
+    goes_on = old.digest == seen.digest and old.phase in (UpdatePhase.CANARY, UpdatePhase.ROLLING)
+    events = () if goes_on else [_started(view)]
+    first = seen.spec.canary and seen.newest != old.good_revision
+    phase = old.phase if goes_on else UpdatePhase.CANARY if first else UpdatePhase.ROLLING
+    if phase is UpdatePhase.CANARY and seen.spec.canary:
+        view.old = old if goes_on else old.model_copy(update={"canary": ""})
+        return _canary(view, events)
+    return _rolling(view, events)
+
+
+def _started(view: _View) -> WorkEvent:
+    message = f"{len(view.outdated)} of {len(view.pods)} pods are to get revision {view.seen.newest}"
+    return WorkEvent(reason=Reason.UPDATE_STARTED, message=message)
+
+
+def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
+    """Replace one pod, and wait until it has passed or failed."""
+    why = next((why for pod in view.updated if (why := view.why_failed(pod)) is not None), None)
+    if why is not None:
+        return _failing(view, why, events)
+    if view.updated and all(map(view.available, view.updated)):
+        passed = f"revision {view.seen.newest} works on {view.updated[0].name}"
+        told = [*events, WorkEvent(reason=Reason.CANARY_PASSED, message=passed)]
+        return _rolling(view, told)
+    canary = view.old.canary
+    comes = any(ordinal_of(pod) < view.seen.replicas and pod.name == canary for pod in view.outdated)
+    expected = canary and not comes and _ordinal(canary) < view.seen.replicas
+    if view.updated or expected:
+        message = view.progress(f"canary: {view.waiting_for_pods()}")
+        return UpdateStep(status=view.status(UpdatePhase.CANARY, message, canary), events=events)
+    chosen, doing = view.evictions(1)
+    name = chosen[0].pod.name if chosen else ""
+    status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), name)
+    return UpdateStep(status=status, evict=chosen, events=events)
+
+
+def _ordinal(name: str) -> int:
+    return ordinal_of(PodView(name=name, namespace="", uid=""))
+
+
+def _rolling(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
+    """Replace as many pods as may be away, unless one of the new ones has failed its self-check."""
+    wrong = [pod.name for pod in view.updated if view.failed_check(pod)]
+    if wrong:
+        doing = f"stopped, since {', '.join(wrong[:_NAMED])} failed the self-check"
+        return UpdateStep(status=view.status(UpdatePhase.ROLLING, view.progress(doing)), events=events)
+    chosen, doing = view.evictions(len(view.outdated))
+    return UpdateStep(status=view.status(UpdatePhase.ROLLING, view.progress(doing)), evict=chosen, events=events)
+
+
+def _failing(view: _View, why: str, events: Sequence[WorkEvent]) -> UpdateStep:
+    """Record that the template has failed; the next plan goes back to the last good revision."""
+    seen, good = view.seen, view.old.good_revision
+    back = f"going back to revision {good}" if good else "there is no earlier revision that was good: correct the spec"
+    message = f"revision {seen.newest} failed: {why}; {back}"
+    failure = FailedUpdate(digest=seen.digest, revision=seen.newest, message=why, time=seen.now)
+    status = view.status(UpdatePhase.FAILED, message, view.old.canary)
+    status = status.model_copy(update={"failed": [*view.old.failed, failure][-MAX_FAILED:]})
+    told = WorkEvent(reason=Reason.UPDATE_FAILED, message=message, warning=True)
+    return UpdateStep(status=status, events=[*events, told], moves=True)
+
+
+def _after_failure(view: _View, failure: FailedUpdate) -> UpdateStep:
+    """Replace what has the failed template, or another that is not the good one."""
+    good = view.old.good_revision
+    said = f"revision {failure.revision} failed: {failure.message}"
+    if not good:
+        message = f"{said}; there is no earlier revision that was good: correct the spec"
+        return UpdateStep(status=view.status(UpdatePhase.FAILED, message, view.old.canary))
+    chosen: Sequence[Eviction] = ()
+    doing = f"back at revision {good}"
+    if view.outdated and view.seen.spec.strategy is not UpdateStrategy.NEVER:
+        chosen, what = view.evictions(len(view.outdated))
+        doing = f"going back to revision {good}: {what}"
+    status = view.status(UpdatePhase.FAILED, f"{said}; {doing}", view.old.canary)
+    return UpdateStep(status=status, evict=chosen, moves=bool(view.outdated))

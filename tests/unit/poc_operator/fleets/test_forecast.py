@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps pods from being replaced: work under way, the network's validation, and rounds that are near."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from poc_operator.apis.v1alpha1.fleet_update import MAX_ROUNDS, FleetRound
+from poc_operator.fleets.forecast import (
+    VALIDATION_SECONDS,
+    WorkOnPods,
+    blocker,
+    next_round,
+    remembered,
+    replacement_seconds,
+    startup_seconds,
+)
+from poc_operator.observed import Container, PodView
+from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.build import a_fleet
+
+DAY = 86_400
+
+
+def ago(seconds: float) -> Any:  # noqa: ANN401
+    return NOW - timedelta(seconds=seconds)
+
+
+def a_round(start: float, over: float | None = None, *, uid: str = "", network: bool = False) -> FleetRound:
+    """A round that began and was over so many seconds ago."""
+    name = uid or f"r{start:.0f}"
+    over_time = ago(over) if over is not None else None
+    return FleetRound(uid=name, name=name, start_time=ago(start), over_time=over_time, network=network)
+
+
+def work(
+    kind: str = "PoCRound",
+    *,
+    uid: str = "w",
+    state: str = "Running",
+    created: float = 10,
+    **body: Any,  # noqa: ANN401
+) -> WorkOnPods:
+    status = {"state": state, **body.pop("status", {})}
+    metadata = {"uid": uid, "name": uid, "namespace": "ns", "creationTimestamp": ago(created).isoformat()}
+    spec = body.pop("spec", {"fleetRef": {"name": "demo"}})
+    return WorkOnPods.parse(kind, {"metadata": metadata | body, "spec": spec, "status": status})
+
+
+EVERY_MINUTE = [a_round(40 + 60 * n, 20 + 60 * n) for n in range(5)]
+DAILY = [a_round(2000 + DAY * n, 1820 + DAY * n, network=True) for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "need", "expected"),
+    [
+        ([], 3600, None),
+        ([a_round(40, 20)], 3600, None),  # of one round nothing follows
+        (EVERY_MINUTE, 19, None),
+        (EVERY_MINUTE, 21, 20),
+        # The network's round each day: a cold start fits in, until shortly before the next.
+        (DAILY, 3600, None),
+        ([a_round(DAY - 3000 + DAY * n, DAY - 3180 + DAY * n, network=True) for n in range(2)], 3600, 3000),
+        # Late, and then not to be expected any more.
+        ([a_round(70, 60), a_round(130, 120)], 5, -10),
+        ([a_round(76, 60), a_round(136, 120)], 5, None),
+        # An odd short pause between rounds of each day holds up little.
+        ([a_round(3000, 2990), a_round(3060, 3050), a_round(3060 + DAY, 3050 + DAY)], 600, None),
+        # Rounds that overlap are one.
+        ([a_round(100, 40, uid="a"), a_round(98, 30, uid="b"), a_round(400, 350)], 600, 200),
+        # So are those within a validation: the network has told the same round anew.
+        ([a_round(2000, 1900, network=True), a_round(1800, 1700, network=True)], 600, None),
+    ],
+)
+def test_the_next_round_is_forecast_from_the_times_between_starts(
+    rounds: Sequence[FleetRound], need: int, expected: int | None
+) -> None:
+    found = next_round(sorted(rounds, key=lambda one: one.start_time), NOW, need)
+    assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
+
+
+def test_what_is_under_way_is_waited_for_by_name() -> None:
+    assert blocker([], [work(uid="r1")], NOW, 1) == "the end of PoCRound r1"
+    many = [work("PoCValidation", uid=f"v{n}") for n in range(5)]
+    assert blocker([], many, NOW, 1) == "the end of PoCValidation v0, PoCValidation v1, PoCValidation v2 and 2 more"
+    for state in ("Complete", "Failed", "Suspended"):
+        assert blocker([], [work(state=state)], NOW, 1) is None
+    for state in ("Pending", "Stopping", "Suspending", "a new word"):
+        assert blocker([], [work(state=state)], NOW, 1) is not None
+
+
+def test_the_network_has_time_to_validate() -> None:
+    over = VALIDATION_SECONDS - 5
+    found = blocker([a_round(over + 180, over, uid="n1", network=True)], [], NOW, 1)
+    assert found == "the network, which may validate round n1 until 2026-01-01 12:00:05 UTC"
+    assert blocker([a_round(over + 180, over)], [], NOW, 1) is None
+    assert blocker([a_round(over + 190, over + 5, network=True)], [], NOW, 1) is None
+
+
+def test_a_round_that_is_near_is_named_with_the_time_that_a_pod_needs() -> None:
+    assert blocker(EVERY_MINUTE, [], NOW, 21) == (
+        "a round, which is expected from 2026-01-01 12:00:20 UTC on, since a pod needs 21 s to be replaced"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "concerned"),
+    [
+        ({"fleetRef": {"name": "demo"}}, True),
+        ({"fleetRef": {"name": "other"}}, False),
+        ({}, True),  # the worker's label
+        ({"selector": {"matchLabels": {"own": "yes"}}}, True),
+        ({"selector": {"matchLabels": {"own": "no"}}}, False),
+        ({"selector": {"matchLabels": 7}}, True),  # what makes no sense may select them
+    ],
+)
+def test_work_concerns_a_fleet_if_it_selects_its_pods(spec: dict[str, Any], concerned: bool) -> None:
+    labels = [{"poc.gonka.ai/fleet": "demo", "poc.gonka.ai/worker": "true"}, {"own": "yes"}]
+    assert work(spec=spec).concerns(a_fleet(), labels) is concerned
+    assert not work(spec=spec, namespace="elsewhere").concerns(a_fleet(), labels)
+
+
+def test_rounds_are_remembered_with_their_ends() -> None:
+    labels: dict[str, Any] = {"labels": {"poc.gonka.ai/origin": "network"}}
+    first = remembered([], [work(uid="r1", **labels), work("PoCValidation", uid="v1")], ago(5))
+    assert [(one.uid, one.over_time, one.network) for one in first] == [("r1", None, True)]
+    # Gone, finished at a known time, suspended, and going on again.
+    assert remembered(first, [], NOW)[0].over_time == NOW
+    over = work(uid="r1", state="Complete", status={"completionTime": ago(3).isoformat()})
+    assert remembered(first, [over], NOW)[0].over_time == ago(3)
+    paused = remembered(first, [work(uid="r1", state="Suspended")], ago(2))
+    assert paused[0].over_time == ago(2)
+    assert remembered(paused, [work(uid="r1", state="Suspended")], NOW)[0].over_time == ago(2)
+    assert remembered(paused, [work(uid="r1")], NOW)[0].over_time is None
+    assert remembered(remembered(first, [], ago(1)), [], NOW)[0].over_time == ago(1)
+
+
+def test_of_many_rounds_the_last_are_remembered() -> None:
+    found = remembered([a_round(100 + n) for n in range(30)], [work(uid="new", created=1)], NOW)
+    assert len(found) == MAX_ROUNDS
+    assert found[-1].uid == "new"
+    assert found[0].start_time == ago(100 + MAX_ROUNDS - 2)
+
+
+def pod(seconds: float | None, *, restarts: int = 0) -> PodView:
+    ready = ago(1000 - seconds) if seconds is not None else None
+    server = Container(id="a#0", restarts=restarts)
+    return PodView(
+        name="p", namespace="ns", uid="u", ready=True, created=ago(1000), ready_since=ready, containers=[server]
+    )
+
+
+def test_the_time_to_start_is_the_median_of_the_pods() -> None:
+    assert startup_seconds([], 7) == 7
+    assert startup_seconds([pod(None), pod(900, restarts=1)], 7) == 7
+    assert startup_seconds([pod(10), pod(20.2), pod(900), pod(0)], 7) == 21
+    assert startup_seconds([pod(0)], 7) == 1
+
+
+def test_a_replacement_takes_longer_than_a_start() -> None:
+    assert replacement_seconds(0, limit=3600, grace=60) == 3660
+    assert replacement_seconds(100, limit=3600, grace=60) == 210
+    assert replacement_seconds(3000, limit=3600, grace=0) == 3600
+    assert replacement_seconds(5000, limit=3600, grace=0) == 5000  # it waited for a Kubernetes node, say

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pods an update replaces and when, as tables over ``plan()``: canary, budget, rounds, failure and rollback."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
+from poc_operator.apis.v1alpha1.fleet_update import UpdateStatus
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
+from poc_operator.fleets.rollback import differences, digest_of
+from poc_operator.fleets.update import PATIENCE_SECONDS, REVISION_LABEL, Spares
+from poc_operator.observed import Container, PodView
+from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
+from tests.unit.poc_operator.fleets.test_forecast import work
+
+OLD, NEW = "demo-old", "demo-new"
+SET: Key = ("StatefulSet", "demo")
+UNCHECKED = {"selfCheck": {"enabled": False}}
+GOOD = {"update": {"goodRevision": OLD, "startupSeconds": 60}}
+
+
+def a_pod(number: int, revision: str = OLD, *, ready: bool = True, age: float = 500, **fields: Any) -> PodView:  # noqa: ANN401
+    labels = {FLEET_LABEL: "demo", "poc.gonka.ai/worker": "true", REVISION_LABEL: revision}
+    created = NOW - timedelta(seconds=age)
+    server = Container(id=f"c{number}-{revision}#0", ports=frozenset({8000}), restarts=fields.pop("restarts", 0))
+    found: dict[str, Any] = {
+        "waiting_for": "" if ready else "ContainersNotReady",
+        "ready_since": created + timedelta(seconds=60) if ready else None,
+        "containers": [server],
+        **fields,
+    }
+    return PodView(
+        name=f"demo-{number}",
+        namespace="ns",
+        uid=f"u{number}-{revision}",
+        labels=labels,
+        ready=ready,
+        created=created,
+        **found,
+    )
+
+
+def check(pod: PodView, result: str, message: str = "") -> dict[str, str]:
+    """What the self-check has found of a pod's server."""
+    return {"name": pod.name, "uid": pod.uid, "server": pod.server(8000), "result": result, "message": message}
+
+
+def objects_of(fleet: PoCFleet, revision: str = NEW, template: Mapping[str, Any] | None = None) -> dict[Key, Any]:
+    """The fleet's objects as the API server has them; the StatefulSet has another template if one is given."""
+    found = {key_of(body): copy.deepcopy(body) for body in plan(_snapshot(fleet)).apply}
+    for body in found.values():
+        body["metadata"] |= {"resourceVersion": "1", "generation": 1}
+    if SET in found:
+        found[SET]["status"] = {"updateRevision": revision, "observedGeneration": 1}
+        if template is not None:
+            found[SET]["spec"]["template"] = template
+    return found
+
+
+def _snapshot(fleet: PoCFleet, **seen: Any) -> FleetSnapshot:  # noqa: ANN401
+    return FleetSnapshot(fleet=fleet, around=AROUND, now=NOW, **seen)
+
+
+def fleet_of(
+    status: Mapping[str, Any] = GOOD, *, replicas: int = 4, update: Mapping[str, Any] | None = None, **spec: Any
+) -> PoCFleet:
+    return a_fleet(replicas=replicas, update=update or {}, status=status, **{**UNCHECKED, **spec})
+
+
+def look(fleet: PoCFleet, pods: Sequence[PodView], *, revision: str = NEW, **seen: Any) -> FleetStep:  # noqa: ANN401
+    return plan(_snapshot(fleet, objects=objects_of(fleet, revision), pods=pods, **seen))
+
+
+def after(step: FleetStep, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+    """The status that the next plan begins from."""
+    return {**step.status.stored(), **fields}
+
+
+def evicted(step: FleetStep) -> list[str]:
+    return [eviction.pod.name for eviction in step.evict]
+
+
+def reasons(step: FleetStep) -> list[str]:
+    return [event.reason for event in step.events]
+
+
+def in_phase(phase: str, fleet: PoCFleet | None = None, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+    digest = digest_of(objects_of(fleet or fleet_of())[SET])
+    return {"update": {**GOOD["update"], "phase": phase, "digest": digest, **fields}}
+
+
+FOUR = [a_pod(n) for n in range(4)]
+
+
+def test_one_pod_goes_first() -> None:
+    step = look(fleet_of(), FOUR)
+    assert evicted(step) == ["demo-3"]
+    assert step.evict[0].spares is Spares.WORK
+    assert step.status.update.message == "0 of 4 pods are updated; canary: replacing demo-3"
+    assert (step.status.update.phase, step.status.update.canary) == ("Canary", "demo-3")
+    assert reasons(step) == ["UpdateStarted"]
+    assert step.status.message == step.status.update.message
+    # The next plan waits for it, whether the watch has told of its end or not.
+    again = look(fleet_of(after(step)), FOUR, evicted=frozenset({FOUR[3].uid}))
+    assert not again.evict
+    assert again.status.update.message.endswith("canary: waiting for 1 pod that is to be created")
+    assert not reasons(again)
+    loading = look(fleet_of(after(again)), [*FOUR[:3], a_pod(3, NEW, ready=False, age=9)])
+    assert not loading.evict
+    assert loading.status.update.message == "1 of 4 pods are updated; canary: waiting for demo-3 (not ready)"
+
+
+def test_the_others_follow_when_the_canary_is_ready() -> None:
+    fleet = fleet_of(in_phase("Canary", canary="demo-3"))
+    step = look(fleet, [*FOUR[:3], a_pod(3, NEW)])
+    assert (evicted(step), step.status.update.phase, reasons(step)) == (["demo-2"], "Rolling", ["CanaryPassed"])
+    two = look(fleet_of(in_phase("Rolling"), update={"maxUnavailable": 2}), [*FOUR[:3], a_pod(3, NEW)])
+    assert evicted(two) == ["demo-2", "demo-1"]
+
+
+def test_the_canary_must_pass_its_self_check() -> None:
+    new = a_pod(3, NEW)
+    for results, expected in (
+        ([], []),
+        ([check(new, "Pending")], []),
+        ([{**check(new, "Passed"), "server": "an earlier one"}], []),
+        ([check(new, "Passed")], ["demo-2"]),
+    ):
+        status = in_phase("Canary", canary="demo-3") | {"pods": results}
+        step = look(fleet_of(status, selfCheck={"enabled": True}), [*FOUR[:3], new])
+        assert evicted(step) == expected
+    assert (
+        "canary: waiting for demo-3 (self-check)"
+        in look(fleet_of(in_phase("Canary"), selfCheck={"enabled": True}), [*FOUR[:3], new]).status.update.message
+    )
+
+
+def test_without_a_canary_as_many_go_as_may_be_away() -> None:
+    step = look(fleet_of(update={"canary": False, "maxUnavailable": 3}), FOUR)
+    assert evicted(step) == ["demo-3", "demo-2", "demo-1"]
+    assert step.status.update.phase == "Rolling"
+
+
+@pytest.mark.parametrize(
+    ("pods", "says"),
+    [
+        (FOUR[:3], "waiting for 1 pod that is to be created"),
+        ([*FOUR[:3], a_pod(3, NEW, ready=False)], "waiting for demo-3 (not ready)"),
+        ([*FOUR[:2], a_pod(2, NEW), a_pod(3, NEW, ready=False)], "waiting for demo-3 (not ready)"),
+        ([*FOUR[:3], a_pod(3, NEW, terminating=True)], "waiting for 1 pod that is to be created"),
+    ],
+)
+def test_pods_that_are_away_for_any_reason_count(pods: Sequence[PodView], says: str) -> None:
+    step = look(fleet_of(in_phase("Rolling")), pods)
+    assert not step.evict
+    assert says in step.status.update.message
+
+
+def test_a_new_pod_that_failed_its_check_stops_a_rolling_update() -> None:
+    wrong = a_pod(2, NEW)
+    pods = [FOUR[0], a_pod(1, ready=False, waiting_for="CrashLoopBackOff"), wrong, a_pod(3, NEW)]
+    status = in_phase("Rolling") | {"pods": [check(wrong, "Failed"), check(pods[3], "Passed")]}
+    step = look(fleet_of(status, update={"maxUnavailable": 4}, selfCheck={"enabled": True}), pods)
+    assert not step.evict
+    assert step.status.update.message.endswith("stopped, since demo-2 failed the self-check")
+
+
+@pytest.mark.parametrize(
+    ("update", "says"),
+    [
+        ({"paused": True}, "paused: set update.paused to false"),
+        ({"strategy": "Never"}, "4 of 4 pods have an old revision: delete them when no round runs"),
+    ],
+)
+def test_an_update_that_may_not_go_on_says_so(update: dict[str, Any], says: str) -> None:
+    step = look(fleet_of(update=update), FOUR)
+    assert not step.evict
+    assert says in step.status.message
+
+
+def test_rounds_hold_an_update_up_unless_it_is_immediate() -> None:
+    live = [work(uid="r1")]
+    step = look(fleet_of(), FOUR, work=live)
+    assert not step.evict
+    assert step.status.message == "0 of 4 pods are updated; canary: waiting for the end of PoCRound r1"
+    assert [one.uid for one in step.status.update.rounds] == ["r1"]
+    immediate = look(fleet_of(update={"strategy": "Immediate"}), FOUR, work=live)
+    assert [(one.pod.name, one.spares) for one in immediate.evict] == [("demo-3", Spares.NOTHING)]
+
+
+def test_a_round_that_is_near_holds_an_update_up() -> None:
+    over = [{"completionTime": (NOW - timedelta(seconds=20 + 100 * n)).isoformat()} for n in range(3)]
+    rounds = [work(uid=f"r{n}", state="Complete", created=30 + 100 * n, status=over[n]) for n in range(3)]
+    for startup, expected in ((2, ["demo-3"]), (60, [])):
+        # The pods' own times count, where they can be told.
+        pods = [
+            PodView(**{**vars(pod), "ready_since": pod.created and pod.created + timedelta(seconds=startup)})
+            for pod in FOUR
+        ]
+        step = look(fleet_of(podTemplate={"spec": {"terminationGracePeriodSeconds": 0}}), pods, work=rounds)
+        assert evicted(step) == expected
+    assert "since a pod needs 90 s to be replaced (update.strategy Immediate does not wait)" in step.status.message
+    assert step.status.update.startup_seconds == 60
+
+
+def test_pods_that_cannot_work_go_first_and_wait_for_no_round() -> None:
+    crashing = a_pod(0, ready=False, waiting_for="CrashLoopBackOff")
+    pulling = a_pod(1, ready=False, waiting_for="ImagePullBackOff", age=PATIENCE_SECONDS - 1)
+    pods = [crashing, pulling, *FOUR[2:]]
+    rolling = fleet_of(in_phase("Rolling"))
+    step = look(rolling, pods, work=[work()])
+    assert [(one.pod.name, one.spares) for one in step.evict] == [("demo-0", Spares.SLOTS)]
+    # Unless a round has given it a slot.
+    slots = {"state": "Running", "assignments": [{"uid": crashing.uid, "state": "Starting"}]}
+    assert not look(rolling, pods, work=[work(status=slots)]).evict
+    # One that loads goes when no round runs; it is away already.
+    assert evicted(look(rolling, pods)) == ["demo-0", "demo-1"]
+    # As canary one of them alone.
+    assert evicted(look(fleet_of(), pods)) == ["demo-0"]
+
+
+def test_an_old_pod_that_failed_its_check_goes_first_if_that_takes_no_more_pods_away() -> None:
+    status = in_phase("Rolling") | {"pods": [check(FOUR[0], "Failed")]}
+    new = a_pod(3, NEW)
+    status["pods"].append(check(new, "Passed"))
+    fleet = fleet_of(status, selfCheck={"enabled": True})
+    assert evicted(look(fleet, [*FOUR[:3], new], work=[work()])) == ["demo-0"]
+    assert not look(fleet, [FOUR[0], FOUR[2], new], work=[work()]).evict
+
+
+def test_what_was_found_before_an_eviction_is_said() -> None:
+    busy = {pod.uid: f"waiting for pod {pod.name}, which computes" for pod in FOUR[3:]}
+    assert evicted(look(fleet_of(), FOUR, busy=busy)) == ["demo-2"]
+    every = {pod.uid: f"waiting for pod {pod.name}, which computes" for pod in FOUR}
+    step = look(fleet_of(), FOUR, busy=every)
+    assert not step.evict
+    assert "waiting for pod demo-" in step.status.message
+
+
+def test_nobody_leaves_before_kubernetes_has_seen_the_template() -> None:
+    fleet = fleet_of()
+    objects = objects_of(fleet)
+    objects[SET]["metadata"]["generation"] = 2
+    assert not plan(_snapshot(fleet, objects=objects, pods=FOUR)).evict
+    objects = objects_of(fleet)
+    objects[SET]["spec"]["template"]["spec"]["containers"][0]["image"] = "other"
+    step = plan(_snapshot(fleet, objects=objects, pods=FOUR))
+    assert (len(step.apply), step.evict) == (1, ())
+    assert not plan(_snapshot(fleet, objects={}, pods=FOUR)).evict
+
+
+def test_an_update_is_complete_when_all_pods_are_new_and_available() -> None:
+    new = [a_pod(n, NEW) for n in range(4)]
+    step = look(fleet_of(in_phase("Rolling")), new)
+    told = step.status.update
+    assert (told.phase, told.good_revision, reasons(step)) == ("Complete", NEW, ["UpdateComplete"])
+    assert not reasons(look(fleet_of(after(step)), new))
+    waits = look(fleet_of(in_phase("Rolling")), [*new[:3], a_pod(3, NEW, ready=False)])
+    assert (waits.status.update.phase, waits.status.update.good_revision) == ("Rolling", OLD)
+    # The canary may be the only pod.
+    fleet = fleet_of(in_phase("Canary", fleet_of(replicas=1), canary="demo-0"), replicas=1)
+    assert reasons(look(fleet, [a_pod(0, NEW)])) == ["CanaryPassed", "UpdateComplete"]
+    assert look(fleet, [a_pod(0, NEW, ready=False)]).status.update.phase == "Canary"
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "crashes": ({"ready": False, "waiting_for": "CrashLoopBackOff", "age": 5}, "cannot run (CrashLoopBackOff)"),
+    "restarted": ({"ready": False, "restarts": 1, "age": 5}, "cannot run (ContainersNotReady)"),
+    "no image": ({"ready": False, "waiting_for": "ImagePullBackOff"}, "cannot run (ImagePullBackOff)"),
+    "too slow": ({"ready": False, "age": 3601}, "was not ready within 3600 s"),
+    "wrong vectors": ({}, "failed its self-check: 9 of 32 differ"),
+}
+
+
+@pytest.mark.parametrize(("fields", "says"), WRONG.values(), ids=WRONG)
+def test_a_canary_that_fails_ends_the_update(fields: dict[str, Any], says: str) -> None:
+    bad = a_pod(3, NEW, **fields)
+    failed_check = not fields
+    checks: dict[str, Any] = {"selfCheck": {"enabled": failed_check}}
+    status = in_phase("Canary", canary="demo-3")
+    status |= {"pods": [check(bad, "Failed", "9 of 32 differ")]} if failed_check else {}
+    pods = [*FOUR[:3], bad]
+    step = look(fleet_of(status, **checks), pods, work=[work()])
+    assert not step.evict
+    assert step.moves
+    assert reasons(step) == ["UpdateFailed"]
+    assert says in step.status.update.message
+    failure = step.status.update.failed[0]
+    assert (failure.revision, failure.digest) == (NEW, step.status.update.digest)
+    conditions = {kind: one.status for kind, one in step.status.own_conditions.items()}
+    assert (conditions["Degraded"], conditions["Stalled"]) == ("True", "True")
+    assert step.status.reason == "UpdateFailed"
+
+
+def failed_fleet(**spec: Any) -> PoCFleet:  # noqa: ANN401
+    fleet = fleet_of(**spec)
+    failure = {
+        "digest": digest_of(objects_of(fleet)[SET]),
+        "revision": NEW,
+        "message": "it crashed",
+        "time": NOW.isoformat(),
+    }
+    return fleet_of(in_phase("Failed", fleet, failed=[failure], canary="demo-3"), **spec)
+
+
+BAD = a_pod(3, NEW, ready=False, waiting_for="CrashLoopBackOff")
+
+
+def template_of(**spec: Any) -> Any:  # noqa: ANN401
+    return objects_of(fleet_of(**spec))[SET]["spec"]["template"]
+
+
+def test_the_last_good_template_comes_back_and_the_bad_pod_goes() -> None:
+    fleet, good = failed_fleet(engineArgs=["--new"]), template_of()
+    asked = template_of(engineArgs=["--new"])
+    pods = [*FOUR[:3], BAD]
+    current = objects_of(fleet_of(engineArgs=["--new"]))
+    # While the good template cannot be read, nothing is touched.
+    blind = plan(_snapshot(fleet, objects=current, pods=pods))
+    assert (list(blind.apply), list(blind.evict)) == ([], [])
+    first = plan(_snapshot(fleet, objects=current, pods=pods, good_template={"$patch": "replace", **good}))
+    assert [key_of(body) for body in first.apply] == [SET]
+    assert first.apply[0]["spec"]["template"] == good
+    assert not first.evict
+    assert "args is --new" not in first.status.message
+    assert 'spec.containers[vllm].args is ["--new"]' in first.status.message
+    # Once Kubernetes has seen it, under its old name or a new one.
+    for revision in (OLD, "demo-again"):
+        objects = {**current, SET: {**first.apply[0], "status": {"updateRevision": revision, "observedGeneration": 1}}}
+        objects[SET]["metadata"] = {**objects[SET]["metadata"], "resourceVersion": "2", "generation": 1}
+        step = plan(_snapshot(fleet, objects=objects, pods=pods, good_template=good, work=[work()]))
+        assert (list(step.apply), evicted(step)) == ([], ["demo-3"])
+        done = plan(_snapshot(fleet, objects=objects, pods=FOUR, good_template=good))
+        assert (list(done.apply), list(done.evict), done.status.reason) == ([], [], "UpdateFailed")
+        assert f"back at revision {OLD}" in done.status.message
+    assert asked != good
+
+
+def test_what_failed_is_not_tried_again_until_the_template_changes() -> None:
+    args: dict[str, Any] = {"engineArgs": ["--new"]}
+    good = template_of()
+    for spec in (args, {**args, "replicas": 5}, {**args, "update": {"maxUnavailable": 2}}):
+        fleet = failed_fleet(**args)
+        changed = fleet_of(fleet.status.stored(), **spec)
+        step = plan(_snapshot(changed, objects=objects_of(fleet_of(**args)), pods=FOUR, good_template=good))
+        assert digest_of(next(body for body in step.apply if key_of(body) == SET)) == digest_of(
+            {"spec": {"template": good}}
+        )
+        assert step.status.update.phase == "Failed"
+    other = fleet_of(failed_fleet(**args).status.stored(), engineArgs=["--better"])
+    step = look(other, FOUR, revision="demo-3rd")
+    assert (step.status.update.phase, evicted(step), step.status.reason) == ("Canary", ["demo-3"], "PodsOutdated")
+    # Undo: the earlier spec needs no canary.
+    back = look(fleet_of(failed_fleet(**args).status.stored()), FOUR, revision=OLD)
+    assert (back.status.update.phase, back.status.reason, list(back.evict)) == ("Complete", "AllReplicasReady", [])
+
+
+def test_without_an_earlier_good_revision_the_update_stops() -> None:
+    status = in_phase("Canary", goodRevision="")
+    step = look(fleet_of(status), [*FOUR[:3], BAD])
+    assert "there is no earlier revision that was good: correct the spec" in step.status.message
+    again = look(fleet_of(after(step)), [*FOUR[:3], BAD])
+    assert (list(again.evict), list(again.apply), again.status.update.phase) == ([], [], "Failed")
+
+
+def test_going_back_to_what_was_good_needs_no_canary() -> None:
+    pods = [a_pod(0, NEW), a_pod(1, NEW), a_pod(2, OLD, ready=False, restarts=3), FOUR[3]]
+    step = look(fleet_of(), pods, revision=OLD)
+    assert (step.status.update.phase, list(step.evict), list(step.status.update.failed)) == ("Rolling", [], [])
+
+
+def test_entries_of_pods_keep_what_is_known_of_a_server() -> None:
+    known = [check(FOUR[0], "Passed", "fine"), {**check(FOUR[1], "Passed"), "server": "earlier"}, check(BAD, "Failed")]
+    found = look(fleet_of({**GOOD, "pods": known}), FOUR[:2]).status.pods
+    assert [(one.name, one.result, one.message, one.revision) for one in found] == [
+        ("demo-0", "Passed", "fine", OLD),
+        ("demo-1", "Pending", "", OLD),
+    ]
+    assert found[1].server == FOUR[1].server(8000)
+
+
+def test_differences_are_named_by_their_fields() -> None:
+    good = template_of(env=[{"name": "A", "value": "1"}, {"name": "B", "value": "1"}])
+    good["spec"]["containers"][0]["terminationMessagePath"] = "/set/by/kubernetes"
+    wanted = template_of(image="registry/worker:2", env=[{"name": "A", "value": "2"}])
+    assert differences(good, wanted) == (
+        "spec.containers[vllm].image is registry/worker:2 instead of registry/worker:1, "
+        "spec.containers[vllm].env[A].value is 2 instead of 1, spec.containers[vllm].env[B] is gone"
+    )
+    assert differences(good, good) == ""
+
+
+def test_no_field_of_the_update_may_be_unset() -> None:
+    """A merge patch would not delete it."""
+    assert all(field.default is not None for field in UpdateStatus.model_fields.values())
+    assert FleetStatus().stored()["update"]["phase"] == "Complete"
+
+
+def test_a_word_of_a_newer_operator_is_read() -> None:
+    assert UpdateStatus.model_validate({"phase": "Other"}).phase == "Complete"
