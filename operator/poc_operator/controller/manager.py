@@ -123,6 +123,8 @@ class Manager:
                 pods=self._pods,
                 metrics=self.metrics,
                 may_act=lambda: self.lease.held,
+                clients=self._ask_clients,
+                judged=self._wake_work_on,
                 events=events,
             )
             refs = FleetRefs(store, self.fleets.find)

@@ -5,7 +5,7 @@ Pods of an old revision are left alone. They are replaced when somebody deletes 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merg
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.render import Object, render
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
@@ -39,7 +40,7 @@ class FleetSnapshot:
 
     ``objects`` are those with the fleet's label. ``settled`` has the versions of objects that were applied and do not
     look like what was wanted, since the API server writes some values in another way. ``refused`` is what became of
-    the last objects that could not be applied.
+    the last objects that could not be applied. ``answers`` are those to self-checks, by the pods' uids.
     """
 
     fleet: PoCFleet
@@ -49,15 +50,20 @@ class FleetSnapshot:
     pods: Sequence[PodView] = ()
     settled: Mapping[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
+    answers: Mapping[str, CheckAnswer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStep:
-    """What to apply, in this order, and the status to record. ``needs_token`` says that the pods' Secret must exist."""
+    """What to apply, in this order, and the status to record. ``needs_token`` says that the pods' Secret must exist.
+
+    ``checks`` are the pods to ask for a self-check once the status is recorded.
+    """
 
     status: FleetStatus
     apply: Sequence[Object] = ()
     needs_token: bool = False
+    checks: Sequence[CheckPod] = ()
 
 
 def plan(seen: FleetSnapshot) -> FleetStep:
@@ -65,11 +71,13 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     fleet = seen.fleet
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
+    known = None if isinstance(resolved, Refusal) else resolved
+    checked = check_pods(fleet, known, [pod for pod in seen.pods if pod.stays], seen.answers, seen.now)
     if isinstance(wanted, Refusal):
-        return FleetStep(status=_status(seen, None if isinstance(resolved, Refusal) else resolved, wanted))
-    assert not isinstance(resolved, Refusal)  # noqa: S101 - for the type checker
+        return FleetStep(status=_status(seen, known, wanted, checked), checks=checked.asks)
     return FleetStep(
-        status=_status(seen, resolved, seen.refused),
+        status=_status(seen, known, seen.refused, checked),
+        checks=checked.asks,
         apply=[body for body in wanted if _differs(seen, body)],
         needs_token=not fleet.spec.auth.open,
     )
@@ -112,7 +120,9 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
     return found["metadata"]["resourceVersion"] != seen.settled.get(key) and not covers(found, wanted)
 
 
-def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | None) -> FleetStatus:
+def _status(
+    seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | None, checked: CheckedPods
+) -> FleetStatus:
     fleet, old = seen.fleet, seen.fleet.status
     found = seen.objects.get(("StatefulSet", fleet.metadata.name), {})
     told = found.get("status") or {}
@@ -120,7 +130,7 @@ def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | N
     pods = [pod for pod in seen.pods if pod.stays]
     outdated = [pod for pod in pods if newest and pod.labels.get(_REVISION_LABEL, newest) != newest]
     ready = sum(pod.ready for pod in pods)
-    verdict = _Verdict.of(seen, refusal, pods, outdated, ready)
+    verdict = _Verdict.of(seen, refusal, pods, outdated, ready).with_checks(seen.fleet, checked)
     rate = resolved.nonces_per_minute if resolved is not None else None
     return old.model_copy(
         update={
@@ -140,6 +150,8 @@ def _status(seen: FleetSnapshot, resolved: Resolved | None, refusal: Refusal | N
             "seq_len": resolved.seq_len if resolved is not None else None,
             "k_dim": resolved.k_dim if resolved is not None else None,
             "expected_nonces_per_minute": rate * fleet.spec.replicas if rate is not None else None,
+            "pods": list(checked.pods),
+            "self_check_references": list(checked.references),
             "conditions": merge_conditions(old.conditions, verdict.conditions(seen.now, fleet.metadata.generation)),
         }
     )
@@ -191,6 +203,17 @@ class _Verdict:
             )
             return cls(ready=(True, *told), progressing=(True, *told), degraded=(False, *fine), stalled=(False, *fine))
         return cls(ready=(True, *fine), progressing=(False, *fine), degraded=(False, *fine), stalled=(False, *fine))
+
+    def with_checks(self, fleet: PoCFleet, checked: CheckedPods) -> "_Verdict":
+        """Return the conditions with what self-checks add, unless more is wrong."""
+        found = finding(checked) if fleet.spec.self_check.enabled else None
+        if found is None or self.stalled[0]:
+            return self
+        failed = found[0] is Reason.SELF_CHECK_FAILED
+        degraded = (True, *found) if failed and not self.degraded[0] else self.degraded
+        if not self.ready[0]:
+            return replace(self, degraded=degraded)
+        return replace(self, ready=(False, *found), progressing=(True, *found), degraded=degraded)
 
     def conditions(self, now: datetime, generation: int) -> list[Condition]:
         told = {

@@ -126,6 +126,8 @@ async def kept(cluster: Cluster) -> AsyncIterator[Fleets]:
         pods=PodCache(lambda: 0.0),
         metrics=Metrics(),
         may_act=lambda: True,
+        clients=cast(Any, None),  # there are no pods to be asked
+        judged=lambda _: None,
     )
     yield found
     await found.stop()
