@@ -92,10 +92,10 @@ class SelfChecks:
 
     async def _try(self, ask: CheckPod) -> bool:
         """Ask one pod once; return whether it has answered."""
-        if not self._may_act():
-            return False
         try:
             async with self._own, self._shared:
+                if not self._may_act():
+                    return False
                 self._put(ask, await self._answer(ask))
         except (PodError, _CannotBeCheckedError, ValueError) as error:
             why = str(error)

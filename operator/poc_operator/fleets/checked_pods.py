@@ -288,7 +288,8 @@ def _compared(view: _View, result: Comparison, reference: SelfCheckReference, *,
         message = "its vectors are the reference" + (": there was nothing to compare them with" if alone else "")
         return _found(view, CheckResult.PASSED, message, probability)
     whose = f"those of pod {reference.pod}" if reference.pod else "the preset's"
-    counts = f"{result.mismatches} of {result.total} nonces differ from {whose} (p-value {probability})"
+    figures = f"p-value {probability}, largest distance {result.farthest:.2g}"
+    counts = f"{result.mismatches} of {result.total} nonces differ from {whose} ({figures})"
     if not result.failed:
         return _found(view, CheckResult.PASSED, f"{counts}: the network would accept it", probability)
     answer = view.answer

@@ -96,11 +96,12 @@ def is_incomplete(vectors: Vectors) -> bool:
 class Comparison:
     """How vectors compare with the reference: how many of ``total`` mismatch, and how likely that is for honest ones.
 
-    ``failed`` says that the network would call it fraud.
+    ``farthest`` is the largest L2 distance, and ``failed`` says that the network would call it fraud.
     """
 
     mismatches: int
     total: int
+    farthest: float
     p_value: float
     failed: bool
 
@@ -108,11 +109,13 @@ class Comparison:
 def compare(vectors: Vectors, reference: Vectors, thresholds: Thresholds) -> Comparison:
     """Put vectors to the network's test. Nonces without a result on either side leave the sample."""
     both = [(one, other) for one, other in zip(vectors, reference, strict=True) if one and other]
-    mismatches = sum(math.dist(one, other) > thresholds.dist_threshold for one, other in both)
+    distances = [math.dist(one, other) for one, other in both]
+    mismatches = sum(distance > thresholds.dist_threshold for distance in distances)
     probability = p_value(mismatches, len(both), thresholds.p_mismatch)
     return Comparison(
         mismatches=mismatches,
         total=len(both),
+        farthest=max(distances, default=0.0),
         p_value=probability,
         failed=probability < thresholds.p_value_threshold,
     )

@@ -187,12 +187,11 @@ def test_a_failed_pod_is_shown_beside_the_other() -> None:
     assert results(found) == {"demo-0": "Passed", "demo-1": "Passed", "demo-2": "Failed"}
     assert message(found) == "its vectors are the reference"
     assert message(found, 1) == (
-        "0 of 32 nonces differ from those of pod demo-0 (p-value 1): the network would accept it"
+        "0 of 32 nonces differ from those of pod demo-0 (p-value 1, largest distance 0): the network would accept it"
     )
-    assert message(found, 2) == (
-        "32 of 32 nonces differ from those of pod demo-0 (p-value 1e-32): the network would vote it out; "
-        "its attention is TRITON_ATTN, not FLASH_ATTN"
-    )
+    said = message(found, 2)
+    assert said.startswith("32 of 32 nonces differ from those of pod demo-0 (p-value 1e-32, largest distance 1.")
+    assert said.endswith("): the network would vote it out; its attention is TRITON_ATTN, not FLASH_ATTN")
     told = finding(found)
     assert told is not None
     assert told[0] == "SelfCheckFailed"
@@ -248,7 +247,7 @@ def test_vectors_of_a_preset_are_not_outvoted() -> None:
     measured = replace(RESOLVED, golden=golden(1))
     found = check_pods(fleet_of(), measured, pods, answers, NOW)
     assert (set(results(found).values()), found.references) == ({"Failed"}, [])
-    assert "32 of 32 nonces differ from the preset's (p-value 1e-32)" in message(found)
+    assert "32 of 32 nonces differ from the preset's (p-value 1e-32, largest distance " in message(found)
     right = {pod.uid: an_answer(pod, engine(1)) for pod in pods}
     assert set(results(check_pods(fleet_of(), measured, pods, right, NOW)).values()) == {"Passed"}
 

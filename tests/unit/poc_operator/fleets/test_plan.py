@@ -291,7 +291,7 @@ def test_what_self_checks_find_is_told(seeds: list[int | None], reason: str, dif
         degraded = step.status.own_conditions["Degraded"]
         assert degraded.reason == reason
         assert "1 of 3 pods fail the self-check: demo-1 (32 of 32 nonces differ" in degraded.message
-        assert "(p-value 1e-32)" in degraded.message
+        assert "(p-value 1e-32, largest distance " in degraded.message
 
 
 def test_a_failed_pod_is_told_of_while_others_load_and_others_come_first() -> None:
