@@ -178,12 +178,18 @@ def _with_short_default(schema: Schema) -> Schema:
     default = schema.pop("default")
     if isinstance(default, Mapping):
         fields = schema.get("properties", {})
-        default = {
-            name: value
-            for name, value in default.items()
-            if value is not None and value != fields.get(name, {}).get("default")
-        }
+        told = _without_null(default)
+        default = {name: value for name, value in told.items() if value != fields.get(name, {}).get("default")}
     return schema if default is None else {**schema, "default": default}
+
+
+def _without_null(default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a default without what it leaves open, also in objects within: no field may be null."""
+    return {
+        name: _without_null(value) if isinstance(value, Mapping) else value
+        for name, value in default.items()
+        if value is not None
+    }
 
 
 def _ordered(schema: Schema) -> Schema:

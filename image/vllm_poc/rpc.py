@@ -147,6 +147,8 @@ class ModelFacts(TypedDict):
     the largest one that is worth capturing, else 0. ``findings`` are sentences for people about what the worker found
     out about this server before it computed for PoC. ``stages`` is the length of the pipeline. ``attention`` and
     ``experts`` are the names of the kernels that compute these, empty where there are none or they have no name.
+    ``dtype``, ``kv_cache_dtype`` and ``quantization`` are vLLM's words for how it computes and stores; the last is
+    empty where weights are not quantized.
     """
 
     hidden_size: int
@@ -161,6 +163,9 @@ class ModelFacts(TypedDict):
     stages: int
     attention: list[str]
     experts: list[str]
+    dtype: str
+    kv_cache_dtype: str
+    quantization: str
     findings: list[str]
     refusal: str | None
 

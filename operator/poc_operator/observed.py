@@ -26,7 +26,7 @@ class Container:
 
     ``ended`` says why it does not run, in the kubelet's words; empty while it does. ``last_end`` is how it ended last,
     if it ever did. ``startup_seconds`` is how long its startup probe lets it start, and ``started`` whether that
-    probe has passed; None without such a probe.
+    probe has passed; None without such a probe. ``model`` is what its arguments let vLLM load: `served_model`.
     """
 
     id: str
@@ -37,6 +37,7 @@ class Container:
     running_since: datetime | None = None
     startup_seconds: int | None = None
     started: bool = True
+    model: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,10 @@ class PodView:
     sandboxed: bool = False  # its volumes and its network are there: only images and containers are missing
     created: datetime | None = None
     ready_since: datetime | None = None  # of its last change to ready; None while it is not
+    #: Why it takes no new slot, as its fleet says, and whether it has failed the self-check. The API server tells
+    #: neither: the controller sets them for plans.
+    barred: str = ""
+    failed_check: bool = False
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -152,6 +157,7 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
         running_since=_moment(since),
         startup_seconds=_startup_seconds(spec.get("startupProbe")),
         started=bool(status.get("started", True)),
+        model=served_model(spec.get("args") or []),
     )
 
 
@@ -177,6 +183,21 @@ def _startup_seconds(probe: Mapping[str, Any] | None) -> int | None:
         return None
     tries = int(probe.get("failureThreshold", 3)) * int(probe.get("periodSeconds", 10))
     return int(probe.get("initialDelaySeconds", 0)) + tries
+
+
+_REVISION_FLAG = "--revision"
+
+
+def served_model(args: Sequence[str]) -> str:
+    """Return what vLLM's arguments let it load, as `MODEL` or `MODEL@REVISION`; empty if they do not begin with it."""
+    if not args or args[0].startswith("-"):
+        return ""
+    revision = ""
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        flag, equals, value = arg.partition("=")
+        if flag == _REVISION_FLAG:
+            revision = value if equals else following
+    return f"{args[0]}@{revision}" if revision else args[0]
 
 
 def _container_id(status: Mapping[str, Any]) -> str:

@@ -28,7 +28,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180, func_only=True)]
 FLEETS = "/apis/poc.gonka.ai/v1alpha1/namespaces/default/pocfleets"
 SETS = "/apis/apps/v1/namespaces/default/statefulsets"
 PODS = "/api/v1/namespaces/default/pods"
-SPEC = {"model": {"path": "org/model"}, "image": "registry.example.org/worker:1"}
+#: Nothing runs in the pods that could answer a self-check.
+SPEC = {
+    "model": {"path": "org/model"},
+    "image": "registry.example.org/worker:1",
+    "selfCheck": {"enabled": False},
+}
 CONTROLLERS = "statefulset-controller,garbage-collector-controller,disruption-controller"
 
 Body = dict[str, Any]

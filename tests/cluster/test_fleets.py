@@ -278,6 +278,10 @@ async def test_a_round_takes_pods_port_and_groups_of_its_fleet(api: ApiServer) -
         pods = [await stack.enter_async_context(running_pod()) for _ in range(2)]
         await stack.enter_async_context(serve(pods[0].app, "127.0.0.1", port))
         add_pod(api, "rounds", 0, "127.0.0.1", port)
+        began = monotonic()
+        await pods[0].reach(lambda status: status.next_index > 0)
+        print(f"{monotonic() - began:.1f} s from a pod that is ready to its first nonce")  # noqa: T201
+        assert monotonic() - began < 5
         # The slots follow the size that the fleet is to have: the second pod has yet to come.
         slots = lambda _, body: len(body.get("status", {}).get("assignments", [])) == 2  # noqa: E731
         await until(api, f"{ROUNDS}/of-a-fleet", slots)
@@ -290,8 +294,49 @@ async def test_a_round_takes_pods_port_and_groups_of_its_fleet(api: ApiServer) -
         observe(api, "rounds")
         fleet = await until(api, f"{FLEETS}/rounds", says("AllReplicasReady"))
         assert (fleet["status"]["ready"], fleet["status"]["updatedReplicas"]) == ("2/2", 2)
+        assert [pod["result"] for pod in fleet["status"]["pods"]] == ["Passed", "Passed"]
         for number in range(2):
             api.request("DELETE", f"{PODS}/rounds-{number}", gracePeriodSeconds="0")
+
+
+async def test_a_pod_that_computes_wrongly_gets_no_slot_also_of_the_next_process(
+    api: ApiServer, environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    port, opened = free_port(), {"auth": {"open": True}, "callbackAllow": ["*"], "selfCheck": {"nonces": 8}}
+    spec = {**ROUND, "selector": {"matchLabels": {FLEET_LABEL: "checked"}}, "stop": {"afterNonces": 20}, "port": port}
+    slots = {"nodes": {**ROUND["nodes"], "groups": 3}}
+    async with AsyncExitStack() as stack:
+        pods = [await stack.enter_async_context(running_pod()) for _ in range(3)]
+        pods[0].engine.drift = 40
+        for number, pod in enumerate(pods):
+            await stack.enter_async_context(serve(pod.app, f"127.0.0.{number + 1}", port))
+        async with running(environment, tmp_path, f"--worker-image={IMAGE}"):
+            assert api.create("PoCFleet", "checked", {**PATH, **opened, "replicas": 3, "port": port})[0] == 201
+            await until(api, path_of("StatefulSet", "checked"), exists)
+            observe(api, "checked")
+            for number in range(3):
+                add_pod(api, "checked", number, f"127.0.0.{number + 1}", port)
+            status = (await until(api, f"{FLEETS}/checked", says("SelfCheckFailed")))["status"]
+            checked = lambda _, body: all(pod["result"] != "Pending" for pod in body["status"]["pods"])  # noqa: E731
+            status = (await until(api, f"{FLEETS}/checked", checked))["status"]
+            assert [pod["result"] for pod in status["pods"]] == ["Failed", "Passed", "Passed"]
+            degraded = next(one for one in status["conditions"] if one["type"] == "Degraded")
+            assert (degraded["status"], degraded["reason"]) == ("True", "SelfCheckFailed")
+            assert "checked-0 (8 of 8 nonces differ" in degraded["message"]
+        async with running(environment, tmp_path, f"--worker-image={IMAGE}"):
+            # The selector takes the pods, not the fleet's name, and the fleet bars one of them all the same.
+            assert api.create("PoCRound", "barred", {**spec, **slots})[0] == 201
+            waits = lambda _, body: "checked-0 (self-check failed" in json.dumps(body.get("status", {}))  # noqa: E731
+            found = await until(api, f"{ROUNDS}/barred", waits)
+            bound = sorted(slot.get("pod", "") for slot in found["status"]["assignments"])
+            assert bound == ["", "checked-1", "checked-2"]
+            assert len(pods[0].engine.batches) > 0
+            assert {batch["block_hash"] for batch in pods[0].engine.batches} != {ROUND["blockHash"]}
+            api.request("DELETE", f"{ROUNDS}/barred")
+            await until(api, f"{ROUNDS}/barred", lambda code, _: code == HTTPStatus.NOT_FOUND)
+    for number in range(3):
+        api.request("DELETE", f"{PODS}/checked-{number}", gracePeriodSeconds="0")
+    api.request("DELETE", f"{FLEETS}/checked")
 
 
 def cpu_seconds(pid: int) -> float:
@@ -303,17 +348,20 @@ def cpu_seconds(pid: int) -> float:
 @pytest.mark.usefixtures("operator")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_idle_fleets_cost_little(api: ApiServer, operator: Process) -> None:
-    """100 fleets of 10 pods."""
-    names = [f"many-{number}" for number in range(100)]
+    """100 fleets of 10 pods, which have passed their self-checks."""
+    names, port = [f"many-{number}" for number in range(100)], free_port()
     for name in names:
-        assert api.create("PoCFleet", name, {**PATH, "replicas": 10})[0] == 201
-        for number in range(10):
-            add_pod(api, name, number, "127.0.0.1", 8000)
-    for name in names:
-        await until(api, path_of("StatefulSet", name), exists, 120)
-        observe(api, name)
-    for name in names:
-        await until(api, f"{FLEETS}/{name}", says("AllReplicasReady"), 120)
+        assert api.create("PoCFleet", name, {**PATH, "replicas": 10, "port": port})[0] == 201
+    async with running_pod() as pod, serve(pod.app, "127.0.0.1", port):  # which stands for all of them
+        for name in names:
+            for number in range(10):
+                add_pod(api, name, number, "127.0.0.1", port)
+                await asyncio.sleep(0)
+        for name in names:
+            await until(api, path_of("StatefulSet", name), exists, 120)
+            observe(api, name)
+        for name in names:
+            await until(api, f"{FLEETS}/{name}", says("AllReplicasReady"), 120)
     await asyncio.sleep(20)
     began, used = monotonic(), cpu_seconds(operator.pid)
     await asyncio.sleep(30)

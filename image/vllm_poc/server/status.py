@@ -91,6 +91,9 @@ async def model_limits(
         fused=facts["fused"],
         attention=", ".join(facts["attention"]),
         experts=", ".join(facts["experts"]),
+        dtype=facts["dtype"],
+        kv_cache_dtype=facts["kv_cache_dtype"],
+        quantization=facts["quantization"],
         findings=facts["findings"],
         error=facts["refusal"] or shortage,
     )

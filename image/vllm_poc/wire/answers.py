@@ -85,8 +85,9 @@ class ModelLimits(WireMessage):
 
     ``scratch_bytes`` is the device memory of PoC's own KV cache on the rank that has most, ``fused`` whether PoC's
     forward pass is faster than vLLM's own. ``attention`` and ``experts`` are vLLM's names of the kernels that compute
-    these; with others, results differ as those of another GPU do. ``findings`` are sentences about what the server
-    found out about itself before it computed; its log has the same.
+    these; with others, results differ as those of another GPU do. So they do with another ``dtype``,
+    ``kv_cache_dtype`` or ``quantization``, in vLLM's words. ``findings`` are sentences about what the server found out
+    about itself before it computed; its log has the same.
     """
 
     names: list[ShortText] = Field(default_factory=list)
@@ -96,6 +97,9 @@ class ModelLimits(WireMessage):
     fused: bool = False
     attention: ShortText = ""
     experts: ShortText = ""
+    dtype: ShortText = ""
+    kv_cache_dtype: ShortText = ""
+    quantization: ShortText = ""
     findings: list[ShortText] = Field(default_factory=list)
     # Why the engine could not say, or why PoC does not run on this model.
     error: ShortText | None = None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What work takes from the PoCFleet that its ``fleetRef`` names: the port, and how many pods there are to be.
+"""What work takes from fleets: from that of its ``fleetRef`` the port, and how many pods there are to be; and from
+that of each pod, whether it may take part.
 
 The spec that plans see has these put in; what is stored stays as the user wrote it.
 """
@@ -10,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, PoCRound
 from poc_operator.clients.errors import UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.fleets.checked_pods import with_bars
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import Work
 
@@ -52,6 +55,17 @@ class FleetRefs:
             if found is None:
                 self._missing[key] = self._clock()
         return found
+
+    async def with_bars(self, pods: Sequence[PodView]) -> Sequence[PodView]:
+        """Return the pods, those that their fleets let take no new slot with the reason. StoreError as from `find`."""
+        fleets: dict[tuple[str, str], list[PodView]] = {}
+        for pod in pods:
+            if (name := pod.labels.get(FLEET_LABEL)) is not None:
+                fleets.setdefault((pod.namespace, name), []).append(pod)
+        if not fleets:
+            return pods
+        told = {pod.uid: pod for key, own in fleets.items() for pod in with_bars(await self.find(*key), own)}
+        return [told.get(pod.uid, pod) for pod in pods]
 
 
 def with_fleet(work: WorkT, fleet: PoCFleet | None, pods: Sequence[PodView]) -> WorkT:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps fleets: one loop for each, and one list of all their objects for all loops.
 
-A fleet asks pods for nothing, so it is no work: it has no finalizer, and its objects go with it by their owner
-references. What others change in its objects is found by lists, some seconds later, and put back.
+A fleet asks pods for self-checks alone, so it is no work: it has no finalizer, and its objects go with it by their
+owner references. What others change in its objects is found by lists, some seconds later, and put back.
 """
 
 import asyncio
@@ -37,6 +37,7 @@ from poc_operator.controller.health import supervised
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
+from poc_operator.controller.self_checks import CHECKS, SelfChecks
 from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.merge import covers
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
@@ -80,7 +81,8 @@ class _Loop:
     failures: FailureBackoff
     evictor: Evictor
     log: ObjectLogger
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    wake: asyncio.Event
+    checks: SelfChecks
     gone: bool = False
     #: The fleet that the body is, once somebody has asked for it.
     parsed: PoCFleet | None = None
@@ -137,22 +139,28 @@ class Fleets:
         pods: PodCache,
         metrics: Metrics,
         may_act: Callable[[], bool],
+        clients: ClientOf,
+        judged: Callable[[PodView], None],
         events: EventPoster | None = None,
         health: FleetHealth | None = None,
-        clients: ClientOf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without ``health`` nobody looks whether pods get on. ``clients`` asks pods whether they compute before they
-        are evicted."""
+        """``clients`` is for self-checks, and asks pods whether they compute before they are evicted.
+
+        ``judged`` is told of each pod of which a check has found something else. Without ``health`` nobody looks
+        whether pods get on.
+        """
         self._store = store
         self._health = health
         self._objects = objects
+        self._clients = clients
+        self._judged = judged
+        self._checks = asyncio.Semaphore(CHECKS)
         self._pods = pods
         self._metrics = metrics
         self._may_act = may_act
         self._events = events
         self._options = options
-        self._clients = clients
         self._work = WorkOnFleets()
         self._clock = clock
         self._children = _Children(objects, options.namespaces, clock)
@@ -257,8 +265,12 @@ class Fleets:
         failures = FailureBackoff(
             PoCFleet, ref, store=self._store, metrics=self._metrics, emit=self._emitter(ref), log=logger
         )
+        wake = asyncio.Event()
+        checks = SelfChecks(self._clients, wake=wake, shared=self._checks, may_act=self._may_act, log=logger)
         evictor = Evictor(self._store, self._clients, logger, self._clock)
-        self._loops[uid] = loop = _Loop(ref=ref, body=body, failures=failures, evictor=evictor, log=logger)
+        self._loops[uid] = loop = _Loop(
+            ref=ref, body=body, failures=failures, evictor=evictor, log=logger, wake=wake, checks=checks
+        )
         self._tasks[uid] = task = supervised(f"the loop of fleet {uid}", self._drive(loop), forever=False)
         task.add_done_callback(lambda _: self._ended(uid))
 
@@ -280,6 +292,12 @@ class Fleets:
 
     async def _drive(self, loop: _Loop) -> None:
         """Keep one fleet until it is gone. A cancellation is safe at any moment."""
+        try:
+            await self._keep(loop)
+        finally:
+            await loop.checks.cancel()
+
+    async def _keep(self, loop: _Loop) -> None:
         while not loop.gone:
             loop.wake.clear()
             loop.failures.spec_changed.clear()
@@ -309,7 +327,9 @@ class Fleets:
         fleet = self._parsed(loop)
         ready = fleet.status.own_conditions.get(ConditionType.READY)
         settled = (
-            ready is not None and ready.status == "True" and ready.observed_generation == fleet.metadata.generation
+            ready is not None
+            and (ready.status == "True" or ready.reason in _WAKING)
+            and ready.observed_generation == fleet.metadata.generation
         )
         age = REST_AGE_SECONDS if settled and not loop.moves else BUSY_AGE_SECONDS
         seen = await self._observe(loop, fleet, age)
@@ -326,6 +346,7 @@ class Fleets:
         if applied or loop.refused != before:
             step = plan(await self._observe(loop, fleet, float("inf")))
         await self._record(loop, fleet, step)
+        loop.checks.keep(step.checks, {pod.uid for pod in step.status.pods})
         loop.moves = step.moves
         if step.evict:
             await loop.evictor.evict(fleet, step.evict, self._labels(fleet, seen.objects))
@@ -372,6 +393,7 @@ class Fleets:
             pods=pods,
             settled=loop.settled,
             refused=loop.refused,
+            answers=loop.checks.answers,
             health=self._health.found(uid) if self._health is not None else {},
             memory_errors=self._health.memory_errors(uid) if self._health is not None else {},
             download=await self._download(fleet),
@@ -447,12 +469,26 @@ class Fleets:
             metadata = {**loop.body["metadata"], "resourceVersion": version}
             loop.body = {**loop.body, "metadata": metadata, "status": step.status.stored()}
             loop.parsed = None
+        self._tell_judged(loop.ref, fleet.status, step.status)
         for event in [*step.events, *_news(fleet.status, step.status)]:
             self._emitter(loop.ref)(event)
 
+    def _tell_judged(self, ref: ObjectRef, old: FleetStatus, new: FleetStatus) -> None:
+        before = {pod.uid: (pod.server, pod.result) for pod in old.pods}
+        changed = {pod.uid for pod in new.pods if before.get(pod.uid) != (pod.server, pod.result)}
+        for pod in self._pods.selected(ref.namespace, fleet_selector(ref.name)) if changed else ():
+            if pod.uid in changed:
+                self._judged(pod)
+
+
+#: What the fleet waits for wakes its loop.
+_WAKING = (Reason.SELF_CHECKS_PENDING, Reason.SELF_CHECK_FAILED)
+
 
 def _rests(status: FleetStatus) -> bool:
-    """Whether nothing comes or goes: all replicas are ready, or the fleet is stalled."""
+    """Whether nothing comes or goes: all replicas are ready, at least for chat, or the fleet is stalled."""
+    if status.reason in _WAKING:
+        return True
     found = status.own_conditions
     if status.download is not None and status.download.state is DownloadState.DOWNLOADING:
         return False

@@ -126,8 +126,9 @@ class Manager:
                 pods=self._pods,
                 metrics=self.metrics,
                 may_act=lambda: self.lease.held,
-                events=events,
                 clients=self._ask_clients,
+                judged=self._wake_work_on,
+                events=events,
                 health=FleetHealth(self._poll_clients, strangers=strangers),
             )
             refs = FleetRefs(store, self.fleets.find)

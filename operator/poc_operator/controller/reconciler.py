@@ -247,6 +247,8 @@ class Reconciler(Generic[WorkT]):
 
     async def _observe(self, work: WorkT, missing: str | None) -> Snapshot[WorkT]:
         pods, others = await self._pods_of(work)
+        if self._fleets is not None and not work.status.state.finished:
+            pods = await self._fleets.with_bars(pods)
         reports: dict[str, PodReport] = {}
         if not work.status.state.finished:
             reports, _ = await asyncio.gather(self._poll([*pods, *others], work), self._planner.ask(work))

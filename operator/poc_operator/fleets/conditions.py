@@ -77,6 +77,16 @@ class Verdict:
             stalled=(False, *fine),
         )
 
+    def with_checks(self, found: Finding | None) -> Self:
+        """Return the verdict with what self-checks have found, or wait for, unless more is wrong."""
+        if found is None:
+            return self
+        failed = found[0] is Reason.SELF_CHECK_FAILED
+        degraded = (True, *found) if failed and not self.degraded[0] else self.degraded
+        if not self.ready[0]:
+            return replace(self, degraded=degraded)
+        return replace(self, ready=(False, *found), progressing=(True, *found), degraded=degraded)
+
     def with_update(self, update: UpdateStatus) -> Self:
         """Return the verdict with an update that has failed."""
         if update.phase is not UpdatePhase.FAILED:

@@ -15,6 +15,7 @@ from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import Download, FleetPod
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict
 from poc_operator.fleets.download import DownloadSeen, download, job_name
 from poc_operator.fleets.forecast import WorkOnPods
@@ -24,7 +25,7 @@ from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from poc_operator.fleets.rollback import differences, digest_of, with_template
-from poc_operator.fleets.stages import pod_list
+from poc_operator.fleets.stages import with_stages
 from poc_operator.fleets.update import (
     REVISION_LABEL,
     Eviction,
@@ -54,10 +55,10 @@ class FleetSnapshot:
     look like what was wanted, since the API server writes some values in another way. ``refused`` is what became of
     the last objects that could not be applied.
 
-    ``health`` is what was seen of the pods' engines, and ``memory_errors`` how many their GPUs have had, both by the
-    pods' uids. ``download`` is what is seen of the download that is under way. ``work`` are the objects that select the
-    fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`. ``good_template`` is the template of the last good
-    revision, if an update has failed and it could be read.
+    ``health`` is what was seen of the pods' engines, ``memory_errors`` how many their GPUs have had, and ``answers``
+    are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
+    ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`.
+    ``good_template`` is the template of the last good revision, if an update has failed and it could be read.
     """
 
     fleet: PoCFleet
@@ -69,6 +70,7 @@ class FleetSnapshot:
     refused: Refusal | None = None
     health: Mapping[str, Watched] = field(default_factory=dict)
     memory_errors: Mapping[str, int] = field(default_factory=dict)
+    answers: Mapping[str, CheckAnswer] = field(default_factory=dict)
     download: DownloadSeen = field(default_factory=DownloadSeen)
     work: Sequence[WorkOnPods] = ()
     busy: Mapping[str, str] = field(default_factory=dict)
@@ -101,13 +103,14 @@ class FleetSnapshot:
 class FleetStep:
     """What to apply, in this order, and the status to record. ``needs_token`` says that the pods' Secret must exist.
 
-    ``evict`` are pods to evict once the status is recorded, ``events`` what to tell then. ``moves`` says that the next
-    turn must not wait.
+    ``checks`` are the pods to ask for a self-check once the status is recorded, ``evict`` those to evict, and
+    ``events`` what to tell then. ``moves`` says that the next turn must not wait.
     """
 
     status: FleetStatus
     apply: Sequence[Object] = ()
     needs_token: bool = False
+    checks: Sequence[CheckPod] = ()
     evict: Sequence[Eviction] = ()
     events: Sequence[WorkEvent] = ()
     moves: bool = False
@@ -127,14 +130,17 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
     healed = heal(fleet, seen.pods, seen.health, seen.now, seen.busy)
-    parts = _Parts(seen, None if isinstance(resolved, Refusal) else resolved, healed)
+    known = None if isinstance(resolved, Refusal) else resolved
+    checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
+    parts = _Parts(seen, known, healed, checked)
     hung = [
         Eviction(pod, Spares.NOTHING)
         for pod in healed.evict
         if pod.uid not in seen.busy and pod.uid not in seen.evicted
     ]
     if isinstance(wanted, Refusal):
-        return FleetStep(status=parts.status(wanted, fleet.status.download, fleet.status.update), evict=hung)
+        status = parts.status(wanted, fleet.status.download, fleet.status.update)
+        return FleetStep(status=status, checks=checked.asks, evict=hung)
     asked = _stateful_set(wanted.objects)
     apply = [body for body in _with_good_template(seen, wanted.objects) if _differs(seen, body)]
     update = plan_update(_update_seen(seen, asked, settled=seen.is_observed and _stateful_set(apply) is None))
@@ -144,6 +150,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
         apply=apply,
         needs_token=not fleet.spec.auth.open,
+        checks=checked.asks,
         evict=(*hung, *outdated),
         events=update.events,
         moves=update.moves or bool(update.evict),
@@ -254,6 +261,7 @@ class _Parts:
     seen: FleetSnapshot
     resolved: Resolved | None
     healed: Healed
+    checked: CheckedPods
 
     def status(self, refusal: Refusal | None, ahead: Download | None, update: UpdateStatus) -> FleetStatus:
         """Return the status to record; ``refusal`` says why the fleet cannot be as its spec wants it."""
@@ -269,7 +277,7 @@ class _Parts:
             outdated=outdated,
             observed=seen.is_observed,
         )
-        entries = pod_list(old.pods, pods, fleet.spec.port, seen.memory_errors)
+        entries = with_stages(self.checked.pods, old.pods, pods, fleet.spec.port, seen.memory_errors)
         verdict = self._verdict(counts, refusal, ahead, update, entries)
         rate = resolved.nonces_per_minute if resolved is not None else None
         changes = {
@@ -290,6 +298,7 @@ class _Parts:
             "k_dim": resolved.k_dim if resolved is not None else None,
             "expected_nonces_per_minute": rate * fleet.spec.replicas if rate is not None else None,
             "pods": entries,
+            "self_check_references": list(self.checked.references),
             "restarts": list(self.healed.restarts),
             "download": ahead,
             "update": update,
@@ -309,5 +318,6 @@ class _Parts:
         if refusal is not None:
             return Verdict.of_refusal(refusal).with_findings(findings)
         exists = self.seen.stateful_set is not None
-        found = Verdict.of_pods(counts, update).with_update(update)
+        checks = finding(self.checked) if self.seen.fleet.spec.self_check.enabled else None
+        found = Verdict.of_pods(counts, update).with_checks(checks).with_update(update)
         return found.with_download(ahead, self.seen.download.pods, exists=exists).with_findings(findings)

@@ -19,6 +19,7 @@ from poc_operator.apis.v1alpha1.fields import ObjectName
 from poc_operator.apis.v1alpha1.fleet import FleetSpec
 from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, OWN_VARIABLES, PRODUCT_LABEL, own_flag
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.self_check import unpacked
 
 #: The product of an entry that fits every GPU.
 ANY = "any"
@@ -68,10 +69,28 @@ class GpuEntry(_Document):
         return times(self.count, self.product)
 
 
+class GoldenVectors(_Document):
+    """What the model computes for the first nonces of a self-check, as somebody has measured it.
+
+    ``vectors`` are theirs one after the other, as base64 of fp16 numbers, little-endian.
+    """
+
+    seq_len: Annotated[int, Field(ge=1, le=65_536)] = Field(alias="seqLen")
+    k_dim: Annotated[int, Field(ge=1, le=4096)] = Field(alias="kDim")
+    vectors: Annotated[str, Field(min_length=1, max_length=200_000)]
+
+    @model_validator(mode="after")
+    def _vectors_are_whole(self) -> Self:
+        if None in unpacked(self.vectors, self.k_dim):
+            raise ValueError("vectors must all be finite")
+        return self
+
+
 class Preset(_Document):
     """A model, and what is known of it on each kind of GPU.
 
     ``seqLen`` and ``kDim`` are the network's for prefill. ``weightsGiB`` is what the weights take in a cache, if known.
+    With ``golden`` self-checks compare pods with these vectors, whatever other pods compute.
     """
 
     name: Annotated[ObjectName, Field(max_length=63)]
@@ -80,6 +99,7 @@ class Preset(_Document):
     seq_len: Annotated[int, Field(ge=1, le=1_048_576)] = Field(alias="seqLen")
     k_dim: Annotated[int, Field(ge=1, le=4096)] = Field(alias="kDim")
     weights_gib: Annotated[int, Field(ge=1, le=100_000)] | None = Field(default=None, alias="weightsGiB")
+    golden: GoldenVectors | None = None
     args: tuple[Argument, ...] = ()
     gpus: Annotated[tuple[GpuEntry, ...], Field(min_length=1, max_length=64)]
 
@@ -197,6 +217,7 @@ class Resolved:
     seq_len: int | None = None
     k_dim: int | None = None
     nonces_per_minute: int | None = None
+    golden: GoldenVectors | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +298,7 @@ def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: st
         seq_len=preset.seq_len,
         k_dim=preset.k_dim,
         nonces_per_minute=entry.nonces_per_minute,
+        golden=preset.golden,
     )
 
 

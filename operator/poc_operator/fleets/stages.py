@@ -8,7 +8,7 @@ is not to be seen from outside, so all of that is Loading.
 from collections.abc import Mapping, Sequence
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
-from poc_operator.fleets.update import ordinal_of, revision_of
+from poc_operator.fleets.update import ordinal_of
 from poc_operator.observed import PodView
 
 #: What pods wait for that passes by itself.
@@ -52,31 +52,32 @@ def _state(pod: PodView, port: int) -> str:
     return "; ".join(text for text in (why or stage.value, ended) if text)
 
 
-def pod_list(
-    old: Sequence[FleetPod], pods: Sequence[PodView], port: int, memory_errors: Mapping[str, int]
+def with_stages(
+    entries: Sequence[FleetPod],
+    old: Sequence[FleetPod],
+    pods: Sequence[PodView],
+    port: int,
+    memory_errors: Mapping[str, int],
 ) -> list[FleetPod]:
-    """Return the list of pods, in the order of their numbers. What is known of a server lasts as long as that does.
+    """Return the entries of these pods, in the order of their numbers, with their stages and what their GPUs tell.
 
-    ``memory_errors`` are those of the GPUs, by the pod's uid, as far as they are known.
+    ``old`` are the entries of before, and ``memory_errors`` those of the GPUs, by the pod's uid, as far as they are
+    known.
     """
-    known = {entry.uid: entry for entry in old}
+    known, before = {entry.uid: entry for entry in entries}, {entry.uid: entry for entry in old}
     ordered = sorted(pods, key=lambda pod: (ordinal_of(pod), pod.name))
-    return [_entry(known.get(pod.uid), pod, port, memory_errors.get(pod.uid)) for pod in ordered]
+    return [_entry(known[pod.uid], before.get(pod.uid), pod, port, memory_errors.get(pod.uid)) for pod in ordered]
 
 
-def _entry(known: FleetPod | None, pod: PodView, port: int, errors: int | None) -> FleetPod:
-    server = pod.server(port)
-    entry = known if known is not None and known.server == server else FleetPod(name=pod.name, uid=pod.uid)
-    before = known.memory_errors_before if known is not None else None
-    last = known.memory_errors if known is not None else None
+def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, errors: int | None) -> FleetPod:
+    last = before.memory_errors if before is not None else None
+    first = before.memory_errors_before if before is not None else None
     return entry.model_copy(
         update={
-            "server": server,
-            "revision": revision_of(pod),
             "stage": stage_of(pod, port),
             "node": pod.node,
             # Of the GPUs, whichever server runs on them.
             "memory_errors": last if errors is None else errors,
-            "memory_errors_before": errors if before is None else before,
+            "memory_errors_before": errors if first is None else first,
         }
     )

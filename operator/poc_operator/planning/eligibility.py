@@ -106,9 +106,9 @@ def may_replace(snapshot: Snapshot[Work], report: PodReport) -> bool:
 
 
 def usable_pods(snapshot: Snapshot[Work]) -> list[PodView]:
-    """Pods that are ready, answer, and can do the work."""
+    """Pods that are ready, answer, can do the work, and are not barred by their fleet."""
     spec = snapshot.work.spec
-    return [pod for pod, report in snapshot.answering if incompatibility(spec, report) is None]
+    return [pod for pod, report in snapshot.answering if not pod.barred and incompatibility(spec, report) is None]
 
 
 #: So many pods are named in a message; more would not be read.
@@ -160,6 +160,8 @@ def why_unusable(snapshot: Snapshot[Work], pod: PodView) -> str | None:
     """Say why a live pod cannot work on the object now; None if it can."""
     if not pod.ready:
         return why_not_ready(snapshot, pod)
+    if pod.barred:
+        return pod.barred
     report = snapshot.reports.get(pod.uid)
     if report is None or report.status is None:
         return (report.error if report is not None else None) or "not polled yet"

@@ -74,6 +74,15 @@ def _error(snapshot: Snapshot[Work], pod: PodView) -> str:
     return (report.error if report else None) or "not polled yet"
 
 
+def _all_pods_barred(snapshot: Snapshot[Work]) -> Wait | None:
+    pods = [pod for pod, _ in snapshot.answering]
+    if not all(pod.barred for pod in pods):
+        return None
+    pending = not all(pod.failed_check for pod in pods)
+    reason = Reason.SELF_CHECKS_PENDING if pending else Reason.SELF_CHECK_FAILED
+    return pending, reason, f"no pod may take part yet: {named(pods, lambda pod: pod.barred)}"
+
+
 def _no_pod_fits(snapshot: Snapshot[Work]) -> Wait | None:
     findings = [incompatibility(snapshot.work.spec, report) for _, report in snapshot.answering]
     if None in findings:
@@ -84,7 +93,8 @@ def _no_pod_fits(snapshot: Snapshot[Work]) -> Wait | None:
 
 def _all_pods_busy(snapshot: Snapshot[Work]) -> Wait | None:
     others = busy_pods(snapshot)
-    if len(others) < len(snapshot.answering):
+    busy = {pod.uid for pod in others}
+    if not all(pod.uid in busy or pod.barred for pod, _ in snapshot.answering):
         return None
     held = holders(snapshot, others)
     return False, Reason.PODS_BUSY, f"every pod computes another round: {held}; wait for it or stop it"
@@ -122,6 +132,7 @@ _RULES: tuple[Rule, ...] = (
     _no_pod_matches,
     _no_pod_ready,
     _no_pod_answers,
+    _all_pods_barred,
     _no_pod_fits,
     _all_pods_busy,
     _others_go_first,

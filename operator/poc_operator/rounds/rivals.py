@@ -50,7 +50,7 @@ def _begin(snapshot: RoundSnapshot, step: RoundStep, check: RivalCheckStatus | N
     if check is not None and not check.answered and snapshot.now < check.time + RETRY:
         return None
     number = check.number + 1 if check is not None else 1
-    asked = [pod for pod, report in snapshot.answering if may_be_asked(report)]
+    asked = [pod for pod, report in snapshot.answering if may_be_asked(report) and not pod.barred]
     able = {pod.uid: nonces for pod in asked if (nonces := _unknown_to(snapshot, step.status, pod))}
     pods = [pod for pod in asked if pod.uid in able]
     if not pods:

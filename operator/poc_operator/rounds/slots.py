@@ -68,6 +68,8 @@ def _may_serve(snapshot: RoundSnapshot, pod: PodView) -> bool:
 def _may_work(snapshot: RoundSnapshot, pod: PodView) -> bool:
     if not pod.ready:
         return _may_serve(snapshot, pod)
+    if pod.failed_check:
+        return False
     report = snapshot.reports.get(pod.uid, PodReport())
     if report.status is None:
         return report.listens or report.heard

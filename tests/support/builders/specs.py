@@ -65,6 +65,7 @@ _FLEET: Spec = {
     "resources": {"requests": {"cpu": "4", "memory": "64Gi"}, "limits": {"memory": "96Gi"}},
     "priorityClassName": "gpu",
     "spread": {},
+    "selfCheck": {"nonces": 8, "seqLen": 256, "kDim": 12, "statTest": _TEST},
     "podTemplate": {"metadata": _LABELS, "spec": {"tolerations": [{"operator": "Exists"}]}},
 }
 
@@ -293,7 +294,10 @@ def _with_receiver(spec: Spec) -> Spec:
 
 @st.composite
 def _coupled_fleet(draw: st.DrawFn, spec: Spec) -> Spec:
-    """Keep one source of the model, of each variable and of the cache, and as many ranks as there are GPUs."""
+    """Keep one source of the model, of each variable and of the cache, as many ranks as there are GPUs, and few numbers
+    in the vectors of a self-check."""
+    if "kDim" in spec.get("selfCheck", {}):
+        spec = {**spec, "selfCheck": {**spec["selfCheck"], "nonces": 8}}
     preset = {**spec, "model": {"preset": draw(st.sampled_from(["minimax-m2.7", "glm-5.3-flash", "unknown"]))}}
     preset.pop("parallelism", None)
     gpus = draw(st.sampled_from([1, 2, MAX_GPUS]))

@@ -21,6 +21,9 @@ FACTS = ModelFacts(
     stages=1,
     attention=["FakeAttention"],
     experts=[],
+    dtype="float32",
+    kv_cache_dtype="auto",
+    quantization="",
     findings=["PoC computes by a formula."],
     refusal=None,
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is generated from the typed API: current, deterministic, and as the API server wants it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -83,6 +84,12 @@ def test_the_schema_is_structural(kind: type[Resource]) -> None:
         for key in schema.get("x-kubernetes-list-map-keys", ()):
             item = schema["items"]
             assert key in item["required"] or "default" in item["properties"][key], path
+
+
+@KINDS
+def test_no_default_has_a_null_within(kind: type[Resource]) -> None:
+    """The API server refuses such a CRD."""
+    assert [path for path, node in spec_nodes(kind) if "null" in json.dumps(node.get("default", ""))] == []
 
 
 @KINDS

@@ -129,6 +129,9 @@ def model_facts(config: VllmConfig) -> ModelFacts:
         stages=config.parallel_config.pipeline_parallel_size,
         attention=[],
         experts=[],
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        quantization=str(config.model_config.quantization or ""),
         findings=[],
         refusal=None,
     )

@@ -27,7 +27,15 @@ from poc_operator.apis.v1alpha1.fleet_pod import (
     Spread,
 )
 from poc_operator.apis.v1alpha1.fleet_update import UpdateStatus
-from poc_operator.apis.v1alpha1.fleet_upkeep import Download, Healing, PodList, RestartList, SelfCheck, Update
+from poc_operator.apis.v1alpha1.fleet_upkeep import (
+    Download,
+    Healing,
+    PodList,
+    ReferenceList,
+    RestartList,
+    SelfCheck,
+    Update,
+)
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, ListMap, Message, Rule, cel_text
 
@@ -178,6 +186,8 @@ class FleetStatus(ApiModel):
     measured here."""
     pods: PodList = Field(default_factory=list)
     """The pods that exist, and what their self-checks have found."""
+    self_check_references: ReferenceList = Field(default_factory=list)
+    """The vectors that pods are compared with. They are forgotten while `selfCheck.enabled` is false."""
     restarts: RestartList = Field(default_factory=list)
     """Hung pods of the last hour, which were to be replaced."""
     download: Download | None = None
@@ -233,10 +243,11 @@ class PoCFleet(Resource):
         Column("Message", "string", ".status.message", "What the fleet does or waits for", wide=True),
     )
     CONDITIONS: ClassVar[Mapping[str, str]] = {
-        ConditionType.READY: "All replicas are ready. `False` reads as in progress in tools that follow kstatus.",
-        ConditionType.PROGRESSING: "Pods are created, load their model, or have an old revision.",
-        ConditionType.DEGRADED: "A pod cannot run, an update failed, or objects of the fleet cannot be kept as they "
-        "should be.",
+        ConditionType.READY: "All replicas are ready and have passed the self-check. `False` reads as in progress in "
+        "tools that follow kstatus.",
+        ConditionType.PROGRESSING: "Pods are created, load their model, are checked, or have an old revision.",
+        ConditionType.DEGRADED: "A pod cannot run or fails the self-check, an update failed, or objects of the fleet "
+        "cannot be kept as they should be.",
         ConditionType.STALLED: "The fleet cannot go on without a change by you, as of its spec. `True` reads as failed "
         "in tools that follow kstatus.",
     }

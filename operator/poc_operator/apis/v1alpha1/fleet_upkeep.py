@@ -3,15 +3,19 @@
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, Int64, ListMap, Message, Open
+from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, Int64, ListMap, Message, Open, Rule
 from poc_operator.apis.v1alpha1.validation import StatTest
 
-#: Nonces of a self-check unless the spec says otherwise. With the network's thresholds, 8 mismatches of 32 fail.
+#: Nonces of a self-check unless the spec says otherwise. With the network's thresholds, 7 mismatches of 32 fail.
 CHECK_NONCES = 32
+#: Tokens per nonce and numbers per vector, unless the spec or the preset says otherwise.
+CHECK_SEQ_LEN, CHECK_K_DIM = 256, 12
+#: Numbers that all vectors of a check may have together: the status has them, 3 bytes each.
+MAX_CHECK_NUMBERS = 65_536
 
 
 class UpdateStrategy(StrEnum):
@@ -38,6 +42,14 @@ class Update(ApiModel):
 
 class SelfCheck(ApiModel):
     """How pods prove, before they take part and then from time to time, that they compute what the others do."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule=f"!has(self.kDim) || self.nonces * self.kDim <= {MAX_CHECK_NUMBERS}",
+            message=f"selfCheck.nonces * selfCheck.kDim must be at most {MAX_CHECK_NUMBERS}: set fewer nonces",
+            field_path=".nonces",
+        ),
+    )
 
     enabled: bool = True
     """False: every ready pod takes part."""
@@ -111,6 +123,8 @@ class FleetPod(ApiModel):
     """Uid of the pod."""
     server: str = ""
     """The container that the result is about; its id changes with every restart."""
+    reference: str = ""
+    """Name of the check that the result is about: that of its reference in `selfCheckReferences`."""
     revision: str = ""
     """Revision of the template that it was made from."""
     stage: Annotated[Stage, Open()] = Stage.PENDING
@@ -171,5 +185,21 @@ class Restart(ApiModel):
     """What it had not got done."""
 
 
+class SelfCheckReference(ApiModel):
+    """The vectors that pods of one model are compared with."""
+
+    name: str
+    """What was computed: model, `seqLen`, `kDim` and the number of nonces."""
+    vectors: str
+    """The vectors, one after the other, as base64 of fp16 numbers, little-endian. One of NaN was not computed."""
+    pod: str = ""
+    """Name of the pod that computed them."""
+    time: datetime | None = None
+    """When it did."""
+    fingerprint: Fingerprint = Fingerprint()
+    """What its results depend on."""
+
+
+ReferenceList = Annotated[list[SelfCheckReference], ListMap(("name",))]
 PodList = Annotated[list[FleetPod], ListMap(("name",))]
 RestartList = Annotated[list[Restart], ListMap(("uid",))]

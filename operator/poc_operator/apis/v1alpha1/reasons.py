@@ -74,6 +74,8 @@ class Reason(StrEnum):
     RESULTS_REJECTED = "ResultsRejected"
     ROUND_FULL = "RoundFull"
     RUNNING = "Running"
+    SELF_CHECKS_PENDING = "SelfChecksPending"
+    SELF_CHECK_FAILED = "SelfCheckFailed"
     SEQUENCE_TOO_LONG = "SequenceTooLong"
     SLOTS_FAILED = "SlotsFailed"
     SLOTS_LEAVING = "SlotsLeaving"
@@ -225,6 +227,19 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Ready=False, Progressing=True",
         "Pods are created or load their model. The message says what they wait for.",
         kinds=_FLEET,
+    ),
+    Reason.SELF_CHECK_FAILED: Explanation(
+        "Degraded=True, or Progressing=False",
+        "Pods compute other results than the fleet's other pods do, or than they did. They get no new slot. The "
+        "message has the p-value of the network's test.",
+        "Compare their fingerprints in `status.pods`. If a change was meant, set `spec.selfCheck.enabled` to false "
+        "and back: the vectors so far are forgotten.",
+        _ALL | _FLEET,
+    ),
+    Reason.SELF_CHECKS_PENDING: Explanation(
+        "Ready=False, or Progressing=True",
+        "Pods have yet to pass the self-check. They get no slot until then. The message says what it waits for.",
+        kinds=_ALL | _FLEET,
     ),
     Reason.ALL_REPLICAS_READY: Explanation("Ready=True", "All replicas are ready.", kinds=_FLEET),
     Reason.NO_MATCHING_PODS: Explanation(

@@ -107,6 +107,15 @@ class StatTest(ApiModel):
     """A p-value below it is fraud. Default: 0.05 in the artifact protocol as on the chain, 0.01 in the distance
     protocol. The network's nodes judge by 0.01, since they do not read the chain's value."""
 
+    def thresholds(self, protocol: Protocol) -> Thresholds:
+        """Return the numbers of the test: those of the spec, else the network's."""
+        network = NETWORK_THRESHOLDS[protocol]
+        return Thresholds(
+            dist_threshold=float(self.dist_threshold or network.dist_threshold),
+            p_mismatch=float(self.p_mismatch or network.p_mismatch),
+            p_value_threshold=float(self.p_value_threshold or network.p_value_threshold),
+        )
+
 
 class ValidationSpec(ProtocolSpec):
     """What to check. Fixed once the validation exists, except the fields that are marked as mutable."""
@@ -135,12 +144,7 @@ class ValidationSpec(ProtocolSpec):
     @property
     def thresholds(self) -> Thresholds:
         """The numbers of the test: those of the spec, else the network's."""
-        told, network = self.stat_test, NETWORK_THRESHOLDS[self.protocol]
-        return Thresholds(
-            dist_threshold=float(told.dist_threshold or network.dist_threshold),
-            p_mismatch=float(told.p_mismatch or network.p_mismatch),
-            p_value_threshold=float(told.p_value_threshold or network.p_value_threshold),
-        )
+        return self.stat_test.thresholds(self.protocol)
 
 
 class Sample(Share):

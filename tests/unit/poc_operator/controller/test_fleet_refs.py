@@ -9,7 +9,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, WORKER_LABELS, Resource
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, PoCRound
-from poc_operator.clients.errors import UnreadableObject
+from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
 from poc_operator.controller.fleet_refs import MISSING_SECONDS, FleetRefs, missing_fleet, with_fleet
 from poc_operator.observed import Container, PodView
 from poc_operator.planning.reaping import WorkRecord
@@ -67,6 +67,25 @@ async def test_a_fleet_that_makes_no_sense_is_none() -> None:
     body = {"metadata": {"name": "demo", "namespace": "ns", "generation": 1}}
     refs = FleetRefs(Store(error=UnreadableObject("no", body)), lambda *_: None)  # type: ignore[arg-type]
     assert await refs.find("ns", "demo") is None
+
+
+async def test_pods_are_barred_by_their_fleets_whatever_selects_them() -> None:
+    own = {FLEET_LABEL: "demo"}
+    store = Store(a_fleet(selfCheck={}))  # which the watch of a new process has not told of yet
+    refs = FleetRefs(store, lambda *_: None)  # type: ignore[arg-type]
+    pods = [a_pod("a", labels=own), a_pod("b"), a_pod("c", labels=own)]
+    found = await refs.with_bars(pods)
+    assert [(pod.name, bool(pod.barred)) for pod in found] == [("a", True), ("b", False), ("c", True)]
+    assert store.asked == 1
+    assert await refs.with_bars(pods[1:2]) == pods[1:2]
+    store.fleet = None  # deleted with --cascade=orphan
+    assert await refs.with_bars(pods) == pods
+
+
+async def test_a_fleet_that_cannot_be_asked_for_lets_nobody_in() -> None:
+    refs = FleetRefs(Store(error=StoreUnavailable("away")), lambda *_: None)  # type: ignore[arg-type]
+    with pytest.raises(StoreUnavailable):
+        await refs.with_bars([a_pod("a", labels={FLEET_LABEL: "demo"})])
 
 
 def test_the_pods_are_those_with_the_fleets_label() -> None:

@@ -146,6 +146,8 @@ async def kept(cluster: Cluster) -> AsyncIterator[Fleets]:
         pods=PodCache(lambda: 0.0),
         metrics=Metrics(),
         may_act=lambda: True,
+        clients=cast(Any, None),  # there are no pods to be asked
+        judged=lambda _: None,
     )
     yield found
     await found.stop()
@@ -298,6 +300,8 @@ async def kept_with_a_hung_pod(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
         pods=cache,
         metrics=Metrics(),
         may_act=lambda: True,
+        clients=cast(Any, None),  # the pod has no address to be asked at
+        judged=lambda _: None,
         events=fake,
         health=health,
     )

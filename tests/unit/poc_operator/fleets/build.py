@@ -12,7 +12,7 @@ PATH = {"model": {"path": "org/model"}}
 
 
 def a_fleet(name: str = "demo", *, uid: str = "fleet-uid", status: Any = None, **spec: Any) -> PoCFleet:  # noqa: ANN401
-    """Return a fleet of a path, unless ``spec`` has another model."""
+    """Return a fleet of a path without self-checks, unless ``spec`` has another model, or says more of these."""
     metadata = {
         "name": name,
         "namespace": "ns",
@@ -21,5 +21,5 @@ def a_fleet(name: str = "demo", *, uid: str = "fleet-uid", status: Any = None, *
         "resourceVersion": "7",
         "creationTimestamp": NOW.isoformat(),
     }
-    body = {"metadata": metadata, "spec": {**PATH, **spec}}
+    body = {"metadata": metadata, "spec": {**PATH, "selfCheck": {"enabled": False}, **spec}}
     return PoCFleet.parse(body if status is None else {**body, "status": status})

@@ -14,6 +14,7 @@ from hack.generate.crds import schema
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS, Reason
+from poc_operator.fleets.checked_pods import CheckAnswer
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
 from poc_operator.fleets.render import Object
 from poc_operator.fleets.resolve import Refusal
@@ -23,6 +24,7 @@ from tests.support.checks.admission import admitted
 from tests.support.checks.kstatus import kstatus
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
+from tests.unit.poc_operator.fleets.test_self_check import engine
 
 Objects = dict[Key, Any]
 
@@ -256,3 +258,54 @@ def test_any_fleet_comes_to_rest(data: st.DataObject) -> None:
     readings = {("True", "False"): "Current", ("False", "True"): "Failed", ("False", "False"): "InProgress"}
     found = conditions(second)
     assert kstatus(body) == readings[found["Ready"], found["Stalled"]]
+
+
+def checked(pods: Sequence[PodView], *seeds: int | None, **spec: Any) -> FleetStep:  # noqa: ANN401
+    """A fleet with self-checks whose pods have computed what these engines do, or not answered."""
+    fleet = a_fleet(replicas=len(pods), selfCheck={}, **spec)
+    check = "org/model seqLen=256 kDim=12 nonces=32"
+    answers = {
+        pod.uid: CheckAnswer(server=pod.server(8000), check=check, time=NOW, vectors=engine(seed))
+        for pod, seed in zip(pods, seeds, strict=True)
+        if seed is not None
+    }
+    return look(fleet, stored(fleet), pods, answers=answers)
+
+
+PODS = [a_pod(0, ip="10.0.0.1"), a_pod(1, ip="10.0.0.2"), a_pod(2, ip="10.0.0.3")]
+TRUE_FALSE = {"Ready": "True", "Progressing": "False", "Degraded": "False", "Stalled": "False"}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "reason", "differing"),
+    [
+        ([1, 1, 1], "AllReplicasReady", {}),
+        ([1, None, 1], "SelfChecksPending", {"Ready": "False", "Progressing": "True"}),
+        ([1, 2, 1], "SelfCheckFailed", {"Ready": "False", "Progressing": "True", "Degraded": "True"}),
+        ([1, 2, None], "SelfCheckFailed", {"Ready": "False", "Progressing": "True", "Degraded": "True"}),
+    ],
+)
+def test_what_self_checks_find_is_told(seeds: list[int | None], reason: str, differing: dict[str, str]) -> None:
+    step = checked(PODS, *seeds)
+    assert (step.status.reason, conditions(step)) == (reason, TRUE_FALSE | differing)
+    assert [ask.pod.uid for ask in step.checks] == [pod.uid for pod, seed in zip(PODS, seeds, strict=True) if not seed]
+    if reason == "SelfCheckFailed":
+        degraded = step.status.own_conditions["Degraded"]
+        assert degraded.reason == reason
+        assert "1 of 3 pods fail the self-check: demo-1 (32 of 32 nonces differ" in degraded.message
+        assert "(p-value 1e-32, largest distance " in degraded.message
+
+
+def test_a_failed_pod_is_told_of_while_others_load_and_others_come_first() -> None:
+    loading = [*PODS[:2], a_pod(2, ready=False)]
+    step = checked(loading, 1, 2, None)
+    assert (step.status.reason, conditions(step)["Degraded"]) == ("ReplicasNotReady", "True")
+    assert step.status.own_conditions["Degraded"].reason == "SelfCheckFailed"
+    crashing = [*PODS[:2], a_pod(2, ready=False, waiting_for="CrashLoopBackOff")]
+    assert checked(crashing, 1, 2, None).status.own_conditions["Degraded"].reason == "PodsFailing"
+
+
+def test_a_fleet_that_is_refused_checks_its_pods_all_the_same() -> None:
+    fleet = a_fleet(replicas=3, selfCheck={}, podTemplate={"spec": {"containers": 1}})
+    step = look(fleet, {}, PODS)
+    assert (step.status.reason, len(step.checks)) == ("PodTemplateInvalid", 3)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Stage
-from poc_operator.fleets.stages import pod_list, stage_of, stages_of
+from poc_operator.fleets.stages import stage_of, stages_of, with_stages
 from poc_operator.observed import PodView
 
 STARTED = "2026-01-01T00:00:00Z"
@@ -87,20 +87,16 @@ def test_few_pods_are_named() -> None:
 
 def test_the_list_follows_the_numbers_and_keeps_what_else_is_known() -> None:
     pods = [body_of(name=f"demo-{number}", state=RUNNING) for number in (10, 2, 1)]
-    old = [
-        FleetPod(name="demo-2", uid="demo-2", server=pods[1].server(8000), result=CheckResult.PASSED),
-        FleetPod(name="demo-1", uid="replaced", server=pods[2].server(8000), result=CheckResult.PASSED),
-        FleetPod(name="demo-9", uid="gone"),
-    ]
-    found = pod_list(old, pods, 8000, {})
+    entries = [FleetPod(name=pod.name, uid=pod.uid, result=CheckResult.PASSED) for pod in pods]
+    found = with_stages(entries, [], pods, 8000, {})
     assert [entry.name for entry in found] == ["demo-1", "demo-2", "demo-10"]
-    assert [entry.result for entry in found] == [CheckResult.PENDING, CheckResult.PASSED, CheckResult.PENDING]
+    assert {entry.result for entry in found} == {CheckResult.PASSED}
     assert {entry.stage for entry in found} == {Stage.LOADING}
 
 
-def test_what_is_known_of_a_server_ends_with_it_and_what_is_known_of_its_gpus_does_not() -> None:
+@pytest.mark.parametrize(("told", "last"), [({}, 4), ({"demo-0": 5}, 5)])
+def test_the_errors_of_gpus_outlast_their_server(told: dict[str, int], last: int) -> None:
     pod = body_of(name="demo-0", state=RUNNING)
-    old = [FleetPod(name=pod.name, uid=pod.uid, server="earlier", result=CheckResult.PASSED, memory_errors_before=3)]
-    (found,) = pod_list(old, [pod], 8000, {pod.uid: 4})
-    assert (found.server, found.result) == (pod.server(8000), CheckResult.PENDING)
-    assert (found.memory_errors_before, found.memory_errors) == (3, 4)
+    old = [FleetPod(name=pod.name, uid=pod.uid, server="earlier", memory_errors_before=3, memory_errors=4)]
+    (found,) = with_stages([FleetPod(name=pod.name, uid=pod.uid)], old, [pod], 8000, told)
+    assert (found.memory_errors_before, found.memory_errors) == (3, last)

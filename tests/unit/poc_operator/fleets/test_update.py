@@ -21,7 +21,6 @@ from tests.unit.poc_operator.fleets.test_forecast import work
 
 OLD, NEW = "demo-old", "demo-new"
 SET: Key = ("StatefulSet", "demo")
-UNCHECKED = {"selfCheck": {"enabled": False}}
 GOOD = {"update": {"goodRevision": OLD, "startupSeconds": 60}}
 
 
@@ -68,9 +67,13 @@ def _snapshot(fleet: PoCFleet, **seen: Any) -> FleetSnapshot:  # noqa: ANN401
 
 
 def fleet_of(
-    status: Mapping[str, Any] = GOOD, *, replicas: int = 4, update: Mapping[str, Any] | None = None, **spec: Any
+    status: Mapping[str, Any] = GOOD,
+    *,
+    replicas: int = 4,
+    update: Mapping[str, Any] | None = None,
+    **spec: Any,  # noqa: ANN401
 ) -> PoCFleet:
-    return a_fleet(replicas=replicas, update=update or {}, status=status, **{**UNCHECKED, **spec})
+    return a_fleet(replicas=replicas, update=update or {}, status=status, **spec)
 
 
 def look(fleet: PoCFleet, pods: Sequence[PodView], *, revision: str = NEW, **seen: Any) -> FleetStep:  # noqa: ANN401
@@ -377,10 +380,11 @@ def test_going_back_to_what_was_good_needs_no_canary() -> None:
 
 def test_entries_of_pods_keep_what_is_known_of_a_server() -> None:
     known = [check(FOUR[0], "Passed", "fine"), {**check(FOUR[1], "Passed"), "server": "earlier"}, check(BAD, "Failed")]
-    found = look(fleet_of({**GOOD, "pods": known}), FOUR[:2]).status.pods
+    fleet = fleet_of({**GOOD, "pods": known}, selfCheck={"enabled": True})
+    found = look(fleet, FOUR[:2]).status.pods
     assert [(one.name, one.result, one.message, one.revision) for one in found] == [
         ("demo-0", "Passed", "fine", OLD),
-        ("demo-1", "Pending", "", OLD),
+        ("demo-1", "Pending", "the pod computes its nonces", OLD),
     ]
     assert found[1].server == FOUR[1].server(8000)
 

@@ -47,6 +47,21 @@ World = tuple[tuple[PodView, PodReport | None], ...]
             id="busy",
         ),
         pytest.param(
+            ((a_pod("a", barred="self-check failed: why", failed_check=True), says()),),
+            Reason.SELF_CHECK_FAILED,
+            "no pod may take part yet: a (self-check failed: why)",
+            id="failed the self-check",
+        ),
+        pytest.param(
+            (
+                (a_pod("a"), says(PowState.GENERATING, round_id="other")),
+                (a_pod("b", barred="self-check failed: why", failed_check=True), says()),
+            ),
+            Reason.PODS_BUSY,
+            "round other",
+            id="all that may take part are busy",
+        ),
+        pytest.param(
             (
                 (
                     a_pod("a"),
@@ -65,6 +80,15 @@ def test_progressing_tells_what_is_waited_for(world: World, reason: Reason, says
     assert (progressing.status, progressing.reason) == ("False", reason)
     assert says_what in progressing.message
     assert status.message == progressing.message
+
+
+def test_a_self_check_that_is_pending_passes_by_itself() -> None:
+    pods = [(a_pod("a", barred="self-check: soon"), says()), (a_pod("b", barred="x", failed_check=True), says())]
+    step = plan(look(a_round(), *pods))
+    progressing = next(c for c in step.status.own_conditions if c.type == "Progressing")
+    assert (progressing.status, progressing.reason) == ("True", Reason.SELF_CHECKS_PENDING)
+    assert "a (self-check: soon), b (x)" in progressing.message
+    assert (step.status.assignments, step.actions) == ([], [])
 
 
 def test_a_round_that_no_pod_can_run_is_not_accepted() -> None:

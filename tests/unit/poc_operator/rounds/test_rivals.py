@@ -105,6 +105,13 @@ def test_a_pod_is_asked_that_has_delivered_none_of_the_results_and_does_not_comp
     assert (step.status.rivals.pod, step.status.rivals.nonces) == ("c", [NONCE])
 
 
+def test_a_pod_that_may_not_take_part_decides_nothing() -> None:
+    """One that fails its self-check would find others' honest results forged."""
+    world = seen(round_of(), rival(pods=("gone", "b")))
+    pods = [dataclasses.replace(pod, barred="self-check failed" if pod.name == "c" else "") for pod in world.pods]
+    assert asks(plan(dataclasses.replace(world, pods=pods))) == []
+
+
 @pytest.mark.parametrize(
     ("stored", "other", "truth", "conflict", "alike", "liars"),
     [

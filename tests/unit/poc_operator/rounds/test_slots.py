@@ -85,6 +85,24 @@ def test_a_busy_pod_is_not_told_to_start() -> None:
     assert [action.pod.name for action in step.actions if isinstance(action, StartPod)] == ["a"]
 
 
+BARRED = {"barred": "self-check failed: why", "failed_check": True}
+
+
+def test_a_barred_pod_gets_no_slot() -> None:
+    step = plan(look(a_round(nodes=ONE_OF_TWO), (a_pod("a", **BARRED), says()), (a_pod("b"), says())))
+    assert [slot.pod for slot in step.status.assignments] == ["b", None]
+
+
+def test_a_barred_pod_keeps_its_slot_but_gets_it_back_no_more() -> None:
+    running, pod = says(PowState.GENERATING), a_pod("a", **BARRED)
+    step = plan(look(a_round(a_status(a_slot("a"))), (pod, running)))
+    assert [(slot.pod, slot.state) for slot in step.status.assignments] == [("a", SlotState.RUNNING)]
+    lost = plan(look(a_round(a_status(a_slot("a"))), (pod, says(session="s2"))))
+    assert [slot.state for slot in lost.status.assignments] == [SlotState.WAITING]
+    degraded = next(c for c in lost.status.own_conditions if c.type == "Degraded")
+    assert "1 of 1 slots wait for a free pod: a (self-check failed: why)" in degraded.message
+
+
 def test_a_lost_slot_moves_to_a_free_pod() -> None:
     gone = a_slot("a", next=10, delivered=8)
     step = plan(look(a_round(a_status(gone)), (a_pod("b"), says())))
@@ -94,6 +112,7 @@ def test_a_lost_slot_moves_to_a_free_pod() -> None:
     assert step.status.totals.retries == 1
 
 
+ONE_OF_TWO = {"first": 0, "last": 0, "count": 1, "groups": 2}
 WEB = (Container(id="web", ports=frozenset({80})),)
 VLLM = (Container(id="vllm", ports=frozenset({8000})), Container(id="proxy", ports=frozenset({80})))
 
@@ -112,6 +131,8 @@ UNCONNECTED = PodReport(error="Cannot connect to host", listens=False, silent_se
         pytest.param(a_pod("b"), PodReport(error="no answer within 5 s"), True, id="slow"),
         pytest.param(a_pod("b"), says(PowState.GENERATING, round_id="other"), True, id="busy"),
         pytest.param(a_pod("b"), None, True, id="not polled"),
+        pytest.param(a_pod("b", barred="x"), says(), True, id="has yet to pass its self-check"),
+        pytest.param(a_pod("b", barred="x", failed_check=True), says(), False, id="fails its self-check"),
         pytest.param(a_pod("b"), dataclasses.replace(UNCONNECTED, heard=True), True, id="answered a moment ago"),
     ],
 )

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``status.pods`` of a fleet: which pods are asked for a self-check, what their answers mean, and whom they bar.
+
+A result is about one server, that is one start of a pod's container. It lasts until the server's next answer, so that
+a check which cannot be made bars no pod that has passed before::
+
+    Pending ── the server answers ──> Passed, Failed
+       ^                                 │
+       └─────── the server restarts ─────┘
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_upkeep import (
+    CHECK_K_DIM,
+    CHECK_SEQ_LEN,
+    MAX_CHECK_NUMBERS,
+    CheckResult,
+    Fingerprint,
+    FleetPod,
+    SelfCheckReference,
+)
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.resolve import Resolved
+from poc_operator.fleets.self_check import (
+    Check,
+    Comparison,
+    Vectors,
+    is_incomplete,
+    judge,
+    lacks,
+    packed,
+    unpacked,
+)
+from poc_operator.fleets.update import revision_of
+from poc_operator.observed import PodView, served_model
+from vllm_poc.wire.messages import Protocol
+
+#: So many pods are named in a message.
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckAnswer:
+    """What a pod's server answered to a check, by the check's name; ``error`` says why it has not."""
+
+    server: str
+    check: str
+    time: datetime
+    vectors: Vectors | None = None
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckPod:
+    """Ask a pod for a check. Its answer is about this server."""
+
+    pod: PodView
+    port: int
+    server: str
+    check: Check
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedPods:
+    """What the status says of pods and references, and which pods are to be asked."""
+
+    pods: Sequence[FleetPod]
+    references: Sequence[SelfCheckReference] = ()
+    asks: Sequence[CheckPod] = ()
+
+    @property
+    def failed(self) -> Sequence[FleetPod]:
+        """Pods that compute something else."""
+        return [pod for pod in self.pods if pod.result == CheckResult.FAILED]
+
+    @property
+    def pending(self) -> Sequence[FleetPod]:
+        """Pods that have neither passed nor failed."""
+        return [pod for pod in self.pods if pod.result not in (CheckResult.PASSED, CheckResult.FAILED)]
+
+
+def check_pods(
+    fleet: PoCFleet,
+    resolved: Resolved | None,
+    pods: Sequence[PodView],
+    answers: Mapping[str, CheckAnswer],
+    now: datetime,
+) -> CheckedPods:
+    """Judge what pods have answered so far, by their uids, and choose those to ask. ``pods`` are those that stay.
+
+    Without ``resolved`` it is not known what pods are to compute: what was found so far stays.
+    """
+    told = {entry.uid: entry for entry in fleet.status.pods}
+    views = [
+        _View.of(fleet, resolved, pod, told.get(pod.uid), answers.get(pod.uid))
+        for pod in sorted(pods, key=lambda pod: pod.name)
+    ]
+    if not fleet.spec.self_check.enabled:
+        return CheckedPods(pods=[_told(view, "it is not checked: selfCheck.enabled is false") for view in views])
+    known: dict[str, SelfCheckReference | None] = {found.name: found for found in fleet.status.self_check_references}
+    groups: dict[str, list[_View]] = {}
+    for view in views:
+        if isinstance(view.check, Check):
+            groups.setdefault(view.check.name, []).append(view)
+    judged: dict[str, _View] = {}
+    for name, group in groups.items():
+        if any(view.has_news for view in group):
+            found, known[name] = _judged(fleet, resolved, group, known.get(name))
+            judged |= {view.pod.uid: view for view in found}
+    views = [_explained(judged.get(view.pod.uid, view)) for view in views]
+    used = {*groups, *(view.entry.reference for view in views)}
+    return CheckedPods(
+        pods=[view.entry for view in views],
+        references=[found for name, found in known.items() if name in used and found is not None],
+        asks=[ask for view in views if (ask := _ask(fleet, view, now)) is not None],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _View:
+    """One pod: what the status says of its server, what it is to compute or why not, and its answer to that."""
+
+    pod: PodView
+    port: int
+    entry: FleetPod
+    check: Check | str
+    answer: CheckAnswer | None = None
+
+    @classmethod
+    def of(
+        cls,
+        fleet: PoCFleet,
+        resolved: Resolved | None,
+        pod: PodView,
+        told: FleetPod | None,
+        answer: CheckAnswer | None,
+    ) -> "_View":
+        port = serving_port(pod, fleet.spec.port)
+        server = pod.server(port)
+        check = _check(fleet, resolved, pod.container(port).model)
+        if told is None or told.server != server:
+            told = FleetPod(name=pod.name, uid=pod.uid, server=server)
+        if answer is not None and (isinstance(check, str) or (answer.server, answer.check) != (server, check.name)):
+            answer = None
+        return cls(
+            pod=pod,
+            port=port,
+            entry=told.model_copy(update={"revision": revision_of(pod)}),
+            check=check,
+            answer=answer,
+        )
+
+    @property
+    def vectors(self) -> Vectors | None:
+        """What the server answered, as far as this process knows it."""
+        return self.answer.vectors if self.answer is not None else None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the status does not have the answer yet."""
+        if self.answer is None or self.answer.vectors is None:
+            return False
+        checked = self.entry.checked_time
+        return checked is None or self.answer.time > checked or self.entry.reference != self.answer.check
+
+    def with_entry(self, **changes: Any) -> "_View":  # noqa: ANN401 - fields of the entry
+        return replace(self, entry=self.entry.model_copy(update=changes))
+
+
+def serving_port(pod: PodView, told: int) -> int:
+    """Return the port of a pod's server: the fleet's, unless the pod declares others, as before a change of it."""
+    declared = [container.ports for container in pod.containers if container.ports]
+    return told if not declared or any(told in ports for ports in declared) else min(declared[0])
+
+
+def _check(fleet: PoCFleet, resolved: Resolved | None, model: str) -> Check | str:
+    """Return what a pod is to compute that loads this model, or why that cannot be said."""
+    if resolved is None:
+        return "the fleet's spec cannot be used"
+    spec = fleet.spec.self_check
+    seq_len, k_dim = spec.seq_len or resolved.seq_len or CHECK_SEQ_LEN, spec.k_dim or resolved.k_dim or CHECK_K_DIM
+    if spec.nonces * k_dim > MAX_CHECK_NUMBERS:
+        return f"selfCheck.nonces times kDim, {k_dim}, exceeds {MAX_CHECK_NUMBERS}: set fewer selfCheck.nonces"
+    args = [resolved.model, *resolved.args, *(fleet.spec.engine_args or [])]
+    return Check(model=model or served_model(args), seq_len=seq_len, k_dim=k_dim, nonces=spec.nonces)
+
+
+def _told(view: _View, message: str) -> FleetPod:
+    entry = view.entry
+    return FleetPod(name=entry.name, uid=entry.uid, server=entry.server, revision=entry.revision, message=message)
+
+
+def _explained(view: _View) -> _View:
+    """Say of a pod without a result what its check waits for."""
+    if view.entry.result in (CheckResult.PASSED, CheckResult.FAILED):
+        return view
+    if isinstance(view.check, str):
+        why = view.check
+    elif not view.pod.ready:
+        why = "the pod is not ready"
+    elif view.answer is not None and view.answer.error:
+        why = f"the pod cannot be checked: {view.answer.error}"
+    else:
+        why = "the pod computes its nonces"
+    return view.with_entry(message=why)
+
+
+def _ask(fleet: PoCFleet, view: _View, now: datetime) -> CheckPod | None:
+    """Return the question to a pod whose check is due; None if it is not, or cannot be asked."""
+    entry, check, pod = view.entry, view.check, view.pod
+    if isinstance(check, str) or not pod.ready or pod.ip is None:
+        return None
+    age = (now - entry.checked_time).total_seconds() if entry.checked_time is not None else None
+    is_recent = age is not None and age < fleet.spec.self_check.interval_seconds and entry.reference == check.name
+    # A pod that fails is asked again by a new process, which does not know whether others agree with it.
+    if is_recent and (entry.result == CheckResult.PASSED or view.vectors is not None):
+        return None
+    return CheckPod(pod=pod, port=view.port, server=entry.server, check=check)
+
+
+def _judged(
+    fleet: PoCFleet, resolved: Resolved | None, group: Sequence[_View], stored: SelfCheckReference | None
+) -> tuple[Sequence[_View], SelfCheckReference | None]:
+    """Return the pods of one check with what their answers mean, and the check's reference."""
+    check = group[0].check
+    assert isinstance(check, Check)  # noqa: S101 - for the type checker
+    golden = _golden(resolved, check)
+    reference = golden or stored
+    answered = {view.pod.uid: view.vectors for view in group if view.vectors is not None}
+    whole = {uid: vectors for uid, vectors in answered.items() if not is_incomplete(vectors)}
+    partly = [_incomplete(view) for view in group if view.pod.uid in answered.keys() - whole.keys()]
+    if not whole:
+        return partly, stored
+    heard = [view.entry for view in group if view.pod.uid not in answered]
+    found = judge(
+        whole,
+        unpacked(reference.vectors, check.k_dim) if reference is not None else None,
+        fleet.spec.self_check.stat_test.thresholds(Protocol.ARTIFACT),
+        standing=sum(entry.result == CheckResult.PASSED and entry.reference == check.name for entry in heard),
+        fixed=golden is not None,
+    )
+    views = {view.pod.uid: view for view in group}
+    if found.source is not None:
+        reference = _reference(check, views[found.source], found.reference)
+    assert reference is not None  # noqa: S101 - for the type checker
+    alone = len(group) - len(partly) == 1
+    judged = [_compared(views[uid], result, reference, alone=alone) for uid, result in found.results.items()]
+    return [*partly, *judged], None if golden is not None else reference
+
+
+def _golden(resolved: Resolved | None, check: Check) -> SelfCheckReference | None:
+    """Return the preset's vectors for a check; None if it has none for it."""
+    golden = resolved.golden if resolved is not None else None
+    if golden is None or resolved is None:
+        return None
+    vectors = unpacked(golden.vectors, golden.k_dim)
+    told = (served_model([resolved.model, *resolved.args]), golden.seq_len, golden.k_dim)
+    if told != (check.model, check.seq_len, check.k_dim) or len(vectors) < check.nonces:
+        return None
+    return SelfCheckReference(name=check.name, vectors=packed(vectors[: check.nonces], check.k_dim))
+
+
+def _reference(check: Check, view: _View, vectors: Vectors) -> SelfCheckReference:
+    assert view.answer is not None  # noqa: S101 - it has answered
+    return SelfCheckReference(
+        name=check.name,
+        vectors=packed(vectors, check.k_dim),
+        pod=view.pod.name,
+        time=view.answer.time,
+        fingerprint=view.answer.fingerprint,
+    )
+
+
+def _incomplete(view: _View) -> _View:
+    vectors = view.vectors or ()
+    message = f"{lacks(vectors)} of {len(vectors)} nonces had no finite result: look at the pod's log and its GPUs"
+    return _found(view, CheckResult.FAILED, message, None)
+
+
+def _compared(view: _View, result: Comparison, reference: SelfCheckReference, *, alone: bool) -> _View:
+    probability = f"{result.p_value:.6g}"
+    if reference.pod == view.pod.name and not result.failed:
+        message = "its vectors are the reference" + (": there was nothing to compare them with" if alone else "")
+        return _found(view, CheckResult.PASSED, message, probability)
+    whose = f"those of pod {reference.pod}" if reference.pod else "the preset's"
+    figures = f"p-value {probability}, largest distance {result.farthest:.2g}"
+    counts = f"{result.mismatches} of {result.total} nonces differ from {whose} ({figures})"
+    if not result.failed:
+        return _found(view, CheckResult.PASSED, f"{counts}: the network would accept it", probability)
+    answer = view.answer
+    assert answer is not None  # noqa: S101 - it has answered
+    unlike = _unlike(answer.fingerprint, reference.fingerprint) if reference.pod else []
+    why = f"; {'; '.join(unlike)}" if unlike else "; what the pod tells of its server does not explain it"
+    return _found(view, CheckResult.FAILED, f"{counts}: the network would vote it out{why}", probability)
+
+
+def _found(view: _View, result: CheckResult, message: str, probability: str | None) -> _View:
+    answer = view.answer
+    assert answer is not None  # noqa: S101 - it has answered
+    return view.with_entry(
+        result=result,
+        message=message,
+        p_value=probability,
+        checked_time=answer.time,
+        reference=answer.check,
+        fingerprint=answer.fingerprint,
+    )
+
+
+def _unlike(one: Fingerprint, other: Fingerprint) -> list[str]:
+    """Say in what a pod differs from the one that it is compared with."""
+    pairs = ((name, getattr(one, name), getattr(other, name)) for name in Fingerprint.model_fields)
+    return [
+        f"its {name} is {mine or 'unknown'}, not {theirs or 'unknown'}"
+        for name, mine, theirs in pairs
+        if mine != theirs
+    ]
+
+
+def with_bars(fleet: PoCFleet | None, pods: Iterable[PodView]) -> list[PodView]:
+    """Return a fleet's pods, those that are to take no new slot with the reason. Without a fleet none is barred."""
+    if fleet is None or not fleet.spec.self_check.enabled or fleet.metadata.deletion_timestamp is not None:
+        return list(pods)
+    known = {entry.uid: entry for entry in fleet.status.pods}
+    return [_with_bar(fleet, pod, known.get(pod.uid)) for pod in pods]
+
+
+def _with_bar(fleet: PoCFleet, pod: PodView, entry: FleetPod | None) -> PodView:
+    if entry is None or entry.server != pod.server(serving_port(pod, fleet.spec.port)):
+        return replace(pod, barred="self-check: it has yet to be asked")
+    if entry.result == CheckResult.PASSED:
+        return pod
+    failed = entry.result == CheckResult.FAILED
+    return replace(pod, barred=f"self-check{' failed' if failed else ''}: {entry.message}", failed_check=failed)
+
+
+def finding(checked: CheckedPods) -> tuple[Reason, str] | None:
+    """Return what is wrong with the pods' checks, or what they wait for; None if all have passed."""
+    failed, pending = checked.failed, checked.pending
+    if failed:
+        return (
+            Reason.SELF_CHECK_FAILED,
+            f"{len(failed)} of {len(checked.pods)} pods fail the self-check: {_named(failed)}",
+        )
+    if pending:
+        return (
+            Reason.SELF_CHECKS_PENDING,
+            f"{len(pending)} of {len(checked.pods)} pods have yet to be checked: {_named(pending)}",
+        )
+    return None
+
+
+def _named(pods: Sequence[FleetPod]) -> str:
+    texts = ", ".join(f"{pod.name} ({pod.message})" for pod in pods[:_NAMED])
+    return texts if len(pods) <= _NAMED else f"{texts} and {len(pods) - _NAMED} more"
