@@ -61,7 +61,7 @@ ALL_VALUES: dict[Path, Values] = {
                 },
                 {
                     "name": "b200",
-                    "template": {"namespace": "default", "spec": {"selector": {"matchLabels": {"app": "vllm"}}}},
+                    "template": {"namespace": "default", "spec": {"fleetRef": {"name": "b200"}}},
                 },
             ],
             "statTests": {"*MiniMax*": {"dist_threshold": 0.7}},

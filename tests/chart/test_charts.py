@@ -36,6 +36,12 @@ CASES = pytest.mark.parametrize(
 )
 CRDS = sorted((ROOT / "crds").glob("*.yaml"))
 
+
+def ml_node(**spec: object) -> Values:
+    """Values with one ML node whose rounds have this spec."""
+    return {"gateway": {"mlNodes": [{"name": "a", "template": {"namespace": "a", "spec": spec}}]}}
+
+
 #: What is wrong: (chart, values, what helm says).
 WRONG: dict[str, tuple[Path, Values, tuple[str, ...]]] = {
     "typo": (OPERATOR_CHART, {"watchNamespace": ["a"]}, ("'watchNamespace' not allowed",)),
@@ -69,10 +75,25 @@ WRONG: dict[str, tuple[Path, Values, tuple[str, ...]]] = {
         {"gateway": {"mlNodes": [{"name": "A.b", "template": {"namespace": "a", "spec": {"selector": {}}}}]}},
         ("/gateway/mlNodes/0/name", "pattern"),
     ),
-    "ML node without a selector": (
+    "ML node without pods": (
         OPERATOR_CHART,
-        {"gateway": {"mlNodes": [{"name": "a", "template": {"namespace": "a", "spec": {}}}]}},
-        ("/gateway/mlNodes/0/template/spec", "'selector'"),
+        ml_node(),
+        ('gateway.mlNodes: set exactly one of fleetRef and selector in template.spec of "a"',),
+    ),
+    "ML node with a fleet and labels": (
+        OPERATOR_CHART,
+        ml_node(fleetRef={"name": "a"}, selector={"matchLabels": {"a": "b"}}),
+        ('gateway.mlNodes: set exactly one of fleetRef and selector in template.spec of "a"',),
+    ),
+    "ML node with a fleet without a name": (
+        OPERATOR_CHART,
+        ml_node(fleetRef={}),
+        ("/gateway/mlNodes/0/template/spec/fleetRef", "'name'"),
+    ),
+    "ML node with a fleet and a port": (
+        OPERATOR_CHART,
+        ml_node(fleetRef={"name": "a"}, port=9000),
+        ('gateway.mlNodes: template.spec.port of "a" is that of the fleet: remove port, or fleetRef',),
     ),
     "ML node elsewhere": (
         OPERATOR_CHART,
