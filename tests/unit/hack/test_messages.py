@@ -44,14 +44,14 @@ def test_values_are_asked_for() -> None:
 
 def test_values_must_exist(tmp_path: Path) -> None:
     missing = str(tmp_path / "values.yaml")
-    line = demo("--cluster", "current", "--operator-values", missing, "--worker-values", missing)
+    line = demo("--cluster", "current", "--operator-values", missing, "--fleet", missing)
     assert line == f"error: OPERATOR_VALUES: {missing} does not exist."
 
 
 def test_kubectl_is_asked_for(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.touch()
-    arguments = ("--cluster", "current", "--operator-values", str(values), "--worker-values", str(values))
+    arguments = ("--cluster", "current", "--operator-values", str(values), "--fleet", str(values))
     assert "kubectl is not on the PATH: install it" in demo(*arguments, path=str(tmp_path))
 
 
