@@ -24,7 +24,7 @@ help: ## Show this help
 .PHONY: demo
 demo: ## From a bare machine to a completed round (CLUSTER=current: on the cluster of your kubeconfig)
 	@$(PYTHON) -m hack.demo --cluster $(CLUSTER) \
-		$(if $(OPERATOR_VALUES),--operator-values $(OPERATOR_VALUES)) $(if $(WORKER_VALUES),--worker-values $(WORKER_VALUES))
+		$(if $(OPERATOR_VALUES),--operator-values $(OPERATOR_VALUES)) $(if $(FLEET),--fleet $(FLEET))
 
 .PHONY: demo-down
 demo-down: ## End what the demo started on this machine
@@ -100,7 +100,7 @@ test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in 
 	"$$($(PYTHON) -m hack.vllm path)/bin/python" -m pytest tests/long
 
 .PHONY: test-cluster
-test-cluster: .venv/.lock toolchain ## Both charts, real rounds, bad input and the pages of docs/ on a real cluster
+test-cluster: .venv/.lock toolchain ## The chart, real rounds, bad input and the pages of docs/ on a real cluster
 	.venv/bin/pytest -m 'cluster and not long' tests/chart tests/cluster tests/docs
 
 .PHONY: test-upgrade

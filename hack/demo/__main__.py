@@ -2,22 +2,24 @@
 """python3 -m hack.demo: bring everything up, run the example round, show how it goes."""
 
 import argparse
+import json
 import subprocess
 from pathlib import Path
 
-from hack.demo.looks import deployment, round_progress
+from hack.demo.looks import deployment, fleet, round_progress
 from hack.demo.progress import follow
 from hack.deploy.kube import Kube, current_kube
-from hack.deploy.local import OPERATOR_CHART, WORKER_CHART
+from hack.deploy.local import FLEET, OPERATOR_CHART, SERVED_NAME
 from hack.deploy.releases import (
+    FLEET_SECONDS,
     GATEWAY,
     NAMESPACE,
     OPERATOR,
     OPERATOR_SECONDS,
     SYSTEM_NAMESPACE,
-    WORKER,
-    WORKER_SECONDS,
     deploy_locally,
+    replace_outdated,
+    wait_for_kind,
 )
 from hack.images.site import ROOT
 from hack.toolchain.common import UserError, main, step
@@ -31,34 +33,61 @@ def program() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m hack.demo", description=__doc__)
     parser.add_argument("--cluster", choices=["local", "current"], default="local")
     parser.add_argument("--operator-values", type=Path, help="Helm values (with --cluster current)")
-    parser.add_argument("--worker-values", type=Path, help="Helm values (with --cluster current)")
+    parser.add_argument("--fleet", type=Path, help="a PoCFleet's manifest (with --cluster current)")
     options = parser.parse_args()
     if options.cluster == "local":
         kube = deploy_locally()
+        _follow_operator(kube)
+        replace_outdated(kube)
     else:
-        kube = _deploy_to_current(options.operator_values, options.worker_values)
+        kube = _deploy_to_current(*_given(options.operator_values, options.fleet))
+        _follow_operator(kube)
+    follow("vLLM pods", lambda: fleet(kube, NAMESPACE, FLEET), FLEET_SECONDS)
     _run_round(kube)
 
 
-def _deploy_to_current(operator: Path | None, worker: Path | None) -> Kube:
-    for option, path in (("OPERATOR_VALUES", operator), ("WORKER_VALUES", worker)):
+def _given(values: Path | None, manifest: Path | None) -> tuple[Path, Path]:
+    """Return both files; UserError if one of them is not there."""
+    for option, path, what in (
+        ("OPERATOR_VALUES", values, "a file with Helm values"),
+        ("FLEET", manifest, "the file of a PoCFleet"),
+    ):
         if path is None:
-            raise UserError(f"{option} is not set: name a file with Helm values, as in docs/start/quick-start.md.")
+            raise UserError(f"{option} is not set: name {what}, as in docs/start/quick-start.md.")
         if not path.is_file():
             raise UserError(f"{option}: {path} does not exist.")
+    assert values is not None  # noqa: S101 - for the type checker
+    assert manifest is not None  # noqa: S101 - for the type checker
+    return values, manifest
+
+
+def _deploy_to_current(values: Path, manifest: Path) -> Kube:
     kube = current_kube()
-    with step("charts"):
+    with step("chart and fleet"):
         # Before the operator's chart, whose Roles may belong there.
         kube.ensure_namespace(NAMESPACE, {})
-        kube.helm_install(OPERATOR, OPERATOR_CHART, SYSTEM_NAMESPACE, *filter(None, [operator]))
-        kube.helm_install(WORKER, WORKER_CHART, NAMESPACE, *filter(None, [worker]))
+        kube.helm_install(OPERATOR, OPERATOR_CHART, SYSTEM_NAMESPACE, values)
+        wait_for_kind(kube)
+        _check_fleet(kube, manifest)
+        kube.kubectl("--namespace", NAMESPACE, "apply", "--filename", manifest)
     return kube
 
 
-def _run_round(kube: Kube) -> None:
+def _check_fleet(kube: Kube, manifest: Path) -> None:
+    """UserError unless the file is the fleet that the example round asks for."""
+    found = json.loads(kube.kubectl("create", "--dry-run=client", "-o", "json", "--filename", manifest))
+    told = (found["kind"], found["metadata"]["name"], found.get("spec", {}).get("servedName"))
+    if told != ("PoCFleet", FLEET, SERVED_NAME):
+        need = f'one PoCFleet with the name "{FLEET}" and servedName "{SERVED_NAME}"'
+        raise UserError(f"FLEET: {manifest} must have {need}, which the example round asks for.")
+
+
+def _follow_operator(kube: Kube) -> None:
     follow("operator", lambda: deployment(kube, SYSTEM_NAMESPACE, OPERATOR), OPERATOR_SECONDS)
     follow("gateway", lambda: deployment(kube, SYSTEM_NAMESPACE, GATEWAY), OPERATOR_SECONDS)
-    follow("vLLM pods", lambda: deployment(kube, NAMESPACE, WORKER), WORKER_SECONDS)
+
+
+def _run_round(kube: Kube) -> None:
     # A round's spec is immutable: what an earlier demo left makes room.
     kube.kubectl("--namespace", NAMESPACE, "delete", "pocround", "demo", "--ignore-not-found", limit=150)
     kube.kubectl("--namespace", NAMESPACE, "apply", "--filename", ROUND)
@@ -69,10 +98,11 @@ def _run_round(kube: Kube) -> None:
 
 
 def _say_what_next(kube: Kube) -> None:
-    """Print the three lines that a newcomer tries next."""
+    """Print the lines that a newcomer tries next."""
     setting = "" if kube.kubeconfig is None else f"export KUBECONFIG={kube.kubeconfig}; "
     print("Try next:")
     print(f"  {setting}alias kubectl={kube.kubectl_path}; kubectl -n {NAMESPACE} describe pocround demo")
+    print(f"  kubectl -n {NAMESPACE} get pocfleets")
     print(f"  kubectl -n {NAMESPACE} delete pocround demo; kubectl -n {NAMESPACE} apply -f docs/examples/round.yaml")
     print(f"  kubectl -n {NAMESPACE} get pocrounds -o wide -w")
 

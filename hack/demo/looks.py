@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo shows while it waits: deployments and the round."""
+"""What the demo shows while it waits: deployments, the fleet and the round."""
 
 from typing import Any
 
 from hack.deploy.kube import Kube
+from hack.deploy.releases import FLEET_LABEL
 from hack.toolchain.common import UserError
 
 Look = tuple[bool, str]
@@ -20,6 +21,29 @@ def deployment(kube: Kube, namespace: str, name: str) -> Look:
     selector = ",".join(f"{key}={value}" for key, value in found["spec"]["selector"]["matchLabels"].items())
     pods = kube.get("--namespace", namespace, "pods", "--selector", selector)["items"]
     return False, f"{ready} of {wanted} pods ready; " + ("; ".join(map(_pod, pods)) or "no pod yet")
+
+
+def fleet(kube: Kube, namespace: str, name: str) -> Look:
+    """Whether all pods of a fleet are ready, and what the others wait for. UserError if it waits for a person."""
+    found = kube.get("--namespace", namespace, "pocfleet", name)
+    status, wanted = found.get("status", {}), found["spec"]["replicas"]
+    if status.get("observedGeneration") != found["metadata"]["generation"]:
+        return False, "waiting for the operator"
+    if any(one["type"] == "Stalled" and one["status"] == "True" for one in status.get("conditions", [])):
+        raise UserError(f"the fleet {name} cannot go on: {status.get('message')}")
+    # The pods themselves: the status may be a moment old.
+    pods = kube.get("--namespace", namespace, "pods", "--selector", f"{FLEET_LABEL}={name}")["items"]
+    ready = sum(map(_is_ready, pods))
+    text = f"{ready} of {wanted} pods ready"
+    if ready == wanted == len(pods):
+        return True, text
+    return False, f"{text}; " + ("; ".join(map(_pod, pods)) or "no pod yet")
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod.get("status", {}).get("conditions", [])
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return ready and "deletionTimestamp" not in pod["metadata"]
 
 
 def _pod(pod: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chart values for the local cluster: images built here, vLLM and the tiny models mounted from the machine."""
+"""Chart values and a fleet for the local cluster: images built here, vLLM and tiny models mounted from the machine."""
 
 import os
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from hack.toolchain.common import cache
 from hack.vllm.environment import environment
 
 OPERATOR_CHART = ROOT / "charts" / "vllm-poc-operator"
-WORKER_CHART = ROOT / "charts" / "vllm-poc-worker"
-#: The name that the example round asks for.
+#: The fleet and the model's name that the example round asks for.
+FLEET = "demo"
 SERVED_NAME = "demo"
 #: The ML node that the demo's pods are.
 ML_NODE = "demo"
@@ -45,7 +45,7 @@ def operator_values(namespace: str) -> Values:
 
     The gateway has one ML node, whose rounds are made in ``namespace``.
     """
-    template = {"selector": {"matchLabels": {"poc.gonka.ai/worker": "true"}}}
+    template = {"fleetRef": {"name": FLEET}}
     gateway = _image(Role.GATEWAY)
     return {
         "image": _image(Role.OPERATOR),
@@ -77,29 +77,35 @@ def gateway_volume() -> Values:
     }
 
 
-def worker_values(*, replicas: int, model: str = "qwen3-tiny") -> Values:
-    """Build and load the worker's image; return chart values for ``replicas`` CPU pods of a tiny model."""
+def fleet_spec(*, replicas: int, model: str = "qwen3-tiny") -> Values:
+    """Build and load the worker's image; return the spec of a fleet of ``replicas`` CPU pods with a tiny model."""
     found = cache() / "vllm-cache"
     found.mkdir(parents=True, exist_ok=True)
     mounts = {"vllm": (environment(), _VLLM), "models": (models(), _MODELS), "vllm-cache": (found, _VLLM_CACHE)}
-    return {
-        "image": _image(Role.WORKER),
-        "replicas": replicas,
+    image = _image(Role.WORKER)
+    vllm = {
+        "name": "vllm",
         "command": [f"{_VLLM}/bin/python", "-m", "vllm_poc", "serve"],
-        "model": {"path": f"{_MODELS}/{model}", "name": SERVED_NAME},
-        "extraArgs": ["--max-model-len=1024", "--enforce-eager"],
-        "extraEnv": [{"name": name, "value": value} for name, value in _CPU_ENVIRONMENT.items()],
-        "extraVolumes": [_volume(name, path) for name, (path, _) in mounts.items()],
-        "extraVolumeMounts": [
+        "volumeMounts": [
             {"name": name, "mountPath": target, "readOnly": target != _VLLM_CACHE}
             for name, (_, target) in mounts.items()
         ],
-        "sharedMemory": "1Gi",
+    }
+    volumes = [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]
+    volumes += [{"name": name, **_host_path(path)} for name, (path, _) in mounts.items()]
+    return {
+        "image": f"{image['repository']}:{image['tag']}",
+        "replicas": replicas,
+        "model": {"path": f"{_MODELS}/{model}"},
+        "servedName": SERVED_NAME,
+        "engineArgs": ["--max-model-len=1024", "--enforce-eager"],
+        "env": [{"name": name, "value": value} for name, value in _CPU_ENVIRONMENT.items()],
+        "podTemplate": {"spec": {"containers": [vllm], "volumes": volumes}},
     }
 
 
-def _volume(name: str, path: Path) -> Values:
-    return {"name": name, "hostPath": {"path": str(path), "type": "Directory"}}
+def _host_path(path: Path) -> dict[str, Any]:
+    return {"hostPath": {"path": str(path), "type": "Directory"}}
 
 
 # What vLLM needs to run beside others on a small machine without a GPU and without a network.

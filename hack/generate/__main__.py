@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 #: The kinds that ask pods to work, and all kinds.
 WORK: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration)
 KINDS: tuple[type[Resource], ...] = (*WORK, PoCFleet)
-CHARTS = ("vllm-poc-operator", "vllm-poc-worker")
 #: Folders with generated files, and what is in each of these: one that nothing writes any more is left over.
 FOLDERS = ("crds", "charts/vllm-poc-operator/files/crds", "docs/reference")
 MARK = "Written by `make generate`"
@@ -34,8 +33,7 @@ def files() -> Mapping[str, str]:
         found[f"crds/{crds.file_name(kind)}"] = manifest
         found[f"charts/vllm-poc-operator/files/crds/{crds.file_name(kind)}"] = manifest
         found[f"docs/reference/{kind.KIND.singular}.md"] = reference.render(kind, source=source)
-    for chart in CHARTS:
-        found[f"docs/reference/values-{chart}.md"] = values.render(ROOT / "charts" / chart)
+    found["docs/reference/values-vllm-poc-operator.md"] = values.render(ROOT / "charts" / "vllm-poc-operator")
     found["docs/reference/releases.md"] = releases.render(read_runs(), VERSIONS)
     return found
 

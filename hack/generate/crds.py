@@ -171,25 +171,22 @@ def _resolved(raw: Mapping[str, Any], definitions: Mapping[str, Schema]) -> Sche
     return merged
 
 
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Drop fields that are null, at any depth: the API server takes them for values of the wrong type."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+
+
 def _with_short_default(schema: Schema) -> Schema:
     """Drop a default of null, and what a default of an object repeats of its fields' own defaults."""
     if "default" not in schema:
         return schema
-    default = schema.pop("default")
+    default = _without_nulls(schema.pop("default"))
     if isinstance(default, Mapping):
         fields = schema.get("properties", {})
-        told = _without_null(default)
-        default = {name: value for name, value in told.items() if value != fields.get(name, {}).get("default")}
+        default = {name: value for name, value in default.items() if value != fields.get(name, {}).get("default")}
     return schema if default is None else {**schema, "default": default}
-
-
-def _without_null(default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a default without what it leaves open, also in objects within: no field may be null."""
-    return {
-        name: _without_null(value) if isinstance(value, Mapping) else value
-        for name, value in default.items()
-        if value is not None
-    }
 
 
 def _ordered(schema: Schema) -> Schema:

@@ -27,10 +27,12 @@ class Container:
     ``ended`` says why it does not run, in the kubelet's words; empty while it does. ``last_end`` is how it ended last,
     if it ever did. ``startup_seconds`` is how long its startup probe lets it start, and ``started`` whether that
     probe has passed; None without such a probe. ``model`` is what its arguments let vLLM load: `served_model`.
+    ``http_port`` is the one of its ports that is named http.
     """
 
     id: str
     ports: frozenset[int] = frozenset()
+    http_port: int | None = None
     restarts: int = 0
     ended: str = ""
     last_end: str = ""
@@ -95,6 +97,11 @@ class PodView:
         """Whether the pod exists and is not on its way out."""
         return not self.gone and not self.terminating
 
+    @property
+    def http_port(self) -> int | None:
+        """The port named http of its first container that has one."""
+        return next((one.http_port for one in self.containers if one.http_port is not None), None)
+
     def container(self, port: int) -> Container:
         """Return the container that serves ``port``: the first one, if none declares the port."""
         declaring = [container for container in self.containers if port in container.ports]
@@ -151,6 +158,7 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
     return Container(
         id=_container_id(status),
         ports=_ports(spec),
+        http_port=next((port["containerPort"] for port in spec.get("ports") or [] if port.get("name") == "http"), None),
         restarts=status.get("restartCount", 0),
         ended=_why_ended(state),
         last_end=_how_ended(state.get("terminated") or (status.get("lastState") or {}).get("terminated")),

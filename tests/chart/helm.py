@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""helm on this checkout's charts."""
+"""helm on this checkout's chart."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from hack.deploy.kube import Kube
-from hack.deploy.local import OPERATOR_CHART, WORKER_CHART
+from hack.deploy.local import OPERATOR_CHART
 from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
 from hack.toolchain.common import run
 
@@ -16,8 +16,6 @@ Values = dict[str, Any]
 LIMIT = 30.0
 #: Not the demo's release, so that the API server judges new objects and not changes of present ones.
 RELEASE = "fresh"
-NAMESPACES = {OPERATOR_CHART: SYSTEM_NAMESPACE, WORKER_CHART: NAMESPACE}
-MODEL: Values = {"model": {"path": "some/model"}, "auth": {"existingSecret": "pod-token"}}
 
 _TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 _COMMON: Values = {
@@ -61,7 +59,7 @@ ALL_VALUES: dict[Path, Values] = {
                 },
                 {
                     "name": "b200",
-                    "template": {"namespace": "default", "spec": {"selector": {"matchLabels": {"app": "vllm"}}}},
+                    "template": {"namespace": "default", "spec": {"fleetRef": {"name": "b200"}}},
                 },
             ],
             "statTests": {"*MiniMax*": {"dist_threshold": 0.7}},
@@ -102,35 +100,7 @@ ALL_VALUES: dict[Path, Values] = {
             "intervalSeconds": 10,
         },
     },
-    WORKER_CHART: {
-        **_COMMON,
-        "replicas": 3,
-        "model": {"path": "some/model", "name": "served"},
-        "extraArgs": ["--tensor-parallel-size=2"],
-        "command": ["vllm-poc", "serve"],
-        "poc": {"callbackAllow": ["*.example.org", "example.com"]},
-        "auth": {"existingSecret": "pod-token", "open": True},
-        "host": "::",
-        "port": 9000,
-        "huggingFace": {"tokenSecret": "hub"},
-        "cache": {"existingClaim": "weights"},
-        "sharedMemory": "16Gi",
-        "startupSeconds": 600,
-        "terminationGracePeriodSeconds": 90,
-        "preStopSeconds": 10,
-        "serviceAccount": {"name": "own"},
-        "podSecurityContext": {"fsGroup": 1000},
-        "securityContext": {"runAsNonRoot": True},
-        "topologySpreadConstraints": [
-            {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-        ],
-        "runtimeClassName": "nvidia",
-        "extraVolumes": [{"name": "models", "hostPath": {"path": "/models"}}],
-        "extraVolumeMounts": [{"name": "models", "mountPath": "/models"}],
-    },
 }
-#: The least that each chart needs.
-LEAST_VALUES: dict[Path, Values] = {OPERATOR_CHART: {}, WORKER_CHART: MODEL}
 
 
 def lint(kube: Kube, chart: Path, values: Values) -> str:
@@ -140,7 +110,7 @@ def lint(kube: Kube, chart: Path, values: Values) -> str:
 
 def render(kube: Kube, chart: Path, values: Values) -> str:
     """Return what ``helm template`` prints; UserError with helm's message if the values are refused."""
-    argv: list[str | Path] = [kube.helm_path, "template", RELEASE, chart, "--namespace", NAMESPACES[chart]]
+    argv: list[str | Path] = [kube.helm_path, "template", RELEASE, chart, "--namespace", SYSTEM_NAMESPACE]
     return run([*argv, "--values", "-"], limit=LIMIT, stdin=json.dumps(values))
 
 
@@ -150,7 +120,7 @@ def objects(kube: Kube, chart: Path, values: Values) -> list[dict[str, Any]]:
 
 
 def deployment(kube: Kube, chart: Path, values: Values) -> Any:  # noqa: ANN401 - a Kubernetes object
-    """Return the chart's rendered Deployment, of the operator or of the workers."""
+    """Return the operator's rendered Deployment."""
     return deployments(kube, chart, values)[0]
 
 

@@ -10,6 +10,7 @@ from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART
 from hack.toolchain.common import UserError
 from hack.toolchain.tools import tool_path
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from tests.chart.helm import RELEASE, objects, render
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
@@ -82,6 +83,18 @@ def test_chat_goes_past_the_gateway_without_its_token(helm: Kube) -> None:
         ]
         assert (service["metadata"]["namespace"], service["spec"]["selector"]) == ("poc-demo", {"app": "vllm"})
         assert service["spec"]["ports"] == [{"name": "http", "port": backend["port"], "targetPort": 9000}]
+
+
+def test_chat_goes_past_the_gateway_to_a_fleet(helm: Kube) -> None:
+    given = values(chatPastGateway=True)
+    given["gateway"]["mlNodes"][0]["template"]["spec"] = {"fleetRef": {"name": "h200"}}
+    (service,) = [
+        one["spec"]
+        for one in objects(helm, OPERATOR_CHART, given)
+        if one["kind"] == "Service" and one["metadata"]["namespace"] == "poc-demo"
+    ]
+    assert service["selector"] == {FLEET_LABEL: "h200"}
+    assert service["ports"] == [{"name": "http", "port": 80, "targetPort": "http"}]
 
 
 def test_long_names_stay_names(helm: Kube) -> None:

@@ -39,6 +39,7 @@ def test_the_gateway_understands_the_charts_file(helm: Kube, tmp_path: Path) -> 
     assert [str(source.file) for source in (first.token, first.chat_token)] == [f"{folder}/token" for folder in TOKENS]
     assert (second.name, second.token, second.chat_token) == ("b200", None, None)
     assert [one.template.namespace for one in (first, second)] == ["poc-demo", "default"]
+    assert [str(one.template.selector) for one in (first, second)] == ["app=vllm", "poc.gonka.ai/fleet=b200"]
 
 
 def test_tokens_are_mounted_where_the_file_says(helm: Kube) -> None:

@@ -62,7 +62,7 @@ def generate(pod: PodView, spec: dict[str, Any], nonces: list[int]) -> Generated
 
 
 def replace(kube: Kube, pod: PodView) -> None:
-    """Delete a pod; its Deployment makes another one at once."""
+    """Delete a pod; the fleet makes another one when it is gone."""
     kube.kubectl("--namespace", NAMESPACE, "delete", "pod", pod.name, "--wait=false")
 
 

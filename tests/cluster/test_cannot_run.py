@@ -65,7 +65,7 @@ def test_no_pod_can_run_the_round(rounds: Rounds, spec: dict[str, object], reaso
 def test_no_pod_answers_on_the_port(rounds: Rounds) -> None:
     rounds.apply("wrong-port", port=8001)
     message = rounds.wait_for_reason("wrong-port", "Progressing", "PodsUnreachable")
-    assert message.startswith("no pod answers on port 8001: vllm-poc-worker-")
+    assert message.startswith("no pod answers on port 8001: demo-0")
     assert message.endswith("check spec.port and that vLLM runs with --enable-poc")
 
 
@@ -74,7 +74,7 @@ def test_no_pod_matches(elsewhere: Rounds) -> None:
     message = elsewhere.wait_for_reason("lonely", "Progressing", "NoMatchingPods")
     assert message == (
         'no pod in namespace "poc-test" matches poc.gonka.ai/worker=true: '
-        "install the vllm-poc-worker chart there, or label your vLLM pods"
+        "create a PoCFleet there, or label your vLLM pods"
     )
 
 

@@ -22,10 +22,15 @@ from tests.unit.poc_gateway.node_api.requests import INIT
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
 NODE = "api/v1/inference/pow"
+#: Which pods the ML nodes have: those with a label, and those of a fleet.
+PODS: dict[str, dict[str, Any]] = {
+    "first": {"selector": {"matchLabels": {"app": "first"}}},
+    "second": {"fleetRef": {"name": "second"}},
+}
 
 
 def ml_node(name: str) -> dict[str, Any]:
-    spec = {"selector": {"matchLabels": {"app": name}}, "model": {"name": "tiny"}}
+    spec = {**PODS[name], "model": {"name": "tiny"}}
     return {"name": name, "template": {"namespace": "default", "spec": spec}}
 
 
@@ -82,7 +87,7 @@ def test_each_ml_node_has_rounds_of_its_own(api: ApiServer, network: str) -> Non
         for name in ("first", "second"):
             body = found[name]
             assert body["metadata"]["labels"]["poc.gonka.ai/origin"] == "network"
-            assert body["spec"]["selector"] == {"matchLabels": {"app": name}}
+            assert {field: body["spec"].get(field) for field in PODS[name]} == PODS[name]
             # In an operator's place.
             assert api.write_status("PoCRound", body["metadata"]["name"], {"state": "Complete"})[0] == 200
             stopped = client.post(f"/nodes/{name}/{NODE}/stop", content=b"{}")

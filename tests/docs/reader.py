@@ -16,7 +16,7 @@ import yaml
 
 from hack.cluster.up import up
 from hack.deploy.kube import Kube, local_kube
-from hack.deploy.local import gateway_volume, operator_values, worker_values
+from hack.deploy.local import fleet_spec, gateway_volume, operator_values
 from hack.models.store import models
 from hack.toolchain.__main__ import install
 from hack.toolchain.common import UserError, exclusive
@@ -71,10 +71,10 @@ class Reader:
             local = operator_values(WORK)
             gateway = {key: local["gateway"][key] for key in ("image", "storage")}
             return [_over(documents[0], {"image": local["image"], "gateway": gateway})]
-        if title == "worker-values.yaml":
-            local = worker_values(replicas=1)
-            model = {**local["model"], "name": documents[0].get("model", {}).get("name", local["model"]["name"])}
-            return [_over(documents[0], {**local, "model": model, "resources": {"limits": None}})]
+        if title == "fleet.yaml":
+            shown = documents[0]["spec"]
+            local = {**fleet_spec(replicas=1), "servedName": shown["servedName"]}
+            return [{**documents[0], "spec": _over({**shown, "gpu": {}}, local)}]
         return documents
 
 
@@ -107,7 +107,7 @@ def reader(folder: Path) -> Reader:
 
 
 def empty(found: Reader) -> None:
-    """Remove both charts, all rounds and the namespaces, also after a run that failed halfway."""
+    """Remove the operator, all rounds, fleets and the namespaces, also after a run that failed halfway."""
     if "pocrounds" in found.run("kubectl api-resources --api-group=poc.gonka.ai -o name"):
         try:
             found.run("kubectl delete poc --all --all-namespaces --timeout=150s")
@@ -115,7 +115,6 @@ def empty(found: Reader) -> None:
             # Without an operator nobody takes the finalizers off.
             raise UserError("rounds cannot be deleted: run make demo, which brings an operator.") from error
     for namespace in NAMESPACES:
-        for release in ("vllm-poc-worker", "vllm-poc-operator"):
-            found.run(f"helm -n {namespace} uninstall {release} --ignore-not-found")
+        found.run(f"helm -n {namespace} uninstall vllm-poc-operator --ignore-not-found")
         found.run(f"kubectl delete namespace {namespace} --ignore-not-found --timeout=150s")
     found.run("kubectl delete persistentvolume poc-gateway --ignore-not-found --timeout=60s")

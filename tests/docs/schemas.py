@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CRDs' and the charts' schemas, as a validator that also refuses unknown fields."""
+"""The CRDs' and the chart's schemas, as a validator that also refuses unknown fields."""
 
 import json
 from functools import cache
@@ -12,7 +12,7 @@ import yaml
 from tests.docs.pages import ROOT
 
 GROUP = "poc.gonka.ai"
-CHARTS = {"operator-values.yaml": "vllm-poc-operator", "worker-values.yaml": "vllm-poc-worker"}
+CHARTS = {"operator-values.yaml": "vllm-poc-operator"}
 
 
 @cache

@@ -71,7 +71,10 @@ def test_yaml_is_what_its_schema_allows(block: Block) -> None:
 @pytest.mark.parametrize("path", example_files(), ids=lambda path: path.name)
 def test_examples_are_what_the_schema_allows(path: Path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
-        assert manifest_errors(document) == []
+        if document["apiVersion"].startswith(f"{GROUP}/"):
+            assert manifest_errors(document) == []
+        else:
+            assert path.name == "deployment.yaml"  # it shows pods without any kind of ours
 
 
 def test_json_blocks_are_json() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quick start installs fits together: helm renders its commands with its own values files.
+"""What the quick start installs fits together: helm renders its commands with its own values file, and the operator
+makes of its fleet what it would make in a cluster.
 
 A reader meets a mistake here in the first hour: a callback host that the pods refuse, a volume that nobody made.
 """
@@ -7,6 +8,7 @@ A reader meets a mistake here in the first hour: a callback host that the pods r
 import re
 import subprocess
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.fleets.render import render
+from poc_operator.fleets.resolve import Resolved, Surroundings, packaged, resolve
 from tests.docs.pages import ROOT, Block, blocks
 from vllm_poc.server.admission import Access, Answered
 from vllm_poc.server.settings import Settings
@@ -41,8 +46,9 @@ class Installation:
     objects: list[tuple[str, dict[str, Any]]]
     created: set[Thing]
 
-    def deployments(self) -> list[tuple[str, dict[str, Any]]]:
-        return [(namespace, body) for namespace, body in self.objects if body["kind"] == "Deployment"]
+    def workloads(self) -> list[tuple[str, dict[str, Any]]]:
+        """The Deployments of the chart, and the StatefulSets that the operator makes."""
+        return [found for found in self.objects if found[1]["kind"] in ("Deployment", "StatefulSet")]
 
 
 def _page(name: str) -> list[Block]:
@@ -63,6 +69,7 @@ def installation(helm: Path, tmp_path: Path) -> Installation:
             if command.startswith(_INSTALL):
                 found.objects += _rendered(helm, tmp_path, command)
             found.created |= _created(command, tmp_path)
+            found.objects += _of_fleets(command, tmp_path, found)
     return found
 
 
@@ -83,11 +90,43 @@ def _created(command: str, folder: Path) -> set[Thing]:
     secret = re.match(r"kubectl -n (\S+) create secret generic (\S+)", command)
     if secret:
         return {Thing(secret[1], "Secret", secret[2])}
-    applied = re.match(r"kubectl -n (\S+) apply -f (\S+)", command)
-    if not applied:
-        return set()
-    bodies = yaml.safe_load_all((folder / applied[2]).read_text())
-    return {Thing(applied[1], body["kind"], body["metadata"]["name"]) for body in bodies}
+    applied = _applied(command, folder)
+    return {Thing(namespace, body["kind"], body["metadata"]["name"]) for namespace, body in applied}
+
+
+def _applied(command: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the objects of the file that a kubectl command of the page applies, each with its namespace."""
+    found = re.match(r"kubectl -n (\S+) apply -f (\S+)", command)
+    return [] if not found else [(found[1], body) for body in yaml.safe_load_all((folder / found[2]).read_text())]
+
+
+def _of_fleets(command: str, folder: Path, installed: Installation) -> list[tuple[str, dict[str, Any]]]:
+    """Return the objects that the operator makes of the fleets that a kubectl command applies."""
+    found = []
+    for namespace, body in _applied(command, folder):
+        if body["kind"] != PoCFleet.KIND.kind:
+            continue
+        metadata = {"namespace": namespace, "uid": "uid", "generation": 1, "resourceVersion": "1"}
+        metadata |= {"creationTimestamp": datetime.now(UTC), **body["metadata"]}
+        fleet = PoCFleet.parse({**body, "metadata": metadata})
+        around = Surroundings(
+            presets=packaged(),
+            image=_option(installed, "--worker-image"),
+            token_secret=_option(installed, "--pod-token-secret"),
+        )
+        resolved = resolve(fleet.spec, around)
+        assert isinstance(resolved, Resolved), resolved
+        found += [(namespace, made) for made in render(fleet, resolved, around)]
+    return found
+
+
+def _option(installation: Installation, name: str) -> str:
+    """Return the value of an option that the chart gives to the operator."""
+    for _, body in installation.workloads():
+        for argument in body["spec"]["template"]["spec"]["containers"][0].get("args", []):
+            if argument.startswith(f"{name}="):
+                return str(argument.partition("=")[2])
+    pytest.fail(f"the quick start's operator has no {name}")
 
 
 def _references(namespace: str, part: Any) -> set[Thing]:  # noqa: ANN401 - any part of a manifest
@@ -107,17 +146,12 @@ def _references(namespace: str, part: Any) -> set[Thing]:  # noqa: ANN401 - any 
 
 def _gateway_host(installation: Installation) -> str:
     """Return the host of the address that the operator gives to pods."""
-    for _, body in installation.deployments():
-        for argument in body["spec"]["template"]["spec"]["containers"][0].get("args", []):
-            if argument.startswith("--gateway-url="):
-                return str(urlsplit(argument.partition("=")[2]).hostname)
-    pytest.fail("the quick start installs no gateway")
+    return str(urlsplit(_option(installation, "--gateway-url")).hostname)
 
 
 def _worker(installation: Installation) -> dict[str, Any]:
-    labels = [body["spec"]["template"]["metadata"]["labels"] for _, body in installation.deployments()]
-    workers = [label.get("poc.gonka.ai/worker") == "true" for label in labels]
-    return installation.deployments()[workers.index(True)][1]
+    (worker,) = [body for _, body in installation.workloads() if body["kind"] == "StatefulSet"]
+    return worker
 
 
 def _variables(body: dict[str, Any]) -> dict[str, str]:
@@ -138,7 +172,7 @@ def test_everything_that_a_pod_names_is_made(installation: Installation) -> None
     made = installation.created | {
         Thing(namespace, body["kind"], body["metadata"]["name"]) for namespace, body in installation.objects
     }
-    needed = {thing for namespace, body in installation.deployments() for thing in _references(namespace, body)}
+    needed = {thing for namespace, body in installation.workloads() for thing in _references(namespace, body)}
     assert needed - made == set()
 
 
@@ -147,3 +181,5 @@ def test_rounds_ask_for_the_model_that_the_pods_serve(installation: Installation
     served = {argument.partition("=")[2] for argument in arguments if argument.startswith("--served-model-name=")}
     rounds = [yaml.safe_load(block.text) for block in _page("quick-start.md") if block.title == "round.yaml"]
     assert {body["spec"]["model"]["name"] for body in rounds} == served
+    fleets = {thing.name for thing in installation.created if thing.kind == PoCFleet.KIND.kind}
+    assert {body["spec"]["fleetRef"]["name"] for body in rounds} == fleets

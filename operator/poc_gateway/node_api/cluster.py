@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.work import DEFAULT_PORT
 from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import PodClient, base_url
 from poc_operator.clients.pods.reference_pods import PodVersions, ReferenceStatus
@@ -79,9 +80,9 @@ class ReadyPod:
 
 
 class ReadyPods:
-    """The ready pods with these labels, whose servers listen on ``port``."""
+    """The ready pods with these labels, whose servers listen on ``port``; None: on that which each pod calls http."""
 
-    def __init__(self, cluster: Cluster, client: PodClient, *, selector: LabelSelector, port: int) -> None:
+    def __init__(self, cluster: Cluster, client: PodClient, *, selector: LabelSelector, port: int | None) -> None:
         self._cluster = cluster
         self._client = client
         self._selector = selector
@@ -105,13 +106,13 @@ class ReadyPods:
 
     async def versions(self, pods: Sequence[PodView]) -> Sequence[PodVersions | None]:
         """Return what runs in these pods; None for one that has never answered. A server is asked once."""
-        servers = [pod.server(self._port) for pod in pods]
+        servers = [pod.server(self._port_of(pod)) for pod in pods]
         unknown = [pod for pod, server in zip(pods, servers, strict=True) if server not in self._versions]
         answers = await self._ask(self._client.versions, unknown)
         known = {server: versions for server, versions in self._versions.items() if server in servers}
         for pod, answer in zip(unknown, answers, strict=True):
             if answer is not None:
-                known[pod.server(self._port)] = answer
+                known[pod.server(self._port_of(pod))] = answer
         self._versions = known
         return [known.get(server) for server in servers]
 
@@ -145,4 +146,8 @@ class ReadyPods:
         return self._base(pod).removesuffix(API_PREFIX)
 
     def _base(self, pod: PodView) -> str:
-        return base_url(pod.ip or "", self._port)
+        return base_url(pod.ip or "", self._port_of(pod))
+
+    def _port_of(self, pod: PodView) -> int:
+        # Pods of one fleet may have several ports while it changes.
+        return self._port if self._port is not None else pod.http_port or DEFAULT_PORT

@@ -7,7 +7,7 @@ the others: a number, a host name, tokens. Two ML nodes share no pods.
 
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -25,9 +25,10 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
-from poc_operator.apis.v1alpha1.meta import NETWORK_ORIGIN, ORIGIN_LABEL, LabelSelector
+from poc_operator.apis.v1alpha1.meta import NETWORK_ORIGIN, ORIGIN_LABEL, LabelSelector, fleet_selector
 from poc_operator.apis.v1alpha1.round import RoundSpec
 from poc_operator.apis.v1alpha1.schema import aliases
+from poc_operator.apis.v1alpha1.work import DEFAULT_PORT, FleetRef
 from poc_operator.credentials import secrets_of
 
 #: Label of the rounds of one ML node, beside that of all rounds that the network asked for.
@@ -89,21 +90,20 @@ class RoundTemplate(_Entry):
         unknown = sorted(spec.keys() - aliases(RoundSpec).values())
         if unknown:
             raise ValueError(f"a PoCRound's spec has no {', '.join(unknown)}: see `kubectl explain pocround.spec`")
-        if "selector" not in spec:
-            raise ValueError("selector is missing: name the labels of the pods that serve the network")
-        if not str(LabelSelector.model_validate(spec["selector"])):
-            raise ValueError("selector is empty and would take every pod: set matchLabels or matchExpressions")
+        _check_pods(spec)
         return spec
 
     @property
     def selector(self) -> LabelSelector:
         """Which pods serve the network."""
+        if "fleetRef" in self.spec:
+            return fleet_selector(self.spec["fleetRef"]["name"])
         return LabelSelector.model_validate(self.spec["selector"])
 
     @property
-    def port(self) -> int:
-        """The port of the pods' server; the CRD's default unless told otherwise."""
-        return int(self.spec.get("port", 8000))
+    def port(self) -> int | None:
+        """The port of the pods' server; the CRD's default unless told otherwise. None for a fleet, which sets it."""
+        return None if "fleetRef" in self.spec else int(self.spec.get("port", DEFAULT_PORT))
 
     @property
     def model(self) -> str | None:
@@ -115,6 +115,22 @@ class RoundTemplate(_Entry):
         """Return a round's whole spec."""
         nodes = {**(self.spec.get("nodes") or {}), **asked["nodes"]}
         return {**self.spec, **asked, "nodes": nodes}
+
+
+def _check_pods(spec: Mapping[str, Any]) -> None:
+    """ValueError unless the spec says which pods serve the network, in one of two ways."""
+    if ("fleetRef" in spec) == ("selector" in spec):
+        raise ValueError("set exactly one of fleetRef and selector: the fleet whose pods serve the network, or labels")
+    if "fleetRef" not in spec:
+        if not str(LabelSelector.model_validate(spec["selector"])):
+            raise ValueError("selector is empty and would take every pod: set matchLabels or matchExpressions")
+        return
+    try:
+        FleetRef.model_validate(spec["fleetRef"])
+    except ValidationError:
+        raise ValueError("fleetRef must have the name of a PoCFleet, as in {name: h200}") from None
+    if "port" in spec:
+        raise ValueError("port is that of the fleet: remove port, or fleetRef")
 
 
 def _lower(value: object) -> object:

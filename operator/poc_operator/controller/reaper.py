@@ -316,7 +316,7 @@ class Reaper:
 
 
 def _worker_ports(pod: PodView) -> Collection[int]:
-    """Return the ports at which a pod of the worker's chart may serve, whether any object selects it or not."""
+    """Return the ports at which a pod with the workers' label may serve, whether any object selects it or not."""
     if not WORKER_LABELS.items() <= pod.labels.items():
         return ()
     declared = {port for container in pod.containers for port in container.ports}

@@ -4,8 +4,8 @@
 Each has only the fields that the operator cares about; what others set beside them stays. The annotation `HASH` tells
 an object that has everything that is wanted from one that has more, of an earlier spec.
 
-The pods are those of the chart ``vllm-poc-worker``, with the fleet's fields put in. What the chart lets users change by
-values, and the spec has no field for, they change by ``spec.podTemplate``.
+The pods are those of ``docs/examples/deployment.yaml``, with the fleet's fields put in. What the spec has no field for,
+users change by ``spec.podTemplate``.
 """
 
 import hashlib

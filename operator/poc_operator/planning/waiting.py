@@ -41,7 +41,7 @@ def _no_pod_matches(snapshot: Snapshot[Work]) -> Wait | None:
         Reason.NO_MATCHING_PODS,
         (
             f'no pod in namespace "{namespace}" matches {snapshot.work.spec.pods}: '
-            "install the vllm-poc-worker chart there, or label your vLLM pods"
+            "create a PoCFleet there, or label your vLLM pods"
         ),
     )
 

@@ -1,34 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local cluster with both charts installed: brought up once per test run, and left up."""
+"""The local cluster with the operator and a fleet: brought up once per test run, and left up."""
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 
-from hack.demo.looks import deployment
+from hack.demo.looks import deployment, fleet
 from hack.demo.progress import follow
 from hack.deploy.kube import Kube
+from hack.deploy.local import FLEET
 from hack.deploy.releases import (
+    FLEET_LABEL,
+    FLEET_SECONDS,
     GATEWAY,
     NAMESPACE,
     OPERATOR,
     OPERATOR_SECONDS,
     SYSTEM_NAMESPACE,
-    WORKER,
-    WORKER_SECONDS,
     deploy_locally,
+    replace_outdated,
 )
 from hack.toolchain.common import UserError
 
 LOG_LINES = 30
 #: (kubectl arguments) that tell what became of the pods and what the operator says.
 _DIAGNOSES = (
-    ("get", "pods,pocrounds", "--all-namespaces", "-o", "wide"),
+    ("get", "pods,pocrounds,pocfleets", "--all-namespaces", "-o", "wide"),
     ("--namespace", NAMESPACE, "get", "events", "--sort-by=.lastTimestamp"),
     ("--namespace", SYSTEM_NAMESPACE, "describe", "pods"),
     ("--namespace", SYSTEM_NAMESPACE, "logs", f"deployment/{OPERATOR}", f"--tail={LOG_LINES}"),
     ("--namespace", SYSTEM_NAMESPACE, "logs", f"deployment/{GATEWAY}", f"--tail={LOG_LINES}"),
-    ("--namespace", NAMESPACE, "logs", f"deployment/{WORKER}", f"--tail={LOG_LINES}"),
+    ("--namespace", NAMESPACE, "logs", "--selector", f"{FLEET_LABEL}={FLEET}", f"--tail={LOG_LINES}"),
 )
 
 
@@ -36,16 +39,17 @@ _DIAGNOSES = (
 def deployed() -> Kube:
     """Return the tools of a cluster whose operator and vLLM pods are ready."""
     kube = deploy_locally()
-    ready(kube)
+    ready(kube, replace_outdated)
     return kube
 
 
-def ready(kube: Kube) -> None:
-    """Wait until the operator, the gateway and both vLLM pods are ready."""
+def ready(kube: Kube, then: Callable[[Kube], None] = lambda _: None) -> None:
+    """Wait until the operator and the gateway are ready, do what is to be done ``then``, and wait for the vLLM pods."""
     try:
         follow("operator", lambda: deployment(kube, SYSTEM_NAMESPACE, OPERATOR), OPERATOR_SECONDS)
         follow("gateway", lambda: deployment(kube, SYSTEM_NAMESPACE, GATEWAY), OPERATOR_SECONDS)
-        follow("vLLM pods", lambda: deployment(kube, NAMESPACE, WORKER), WORKER_SECONDS)
+        then(kube)
+        follow("vLLM pods", lambda: fleet(kube, NAMESPACE, FLEET), FLEET_SECONDS)
     except UserError as error:
         pytest.fail(f"{error}\n{diagnosis(kube)}")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stops the demo says so in one clear sentence, with the remedy."""
 
+import json
 import os
 import re
 import socket
@@ -44,15 +45,37 @@ def test_values_are_asked_for() -> None:
 
 def test_values_must_exist(tmp_path: Path) -> None:
     missing = str(tmp_path / "values.yaml")
-    line = demo("--cluster", "current", "--operator-values", missing, "--worker-values", missing)
+    line = demo("--cluster", "current", "--operator-values", missing, "--fleet", missing)
     assert line == f"error: OPERATOR_VALUES: {missing} does not exist."
 
 
 def test_kubectl_is_asked_for(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.touch()
-    arguments = ("--cluster", "current", "--operator-values", str(values), "--worker-values", str(values))
+    arguments = ("--cluster", "current", "--operator-values", str(values), "--fleet", str(values))
     assert "kubectl is not on the PATH: install it" in demo(*arguments, path=str(tmp_path))
+
+
+def test_a_fleet_is_asked_for(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.touch()
+    line = demo("--cluster", "current", "--operator-values", str(values))
+    assert line == "error: FLEET is not set: name the file of a PoCFleet, as in docs/start/quick-start.md."
+
+
+@pytest.mark.parametrize(("name", "served"), [("other", "demo"), ("demo", "other")])
+def test_the_fleet_must_be_that_of_the_example_round(tmp_path: Path, name: str, served: str) -> None:
+    manifest = tmp_path / "fleet.yaml"
+    manifest.write_text(json.dumps({"kind": "PoCFleet", "metadata": {"name": name}, "spec": {"servedName": served}}))
+    for program in ("kubectl", "helm"):
+        # As kubectl shows a manifest that it would create; a cluster is not asked.
+        (tmp_path / program).write_text(f'#!/bin/sh\ncase "$1" in create) cat {manifest};; esac\n')
+        (tmp_path / program).chmod(0o755)
+    arguments = ("--cluster", "current", "--operator-values", str(manifest), "--fleet", str(manifest))
+    assert demo(*arguments, path=f"{tmp_path}:/usr/bin:/bin") == (
+        f'error: FLEET: {manifest} must have one PoCFleet with the name "demo" and servedName "demo", '
+        "which the example round asks for."
+    )
 
 
 def test_go_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,6 +28,16 @@ def test_the_container_that_declares_the_port_is_the_server() -> None:
     assert pod.server(9000) == "containerd://p#5"
 
 
+def test_the_port_named_http_is_known() -> None:
+    pod = body()
+    assert PodView.parse(pod).http_port is None
+    pod["spec"]["containers"].append({"name": "more", "ports": [{"containerPort": 1}]})
+    pod["spec"]["containers"].append(
+        {"name": "most", "ports": [{"containerPort": 2}, {"containerPort": 3, "name": "http"}]}
+    )
+    assert PodView.parse(pod).http_port == 3
+
+
 def test_a_restart_changes_the_view() -> None:
     assert PodView.parse(body()).server(8000) != PodView.parse(body(restarts=1)).server(8000)
     assert PodView.parse(body()) != PodView.parse(body(restarts=1))

@@ -16,7 +16,7 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 FINALIZER = f"{GROUP}/operator"
 COMPONENT = "vllm-poc-operator"
-#: Label of the pods that work, unless a selector names others; the chart vllm-poc-worker sets it.
+#: Label of the pods that work, unless a selector names others; those of fleets have it.
 WORKER_LABELS = {f"{GROUP}/worker": "true"}
 #: Label of everything that belongs to a fleet; its value is the fleet's name.
 FLEET_LABEL = f"{GROUP}/fleet"

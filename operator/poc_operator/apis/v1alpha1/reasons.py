@@ -245,7 +245,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.NO_MATCHING_PODS: Explanation(
         "Progressing=False",
         "No pod of the namespace matches `spec.selector`.",
-        "Install the chart `vllm-poc-worker` there, or label your pods.",
+        "Create a `PoCFleet` there, or label your pods.",
     ),
     Reason.NO_POD_READY: Explanation(
         "Progressing=False",
@@ -255,8 +255,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.PODS_UNREACHABLE: Explanation(
         "Progressing=False, Failed=True",
         "Ready pods do not answer the PoC routes. The object fails when none has answered for `pollFailureSeconds`.",
-        "Check `spec.port`, that vLLM runs with `--enable-poc`, network policies, and that both charts have the same "
-        "token. The message names pods and errors.",
+        "Check `spec.port`, that vLLM runs with `--enable-poc`, network policies, and that operator and pods have the "
+        "same token. The message names pods and errors.",
     ),
     Reason.PODS_BUSY: Explanation(
         "Progressing=False, Failed=True",

@@ -18,16 +18,19 @@ from poc_gateway.server.process import Components, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
-from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, LabelSelector
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreError, UnreadableObject
 from poc_operator.clients.pods.client import PodClient
-from poc_operator.observed import PodView
+from poc_operator.observed import Container, PodView
 from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import Pod, running_pod
 
 LABELS = {"poc.gonka.ai/worker": "true"}
+#: The fleet of every pod that is announced, and the template of an ML node that names it.
+FLEET = "h200"
+OF_FLEET: dict[str, Any] = {"namespace": "ns", "spec": {"fleetRef": {"name": FLEET}}}
 
 
 class MemoryCluster:
@@ -189,9 +192,15 @@ class World:
         self.announce(host, ml_node)
         return pod
 
-    def announce(self, host: str, ml_node: str = "one", *, ready: bool = True) -> None:
+    def announce(
+        self, host: str, ml_node: str = "one", *, ready: bool = True, fleet: str = FLEET, port: int | None = None
+    ) -> None:
         """Let the API server tell of a ready pod, whether it is there or not."""
-        view = PodView(name=f"pod-{host}", namespace="ns", uid=host, labels=LABELS, ip=host, ready=ready)
+        labels = {**LABELS, FLEET_LABEL: fleet}
+        server = Container(id=host, http_port=port or self.port)
+        view = PodView(
+            name=f"pod-{host}", namespace="ns", uid=host, labels=labels, ip=host, ready=ready, containers=(server,)
+        )
         self.clusters[ml_node].pods.append(view)
 
     async def post(self, path: str, body: object = None) -> httpx.Response:

@@ -16,7 +16,7 @@ from poc_gateway.node_api import chat
 from poc_operator.clients.errors import StoreUnavailable
 from tests.support.fakes.chat_pod import PIECE, ChatPod
 from tests.support.servers.http_server import free_port, serve
-from tests.unit.poc_gateway.node_api.cluster import World, running_world
+from tests.unit.poc_gateway.node_api.cluster import OF_FLEET, World, running_world
 from tests.unit.poc_gateway.node_api.requests import error_of
 
 ADDRESS = "127.0.0.1"
@@ -247,3 +247,10 @@ async def test_an_ml_node_chats_with_its_own_pods_alone(tmp_path: Path, stack: A
             assert answer.status == status, base
     async with httpx.AsyncClient(transport=httpx.ASGITransport(chats.world.app), base_url="http://g") as client:
         error_of(await client.get("/v1"), 404, "MlNodeNotFound")
+
+
+async def test_chat_goes_to_the_pods_of_a_fleet(tmp_path: Path, stack: AsyncExitStack) -> None:
+    chats = await start(tmp_path, stack, 1, one={"template": OF_FLEET})
+    chats.world.announce(HOSTS[1], fleet="other")
+    chats.release()
+    assert [await chats.whole() for _ in range(2)] == [(200, DONE)] * 2

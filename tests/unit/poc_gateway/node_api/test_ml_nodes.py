@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from poc_gateway.node_api.ml_nodes import load_ml_nodes
+from tests.support.servers.http_server import free_port, serve
+from tests.support.servers.pod import running_pod
+from tests.unit.poc_gateway.node_api.cluster import FLEET as FLEET_NAME
+from tests.unit.poc_gateway.node_api.cluster import OF_FLEET, running_world
+from tests.unit.poc_gateway.node_api.requests import INIT, validation
 
 SPEC: dict[str, Any] = {"selector": {"matchLabels": {"a": "b"}}}
+FLEET: dict[str, Any] = {"fleetRef": {"name": "h200"}}
 ENTRY: dict[str, Any] = {"name": "a", "template": {"namespace": "ns", "spec": SPEC}}
 
 
@@ -48,8 +54,20 @@ def test_ml_nodes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (second.template.port, second.template.model) == (8000, None)
 
 
+def of_spec(spec: dict[str, Any], **fields: object) -> list[dict[str, Any]]:
+    return [ENTRY | {"template": {"namespace": "ns", "spec": spec}} | fields]
+
+
 def with_spec(**fields: object) -> list[dict[str, Any]]:
-    return [ENTRY | {"template": {"namespace": "ns", "spec": SPEC | fields}}]
+    return of_spec(SPEC | fields)
+
+
+def test_an_ml_node_may_be_a_fleet(tmp_path: Path) -> None:
+    (one,) = load(tmp_path, of_spec(FLEET | {"model": {"name": "tiny"}}))
+    template = one.template
+    assert (str(template.selector), template.port, template.model) == ("poc.gonka.ai/fleet=h200", None, "tiny")
+    spec = template.spec_of({"nodes": {"first": 1, "last": 1, "count": 2}})
+    assert spec == FLEET | {"model": {"name": "tiny"}, "nodes": {"first": 1, "last": 1, "count": 2}}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +82,12 @@ def with_spec(**fields: object) -> list[dict[str, Any]]:
         ([ENTRY | {"hosts": "x"}], "0.hosts: Extra inputs are not permitted"),
         ([ENTRY | {"token": {}}], "0.token: Value error, set either file or env"),
         ([ENTRY | {"template": {"spec": SPEC}}], "0.template.namespace: Field required"),
-        ([ENTRY | {"template": {"namespace": "ns", "spec": {}}}], "selector is missing"),
+        (of_spec({}), "set exactly one of fleetRef and selector"),
+        (with_spec(**FLEET), "set exactly one of fleetRef and selector"),
+        (of_spec({"fleetRef": {}}), "fleetRef must have the name of a PoCFleet, as in {name: h200}"),
+        (of_spec({"fleetRef": {"name": "A_b"}}), "fleetRef must have the name of a PoCFleet"),
+        (of_spec({"fleetRef": "h200"}), "fleetRef must have the name of a PoCFleet"),
+        (of_spec(FLEET | {"port": 8000}), "port is that of the fleet: remove port, or fleetRef"),
         (with_spec(rTarget="1.4"), "rTarget come with each request"),
         (with_spec(callbackSecretRef={"name": "s"}), "callbackSecretRef cannot be used with addresses of requests"),
         (with_spec(nodes={"count": 4}), "nodes may only have groups"),
@@ -74,6 +97,10 @@ def with_spec(**fields: object) -> list[dict[str, Any]]:
         ([ENTRY | {"host": "x.org"}, other(host="X.org")], "host: x.org is that of several ML nodes"),
         ([ENTRY | {"number": 1}, other(number=1)], "number: 1 is that of several ML nodes"),
         ([ENTRY, ENTRY | {"name": "b"}], "template: ns: a=b is that of several ML nodes"),
+        (
+            [*of_spec(FLEET), *of_spec(FLEET, name="b")],
+            "template: ns: poc.gonka.ai/fleet=h200 is that of several ML nodes",
+        ),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, entries: object, message: str) -> None:
@@ -92,3 +119,23 @@ def test_a_token_that_is_not_there_is_explained(tmp_path: Path) -> None:
         (one,) = load(tmp_path, [ENTRY | {"token": source}])
         with pytest.raises(ValueError, match=message):
             one.token.read()
+
+
+async def test_the_pods_of_a_fleet_are_found_by_its_name(tmp_path: Path) -> None:
+    """Whatever port they have; a pod of another fleet is none of the ML node's."""
+    async with running_world(tmp_path, pods=1, one={"template": OF_FLEET}) as world, running_pod() as other:
+        port = free_port()
+        async with serve(other.app, "127.0.0.2", port):
+            world.announce("127.0.0.2", port=port)
+            world.announce("127.0.0.3", fleet="other")
+            assert (await world.http.get("/health")).json()["service_state"] == "INFERENCE"
+            assert (await world.get("state")).json()["loaded_model"] == "tiny"
+            assert (await world.get("versions")).json()["vllm_version"] is not None
+            assert (await world.post("models/status", {"hf_repo": "tiny"})).json()["status"] == "DOWNLOADED"
+            assert (await world.get("inference/pow/status")).json()["status"] == "IDLE"
+            started = (await world.post("inference/pow/init/generate", INIT)).json()
+            assert (started["status"], started["backends"]) == ("OK", 2)
+            (spec,) = world.cluster.specs
+            assert (spec["fleetRef"], spec.keys() & {"selector", "port"}) == ({"name": FLEET_NAME}, set())
+            told = (await world.post("inference/pow/generate", validation(wait=True))).json()
+            assert (told["n_total"], told["n_mismatch"]) == (200, 0)

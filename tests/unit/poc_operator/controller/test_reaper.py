@@ -269,7 +269,7 @@ async def test_all_that_a_selector_matches_are_asked(selector: dict[str, Any]) -
 
 @pytest.mark.parametrize("known", [None, "selected", "named", "gone"])
 async def test_a_pod_that_no_object_selects_or_names_does_not_get_the_token(known: str | None) -> None:
-    """Whoever may make a pod could take the label of the worker's chart, and wait for the token."""
+    """Whoever may make a pod could take the workers' label, and wait for the token."""
     labels = LABELS if known == "selected" else CUSTOM
     round_ = a_body(UID, DONE, state=State.COMPLETE, selector={"matchLabels": labels})
     world = World(bodies=[round_], computing={HERE: work()})

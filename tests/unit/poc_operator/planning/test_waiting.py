@@ -15,7 +15,7 @@ World = tuple[tuple[PodView, PodReport | None], ...]
 @pytest.mark.parametrize(
     ("world", "reason", "says_what"),
     [
-        pytest.param((), Reason.NO_MATCHING_PODS, "install the vllm-poc-worker chart", id="no pod"),
+        pytest.param((), Reason.NO_MATCHING_PODS, "create a PoCFleet there, or label your vLLM pods", id="no pod"),
         pytest.param(
             ((a_pod("a", ready=False, waiting_for="ImagePullBackOff"), None),),
             Reason.NO_POD_READY,
