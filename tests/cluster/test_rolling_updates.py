@@ -36,10 +36,10 @@ from tests.simulation.world import World
 from tests.support.servers.api_server import ApiServer
 
 MINUTES = float(os.environ.get("MINUTES", "0"))
-PERIOD_SECONDS = float(os.environ.get("PERIOD", "60" if MINUTES else "10"))
+PERIOD_SECONDS = float(os.environ.get("PERIOD", "60" if MINUTES else "12"))
 TRIES = int(os.environ.get("TRIES", "2"))
 #: A round computes for so long.
-ROUND_SECONDS = max(2, int(PERIOD_SECONDS / 3))
+ROUND_SECONDS = max(2, int(PERIOD_SECONDS / 4))
 #: A canary that computes wrong vectors stops the update within so many seconds of its verdict.
 STOP_SECONDS = 30.0
 PODS = 10
