@@ -8,6 +8,7 @@ import subprocess
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from time import monotonic
@@ -33,7 +34,10 @@ SPEC = {
     "model": {"path": "org/model"},
     "image": "registry.example.org/worker:1",
     "selfCheck": {"enabled": False},
+    "podTemplate": {"spec": {"terminationGracePeriodSeconds": 0}},
 }
+NEVER = {"update": {"strategy": "Never"}}
+ROUNDS = "/apis/poc.gonka.ai/v1alpha1/namespaces/default/pocrounds"
 CONTROLLERS = "statefulset-controller,garbage-collector-controller,disruption-controller"
 
 Body = dict[str, Any]
@@ -85,9 +89,17 @@ def pods(api: ApiServer, fleet: str) -> dict[str, Body]:
     return {body["metadata"]["name"]: body for body in found if "deletionTimestamp" not in body["metadata"]}
 
 
-def make_ready(api: ApiServer, fleet: str) -> None:
-    """Do for the pods what a kubelet does."""
+def make_ready(api: ApiServer, fleet: str, *, crash: str = "") -> None:
+    """Do for the pods what a kubelet does. Those whose arguments have ``crash`` crash."""
     for name, pod in pods(api, fleet).items():
+        if crash and crash in pod["spec"]["containers"][0]["args"]:
+            waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+            container = {"name": "vllm", "ready": False, "restartCount": 1, "image": "a", "imageID": "b"}
+            status: Body = {"phase": "Running", "containerStatuses": [{**container, "state": waiting}]}
+            api.request("PATCH", f"{PODS}/{name}/status", {"status": status})
+            continue
+        if any(one["type"] == "Ready" for one in pod.get("status", {}).get("conditions", [])):
+            continue
         container = {"name": "vllm", "ready": True, "restartCount": 0, "image": "a", "imageID": "b", "started": True}
         state = {"running": {"startedAt": pod["metadata"]["creationTimestamp"]}}
         status = {
@@ -105,8 +117,8 @@ def status_of(api: ApiServer, fleet: str) -> Body:
     return found
 
 
-async def ready_fleet(api: ApiServer, name: str, replicas: int) -> None:
-    assert api.create("PoCFleet", name, {**SPEC, "replicas": replicas})[0] == 201
+async def ready_fleet(api: ApiServer, name: str, replicas: int, **spec: Any) -> None:  # noqa: ANN401
+    assert api.create("PoCFleet", name, {**SPEC, "replicas": replicas, **spec})[0] == 201
     await until(lambda: pods(api, name), lambda found: len(found) == replicas)
     make_ready(api, name)
     await until(lambda: status_of(api, name), lambda found: found.get("reason") == "AllReplicasReady")
@@ -114,7 +126,7 @@ async def ready_fleet(api: ApiServer, name: str, replicas: int) -> None:
 
 @pytest.mark.usefixtures("operator")
 async def test_another_spec_restarts_no_pod_and_deleted_ones_come_back_with_it(cluster: ApiServer) -> None:
-    await ready_fleet(cluster, "update", 2)
+    await ready_fleet(cluster, "update", 2, **NEVER)
     before = {name: body["metadata"]["uid"] for name, body in pods(cluster, "update").items()}
     assert sorted(before) == ["update-0", "update-1"]
     first = status_of(cluster, "update")
@@ -198,3 +210,96 @@ async def test_pods_of_an_orphaned_fleet_work_on_and_are_adopted(cluster: ApiSer
     assert adopted["metadata"]["ownerReferences"][0]["name"] == "left"
     assert {name: body["metadata"]["uid"] for name, body in pods(cluster, "left").items()} == before
     assert status_of(cluster, "left")["updatedReplicas"] == 2
+
+
+async def kept_ready(api: ApiServer, fleet: str, crash: str = "") -> None:
+    """Be the kubelet of a fleet's pods for ever."""
+    while True:
+        make_ready(api, fleet, crash=crash)
+        await asyncio.sleep(0.3)
+
+
+@asynccontextmanager
+async def kubelet(api: ApiServer, fleet: str, crash: str = "") -> AsyncIterator[None]:
+    task = asyncio.create_task(kept_ready(api, fleet, crash))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def arguments(api: ApiServer, fleet: str) -> list[list[str]]:
+    """The arguments of the pods' servers, by the pods' numbers."""
+    return [body["spec"]["containers"][0]["args"][2:] for _, body in sorted(pods(api, fleet).items())]
+
+
+def events(api: ApiServer, fleet: str) -> list[str]:
+    found = api.request("GET", "/api/v1/namespaces/default/events", fieldSelector=f"involvedObject.name={fleet}")[1]
+    return [body["reason"] for body in sorted(found["items"], key=lambda body: body["firstTimestamp"])]
+
+
+@pytest.mark.usefixtures("operator")
+async def test_an_update_waits_for_a_round_and_then_replaces_one_pod_after_the_other(cluster: ApiServer) -> None:
+    await ready_fleet(cluster, "roll", 3)
+    await until(lambda: status_of(cluster, "roll"), lambda found: found.get("update", {}).get("goodRevision"))
+    round_ = {
+        "fleetRef": {"name": "roll"},
+        "blockHash": "ab" * 32,
+        "blockHeight": 1,
+        "publicKey": "key",
+        "nodes": {"first": 0, "last": 0, "count": 1},
+        "artifact": {"kDim": 4},
+        "model": {"name": "tiny", "seqLen": 64},
+    }
+    assert cluster.create("PoCRound", "holds", round_)[0] == 201
+    async with kubelet(cluster, "roll"):
+        assert cluster.patch("PoCFleet", "roll", {"engineArgs": ["--max-num-seqs=8"]})[0] == 200
+        waits = await until(lambda: status_of(cluster, "roll"), lambda found: found.get("reason") == "PodsOutdated")
+        assert waits["message"] == "0 of 3 pods are updated; canary: waiting for the end of PoCRound holds"
+        before = {name: body["metadata"]["uid"] for name, body in pods(cluster, "roll").items()}
+        await asyncio.sleep(4)
+        assert {name: body["metadata"]["uid"] for name, body in pods(cluster, "roll").items()} == before
+        assert cluster.request("PATCH", f"{ROUNDS}/holds", {"spec": {"finish": True}})[0] == 200
+        least = 3
+        end = monotonic() + 90
+        while status_of(cluster, "roll")["update"]["phase"] != "Complete":
+            assert monotonic() < end, status_of(cluster, "roll")
+            least = min(least, len(pods(cluster, "roll")))
+            await asyncio.sleep(0.1)
+    assert least == 2
+    assert arguments(cluster, "roll") == [["--max-num-seqs=8"]] * 3
+    found = [
+        reason for reason in events(cluster, "roll") if reason in ("UpdateStarted", "CanaryPassed", "UpdateComplete")
+    ]
+    assert found == ["UpdateStarted", "CanaryPassed", "UpdateComplete"]
+    assert [one["name"] for one in status_of(cluster, "roll")["pods"]] == ["roll-0", "roll-1", "roll-2"]
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_canary_that_crashes_brings_the_good_template_back(cluster: ApiServer) -> None:
+    bad = "--max-num-seqs=7"
+    await ready_fleet(cluster, "back", 3, engineArgs=["--max-num-seqs=8"])
+    good = await until(lambda: status_of(cluster, "back"), lambda found: found.get("update", {}).get("goodRevision"))
+    async with kubelet(cluster, "back", crash=bad):
+        assert cluster.patch("PoCFleet", "back", {"engineArgs": [bad], "env": [{"name": "A", "value": "1"}]})[0] == 200
+        await until(lambda: arguments(cluster, "back"), lambda found: [bad] in found)
+        failed = await until(
+            lambda: status_of(cluster, "back"),
+            lambda found: found["update"]["phase"] == "Failed" and "back at revision" in found["update"]["message"],
+        )
+        assert arguments(cluster, "back") == [["--max-num-seqs=8"]] * 3
+        assert failed["reason"] == "UpdateFailed"
+        assert "cannot run (CrashLoopBackOff)" in failed["message"]
+        assert "args is" in failed["message"]
+        # The good template has its revision again, and so all pods are up to date.
+        assert failed["updateRevision"] == good["updateRevision"] == failed["update"]["goodRevision"]
+        assert failed["updatedReplicas"] == 3
+        # Another number of pods is no other template; the earlier spec is.
+        assert cluster.request("PATCH", f"{FLEETS}/back/scale", {"spec": {"replicas": 4}})[0] == 200
+        await until(lambda: arguments(cluster, "back"), lambda found: len(found) == 4)
+        assert arguments(cluster, "back") == [["--max-num-seqs=8"]] * 4
+        undo = {"engineArgs": ["--max-num-seqs=8"], "env": None}
+        assert cluster.patch("PoCFleet", "back", undo)[0] == 200
+        await until(lambda: status_of(cluster, "back"), lambda found: found.get("reason") == "AllReplicasReady")
+    assert events(cluster, "back").count("UpdateFailed") == 1

@@ -25,8 +25,9 @@ from poc_operator.fleets.update import Eviction, Spares
 from poc_operator.observed import PodView
 from vllm_poc.wire.answers import PowState
 
-#: Seconds for which it is believed why a pod could not be evicted.
-BUSY_SECONDS = 10.0
+#: Seconds for which it is believed why a pod could not be evicted. Kubernetes counts the pods of a budget anew within
+#: a second, and rounds wake their fleet when they end.
+BUSY_SECONDS = 3.0
 #: Seconds for which an evicted pod counts as away, whatever the watch tells.
 EVICTED_SECONDS = 30.0
 

@@ -337,7 +337,7 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     expected = canary and not comes and _ordinal(canary) < view.seen.replicas
     if view.updated or expected:
         message = view.progress(f"canary: {view.waiting_for_pods()}")
-        return UpdateStep(status=view.status(UpdatePhase.CANARY, message, canary), events=events)
+        return UpdateStep(status=view.status(UpdatePhase.CANARY, message, canary), events=events, moves=True)
     chosen, doing = view.evictions(1)
     name = chosen[0].pod.name if chosen else ""
     status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), name)

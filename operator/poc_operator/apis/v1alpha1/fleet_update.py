@@ -59,7 +59,7 @@ class UpdateStatus(ApiModel):
     """How far the newest revision is on its way to all pods."""
 
     phase: Annotated[UpdatePhase, Open()] = UpdatePhase.COMPLETE
-    """Canary: one pod gets the newest revision and proves it; Rolling: the others follow; Complete: all pods have it;
+    """Canary: one pod gets the newest revision and proves it. Rolling: the others follow. Complete: all pods have it.
     Failed: the canary failed, and the fleet went back to the last good revision."""
     message: Message = ""
     """What the update does or waits for, in one sentence."""

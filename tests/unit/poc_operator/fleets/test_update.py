@@ -66,14 +66,8 @@ def _snapshot(fleet: PoCFleet, **seen: Any) -> FleetSnapshot:  # noqa: ANN401
     return FleetSnapshot(fleet=fleet, around=AROUND, now=NOW, **seen)
 
 
-def fleet_of(
-    status: Mapping[str, Any] = GOOD,
-    *,
-    replicas: int = 4,
-    update: Mapping[str, Any] | None = None,
-    **spec: Any,  # noqa: ANN401
-) -> PoCFleet:
-    return a_fleet(replicas=replicas, update=update or {}, status=status, **spec)
+def fleet_of(status: Mapping[str, Any] = GOOD, *, replicas: int = 4, **spec: Any) -> PoCFleet:  # noqa: ANN401
+    return a_fleet(replicas=replicas, status=status, **spec)
 
 
 def look(fleet: PoCFleet, pods: Sequence[PodView], *, revision: str = NEW, **seen: Any) -> FleetStep:  # noqa: ANN401

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated pods of PoCFleets beside an API server without a kubelet and without kwok, and verdicts of a self-check.
+
+A pod that was created becomes ready at an address of its own. What runs in it is the simulated kubelet's.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from itertools import count
+from typing import Any
+
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.fleets.update import REVISION_LABEL
+from tests.support.servers.api_server import ApiServer
+
+PODS = "/api/v1/namespaces/default/pods"
+FLEETS = "/apis/poc.gonka.ai/v1alpha1/namespaces/default/pocfleets"
+PAUSE_SECONDS = 0.1
+
+Body = dict[str, Any]
+
+
+def pods_of(api: ApiServer, fleet: str) -> list[Body]:
+    """Return the pods of a fleet."""
+    found: list[Body] = api.request("GET", PODS, labelSelector=f"{FLEET_LABEL}={fleet}")[1]["items"]
+    return found
+
+
+def is_ready(pod: Body) -> bool:
+    """Whether the API server says that a pod is ready."""
+    return any(one["type"] == "Ready" for one in pod.get("status", {}).get("conditions", []))
+
+
+@asynccontextmanager
+async def becoming_ready(api: ApiServer, fleet: str) -> AsyncIterator[None]:
+    """Let each pod of a fleet become ready soon after it was created, until the block ends."""
+    addresses = (f"127.2.{number // 250}.{number % 250 + 1}" for number in count())
+
+    async def run() -> None:
+        while True:
+            for pod in await asyncio.to_thread(pods_of, api, fleet):
+                if not is_ready(pod):
+                    await asyncio.to_thread(_become_ready, api, pod, next(addresses))
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async with _running(run()):
+        yield
+
+
+def _become_ready(api: ApiServer, pod: Body, address: str) -> None:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    container: Body = {"name": "vllm", "ready": True, "started": True, "restartCount": 0, "image": "a", "imageID": "b"}
+    container |= {"containerID": f"simulated://{pod['metadata']['uid']}", "state": {"running": {"startedAt": now}}}
+    status = {
+        "phase": "Running",
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": now}],
+        "containerStatuses": [container],
+    }
+    api.request("PATCH", f"{PODS}/{pod['metadata']['name']}/status", {"status": status})
+
+
+@asynccontextmanager
+async def judging(api: ApiServer, fleet: str, is_wrong: Callable[[Body], bool], told: list[str]) -> AsyncIterator[None]:
+    """Write verdicts of a self-check into the fleet's status until the block ends, as soon as a pod is ready.
+
+    ``told`` gets the revision of each pod that failed, when that was written. With the operator's own self-check on
+    real engines this is left out.
+    """
+
+    async def run() -> None:
+        while True:
+            await asyncio.to_thread(_judge, api, fleet, is_wrong, told)
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async with _running(run()):
+        yield
+
+
+def _judge(api: ApiServer, fleet: str, is_wrong: Callable[[Body], bool], told: list[str]) -> None:
+    body = api.request("GET", f"{FLEETS}/{fleet}")[1]
+    pods = {pod["metadata"]["uid"]: pod for pod in pods_of(api, fleet) if is_ready(pod)}
+    entries, failed = body.get("status", {}).get("pods", []), list[str]()
+    # An entry is about a server, and that of a pod which has just become ready may not be there yet.
+    waiting = [one for one in entries if one["result"] == "Pending" and one["uid"] in pods and "://" in one["server"]]
+    for entry in waiting:
+        pod = pods[entry["uid"]]
+        entry["result"] = "Failed" if is_wrong(pod) else "Passed"
+        failed += [pod["metadata"]["labels"][REVISION_LABEL]] if is_wrong(pod) else []
+    if waiting:
+        version = {"resourceVersion": body["metadata"]["resourceVersion"]}
+        patch = {"metadata": version, "status": {"pods": entries}}
+        if api.request("PATCH", f"{FLEETS}/{fleet}/status", patch)[0] == 200:
+            told += failed
+
+
+@asynccontextmanager
+async def _running(work: Any) -> AsyncIterator[None]:  # noqa: ANN401 - a coroutine
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()

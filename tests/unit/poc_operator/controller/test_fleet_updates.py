@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last look before an eviction: work that has come meanwhile, pods that compute, evictions that are refused."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.clients.errors import EvictionRefused, PodTimeout, StaleObject, StoreForbidden, StoreUnavailable
+from poc_operator.controller.fleet_updates import BUSY_SECONDS, EVICTED_SECONDS, Evictor, WorkOnFleets, labels_of
+from poc_operator.controller.logs import ObjectLogger, ObjectRef
+from poc_operator.fleets.update import Eviction, Spares
+from poc_operator.observed import PodView
+from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.build import a_fleet
+from vllm_poc.wire.answers import PowState
+
+LABELS: list[Mapping[str, str]] = [{"poc.gonka.ai/fleet": "demo"}]
+POD = PodView(name="demo-1", namespace="ns", uid="u1", ip="10.0.0.1", ready=True, labels=LABELS[0])
+
+
+def body(
+    kind: str = "PoCRound", *, uid: str = "r1", state: str = "Running", holder: str = "", fleet: str = "demo"
+) -> Any:  # noqa: ANN401
+    slots = [{"uid": holder, "state": "Running"}] if holder else []
+    return {
+        "kind": kind,
+        "metadata": {"uid": uid, "name": uid, "namespace": "ns", "creationTimestamp": NOW.isoformat()},
+        "spec": {"fleetRef": {"name": fleet}},
+        "status": {"state": state, "assignments": slots},
+    }
+
+
+@dataclass
+class Store:
+    """Objects by kind, what an eviction raises, and the pods that were evicted."""
+
+    bodies: dict[str, list[Any]] = field(default_factory=dict)
+    fault: Exception | None = None
+    evicted: list[str] = field(default_factory=list)
+
+    async def list_bodies(self, resource: Any, namespaces: list[str]) -> list[Any]:  # noqa: ANN401
+        assert namespaces == ["ns"]
+        if isinstance(self.fault, StoreUnavailable) and not isinstance(self.fault, EvictionRefused | StoreForbidden):
+            raise self.fault
+        return self.bodies.get(resource.KIND.kind, [])
+
+    async def evict_pod(self, pod: PodView) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.evicted.append(pod.uid)
+
+
+class Pods:
+    """What a pod answers."""
+
+    def __init__(self, state: PowState | None) -> None:
+        self.state = state
+
+    async def of(self, namespace: str) -> "Pods":
+        assert namespace == "ns"
+        return self
+
+    async def status(self, base: str) -> Any:  # noqa: ANN401
+        assert base.startswith("http://10.0.0.1:8000/")
+        if self.state is None:
+            raise PodTimeout("no answer")
+        return SimpleNamespace(status=self.state)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def an_evictor(store: Store, state: PowState | None = PowState.IDLE) -> tuple[Evictor, Clock]:
+    clock = Clock()
+    log = ObjectLogger(logging.getLogger("test"), PoCFleet.KIND, ObjectRef("ns", "demo", "uid"))
+    return Evictor(cast(Any, store), cast(Any, Pods(state)), log, clock), clock
+
+
+@pytest.mark.parametrize(
+    ("bodies", "spares", "says"),
+    [
+        ([], Spares.WORK, None),
+        ([body()], Spares.WORK, "waiting for the end of PoCRound r1"),
+        ([body("PoCValidation", uid="v")], Spares.WORK, "waiting for the end of PoCValidation v"),
+        ([body("PoCCalibration", uid="c")], Spares.WORK, "waiting for the end of PoCCalibration c"),
+        ([body(state="Complete"), body(fleet="other")], Spares.WORK, None),
+        ([body()], Spares.SLOTS, None),
+        ([body(holder="u1")], Spares.SLOTS, "waiting for the end of PoCRound r1"),
+        ([body(holder="u1")], Spares.NOTHING, None),
+    ],
+)
+async def test_work_that_came_meanwhile_keeps_the_pod(bodies: list[Any], spares: Spares, says: str | None) -> None:
+    store = Store()
+    for one in bodies:
+        store.bodies.setdefault(one["kind"], []).append(one)
+    evictor, clock = an_evictor(store)
+    await evictor.evict(a_fleet(), [Eviction(POD, spares)], LABELS)
+    assert store.evicted == ([] if says else ["u1"])
+    assert evictor.busy == ({"u1": says} if says else {})
+    assert evictor.evicted == (frozenset() if says else {"u1"})
+    clock.now += max(BUSY_SECONDS, EVICTED_SECONDS)
+    assert (evictor.busy, evictor.evicted) == ({}, frozenset())
+
+
+@pytest.mark.parametrize("state", [PowState.GENERATING, PowState.IDLE, None])
+async def test_a_pod_that_computes_for_others_stays(state: PowState | None) -> None:
+    store = Store()
+    evictor, _ = an_evictor(store, state)
+    await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)
+    computes = state is PowState.GENERATING
+    assert store.evicted == ([] if computes else ["u1"])
+    assert evictor.busy == ({"u1": "waiting for pod demo-1, which computes work of others"} if computes else {})
+    await evictor.evict(a_fleet(), [Eviction(POD, Spares.NOTHING)], LABELS)
+    assert store.evicted[-1] == "u1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (EvictionRefused("it would violate the budget"), "waiting to evict pod demo-1: it would violate the budget"),
+        (
+            StoreForbidden("HTTP 403"),
+            "pod demo-1 cannot be evicted (HTTP 403): install the chart with fleets.enabled=true",
+        ),
+    ],
+)
+async def test_an_eviction_that_is_refused_is_told(fault: Exception, says: str) -> None:
+    evictor, _ = an_evictor(Store(fault=fault))
+    await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)
+    assert (evictor.busy, evictor.evicted) == ({"u1": says}, frozenset())
+
+
+async def test_a_pod_that_was_replaced_meanwhile_is_no_trouble_and_an_absent_api_server_is() -> None:
+    evictor, _ = an_evictor(Store(fault=StaleObject("another uid")))
+    await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)
+    assert (evictor.busy, evictor.evicted) == ({}, frozenset())
+    evictor, _ = an_evictor(Store(fault=StoreUnavailable("away")))
+    with pytest.raises(StoreUnavailable):
+        await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)
+
+
+def test_work_is_known_until_it_is_gone() -> None:
+    work = WorkOnFleets()
+    assert work.put("PoCRound", body())
+    assert not work.put("PoCRound", body())
+    assert work.put("PoCRound", body(state="Complete"))
+    work.put("PoCRound", body(uid="r2", fleet="other"))
+    assert [one.record.uid for one in work.on(a_fleet(), LABELS)] == ["r1"]
+    assert work.forget("r1") == "ns"
+    assert work.forget("r1") is None
+    assert not work.on(a_fleet(), LABELS)
+
+
+def test_work_may_select_pods_that_are_yet_to_come() -> None:
+    stateful_set = {"spec": {"template": {"metadata": {"labels": {"own": "yes"}}}}}
+    assert labels_of(a_fleet(), stateful_set, [POD]) == [{"own": "yes"}, POD.labels]
+    assert labels_of(a_fleet(), None, []) == LABELS
