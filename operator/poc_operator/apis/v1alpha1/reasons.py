@@ -232,8 +232,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Degraded=True, or Progressing=False",
         "Pods compute other results than the fleet's other pods do, or than they did. They get no new slot. The "
         "message has the p-value of the network's test.",
-        "Compare their fingerprints in `status.pods`. If a change was meant, set `spec.selfCheck.enabled` to false "
-        "and back: the vectors so far are forgotten.",
+        "Compare their fingerprints in `status.pods`. If a change was meant, set `spec.selfCheck.enabled` to false, "
+        "and back once all pods have it: the vectors so far are forgotten.",
         _ALL | _FLEET,
     ),
     Reason.SELF_CHECKS_PENDING: Explanation(
