@@ -171,18 +171,21 @@ def _resolved(raw: Mapping[str, Any], definitions: Mapping[str, Schema]) -> Sche
     return merged
 
 
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Drop fields that are null, at any depth: the API server takes them for values of the wrong type."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+
+
 def _with_short_default(schema: Schema) -> Schema:
     """Drop a default of null, and what a default of an object repeats of its fields' own defaults."""
     if "default" not in schema:
         return schema
-    default = schema.pop("default")
+    default = _without_nulls(schema.pop("default"))
     if isinstance(default, Mapping):
         fields = schema.get("properties", {})
-        default = {
-            name: value
-            for name, value in default.items()
-            if value is not None and value != fields.get(name, {}).get("default")
-        }
+        default = {name: value for name, value in default.items() if value != fields.get(name, {}).get("default")}
     return schema if default is None else {**schema, "default": default}
 
 

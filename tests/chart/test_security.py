@@ -34,6 +34,7 @@ FLEET = {
     "policy/poddisruptionbudgets": ("get", "list", "create", "patch"),
     "networking.k8s.io/networkpolicies": ("get", "list", "create", "patch"),
     "batch/jobs": ("get", "list", "create", "patch"),
+    "monitoring.coreos.com/podmonitors": ("get", "list", "create", "patch"),
     "/pods/eviction": ("create",),
     "/secrets": ("create",),
     "/nodes": ("list",),

@@ -134,6 +134,10 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list, create, patch]
+# Where Prometheus Operator is installed.
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [get, list, create, patch]
 # Pods that get nothing done are evicted, which follows PodDisruptionBudgets.
 - apiGroups: [""]
   resources: [pods/eviction]

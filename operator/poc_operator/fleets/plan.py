@@ -154,7 +154,7 @@ def _status(
     verdict = _Verdict.of(seen, refusal, pods, outdated, ready)
     if refusal is None and ahead is not None:
         verdict = verdict.with_download(ahead, seen.download.pods, exists=bool(found))
-    verdict = verdict.with_findings([*healed.findings, *faulty_gpus(listed)])
+    verdict = verdict.with_findings([*healed.findings, *faulty_gpus(listed), *_unmonitored(seen)])
     rate = resolved.nonces_per_minute if resolved is not None else None
     return old.model_copy(
         update={
@@ -180,6 +180,16 @@ def _status(
             "conditions": merge_conditions(old.conditions, verdict.conditions(seen.now, fleet.metadata.generation)),
         }
     )
+
+
+def _unmonitored(seen: FleetSnapshot) -> list[Finding]:
+    if not seen.fleet.spec.metrics.pod_monitor or seen.around.pod_monitors:
+        return []
+    text = (
+        "the cluster does not know PodMonitors: install Prometheus Operator with its CRDs, or set metrics.podMonitor "
+        "to false"
+    )
+    return [(Reason.POD_MONITOR_UNKNOWN, text)]
 
 
 _Told = tuple[bool, Reason, str]
