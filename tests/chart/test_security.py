@@ -35,6 +35,7 @@ FLEET = {
     "networking.k8s.io/networkpolicies": ("get", "list", "create", "patch"),
     "batch/jobs": ("get", "list", "create", "patch"),
     "apps/controllerrevisions": ("get",),
+    "monitoring.coreos.com/podmonitors": ("get", "list", "create", "patch"),
     "/pods/eviction": ("create",),
     "/secrets": ("create",),
     "/nodes": ("list",),

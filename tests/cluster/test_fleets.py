@@ -212,6 +212,54 @@ async def test_a_model_is_downloaded_before_pods_need_it(api: ApiServer) -> None
     assert api.create("PoCFleet", "no-hub", local)[0] == 422
 
 
+POD_MONITORS: Body = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "podmonitors.monitoring.coreos.com"},
+    "spec": {
+        "group": "monitoring.coreos.com",
+        "scope": "Namespaced",
+        "names": {
+            "kind": "PodMonitor",
+            "plural": "podmonitors",
+            "singular": "podmonitor",
+            "listKind": "PodMonitorList",
+        },
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_pod_monitor_is_made_where_the_cluster_knows_it(api: ApiServer) -> None:
+    spec = {**PATH, "metrics": {"podMonitor": True}, "disruptionBudget": {"maxUnavailable": 2}}
+    assert api.create("PoCFleet", "monitored", spec)[0] == 201
+
+    def degraded(code: int, body: Body) -> bool:
+        found = body.get("status", {}).get("conditions", [])
+        return any(one["type"] == "Degraded" and one["reason"] == "PodMonitorUnknown" for one in found)
+
+    await until(api, f"{FLEETS}/monitored", degraded)
+    budget = await until(api, path_of("PodDisruptionBudget", "monitored"), exists)
+    assert budget["spec"]["maxUnavailable"] == 2
+    await until(api, path_of("StatefulSet", "monitored"), exists)
+    api.install(POD_MONITORS)
+    found = await until(api, path_of("PodMonitor", "monitored"), exists, 90)
+    assert found["spec"]["selector"]["matchLabels"] == {FLEET_LABEL: "monitored"}
+    await until(api, f"{FLEETS}/monitored", lambda code, body: not degraded(code, body))
+    # A change of others is put back: it is listed from now on.
+    changed: Body = {"spec": {"podMetricsEndpoints": []}}
+    assert api.request("PATCH", path_of("PodMonitor", "monitored"), changed)[0] == 200
+    await until(api, path_of("PodMonitor", "monitored"), lambda _, body: bool(body["spec"]["podMetricsEndpoints"]), 30)
+
+
 async def test_an_orphaned_fleet_is_adopted_by_the_next(
     api: ApiServer, environment: Mapping[str, str], tmp_path: Path
 ) -> None:

@@ -138,6 +138,10 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [apps]
   resources: [controllerrevisions]
   verbs: [get]
+# Where Prometheus Operator is installed.
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [get, list, create, patch]
 # The token of a namespace's pods, where there is none.
 - apiGroups: [""]
   resources: [secrets]

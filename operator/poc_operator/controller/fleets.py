@@ -168,6 +168,7 @@ class Fleets:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._presets: tuple[float, Presets] = (float("-inf"), packaged())
         self._products: tuple[float, list[str] | None] = (float("-inf"), None)
+        self._pod_monitors: tuple[float, bool] = (float("-inf"), False)
         self._tokens: dict[str, float] = {}
 
     def changed(self, body: Body) -> None:
@@ -420,11 +421,14 @@ class Fleets:
         if wants_product and now - self._products[0] >= SURROUNDINGS_SECONDS:
             found = await self._objects.products()
             self._products = (now, list(found) if found is not None else None)
+        if fleet.spec.metrics.pod_monitor and now - self._pod_monitors[0] >= SURROUNDINGS_SECONDS:
+            self._pod_monitors = (now, await self._objects.pod_monitors())
         return Surroundings(
             presets=self._presets[1],
             products=self._products[1],
             image=self._options.image,
             token_secret=self._options.token_secret,
+            pod_monitors=self._pod_monitors[1],
         )
 
     async def _ensure_token(self, loop: _Loop) -> None:

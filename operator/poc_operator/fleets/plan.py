@@ -19,7 +19,7 @@ from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod,
 from poc_operator.fleets.conditions import PodCounts, Verdict
 from poc_operator.fleets.download import DownloadSeen, download, job_name
 from poc_operator.fleets.forecast import WorkOnPods
-from poc_operator.fleets.healing import Healed, faulty_gpus, heal
+from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render
@@ -254,6 +254,16 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
     return found["metadata"]["resourceVersion"] != seen.settled.get(key) and not covers(found, wanted)
 
 
+def _unmonitored(seen: FleetSnapshot) -> list[Finding]:
+    if not seen.fleet.spec.metrics.pod_monitor or seen.around.pod_monitors:
+        return []
+    text = (
+        "the cluster does not know PodMonitors: install Prometheus Operator with its CRDs, or set metrics.podMonitor "
+        "to false"
+    )
+    return [(Reason.POD_MONITOR_UNKNOWN, text)]
+
+
 @dataclass(frozen=True)
 class _Parts:
     """What a status is made of, whatever becomes of the objects."""
@@ -314,7 +324,7 @@ class _Parts:
         update: UpdateStatus,
         entries: Sequence[FleetPod],
     ) -> Verdict:
-        findings = [*self.healed.findings, *faulty_gpus(entries)]
+        findings = [*self.healed.findings, *faulty_gpus(entries), *_unmonitored(self.seen)]
         if refusal is not None:
             return Verdict.of_refusal(refusal).with_findings(findings)
         exists = self.seen.stateful_set is not None

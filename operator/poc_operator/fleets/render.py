@@ -41,6 +41,7 @@ def render(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Sequenc
         _chat_service(fleet),
         _network_policy(fleet),
         _disruption_budget(fleet),
+        *([_pod_monitor(fleet)] if fleet.spec.metrics.pod_monitor and around.pod_monitors else []),
         _stateful_set(fleet, resolved, around),
     ]
     return [signed(body) for body in own]
@@ -108,11 +109,21 @@ def _chat_service(fleet: PoCFleet) -> Object:
 def _disruption_budget(fleet: PoCFleet) -> Object:
     # A pod that is not ready has nothing to lose, and must not keep a Kubernetes node from being drained.
     spec = {
-        "maxUnavailable": fleet.spec.update.max_unavailable,
+        "maxUnavailable": fleet.spec.disruption_budget.max_unavailable or fleet.spec.update.max_unavailable,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": selector_labels(fleet)},
     }
     return object_of("policy/v1", "PodDisruptionBudget", fleet.metadata.name, fleet, spec)
+
+
+def _pod_monitor(fleet: PoCFleet) -> Object:
+    spec = {
+        "selector": {"matchLabels": selector_labels(fleet)},
+        "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],
+    }
+    body = object_of("monitoring.coreos.com/v1", "PodMonitor", fleet.metadata.name, fleet, spec)
+    body["metadata"]["labels"] = {**(fleet.spec.metrics.labels or {}), **body["metadata"]["labels"]}
+    return body
 
 
 def _network_policy(fleet: PoCFleet) -> Object:

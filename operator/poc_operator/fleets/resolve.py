@@ -224,12 +224,13 @@ class Resolved:
 class Surroundings:
     """What a fleet is resolved in. ``products`` are those of the cluster's Kubernetes nodes, None if the operator may
     not read them. ``image`` is the worker image of fleets that name none, ``token_secret`` the Secret whose token the
-    operator sends to pods."""
+    operator sends to pods. ``pod_monitors`` says whether the cluster knows PodMonitors."""
 
     presets: Presets
     products: Sequence[str] | None = None
     image: str | None = None
     token_secret: str = TOKEN_SECRET
+    pod_monitors: bool = False
 
 
 def resolve(spec: FleetSpec, around: Surroundings, *, chosen: str = "") -> Resolved | Refusal:

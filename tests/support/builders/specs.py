@@ -66,6 +66,7 @@ _FLEET: Spec = {
     "priorityClassName": "gpu",
     "spread": {},
     "selfCheck": {"nonces": 8, "seqLen": 256, "kDim": 12, "statTest": _TEST},
+    "metrics": {"podMonitor": True, "labels": {"release": "prometheus"}},
     "podTemplate": {"metadata": _LABELS, "spec": {"tolerations": [{"operator": "Exists"}]}},
 }
 
@@ -92,7 +93,7 @@ FULL: Mapping[type[Resource], tuple[Spec, ...]] = {
             "gpu": {"count": 2},
             "parallelism": {"tensor": 2, "pipeline": 1},
             "env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "a.b"}}}],
-            "cache": {"size": "400Gi", "storageClass": "nfs", "accessMode": "ReadWriteMany"},
+            "cache": {"size": "400Gi", "storageClass": "nfs", "accessMode": "ReadWriteMany", "download": True},
         },
     ),
 }
@@ -324,7 +325,13 @@ _QUANTITIES = st.dictionaries(
     st.sampled_from(["cpu", "memory", "example.org/nic"]), st.from_regex("[1-9][0-9]{0,3}(m|Gi|)", fullmatch=True)
 )
 _CACHES = st.sampled_from(
-    [{}, {"existingClaim": "weights"}, {"size": "2Ti"}, {"size": "400Gi", "storageClass": "nfs"}, {"size": "1Gi"}]
+    [
+        {},
+        {"existingClaim": "weights"},
+        {"size": "2Ti"},
+        {"size": "400Gi", "storageClass": "nfs"},
+        {"size": "1Gi", "download": True},
+    ]
 )
 _FLAGS = st.from_regex('--?[a-z][-a-z_=0-9{}" ]{0,20}', fullmatch=True).filter(lambda text: not own_flag(text))
 _TEMPLATES: list[Json] = [
@@ -340,6 +347,7 @@ _OWN |= {
     "spec.engineArgs": st.lists(_FLAGS, max_size=4),
     "spec.resources": st.fixed_dictionaries({}, optional={"requests": _QUANTITIES, "limits": _QUANTITIES}),
     "spec.cache": _CACHES,
+    "spec.metrics": st.sampled_from([{}, {"podMonitor": True}, {"podMonitor": True, "labels": _LABELS["labels"]}]),
     "spec.podTemplate": st.sampled_from(_TEMPLATES),
     "spec.imagePullSecrets": st.just([{"name": "a"}, {"name": "b"}]),
 }

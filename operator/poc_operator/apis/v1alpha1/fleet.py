@@ -14,12 +14,14 @@ from poc_operator.apis.v1alpha1.fleet_pod import (
     Argument,
     Auth,
     Cache,
+    DisruptionBudget,
     EnvVar,
     FleetModel,
     Gpu,
     HostName,
     HuggingFace,
     ImageName,
+    Metrics,
     Parallelism,
     PodTemplate,
     PullSecret,
@@ -138,6 +140,10 @@ class FleetSpec(ApiModel):
     """Priority class of the pods."""
     spread: Spread | None = None
     """How the pods are spread. Without it, the scheduler decides."""
+    disruption_budget: DisruptionBudget = DisruptionBudget()
+    """How many pods may be evicted at a time, as when Kubernetes nodes are drained."""
+    metrics: Metrics = Metrics()
+    """How Prometheus finds the metrics of the pods."""
     update: Update = Update()
     """How pods get a new revision of their template."""
     self_check: SelfCheck = SelfCheck()

@@ -181,7 +181,7 @@ class Cache(ApiModel):
             message="storageClass and accessMode need size: set it, or remove them",
         ),
         Rule(
-            rule="!self.download || has(self.size) || has(self.existingClaim)",
+            rule="!has(self.download) || !self.download || has(self.size) || has(self.existingClaim)",
             message="download needs a PVC: set size or existingClaim",
             field_path=".download",
         ),
@@ -267,6 +267,45 @@ class Spread(ApiModel):
     """Whether a pod that cannot be spread so is scheduled all the same."""
 
 
+class DisruptionBudget(ApiModel):
+    """How many pods may be evicted at a time, as when Kubernetes nodes are drained."""
+
+    max_unavailable: Annotated[Int32, Field(ge=1, le=1000)] | None = None
+    """Pods that may be away at a time. Without it: `update.maxUnavailable`. Pods that are not ready may always be
+    evicted."""
+
+
+LabelMap = Annotated[
+    dict[str, LabelValue],
+    Field(max_length=16),
+    Rule(
+        rule=f"self.all(key, key.size() <= 317 && key.matches({cel_text(f'^(?:{LABEL_KEY})$')}))",
+        message="each key must be a label's key",
+    ),
+    Rule(
+        rule=f"!self.exists(key, key == {cel_text(FLEET_LABEL)})",
+        message=f"must not have {FLEET_LABEL}, by which the fleet finds what is its own",
+    ),
+]
+
+
+class Metrics(ApiModel):
+    """How Prometheus finds the metrics of the pods."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            rule="!has(self.labels) || (has(self.podMonitor) && self.podMonitor)",
+            message="labels are those of the PodMonitor: set podMonitor, or remove them",
+            field_path=".labels",
+        ),
+    )
+
+    pod_monitor: bool = False
+    """True: the operator makes a PodMonitor for Prometheus Operator, whose CRDs the cluster must have."""
+    labels: LabelMap | None = None
+    """More labels of the PodMonitor, by which your Prometheus selects it, such as `release`."""
+
+
 class PullSecret(ApiModel):
     """A Secret with credentials for a registry."""
 
@@ -277,21 +316,7 @@ class PullSecret(ApiModel):
 class TemplateMetadata(ApiModel):
     """More metadata of the pods."""
 
-    labels: (
-        Annotated[
-            dict[str, LabelValue],
-            Field(max_length=16),
-            Rule(
-                rule=f"self.all(key, key.size() <= 317 && key.matches({cel_text(f'^(?:{LABEL_KEY})$')}))",
-                message="each key must be a label's key",
-            ),
-            Rule(
-                rule=f"!self.exists(key, key == {cel_text(FLEET_LABEL)})",
-                message=f"must not have {FLEET_LABEL}, by which the fleet finds its pods",
-            ),
-        ]
-        | None
-    ) = None
+    labels: LabelMap | None = None
     """More labels."""
     annotations: (
         Annotated[

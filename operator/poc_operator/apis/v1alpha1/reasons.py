@@ -61,6 +61,7 @@ class Reason(StrEnum):
     PODS_OUTDATED = "PodsOutdated"
     PODS_UNREACHABLE = "PodsUnreachable"
     POD_HUNG = "PodHung"
+    POD_MONITOR_UNKNOWN = "PodMonitorUnknown"
     POD_TEMPLATE_INVALID = "PodTemplateInvalid"
     PRESET_UNUSABLE = "PresetUnusable"
     PROOFS_CHANGED = "ProofsChanged"
@@ -194,6 +195,13 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "if `healing` allows that.",
         "Look at the log of the pod before it goes. If the model is slow and the pod is well, raise "
         "`healing.hungSeconds`.",
+        _FLEET,
+    ),
+    Reason.POD_MONITOR_UNKNOWN: Explanation(
+        "Degraded=True, Event",
+        "`metrics.podMonitor` is true, and the cluster does not know PodMonitors.",
+        "Install Prometheus Operator with its CRDs, or set `metrics.podMonitor` to false. The operator looks again "
+        "after a minute.",
         _FLEET,
     ),
     Reason.GPU_FAULTY: Explanation(

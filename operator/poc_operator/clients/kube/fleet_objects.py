@@ -32,8 +32,12 @@ _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=
 _PAGE = 500
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
 
+#: The API of Prometheus Operator, which a cluster need not have.
+_MONITORING = "/apis/monitoring.coreos.com/v1"
+
 #: Kind of each object of a fleet: the path of its API, and its plural.
 KINDS: Mapping[str, tuple[str, str]] = {
+    "PodMonitor": (_MONITORING, "podmonitors"),
     "StatefulSet": ("/apis/apps/v1", "statefulsets"),
     "Service": ("/api/v1", "services"),
     "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims"),
@@ -50,13 +54,27 @@ class FleetObjects:
         """``namespace`` is the operator's own, where ConfigMaps with presets are."""
         self._api = api
         self._namespace = namespace
+        self._pod_monitors = False
 
     async def list_all(self, namespaces: Collection[str]) -> list[Object]:
         """Return all objects with a fleet's label in these namespaces; without any, in all."""
         lists = await asyncio.gather(
-            *(self._list(kind, namespace) for kind in KINDS for namespace in (namespaces or (None,)))
+            *(self._list(kind, namespace) for kind in self._kinds() for namespace in (namespaces or (None,)))
         )
         return [body for found in lists for body in found]
+
+    def _kinds(self) -> list[str]:
+        return [kind for kind in KINDS if kind != "PodMonitor" or self._pod_monitors]
+
+    async def pod_monitors(self) -> bool:
+        """Return whether the cluster knows PodMonitors. They are listed from then on."""
+        try:
+            found = await self._request("GET", _MONITORING)
+        except (LookupError, StoreForbidden):
+            self._pod_monitors = False
+        else:
+            self._pod_monitors = any(one["kind"] == "PodMonitor" for one in found.get("resources") or [])
+        return self._pod_monitors
 
     async def _list(self, kind: str, namespace: str | None) -> list[Object]:
         api, plural = KINDS[kind]

@@ -14,12 +14,13 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.merge import PatchError
-from poc_operator.fleets.plan import key_of
+from poc_operator.fleets.plan import FleetSnapshot, key_of, plan
 from poc_operator.fleets.render import HASH, Object, render
 from poc_operator.fleets.resolve import Refusal, Resolved, resolve
 from poc_operator.planning.eligibility import NAMED_PODS
 from tests.support.builders.specs import FULL, edges, specs
 from tests.support.checks.admission import admitted
+from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 
 _DNS_LABEL = re.compile("[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -184,3 +185,35 @@ def test_the_signature_changes_with_everything_that_is_wanted() -> None:
     signatures = [signature(), signature(replicas=2), signature(port=9), signature(env=[{"name": "A", "value": "1"}])]
     assert len(set(signatures)) == 4
     assert signature() == signatures[0]
+
+
+def test_the_budget_is_as_wanted() -> None:
+    assert rendered(a_fleet())["PodDisruptionBudget/demo"]["spec"]["maxUnavailable"] == 1
+    updated = rendered(a_fleet(update={"maxUnavailable": 2}))
+    assert updated["PodDisruptionBudget/demo"]["spec"]["maxUnavailable"] == 2
+    own = rendered(a_fleet(update={"maxUnavailable": 2}, disruptionBudget={"maxUnavailable": 3}))
+    assert own["PodDisruptionBudget/demo"]["spec"]["maxUnavailable"] == 3
+
+
+def test_a_pod_monitor_needs_a_cluster_that_knows_it() -> None:
+    labels = {"release": "prometheus", "app.kubernetes.io/name": "own"}
+    fleet = a_fleet(metrics={"podMonitor": True, "labels": labels})
+    found = resolve(fleet.spec, AROUND)
+    assert isinstance(found, Resolved)
+    knows = replace(AROUND, pod_monitors=True)
+    objects = {body["kind"]: body for body in render(fleet, found, knows)}
+    monitor = objects["PodMonitor"]
+    assert monitor["spec"]["selector"]["matchLabels"] == {FLEET_LABEL: "demo"}
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "http", "path": "/metrics"}]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["metadata"]["labels"]["app.kubernetes.io/name"] == "vllm-poc-worker"
+    assert "PodMonitor" not in {body["kind"] for body in render(fleet, found, AROUND)}
+    assert "PodMonitor" not in {body["kind"] for body in render(a_fleet(), found, knows)}
+
+
+def test_a_pod_monitor_that_the_cluster_does_not_know_is_told() -> None:
+    seen = FleetSnapshot(fleet=a_fleet(metrics={"podMonitor": True}), around=AROUND, now=NOW)
+    degraded = plan(seen).status.own_conditions["Degraded"]
+    assert (degraded.status, degraded.reason) == ("True", Reason.POD_MONITOR_UNKNOWN)
+    known = replace(seen, around=replace(AROUND, pod_monitors=True))
+    assert plan(known).status.own_conditions["Degraded"].status == "False"
