@@ -26,6 +26,7 @@ NOT_RUN = {
     "docs/develop/testing.md": 2,
     "docs/operate/archive.md": 3,
     "docs/operate/backup.md": 5,
+    "docs/operate/fleets.md": 1,
     "docs/operate/rounds.md": 3,
     "docs/start/quick-start.md": 1,
 }
