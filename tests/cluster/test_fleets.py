@@ -18,6 +18,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL, FLEET_LABEL
 from poc_operator.clients.kube.fleet_objects import KINDS
+from poc_operator.fleets.progress import SERIES
 from tests.cluster.test_process import environment, running
 from tests.support.servers.api_server import ApiServer
 from tests.support.servers.http_server import free_port, serve
@@ -393,29 +394,52 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+class IdleEngine:
+    """A pod's server whose engine has nothing to do; counts how often somebody asked for its metrics."""
+
+    def __init__(self, app: Any) -> None:  # noqa: ANN401 - ASGI
+        self._app = app
+        self.asked = 0
+        labels = '{engine="0",model_name="org/model"}'
+        lines = [f"{name}{labels} 0.0" for name in SERIES if name.startswith("vllm:")]
+        self.body = "\n".join([*lines, 'poc_ready{model_name="a",reason="Ready"} 1.0']).encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI
+        if scope["type"] != "http" or scope["path"] != "/metrics":
+            await self._app(scope, receive, send)
+            return
+        self.asked += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": self.body})
+
+
 @pytest.mark.usefixtures("operator")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_idle_fleets_cost_little(api: ApiServer, operator: Process) -> None:
-    """100 fleets of 10 pods, which have passed their self-checks."""
+    """100 fleets of 10 pods, which have passed their self-checks and answer whether they get on."""
     names, port = [f"many-{number}" for number in range(100)], free_port()
     for name in names:
         assert api.create("PoCFleet", name, {**PATH, "replicas": 10, "port": port})[0] == 201
-    async with running_pod() as pod, serve(pod.app, "127.0.0.1", port):  # which stands for all of them
-        for name in names:
-            for number in range(10):
-                add_pod(api, name, number, "127.0.0.1", port)
-                await asyncio.sleep(0)
-        for name in names:
-            await until(api, path_of("StatefulSet", name), exists, 120)
-            observe(api, name)
-        for name in names:
-            await until(api, f"{FLEETS}/{name}", says("AllReplicasReady"), 120)
-    await asyncio.sleep(20)
-    began, used = monotonic(), cpu_seconds(operator.pid)
-    await asyncio.sleep(30)
+    async with running_pod() as pod:
+        engine = IdleEngine(pod.app)
+        async with serve(engine, "127.0.0.1", port):  # which stands for all of them
+            for name in names:
+                for number in range(10):
+                    add_pod(api, name, number, "127.0.0.1", port)
+                    await asyncio.sleep(0)
+            for name in names:
+                await until(api, path_of("StatefulSet", name), exists, 120)
+                observe(api, name)
+            for name in names:
+                await until(api, f"{FLEETS}/{name}", says("AllReplicasReady"), 120)
+            await asyncio.sleep(20)
+            engine.asked = 0
+            began, used = monotonic(), cpu_seconds(operator.pid)
+            await asyncio.sleep(60)
     share = (cpu_seconds(operator.pid) - used) / (monotonic() - began)
     print(f"{share:.3f} cores for 100 idle fleets of 10 pods")  # noqa: T201
     assert share < 0.2
+    assert engine.asked >= 1_000
     for name in names:
         api.request("DELETE", f"{FLEETS}/{name}")
     api.request("DELETE", PODS, gracePeriodSeconds="0")

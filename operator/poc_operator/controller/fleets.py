@@ -31,6 +31,7 @@ from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.clients.kube.objects import ObjectStore, parse_object
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.controller.failing_objects import FailureBackoff
+from poc_operator.controller.fleet_children import FleetChildren
 from poc_operator.controller.fleet_health import FleetHealth
 from poc_operator.controller.fleet_updates import Evictor, Labels, WorkOnFleets, labels_of
 from poc_operator.controller.health import supervised
@@ -95,38 +96,6 @@ class _Loop:
     good: tuple[str, Mapping[str, Any]] | None = None
 
 
-class _Children:
-    """The objects of all fleets, from one list for all of them."""
-
-    def __init__(self, objects: FleetObjects, namespaces: Collection[str], clock: Callable[[], float]) -> None:
-        self._objects = objects
-        self._namespaces = namespaces
-        self._clock = clock
-        self._listed = float("-inf")
-        self._listing = asyncio.Lock()
-        self._found: dict[tuple[str, str], dict[Key, Body]] = {}
-
-    async def of(self, namespace: str, fleet: str, age: float) -> Mapping[Key, Body]:
-        """Return the objects of a fleet, from a list that is no older than ``age`` seconds."""
-        async with self._listing:
-            if self._clock() - self._listed >= age:
-                began = self._clock()
-                found: dict[tuple[str, str], dict[Key, Body]] = {}
-                for body in await self._objects.list_all(self._namespaces):
-                    found.setdefault(_fleet_of(body), {})[key_of(body)] = body
-                self._found, self._listed = found, began
-        return self._found.get((namespace, fleet), {})
-
-    def put(self, body: Body) -> None:
-        """Remember an object as it was applied."""
-        self._found.setdefault(_fleet_of(body), {})[key_of(body)] = body
-
-
-def _fleet_of(body: Body) -> tuple[str, str]:
-    metadata = body["metadata"]
-    return str(metadata["namespace"]), str(metadata["labels"].get(FLEET_LABEL))
-
-
 class Fleets:
     """All fleets of the process. ``clock`` returns seconds of any monotonic clock."""
 
@@ -163,7 +132,7 @@ class Fleets:
         self._options = options
         self._work = WorkOnFleets()
         self._clock = clock
-        self._children = _Children(objects, options.namespaces, clock)
+        self._children = FleetChildren(objects, options.namespaces, clock)
         self._loops: dict[str, _Loop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._presets: tuple[float, Presets] = (float("-inf"), packaged())
