@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from hack.generate.crds import Schema, is_work, mutable_fields, schema
 from poc_operator.apis.v1alpha1.conditions import ConditionType
+from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
 from poc_operator.apis.v1alpha1.meta import API_VERSION, Resource
-from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS
 from poc_operator.apis.v1alpha1.schema import VALIDATIONS
 
 _NOTE = "<!-- Written by `make generate` from {source}: do not edit. -->"

@@ -11,8 +11,8 @@
 - ``untold_pods``: pods that exist and that the watch has yet to tell of.
 - ``other_rounds``: what rounds know of each other, so that they queue for pods.
 - ``reaper``: stops in pods what no round needs any more. ``uninstall``: suspends all before the operator goes.
-- ``fleets``: keeps the objects of fleets; ``fleet_health``: looks whether their pods get on; ``fleet_refs``: gives
-  rounds the pods of a fleet.
+- ``fleets``: keeps the objects of fleets, which ``fleet_surroundings`` reads. ``fleet_health`` looks whether their pods
+  get on, ``self_checks`` what they compute, and ``fleet_updates`` replaces them. ``fleet_refs`` gives rounds the pods.
 - ``leader_election``, ``health``, ``metrics``, ``logs``: what the process owes its cluster.
 
 What to do is decided in the plans, how to ask stands in ``clients``, kopf is in ``handlers``::

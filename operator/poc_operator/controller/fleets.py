@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -31,8 +31,12 @@ from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.clients.kube.objects import ObjectStore, parse_object
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.controller.failing_objects import FailureBackoff
-from poc_operator.controller.fleet_children import FleetChildren
 from poc_operator.controller.fleet_health import FleetHealth
+from poc_operator.controller.fleet_surroundings import (
+    FleetChildren,
+    FleetOptions,
+    FleetSurroundings,
+)
 from poc_operator.controller.fleet_updates import Evictor, Labels, WorkOnFleets, labels_of
 from poc_operator.controller.health import supervised
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
@@ -42,7 +46,7 @@ from poc_operator.controller.self_checks import CHECKS, SelfChecks
 from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.merge import covers
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
-from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Refusal, Surroundings, packaged, with_config_maps
+from poc_operator.fleets.resolve import Refusal
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
@@ -54,23 +58,13 @@ BUSY_SECONDS = 3.0
 #: Age in seconds at which the list of objects is read again, for the one and the other.
 REST_AGE_SECONDS = 10.0
 BUSY_AGE_SECONDS = 2.0
-#: Seconds between two looks at presets, products, tokens, and at the fleets that there are.
-SURROUNDINGS_SECONDS = 60.0
+#: Seconds between two looks at the fleets that there are.
+LIST_SECONDS = 60.0
 #: Seconds for which news are gathered before a turn, and after which a turn is given up.
 GATHER_SECONDS = 0.2
 TURN_SECONDS = 120.0
 
 Body = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetOptions:
-    """How the process keeps fleets: in which namespaces, without any in all; with which image, where a fleet names
-    none; and with which Secret's token, which it also sends to pods."""
-
-    namespaces: Collection[str] = ()
-    image: str | None = None
-    token_secret: str = TOKEN_SECRET
 
 
 @dataclass
@@ -133,12 +127,9 @@ class Fleets:
         self._work = WorkOnFleets()
         self._clock = clock
         self._children = FleetChildren(objects, options.namespaces, clock)
+        self._around = FleetSurroundings(objects, options, clock)
         self._loops: dict[str, _Loop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._presets: tuple[float, Presets] = (float("-inf"), packaged())
-        self._products: tuple[float, list[str] | None] = (float("-inf"), None)
-        self._pod_monitors: tuple[float, bool] = (float("-inf"), False)
-        self._tokens: dict[str, float] = {}
 
     def changed(self, body: Body) -> None:
         """Begin to keep a fleet, or let its loop see what changed."""
@@ -208,7 +199,7 @@ class Fleets:
     async def run(self) -> None:
         """Look now and then whether the watch has told of all fleets, for ever."""
         while True:
-            await asyncio.sleep(SURROUNDINGS_SECONDS)
+            await asyncio.sleep(LIST_SECONDS)
             try:
                 bodies = await self._store.list_bodies(PoCFleet, self._options.namespaces)
             except StoreError as error:
@@ -357,7 +348,7 @@ class Fleets:
             objects = await self._children.of(namespace, name, age)
         return FleetSnapshot(
             fleet=fleet,
-            around=await self._surroundings(fleet),
+            around=await self._around.of(fleet),
             now=datetime.now(UTC).replace(microsecond=0),
             objects=objects,
             pods=pods,
@@ -382,35 +373,11 @@ class Fleets:
         selector = LabelSelector(match_labels={DOWNLOAD_LABEL: under_way.job})
         return await self._health.download_seen(self._pods.selected(fleet.metadata.namespace, selector))
 
-    async def _surroundings(self, fleet: PoCFleet) -> Surroundings:
-        now = self._clock()
-        if fleet.spec.model.preset is not None and now - self._presets[0] >= SURROUNDINGS_SECONDS:
-            self._presets = (now, with_config_maps(await self._objects.presets()))
-        wants_product = fleet.spec.model.preset is not None and fleet.spec.gpu.product is None
-        if wants_product and now - self._products[0] >= SURROUNDINGS_SECONDS:
-            found = await self._objects.products()
-            self._products = (now, list(found) if found is not None else None)
-        if fleet.spec.metrics.pod_monitor and now - self._pod_monitors[0] >= SURROUNDINGS_SECONDS:
-            self._pod_monitors = (now, await self._objects.pod_monitors())
-        return Surroundings(
-            presets=self._presets[1],
-            products=self._products[1],
-            image=self._options.image,
-            token_secret=self._options.token_secret,
-            pod_monitors=self._pod_monitors[1],
-        )
-
     async def _ensure_token(self, loop: _Loop) -> None:
-        namespace, now = loop.ref.namespace, self._clock()
-        if now - self._tokens.get(namespace, float("-inf")) < SURROUNDINGS_SECONDS:
-            return
-        name = self._options.token_secret
         try:
-            await self._objects.ensure_token(namespace, name)
+            await self._around.ensure_token(loop.ref.namespace)
         except (StoreForbidden, ObjectInvalid) as error:
-            loop.refused = _refusal(f'Secret "{name}"', error)
-        else:
-            self._tokens[namespace] = now
+            loop.refused = _refusal(f'Secret "{self._options.token_secret}"', error)
 
     async def _apply(self, loop: _Loop, fleet: PoCFleet, body: Body, seen: FleetSnapshot) -> None:
         """Apply one object, unless another that is not the fleet's has its name."""

@@ -25,7 +25,8 @@ from poc_operator.clients.pods.tokens import PodClients
 from poc_operator.controller.actions import Emit
 from poc_operator.controller.fleet_health import FleetHealth
 from poc_operator.controller.fleet_refs import FleetRefs
-from poc_operator.controller.fleets import FleetOptions, Fleets
+from poc_operator.controller.fleet_surroundings import FleetOptions
+from poc_operator.controller.fleets import Fleets
 from poc_operator.controller.health import CHECK_SECONDS, StaleWatchCheck, supervised
 from poc_operator.controller.kinds import PLANNERS, Planner, Sources
 from poc_operator.controller.leader_election import LeaderElection

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from poc_operator.apis.v1alpha1.calibration import CalibrationStatus
-from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS
+from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus

@@ -11,7 +11,7 @@ import kopf
 
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FINALIZER, GROUP
 from poc_operator.clients.gateway import GatewayClient
-from poc_operator.controller.fleets import FleetOptions
+from poc_operator.controller.fleet_surroundings import FleetOptions
 from poc_operator.controller.health import serve_health, supervised
 from poc_operator.controller.leader_election import LeaderElection
 from poc_operator.controller.manager import Manager

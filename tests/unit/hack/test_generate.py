@@ -13,8 +13,9 @@ import pytest
 
 from hack.generate import __main__ as generate
 from hack.generate import crds, values
+from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
 from poc_operator.apis.v1alpha1.meta import Resource
-from poc_operator.apis.v1alpha1.reasons import EXPLANATIONS, Reason
+from poc_operator.apis.v1alpha1.reasons import Reason
 from tests.support.checks.admission import defaulted
 
 ROOT = Path(__file__).parents[3]

@@ -16,9 +16,10 @@ from poc_operator.apis.v1alpha1.conditions import Condition
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.clients.errors import EvictionRefused, ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
-from poc_operator.controller import failing_objects, fleet_updates, fleets
+from poc_operator.controller import failing_objects, fleet_surroundings, fleet_updates, fleets
 from poc_operator.controller.fleet_health import FleetHealth
-from poc_operator.controller.fleets import FleetOptions, Fleets
+from poc_operator.controller.fleet_surroundings import FleetOptions
+from poc_operator.controller.fleets import Fleets
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.fleets import plan as planning
@@ -124,8 +125,9 @@ class Cluster:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("REST_SECONDS", "BUSY_SECONDS", "GATHER_SECONDS", "SURROUNDINGS_SECONDS"):
+    for name in ("REST_SECONDS", "BUSY_SECONDS", "GATHER_SECONDS", "LIST_SECONDS"):
         monkeypatch.setattr(fleets, name, 0.02)
+    monkeypatch.setattr(fleet_surroundings, "SURROUNDINGS_SECONDS", 0.02)
     for name in ("REST_AGE_SECONDS", "BUSY_AGE_SECONDS"):
         monkeypatch.setattr(fleets, name, 0.0)
     monkeypatch.setattr(failing_objects, "FIRST_PAUSE_SECONDS", 0.1)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fleets read of the cluster: the objects that they consist of, and what their specs are resolved by.
+
+It is read for all fleets at once, since a hundred fleets that each list theirs would be most of what the API server
+does.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.clients.kube.fleet_objects import FleetObjects
+from poc_operator.fleets.plan import Key, key_of
+from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Surroundings, packaged, with_config_maps
+
+#: Seconds between two looks at presets, products, tokens, and at what the cluster knows.
+SURROUNDINGS_SECONDS = 60.0
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """How the process keeps fleets: in which namespaces, without any in all; with which image, where a fleet names
+    none; and with which Secret's token, which it also sends to pods."""
+
+    namespaces: Collection[str] = ()
+    image: str | None = None
+    token_secret: str = TOKEN_SECRET
+
+
+class FleetChildren:
+    """The objects of all fleets. ``clock`` returns seconds of any monotonic clock."""
+
+    def __init__(self, objects: FleetObjects, namespaces: Collection[str], clock: Callable[[], float]) -> None:
+        self._objects = objects
+        self._namespaces = namespaces
+        self._clock = clock
+        self._listed = float("-inf")
+        self._listing = asyncio.Lock()
+        self._found: dict[tuple[str, str], dict[Key, Body]] = {}
+
+    async def of(self, namespace: str, fleet: str, age: float) -> Mapping[Key, Body]:
+        """Return the objects of a fleet, from a list that is no older than ``age`` seconds."""
+        async with self._listing:
+            if self._clock() - self._listed >= age:
+                began = self._clock()
+                found: dict[tuple[str, str], dict[Key, Body]] = {}
+                for body in await self._objects.list_all(self._namespaces):
+                    found.setdefault(_fleet_of(body), {})[key_of(body)] = body
+                self._found, self._listed = found, began
+        return self._found.get((namespace, fleet), {})
+
+    def put(self, body: Body) -> None:
+        """Remember an object as it was applied."""
+        self._found.setdefault(_fleet_of(body), {})[key_of(body)] = body
+
+
+def _fleet_of(body: Body) -> tuple[str, str]:
+    metadata = body["metadata"]
+    return str(metadata["namespace"]), str(metadata["labels"].get(FLEET_LABEL))
+
+
+class FleetSurroundings:
+    """What specs are resolved by. ``clock`` returns seconds of any monotonic clock."""
+
+    def __init__(
+        self, objects: FleetObjects, options: FleetOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._objects = objects
+        self._options = options
+        self._clock = clock
+        self._presets: tuple[float, Presets] = (float("-inf"), packaged())
+        self._products: tuple[float, list[str] | None] = (float("-inf"), None)
+        self._pod_monitors: tuple[float, bool] = (float("-inf"), False)
+        self._tokens: dict[str, float] = {}
+
+    async def of(self, fleet: PoCFleet) -> Surroundings:
+        """Return what a fleet is resolved by, as far as its spec needs it. StoreError if it cannot be read."""
+        now = self._clock()
+        if fleet.spec.model.preset is not None and now - self._presets[0] >= SURROUNDINGS_SECONDS:
+            self._presets = (now, with_config_maps(await self._objects.presets()))
+        wants_product = fleet.spec.model.preset is not None and fleet.spec.gpu.product is None
+        if wants_product and now - self._products[0] >= SURROUNDINGS_SECONDS:
+            found = await self._objects.products()
+            self._products = (now, list(found) if found is not None else None)
+        if fleet.spec.metrics.pod_monitor and now - self._pod_monitors[0] >= SURROUNDINGS_SECONDS:
+            self._pod_monitors = (now, await self._objects.pod_monitors())
+        return Surroundings(
+            presets=self._presets[1],
+            products=self._products[1],
+            image=self._options.image,
+            token_secret=self._options.token_secret,
+            pod_monitors=self._pod_monitors[1],
+        )
+
+    async def ensure_token(self, namespace: str) -> None:
+        """Make the Secret with the token of a namespace's pods, unless there is one. StoreError if that fails."""
+        now = self._clock()
+        if now - self._tokens.get(namespace, float("-inf")) >= SURROUNDINGS_SECONDS:
+            await self._objects.ensure_token(namespace, self._options.token_secret)
+            self._tokens[namespace] = now
