@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "too many replicas": ({**PATH, "replicas": 1001}, ("spec.replicas", "less than or equal to 1000")),
     "the fleet's label": (
         {**PATH, "podTemplate": {"metadata": {"labels": {"poc.gonka.ai/fleet": "other"}}}},
-        ("spec.podTemplate.metadata.labels", "by which the fleet finds its pods"),
+        ("spec.podTemplate.metadata.labels", "by which the fleet finds what is its own"),
     ),
     "a typo": ({**PATH, "replica": 2}, ('unknown field "spec.replica"',)),
 }

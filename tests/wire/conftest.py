@@ -19,7 +19,7 @@ QUICK = {
     "RETRY_LIMIT_SECONDS": "0.05",
     # A post that a busy machine answers late would be sent, and arrive, twice.
     "CALLBACK_SECONDS": "10",
-    "ENGINE_SECONDS": "2",
+    "ENGINE_SECONDS": "20",
     "FLUSH_SECONDS": "0.5",
     "REFUSED_SECONDS": "0.2",
 }

@@ -213,6 +213,7 @@ async def test_slow_slices_get_shorter_and_no_nonce_is_lost(pod: Pod) -> None:
     [(RuntimeError("CUDA error"), "poc_compute failed: CUDA error"), (None, "did not answer within 2 s")],
     ids=["error", "hang"],
 )
+@pytest.mark.parametrize("pod_settings", [{"ENGINE_SECONDS": "2"}])
 async def test_a_failing_engine_fails_the_round(pod: Pod, fault: Exception | None, message: str) -> None:
     await pod.start(DISTANCE | SLOT | {"round_id": "r1"})
     before = await pod.reach(lambda s: s.next_index > 0)

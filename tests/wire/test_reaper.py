@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -58,7 +59,7 @@ class Cluster:
 
     async def operator(self) -> Manager:
         """Start another operator process, as it were."""
-        lease = cast(LeaderElection, SimpleNamespace(held=True, uid="lease-uid"))
+        lease = cast(LeaderElection, SimpleNamespace(held=True, uid="lease-uid", close=AsyncMock()))
         made = Manager(cast(ObjectStore, self.store), lease, PodClient(), reaper_clients=PodClient())
         await made.identify()
         for host in HOSTS:

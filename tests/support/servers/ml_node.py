@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx
 from sqlalchemy import select
@@ -137,7 +138,7 @@ class WholeMlNode:
         url = f"http://127.0.0.1:{inside}"
         client = await stack.enter_async_context(PodClient())
         collector = await stack.enter_async_context(GatewayClient(url))
-        lease = cast(LeaderElection, SimpleNamespace(held=True))
+        lease = cast(LeaderElection, SimpleNamespace(held=True, close=AsyncMock()))
         self.api.manager = Manager(cast(ObjectStore, self.api), lease, client, collector)
         stack.push_async_callback(self.api.manager.close)
         for number in range(1, pods + 1):

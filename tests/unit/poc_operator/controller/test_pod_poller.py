@@ -80,6 +80,7 @@ class World:
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     async with PodClient() as client, World(client).served() as world:
+        monkeypatch.setattr(pod_client, "STATUS_SECONDS", 20 * TIMEOUT)
         assert len((await world.poll())[0]) == len(world.pods)  # a server's first answer can take longer than the rest
         world.renewed.clear()
         monkeypatch.setattr(pod_client, "STATUS_SECONDS", TIMEOUT)
