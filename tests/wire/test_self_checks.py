@@ -15,7 +15,8 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import fleets, self_checks
 from poc_operator.controller.fleet_refs import FleetRefs
-from poc_operator.controller.fleets import FleetOptions, Fleets
+from poc_operator.controller.fleet_surroundings import FleetOptions
+from poc_operator.controller.fleets import Fleets
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.observed import Container, PodView
