@@ -70,15 +70,12 @@ def labels_of(fleet: PoCFleet, stateful_set: Mapping[str, Any] | None, pods: Ite
 
 
 class Evictor:
-    """Evicts pods of one fleet. Without ``clients`` no pod is asked.
-
-    ``clock`` returns seconds of any monotonic clock.
-    """
+    """Evicts pods of one fleet. ``clock`` returns seconds of any monotonic clock."""
 
     def __init__(
         self,
         store: ObjectStore,
-        clients: ClientOf | None,
+        clients: ClientOf,
         log: ObjectLogger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -133,7 +130,7 @@ class Evictor:
 
     async def _computes(self, pod: PodView, port: int) -> bool:
         """Whether the pod says that it computes a round. One that does not answer does not say so."""
-        if self._clients is None or pod.ip is None:
+        if pod.ip is None:
             return False
         try:
             client = await self._clients.of(pod.namespace)

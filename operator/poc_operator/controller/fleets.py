@@ -37,7 +37,7 @@ from poc_operator.controller.fleet_surroundings import (
     FleetOptions,
     FleetSurroundings,
 )
-from poc_operator.controller.fleet_updates import Evictor, Labels, WorkOnFleets, labels_of
+from poc_operator.controller.fleet_updates import Evictor, WorkOnFleets, labels_of
 from poc_operator.controller.health import supervised
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
@@ -310,14 +310,8 @@ class Fleets:
         loop.checks.keep(step.checks, {pod.uid for pod in step.status.pods})
         loop.moves = step.moves
         if step.evict:
-            await loop.evictor.evict(fleet, step.evict, self._labels(fleet, seen.objects))
+            await loop.evictor.evict(fleet, step.evict, labels_of(fleet, seen.stateful_set, seen.pods))
         return REST_SECONDS if _rests(step.status) and not applied and not step.moves else BUSY_SECONDS
-
-    def _labels(self, fleet: PoCFleet, objects: Mapping[Key, Body]) -> Labels:
-        """Return the sets of labels of the fleet's pods."""
-        name = fleet.metadata.name
-        pods = self._pods.selected(fleet.metadata.namespace, fleet_selector(name))
-        return labels_of(fleet, objects.get(("StatefulSet", name)), pods)
 
     async def _good_template(self, loop: _Loop, fleet: PoCFleet) -> Mapping[str, Any] | None:
         """Return the template of the last good revision, if an update has failed. A revision never changes."""
@@ -358,7 +352,7 @@ class Fleets:
             health=self._health.found(uid) if self._health is not None else {},
             memory_errors=self._health.memory_errors(uid) if self._health is not None else {},
             download=await self._download(fleet),
-            work=self._work.on(fleet, self._labels(fleet, objects)),
+            work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), pods)),
             busy=loop.evictor.busy,
             evicted=loop.evictor.evicted,
             good_template=await self._good_template(loop, fleet),

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -151,8 +151,9 @@ class StaleWatchCheck:
         A watch that has expired begins with a list anew, which has no word of what was deleted meanwhile. A pod that
         the watch had told of before the list began, and that is not in it, was relabelled or does not exist any more.
         """
-        before = [pod for pod in self._told(namespace, selectors).values() if not pod.gone]
-        listed = await self._list(namespace, selectors)
+        told = self._told(namespace, selectors)
+        before = [pod for pod in told.values() if not pod.gone]
+        listed = await self._list(namespace, selectors, told)
         uids = {pod.uid for pod in listed}
         for pod in before:
             if pod.uid in uids or not self._pods.knows(pod.uid):
@@ -162,12 +163,14 @@ class StaleWatchCheck:
                 self._gone(pod)
         return listed
 
-    async def _list(self, namespace: str, selectors: Sequence[LabelSelector]) -> list[PodView]:
+    async def _list(
+        self, namespace: str, selectors: Sequence[LabelSelector], told: Mapping[str, PodView]
+    ) -> list[PodView]:
         """Return the pods that are selected: of few selectors by a list each, for which the API server looks at all."""
         if len(selectors) <= FEW:
             lists = [await self._store.list_pods(namespace, selector) for selector in selectors]
             return list({pod.uid: pod for found in lists for pod in found}.values())
-        told, found = self._told(namespace, selectors), list[PodView]()
+        found = list[PodView]()
         for pod in await self._store.list_pods(namespace, LabelSelector()):
             # A pod that is as it was told of is found by its labels, without a look at each selector.
             known = told.get(pod.uid)

@@ -38,10 +38,8 @@ from poc_operator.fleets.self_check import (
 )
 from poc_operator.fleets.update import revision_of
 from poc_operator.observed import PodView, served_model
+from poc_operator.planning.eligibility import named
 from vllm_poc.wire.messages import Protocol
-
-#: So many pods are named in a message.
-_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,5 +355,4 @@ def finding(checked: CheckedPods) -> tuple[Reason, str] | None:
 
 
 def _named(pods: Sequence[FleetPod]) -> str:
-    texts = ", ".join(f"{pod.name} ({pod.message})" for pod in pods[:_NAMED])
-    return texts if len(pods) <= _NAMED else f"{texts} and {len(pods) - _NAMED} more"
+    return named(pods, lambda pod: pod.message)

@@ -8,15 +8,14 @@ is not to be seen from outside, so all of that is Loading.
 from collections.abc import Mapping, Sequence
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
-from poc_operator.fleets.update import ordinal_of
+from poc_operator.fleets.update import in_order
 from poc_operator.observed import PodView
+from poc_operator.planning.eligibility import named
 
 #: What pods wait for that passes by itself.
 PASSING = frozenset(
     {"", "ContainersNotReady", "ContainerCreating", "PodInitializing", "Pending", "PodReadyToStartContainers"}
 )
-#: So many pods are named in a message.
-_NAMED = 3
 
 
 def stage_of(pod: PodView, port: int) -> Stage:
@@ -40,8 +39,7 @@ def cannot_run(pod: PodView) -> bool:
 
 def stages_of(pods: Sequence[PodView], port: int) -> str:
     """Name the first pods, each with its stage and why it stays there."""
-    texts = ", ".join(f"{pod.name} ({_state(pod, port)})" for pod in pods[:_NAMED])
-    return texts if len(pods) <= _NAMED else f"{texts} and {len(pods) - _NAMED} more"
+    return named(pods, lambda pod: _state(pod, port))
 
 
 def _state(pod: PodView, port: int) -> str:
@@ -65,8 +63,10 @@ def with_stages(
     known.
     """
     known, before = {entry.uid: entry for entry in entries}, {entry.uid: entry for entry in old}
-    ordered = sorted(pods, key=lambda pod: (ordinal_of(pod), pod.name))
-    return [_entry(known[pod.uid], before.get(pod.uid), pod, port, memory_errors.get(pod.uid)) for pod in ordered]
+    return [
+        _entry(known[pod.uid], before.get(pod.uid), pod, port, memory_errors.get(pod.uid))
+        for pod in sorted(pods, key=in_order)
+    ]
 
 
 def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, errors: int | None) -> FleetPod:

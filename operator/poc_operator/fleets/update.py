@@ -141,7 +141,7 @@ class _View:
     def __init__(self, seen: UpdateSeen, old: UpdateStatus, pods: Sequence[PodView]) -> None:
         self.seen = seen
         self.old = old
-        self.pods = sorted(pods, key=lambda pod: (ordinal_of(pod), pod.name))
+        self.pods = sorted(pods, key=in_order)
         self.failed = failed_as(old, seen.digest)
         # Going back may give the good template a new name.
         kept = {seen.newest, old.good_revision} if self.failed is not None else {seen.newest}
@@ -239,7 +239,9 @@ class _View:
     @property
     def _candidates(self) -> Sequence[PodView]:
         """The pods to replace: first those that cannot work, then those that are not ready, then by their numbers."""
-        return sorted(self.outdated, key=lambda pod: (not self.is_lost(pod), pod.ready, -ordinal_of(pod), pod.name))
+        return sorted(
+            self.outdated, key=lambda pod: (not self.is_lost(pod), pod.ready, -ordinal_of(pod.name), pod.name)
+        )
 
     def _doing(self, chosen: Sequence[Eviction], free: Sequence[PodView]) -> str:
         if chosen:
@@ -274,10 +276,15 @@ class _View:
         return self.old.model_copy(update=change)
 
 
-def ordinal_of(pod: PodView) -> int:
-    """Return the number of a StatefulSet's pod; -1 for a pod of another name."""
-    number = pod.name.rpartition("-")[2]
+def ordinal_of(name: str) -> int:
+    """Return the number of a StatefulSet's pod by its name; -1 for a pod of another name."""
+    number = name.rpartition("-")[2]
     return int(number) if number.isdecimal() else -1
+
+
+def in_order(pod: PodView) -> tuple[int, str]:
+    """Return what a StatefulSet's pods are sorted by: their numbers."""
+    return ordinal_of(pod.name), pod.name
 
 
 def _without_old_pods(view: _View) -> UpdateStep:
@@ -333,8 +340,8 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
         told = [*events, WorkEvent(reason=Reason.CANARY_PASSED, message=passed)]
         return _rolling(view, told)
     canary = view.old.canary
-    comes = any(ordinal_of(pod) < view.seen.replicas and pod.name == canary for pod in view.outdated)
-    expected = canary and not comes and _ordinal(canary) < view.seen.replicas
+    comes = any(ordinal_of(pod.name) < view.seen.replicas and pod.name == canary for pod in view.outdated)
+    expected = canary and not comes and ordinal_of(canary) < view.seen.replicas
     if view.updated or expected:
         message = view.progress(f"canary: {view.waiting_for_pods()}")
         return UpdateStep(status=view.status(UpdatePhase.CANARY, message, canary), events=events, moves=True)
@@ -342,10 +349,6 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     name = chosen[0].pod.name if chosen else ""
     status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), name)
     return UpdateStep(status=status, evict=chosen, events=events)
-
-
-def _ordinal(name: str) -> int:
-    return ordinal_of(PodView(name=name, namespace="", uid=""))
 
 
 def _rolling(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:

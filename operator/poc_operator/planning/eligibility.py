@@ -9,7 +9,9 @@ own startup probe, or ``spec.podStartupSeconds`` where it has none.
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import TypeVar
 
+from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec, WorkSpec
@@ -115,7 +117,10 @@ def usable_pods(snapshot: Snapshot[Work]) -> list[PodView]:
 NAMED_PODS = 3
 
 
-def named(pods: Sequence[PodView], detail: Callable[[PodView], str]) -> str:
+PodT = TypeVar("PodT", PodView, FleetPod)
+
+
+def named(pods: Sequence[PodT], detail: Callable[[PodT], str]) -> str:
     """Name the first pods, each with a detail."""
     texts = ", ".join(f"{pod.name} ({detail(pod)})" for pod in pods[:NAMED_PODS])
     return texts if len(pods) <= NAMED_PODS else f"{texts} and {len(pods) - NAMED_PODS} more"
