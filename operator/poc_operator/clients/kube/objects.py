@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from poc_operator.apis.v1alpha1.conditions import Condition, StoredCondition, merge_conditions
 from poc_operator.apis.v1alpha1.fleet import FleetStatus
 from poc_operator.apis.v1alpha1.meta import GROUP, VERSION, LabelSelector, Resource
-from poc_operator.apis.v1alpha1.schema import aliases
+from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import EvictionRefused, ObjectGone, StoreUnavailable, UnreadableObject
@@ -288,6 +288,15 @@ def readable(resource: type[ResourceT], bodies: Iterable[Mapping[str, Any]]) -> 
 def merge_patch(status: WorkStatus | FleetStatus) -> dict[str, Any]:
     """Return the status as a JSON merge patch: a field that is unset now becomes null, which deletes it.
 
-    Objects in it have no fields that may be unset; lists are replaced.
+    So do fields of objects in it. Lists are replaced.
     """
-    return dict.fromkeys(aliases(type(status)).values()) | status.stored()
+    return _with_nulls(status, status.stored())
+
+
+def _with_nulls(model: ApiModel, stored: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {**dict.fromkeys(aliases(type(model)).values()), **stored}
+    for name, alias in aliases(type(model)).items():
+        value = getattr(model, name)
+        if isinstance(value, ApiModel):
+            found[alias] = _with_nulls(value, found[alias])
+    return found

@@ -12,6 +12,8 @@ from kubernetes.aio import client
 
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
+from poc_operator.apis.v1alpha1.fleet import FleetStatus
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download
 from poc_operator.apis.v1alpha1.meta import LabelSelector, Operator, Requirement
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation
@@ -290,6 +292,13 @@ async def test_an_eviction_that_is_refused(
         await store.evict_pod(a_pod("a"))
     assert type(caught.value) is error
     assert error is not EvictionRefused or str(caught.value) == message
+
+
+def test_what_is_unset_within_an_object_is_deleted_too() -> None:
+    """Else the percent of one download would stand beside the next, and differ from what is wanted at every turn."""
+    patch = merge_patch(FleetStatus(download=Download(job="download-1", model="org/model")))
+    assert (patch["download"]["job"], patch["download"]["percent"]) == ("download-1", None)
+    assert merge_patch(FleetStatus())["download"] is None
 
 
 def test_an_unset_field_is_deleted_by_the_patch() -> None:
