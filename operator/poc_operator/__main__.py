@@ -46,7 +46,7 @@ def lease_seconds(text: str) -> int:
 
 
 #: As `gc.set_threshold` takes them.
-_GARBAGE_COLLECTION = (20_000, 50, 50)
+_GARBAGE_COLLECTION = (2_000, 10, 100)
 
 
 def collect_garbage_rarely() -> None:

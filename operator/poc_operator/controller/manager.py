@@ -37,6 +37,7 @@ from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.reaper import CONNECTIONS as REAPER_CONNECTIONS
 from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
+from poc_operator.controller.stored_object import Computing
 from poc_operator.controller.untold_pods import UntoldPods
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.leases import LEASE_SECONDS
@@ -138,6 +139,7 @@ class Manager:
         self._load = 0  # of one turn of each object, in polls
         self._others = OtherRounds(time.monotonic)
         self._untold = UntoldPods(store, self._pods)
+        self._computing = Computing()
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
@@ -360,6 +362,7 @@ class Manager:
             emit=emit,
             others=self._others,
             untold=self._untold,
+            computing=self._computing,
         )
 
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:

@@ -27,7 +27,7 @@ from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
 from poc_operator.controller.other_rounds import OtherRounds
-from poc_operator.controller.stored_object import MANY, ObjectReader, StatusRecorder, computed
+from poc_operator.controller.stored_object import MANY, Computing, ObjectReader, StatusRecorder
 from poc_operator.controller.untold_pods import UntoldPods
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Step, Work
@@ -74,6 +74,7 @@ class Reconciler(Generic[WorkT]):
         emit: Emit,
         others: OtherRounds | None = None,
         untold: UntoldPods | None = None,
+        computing: Computing | None = None,
     ) -> None:
         self._resource = kind.resource
         self._ref = ref
@@ -90,8 +91,9 @@ class Reconciler(Generic[WorkT]):
         self.generation: int | None = None
         self.failures = FailureBackoff(kind.resource, ref, store=self._store, metrics=metrics, emit=emit, log=self.log)
         resource: Any = kind.resource
-        self._reader = ObjectReader[WorkT](resource, ref, self._store, time.monotonic)
-        self._recorder = StatusRecorder[WorkT](self._store, time.monotonic)
+        self._computing = computing or Computing()
+        self._reader = ObjectReader[WorkT](resource, ref, self._store, time.monotonic, self._computing)
+        self._recorder = StatusRecorder[WorkT](self._store, time.monotonic, self._computing)
         self._watch = ProgressWatch(time.monotonic)
         #: How many pods the last turn polled.
         self.polls = 0
@@ -175,7 +177,7 @@ class Reconciler(Generic[WorkT]):
             others = seen.other_rounds  # in this thread, since the loops of all namespaces change what it is taken from
             seen = dataclasses.replace(seen, find_other_rounds=lambda: others)
         with self._metrics.plan_seconds.time():
-            return await computed(partial(self._planner.plan, seen), size)
+            return await self._computing.done(partial(self._planner.plan, seen), size)
 
     async def _record(self, stored: WorkT, status: WorkStatus) -> bool:
         """Record the status; False if the object is gone."""
@@ -258,7 +260,7 @@ class Reconciler(Generic[WorkT]):
         self._actions.forget_others(reports)
         if work.status.stop_time is not None:
             self._actions.forget_refusals()
-        measured = await computed(partial(self._measured, reports), len(reports))
+        measured = await self._computing.done(partial(self._measured, reports), len(reports))
         return Snapshot(
             work=work,
             pods=pods,

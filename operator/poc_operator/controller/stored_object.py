@@ -34,15 +34,37 @@ Body = Mapping[str, Any]
 T = TypeVar("T")
 
 
-async def computed(compute: Callable[[], T], size: int) -> T:
-    """Return what is computed of so many shares and pods: in a thread if they are many."""
-    return compute() if size < MANY else await asyncio.to_thread(compute)
+class Computing:
+    """What keeps the event loop for milliseconds: one at a time, or in a thread if it is made of many. One per process.
+
+    Polls of many rounds are answered in the same moment. If all of them planned in one iteration of the event loop, the
+    Lease, the probes and the stops would wait until the last one is done.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def done(self, compute: Callable[[], T], size: int) -> T:
+        """Return what is computed of so many shares and pods, after the event loop has looked at all else."""
+        if size >= MANY:
+            return await asyncio.to_thread(compute)
+        async with self._turn:
+            await asyncio.sleep(0)
+            return compute()
 
 
 class ObjectReader(Generic[WorkT]):
     """The newest that is known of one object. ``clock`` returns seconds of any monotonic clock."""
 
-    def __init__(self, resource: type[WorkT], ref: ObjectRef, store: ObjectStore, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        resource: type[WorkT],
+        ref: ObjectRef,
+        store: ObjectStore,
+        clock: Callable[[], float],
+        computing: Computing,
+    ) -> None:
+        self._computing = computing
         self._resource = resource
         self._ref = ref
         self._store = store
@@ -74,7 +96,7 @@ class ObjectReader(Generic[WorkT]):
             known = await self._store.get(self._resource, self._ref.namespace, self._ref.name)
             self._read_at = self._clock()
         elif told is not None and (known is None or _is_newer(told, known)):
-            known = parse_object(self._resource, told)
+            known = await self._computing.done(partial(parse_object, self._resource, told), _shares_of(told))
         self._known = known if known is not None and known.metadata.uid == self._ref.uid else None
         return self._known
 
@@ -84,11 +106,18 @@ def _is_newer(told: Body, known: Work) -> bool:
     return int(told["metadata"]["resourceVersion"]) > int(known.metadata.resource_version)
 
 
+def _shares_of(body: Body) -> int:
+    """Return how many shares the object has, if it is a round: the others have few."""
+    slots = (body.get("status") or {}).get(RoundStatus.SHARES)
+    return len(slots) if isinstance(slots, list) else 0
+
+
 class StatusRecorder(Generic[WorkT]):
     """Writes the status of one object. ``clock`` returns seconds of any monotonic clock."""
 
-    def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
+    def __init__(self, store: ObjectStore, clock: Callable[[], float], computing: Computing) -> None:
         self._store = store
+        self._computing = computing
         self._clock = clock
         self._written = float("-inf")
         self._turned = clock()  # when the last turn recorded something
@@ -114,7 +143,9 @@ class StatusRecorder(Generic[WorkT]):
         turn, self._turned = now - self._turned, now
         if status == self.newest(stored).status and not self._held_back:
             return stored
-        written, only_counters = await computed(partial(_compare, status, stored.status), len(status.shares))
+        written, only_counters = await self._computing.done(
+            partial(_compare, status, stored.status), len(status.shares)
+        )
         age = now - self._written
         fresh = age < COUNTERS_SECONDS and age + turn < LATE_SECONDS
         if written == stored.status or (fresh and only_counters):

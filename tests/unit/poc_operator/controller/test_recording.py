@@ -9,7 +9,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.errors import StoreUnavailable
 from poc_operator.clients.kube.objects import ObjectStore
-from poc_operator.controller.stored_object import COUNTERS_SECONDS, StatusRecorder
+from poc_operator.controller.stored_object import COUNTERS_SECONDS, Computing, StatusRecorder
 from tests.unit.poc_operator.build import a_round, a_slot, a_status
 
 
@@ -21,7 +21,7 @@ class Written:
         self.writes = 0
         self.fault: Exception | None = None
         self.seconds = 1000.0
-        self.recorder = StatusRecorder[PoCRound](cast(ObjectStore, self), lambda: self.seconds)
+        self.recorder = StatusRecorder[PoCRound](cast(ObjectStore, self), lambda: self.seconds, Computing())
 
     async def write_status(self, round_: PoCRound, status: RoundStatus) -> None:
         """Write."""
@@ -130,5 +130,5 @@ async def test_a_new_process_writes_nothing_only_because_errors_were_cut() -> No
     written = Written()
     slots = [a_slot("a", error="x" * 5000), a_slot("b", group=1, error="gone")]
     await written.record(a_status(*slots), after=COUNTERS_SECONDS)
-    written.recorder = StatusRecorder[PoCRound](cast(ObjectStore, written), lambda: written.seconds)
+    written.recorder = StatusRecorder[PoCRound](cast(ObjectStore, written), lambda: written.seconds, Computing())
     assert await written.record(a_status(*slots), after=COUNTERS_SECONDS) == 0

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a turn begins from: the newest that the API server told, without asking it."""
 
+import asyncio
+import threading
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -10,7 +12,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.logs import ObjectRef
-from poc_operator.controller.stored_object import READ_SECONDS, ObjectReader
+from poc_operator.controller.stored_object import MANY, READ_SECONDS, Computing, ObjectReader
 from tests.unit.poc_operator.build import UID, a_round
 
 
@@ -31,7 +33,9 @@ class Reading:
 
     def __init__(self, stored: PoCRound | None) -> None:
         self.stored, self.gets, self.seconds = stored, 0, 1000.0
-        self.reader = ObjectReader(PoCRound, ObjectRef("ns", "r", UID), cast(ObjectStore, self), lambda: self.seconds)
+        self.reader = ObjectReader(
+            PoCRound, ObjectRef("ns", "r", UID), cast(ObjectStore, self), lambda: self.seconds, Computing()
+        )
 
     async def get(self, *_: object) -> PoCRound | None:
         """Return the round."""
@@ -128,3 +132,34 @@ async def test_a_request_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPa
             with pytest.raises(StoreUnavailable):
                 await reading.read()
     assert await reading.read() == 12
+
+
+async def test_the_event_loop_looks_at_all_else_between_two_computations() -> None:
+    computing, done = Computing(), list[int]()
+    iterations = [0]
+
+    async def count_iterations() -> None:
+        while True:
+            await asyncio.sleep(0)
+            iterations[0] += 1
+
+    def compute() -> None:
+        done.append(iterations[0])
+
+    counter = asyncio.create_task(count_iterations())
+    await asyncio.gather(*(computing.done(compute, size=1) for _ in range(100)))
+    counter.cancel()
+    assert len(set(done)) == 100, "two in one iteration"
+
+
+@pytest.mark.parametrize(("size", "in_the_loop"), [(MANY - 1, True), (MANY, False)])
+async def test_what_is_made_of_many_shares_is_computed_in_a_thread(size: int, in_the_loop: bool) -> None:
+    own = threading.get_ident()
+    assert (await Computing().done(threading.get_ident, size) == own) is in_the_loop
+
+
+async def test_a_computation_that_fails_holds_up_no_other() -> None:
+    computing = Computing()
+    with pytest.raises(ZeroDivisionError):
+        await computing.done(lambda: 1 // 0, size=1)
+    assert await computing.done(lambda: 1, size=1) == 1

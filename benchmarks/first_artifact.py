@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PYTHONPATH=image:. python3 -m benchmarks.first_artifact: how soon a round's first artifacts come while chat is busy.
+
+Starts a server as users do and sends it many chats at once. When their answers flow, a round begins. Measured is the
+time from its request until the receiver has the first artifacts, and which chats are in flight then. The first round of
+a server also prepares its passes. Settings of the server are taken from the environment (VLLM_POC_…). Every chat must
+get all of its tokens.
+"""
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+from tempfile import mkdtemp
+
+import aiohttp
+
+from benchmarks.chat import SHAPE_FLAGS
+from benchmarks.chat_load import Lengths, Load, Streamed
+from benchmarks.chat_model import write_model
+from benchmarks.figures import Figures, report
+from benchmarks.gpu_shapes import SHAPES
+from benchmarks.receiver import accepting, arrivals
+from tests.vllm.client import K_DIM, Client
+from tests.vllm.server import MODEL_NAME, serving
+
+#: So many tokens each chat has got on average before a round begins.
+TOKENS_BEFORE = 4
+WAIT_SECONDS = 120.0
+LOOK_SECONDS = 0.02
+
+
+class Bench:
+    """The measurements on one server."""
+
+    def __init__(self, server: Client, receiver: str, options: argparse.Namespace) -> None:
+        self._server = server
+        self._receiver = receiver
+        self._options = options
+
+    async def run(self) -> None:
+        """Measure and print each round."""
+        options, no_limit = self._options, aiohttp.ClientTimeout()
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(self._server.base, connector=connector, timeout=no_limit) as session:
+            load = Load(session, MODEL_NAME, Lengths(options.prompt, options.output, options.output))
+            await load.fit_prompt()
+            for number in range(options.rounds):
+                report(f"round {number}", await self._measured(load, number))
+
+    async def _measured(self, load: Load, number: int) -> Figures:
+        """Chat, begin a round meanwhile, and stop it when its first artifacts have come."""
+        before, count = load.tokens, self._options.chats
+        chats = asyncio.create_task(load.regularly(count, 0.0, f"round {number}"))
+        end = time.monotonic() + WAIT_SECONDS
+        while load.tokens - before < TOKENS_BEFORE * count:
+            await self._look(chats, end, "the chats do not get on")
+        begun = time.monotonic()
+        answered, first = await asyncio.gather(self._start(number), self._first_after(begun, chats))
+        await asyncio.to_thread(self._server.stop)
+        streamed = await chats
+        return {
+            "answered_seconds": round(answered - begun, 3),
+            "first_artifacts_seconds": round(first - begun, 3),
+            "chats_in_flight_before": in_flight(streamed, begun),
+            "chats_in_flight_then": in_flight(streamed, first),
+        }
+
+    async def _start(self, number: int) -> float:
+        """Start a round; return when that was answered."""
+        options = self._options
+        params = {"model": MODEL_NAME, "seq_len": options.seq_len, "k_dim": K_DIM}
+        fields = {"block_hash": f"{number:064x}", "url": self._receiver, "batch_size": options.batch, "params": params}
+        await asyncio.to_thread(self._server.start, **fields)
+        return time.monotonic()
+
+    async def _first_after(self, begun: float, chats: "asyncio.Task[list[Streamed]]") -> float:
+        """Return when the first delivery after this moment came."""
+        while True:
+            came = [moment for moment in await asyncio.to_thread(arrivals, self._receiver) if moment >= begun]
+            if came:
+                return min(came)
+            await self._look(chats, begun + WAIT_SECONDS, f"no artifact came: {self._server.status()}")
+
+    async def _look(self, chats: "asyncio.Task[list[Streamed]]", end: float, trouble: str) -> None:
+        """Wait a moment; RuntimeError with the trouble if it lasts, and a chat's error if one has failed."""
+        await asyncio.sleep(LOOK_SECONDS)
+        if chats.done():
+            chats.result()
+        if time.monotonic() > end:
+            raise RuntimeError(trouble)
+
+
+def in_flight(chats: list[Streamed], moment: float) -> int:
+    """Return how many chats were sent and not answered in full by then."""
+    return sum(chat.sent <= moment < chat.last for chat in chats)
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    options = _options()
+    folder = Path(mkdtemp())
+    model = options.model or write_model(options.shape, folder / "model", layers=options.layers)
+    flags = ["--enable-poc"] if options.model else [*SHAPE_FLAGS, "--gpu-memory-utilization", str(options.memory)]
+    flags += ["--num-gpu-blocks-override", str(options.blocks)]
+    flags += ["--enforce-eager"] if options.enforce_eager else []
+    print(f"the server's log: {folder / 'server.log'}", flush=True)
+    with accepting() as receiver, serving(model, folder / "server.log", flags) as server:
+        if options.model is None:
+            server.workers("poc_bench_weights")
+        asyncio.run(Bench(server, receiver, options).run())
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    served = parser.add_mutually_exclusive_group()
+    served.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    served.add_argument("--model", type=Path, help="a folder with weights and a tokenizer that knows chats")
+    parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
+    parser.add_argument("--enforce-eager", action="store_true", help="neither compile nor capture CUDA graphs")
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
+    parser.add_argument("--blocks", type=int, default=49_152, help="of chat's KV cache, of 16 tokens each")
+    parser.add_argument("--chats", type=int, default=1500, help="that are sent at once")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=512, help="tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=3, help="one after the other, each beside chats of its own")
+    parser.add_argument("--seq-len", type=int, default=1024, help="of the round")
+    parser.add_argument("--batch", type=int, default=32, help="the round's batch size")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
