@@ -14,6 +14,7 @@ import asyncio
 import gc
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,7 +157,7 @@ def _flags(options: argparse.Namespace) -> list[str]:
         flags += ["--gpu-memory-utilization", str(options.memory)]
     if options.enforce_eager:
         flags.append("--enforce-eager")
-    return flags + (["--enable-poc"] if options.model else SHAPE_FLAGS)
+    return [*flags, *(["--enable-poc"] if options.model else SHAPE_FLAGS), *shlex.split(options.flags)]
 
 
 def _say(begin: float, what: str) -> None:
@@ -171,6 +172,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
     parser.add_argument("--enforce-eager", action="store_true", help="neither compile nor capture CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for vLLM")
+    parser.add_argument("--flags", default="", help="more flags of the server, as one word")
     parser.add_argument("--chats", type=int, default=200, help="regular ones, on the idle server and beside PoC each")
     parser.add_argument("--interval", type=float, default=0.25, help="seconds from one chat to the next")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")

@@ -9,6 +9,7 @@ get all of its tokens.
 
 import argparse
 import asyncio
+import shlex
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -103,7 +104,7 @@ def main() -> None:
     model = options.model or write_model(options.shape, folder / "model", layers=options.layers)
     flags = ["--enable-poc"] if options.model else [*SHAPE_FLAGS, "--gpu-memory-utilization", str(options.memory)]
     flags += ["--num-gpu-blocks-override", str(options.blocks)]
-    flags += ["--enforce-eager"] if options.enforce_eager else []
+    flags += [*(["--enforce-eager"] if options.enforce_eager else []), *shlex.split(options.flags)]
     print(f"the server's log: {folder / 'server.log'}", flush=True)
     with accepting() as receiver, serving(model, folder / "server.log", flags) as server:
         if options.model is None:
@@ -119,6 +120,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
     parser.add_argument("--enforce-eager", action="store_true", help="neither compile nor capture CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
+    parser.add_argument("--flags", default="", help="more flags of the server, as one word")
     parser.add_argument("--blocks", type=int, default=49_152, help="of chat's KV cache, of 16 tokens each")
     parser.add_argument("--chats", type=int, default=1500, help="that are sent at once")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
