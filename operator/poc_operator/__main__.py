@@ -45,8 +45,9 @@ def lease_seconds(text: str) -> int:
     return int(text)
 
 
-#: As `gc.set_threshold` takes them.
-_GARBAGE_COLLECTION = (2_000, 10, 100)
+#: As `gc.set_threshold` takes them. Small steps, since each stops the event loop, and hardly ever all objects: with a
+#: thousand rounds that takes a second.
+_GARBAGE_COLLECTION = (2_000, 5, 2_000)
 
 
 def collect_garbage_rarely() -> None:

@@ -29,26 +29,28 @@ LATE_SECONDS = 18.0
 
 #: What is made of so many shares or pods would hold up the event loop for tens of milliseconds.
 MANY = 300
+#: Computations in one iteration of the event loop. Each takes about a millisecond.
+AT_ONCE = 8
 
 Body = Mapping[str, Any]
 T = TypeVar("T")
 
 
 class Computing:
-    """What keeps the event loop for milliseconds: one at a time, or in a thread if it is made of many. One per process.
+    """What keeps the event loop busy: few at a time, or in a thread if it is made of many. One per process.
 
     Polls of many rounds are answered in the same moment. If all of them planned in one iteration of the event loop, the
     Lease, the probes and the stops would wait until the last one is done.
     """
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def done(self, compute: Callable[[], T], size: int) -> T:
         """Return what is computed of so many shares and pods, after the event loop has looked at all else."""
         if size >= MANY:
             return await asyncio.to_thread(compute)
-        async with self._turn:
+        async with self._turns:
             await asyncio.sleep(0)
             return compute()
 
