@@ -141,11 +141,7 @@ class Reconciler(Generic[WorkT]):
             return False
         work, missing = await self._with_fleet(work)
         seen = await self._observe(work, missing)
-        # One after the other, each with what the last one made of it, so that no two plan with the same pod.
-        async with self._others.turn(self._ref.namespace):
-            step = await self._plan(seen)
-            if (told := self._planner.told_others(seen, step)) is not None:
-                self._others.put(self._ref.uid, told)
+        step = await self._planned(seen)
         if not await self._record(stored, step.status):  # nothing is ordered that is not recorded
             return False
         self._planner.recorded(step)
@@ -171,13 +167,34 @@ class Reconciler(Generic[WorkT]):
         fleet = await fleets.find(work.metadata.namespace, ref.name)
         return with_fleet(work, fleet, self._pods.matching(work)), missing_fleet(work, fleet)
 
-    async def _plan(self, seen: Snapshot[WorkT]) -> Step[Any]:
-        size = len(seen.pods) + len(seen.work.status.shares)
-        if size >= MANY:
+    async def _planned(self, seen: Snapshot[WorkT]) -> Step[Any]:
+        """Return the plan, of which the other rounds of the namespace know by then.
+
+        One after the other, each with what the last one made of it, so that no two plan with the same pod. What is
+        planned in the event loop's thread needs the lock of the namespace only while one plans in another thread.
+        """
+        turn, size = self._others.turn(self._ref.namespace), len(seen.pods) + len(seen.work.status.shares)
+
+        def unless_locked() -> Step[Any] | None:
+            return None if turn.locked() else self._told(seen, self._plan(seen))
+
+        step = await self._computing.done(unless_locked, size) if size < MANY else None
+        if step is not None:
+            return step
+        async with turn:
             others = seen.other_rounds  # in this thread, since the loops of all namespaces change what it is taken from
             seen = dataclasses.replace(seen, find_other_rounds=lambda: others)
+            return self._told(seen, await self._computing.done(partial(self._plan, seen), size))
+
+    def _plan(self, seen: Snapshot[WorkT]) -> Step[Any]:
         with self._metrics.plan_seconds.time():
-            return await self._computing.done(partial(self._planner.plan, seen), size)
+            return self._planner.plan(seen)
+
+    def _told(self, seen: Snapshot[WorkT], step: Step[Any]) -> Step[Any]:
+        """Tell the other rounds what the plan has made of it; return the plan."""
+        if (told := self._planner.told_others(seen, step)) is not None:
+            self._others.put(self._ref.uid, told)
+        return step
 
     async def _record(self, stored: WorkT, status: WorkStatus) -> bool:
         """Record the status; False if the object is gone."""
