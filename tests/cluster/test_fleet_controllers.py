@@ -240,7 +240,7 @@ def uids(api: ApiServer, fleet: str) -> set[str]:
 
 def events(api: ApiServer, fleet: str) -> list[str]:
     found = api.request("GET", "/api/v1/namespaces/default/events", fieldSelector=f"involvedObject.name={fleet}")[1]
-    return [body["reason"] for body in sorted(found["items"], key=lambda body: body["firstTimestamp"])]
+    return [body["reason"] for body in sorted(found["items"], key=lambda body: body["metadata"]["creationTimestamp"])]
 
 
 @pytest.mark.usefixtures("operator")
