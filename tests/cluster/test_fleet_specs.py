@@ -27,6 +27,19 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**PATH, "parallelism": {"tensor": 2}, "gpu": {"count": 4}},
         ("spec.parallelism", "parallelism.tensor * parallelism.pipeline must be gpu.count"),
     ),
+    "ranks without Kubernetes nodes": (
+        {**PATH, "parallelism": {"tensor": 8, "kubernetesNodes": 2}, "gpu": {"count": 8}},
+        ("spec.parallelism", "must be gpu.count (1 if it is not set) * parallelism.kubernetesNodes"),
+    ),
+    "a volume of one Kubernetes node for several": (
+        {
+            **PATH,
+            "parallelism": {"pipeline": 2, "kubernetesNodes": 2},
+            "cache": {"size": "1Gi", "accessMode": "ReadWriteOnce"},
+        },
+        ("spec.cache.accessMode", "must be ReadWriteMany"),
+    ),
+    "Kubernetes nodes by flag": ({**PATH, "engineArgs": ["--nnodes=2"]}, ("spec.engineArgs", OWN_FLAG)),
     "a port by flag": ({**PATH, "engineArgs": ["--port=1"]}, ("spec.engineArgs", OWN_FLAG)),
     "a port by another spelling": ({**PATH, "engineArgs": ["--tensor_parallel_size=2"]}, ("spec.engineArgs", OWN_FLAG)),
     "a port by the begin of its flag": ({**PATH, "engineArgs": ["--por=1"]}, ("spec.engineArgs", OWN_FLAG)),
