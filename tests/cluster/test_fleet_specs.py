@@ -123,6 +123,17 @@ def test_everything_else_may_be_changed(api: ApiServer) -> None:
         assert status == 200, answer
 
 
+def test_kubernetes_nodes_of_a_replica_stay_as_they_are(api: ApiServer) -> None:
+    span = {"parallelism": {"pipeline": 2, "kubernetesNodes": 2}}
+    assert api.create("PoCFleet", "one-node", PATH)[0] == 201
+    assert api.create("PoCFleet", "two-nodes", {**PATH, **span})[0] == 201
+    assert api.patch("PoCFleet", "two-nodes", {"replicas": 3})[0] == 200
+    for name, change in (("one-node", span), ("two-nodes", {"parallelism": None})):
+        status, answer = api.patch("PoCFleet", name, change)
+        assert status == 422
+        assert "parallelism.kubernetesNodes cannot be changed: make another fleet" in answer["message"]
+
+
 def test_work_takes_pods_of_a_fleet_or_by_labels(api: ApiServer) -> None:
     spec = {
         "blockHash": "5f" * 32,
