@@ -290,7 +290,11 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
         return True
     if "deletionTimestamp" in found["metadata"]:
         return False  # it is created anew when it is gone
-    return found["metadata"]["resourceVersion"] != seen.settled.get(key) and not covers(found, wanted)
+    if covers(found, wanted):
+        return False
+    # Its digest tells whether the same was wanted then.
+    settled = found["metadata"]["resourceVersion"] == seen.settled.get(key)
+    return not settled or not covers(found["metadata"], wanted["metadata"])
 
 
 def _unmonitored(seen: FleetSnapshot) -> list[Finding]:
