@@ -89,16 +89,31 @@ TOOL_SETS = (
 #: For benchmarks and chaos tests alone: built when one of them asks for it.
 KWOK = ToolSet(name="kwok", programs={"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, main_module="sigs.k8s.io/kwok")
 
+#: For the tests of fleets whose replicas span several Kubernetes nodes: built when one of them asks for it.
+LWS = ToolSet(
+    name="lws",
+    programs={"leaderworkerset": "sigs.k8s.io/lws/cmd"},
+    main_module="sigs.k8s.io/lws",
+    version_variable="sigs.k8s.io/lws/pkg/version.GitVersion",
+)
+
+_ALL = (*TOOL_SETS, KWOK, LWS)
+
+
+def source_folder(tools: ToolSet) -> Path:
+    """The folder with the sources of a tool set's main module, which go has downloaded when it built the tools."""
+    return Path(run(["go", "list", "-m", "-f", "{{.Dir}}", tools.main_module], limit=60, cwd=tools.module).strip())
+
 
 def tool_path(name: str) -> Path:
     """The path of a built tool."""
-    for tools in (*TOOL_SETS, KWOK):
+    for tools in _ALL:
         if name in tools.programs:
             path = tools.folder / name
             if not path.exists():
                 raise UserError(f"The tool {name} is not built yet: run python3 -m hack.toolchain.")
             return path
-    known = ", ".join(sorted(name for tools in (*TOOL_SETS, KWOK) for name in tools.programs))
+    known = ", ".join(sorted(name for tools in _ALL for name in tools.programs))
     raise UserError(f"There is no tool {name}: choose one of {known}.")
 
 

@@ -27,6 +27,8 @@ from vllm_poc.server.settings import PREFIX, Settings, SettingsError
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+#: Has the part of vLLM's command that starts engine workers without an API server.
+HEADLESS_MODULE = "vllm.entrypoints.cli.serve"
 #: Flags of ``serve`` in addition to vLLM's own, accepted in any position.
 FLAGS = frozenset({"--enable-poc", "--poc-open"})
 #: First and last minor release of vLLM that the extension is tested with.
@@ -60,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     # Not the `vllm` command: it wants a distribution of that name, which the CPU build is not.
     os.environ.update(variables(words))
+    if (parsed := parse_as_server(arguments)).headless:
+        importlib.import_module(HEADLESS_MODULE).ServeSubcommand.cmd(parsed)
+        return
     sys.argv = [SERVER_MODULE, *arguments]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
 
@@ -91,8 +96,10 @@ def server_arguments(words: Sequence[str]) -> list[str]:
         return [*options, *model, *positionals]
     _check_options(parsed)
     _check_model(parsed, options)
-    hooks = ["--worker-extension-cls", EXTENSION_CLASS, "--middleware", MIDDLEWARE]
-    return [*options, *model, *_host(parsed), *hooks, *positionals]
+    hooks = ["--worker-extension-cls", EXTENSION_CLASS]
+    if not parsed.headless:
+        hooks += ["--middleware", MIDDLEWARE, *_host(parsed)]
+    return [*options, *model, *hooks, *positionals]
 
 
 def check(words: Sequence[str]) -> None:
@@ -179,10 +186,10 @@ def _check_settings() -> None:
 def _check_options(options: argparse.Namespace) -> None:
     if options.worker_extension_cls:
         raise UsageError("--enable-poc sets --worker-extension-cls itself, and vLLM takes only one: leave yours out.")
-    if options.headless:
+    if options.headless and not options.node_rank:
         raise UsageError(
-            "--headless starts no API server, and PoC's routes are in it: "
-            f"start this node by vLLM's own command, with --worker-extension-cls {EXTENSION_CLASS}."
+            "--headless starts no API server, and PoC's routes are in it: leave it out on the first Kubernetes node, "
+            "and set --node-rank on the others."
         )
     if (refusal := deployment_refusal(options, os.environ)) is not None:
         raise UsageError(refusal)

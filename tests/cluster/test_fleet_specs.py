@@ -27,6 +27,19 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**PATH, "parallelism": {"tensor": 2}, "gpu": {"count": 4}},
         ("spec.parallelism", "parallelism.tensor * parallelism.pipeline must be gpu.count"),
     ),
+    "ranks without Kubernetes nodes": (
+        {**PATH, "parallelism": {"tensor": 8, "kubernetesNodes": 2}, "gpu": {"count": 8}},
+        ("spec.parallelism", "must be gpu.count (1 if it is not set) * parallelism.kubernetesNodes"),
+    ),
+    "a volume of one Kubernetes node for several": (
+        {
+            **PATH,
+            "parallelism": {"pipeline": 2, "kubernetesNodes": 2},
+            "cache": {"size": "1Gi", "accessMode": "ReadWriteOnce"},
+        },
+        ("spec.cache.accessMode", "must be ReadWriteMany"),
+    ),
+    "Kubernetes nodes by flag": ({**PATH, "engineArgs": ["--nnodes=2"]}, ("spec.engineArgs", OWN_FLAG)),
     "a port by flag": ({**PATH, "engineArgs": ["--port=1"]}, ("spec.engineArgs", OWN_FLAG)),
     "a port by another spelling": ({**PATH, "engineArgs": ["--tensor_parallel_size=2"]}, ("spec.engineArgs", OWN_FLAG)),
     "a port by the begin of its flag": ({**PATH, "engineArgs": ["--por=1"]}, ("spec.engineArgs", OWN_FLAG)),
@@ -108,6 +121,17 @@ def test_everything_else_may_be_changed(api: ApiServer) -> None:
     for change in ({"model": {"path": "org/other"}}, {"gpu": {"count": 4}}, {"port": 9}, {"auth": {"open": False}}):
         status, answer = api.patch("PoCFleet", "changed", change)
         assert status == 200, answer
+
+
+def test_kubernetes_nodes_of_a_replica_stay_as_they_are(api: ApiServer) -> None:
+    span = {"parallelism": {"pipeline": 2, "kubernetesNodes": 2}}
+    assert api.create("PoCFleet", "one-node", PATH)[0] == 201
+    assert api.create("PoCFleet", "two-nodes", {**PATH, **span})[0] == 201
+    assert api.patch("PoCFleet", "two-nodes", {"replicas": 3})[0] == 200
+    for name, change in (("one-node", span), ("two-nodes", {"parallelism": None})):
+        status, answer = api.patch("PoCFleet", name, change)
+        assert status == 422
+        assert "parallelism.kubernetesNodes cannot be changed: make another fleet" in answer["message"]
 
 
 def test_work_takes_pods_of_a_fleet_or_by_labels(api: ApiServer) -> None:

@@ -203,9 +203,17 @@ def test_the_server_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         server_arguments(["m", "--enable-poc"])
 
 
-def test_a_node_without_an_api_server_is_refused() -> None:
-    with pytest.raises(UsageError, match=f"--headless .* with --worker-extension-cls {EXTENSION_CLASS}"):
+def test_a_node_without_an_api_server_must_not_be_the_first() -> None:
+    with pytest.raises(UsageError, match=r"--headless .* set --node-rank on the others"):
         server_arguments(["m", "--enable-poc", "--headless"])
+
+
+def test_another_node_of_a_replica_has_the_extension_and_no_routes() -> None:
+    words = ["--tensor-parallel-size=2", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--headless"]
+    options = parsed(["m", "--enable-poc", *words])
+    assert (options.headless, options.nnodes, options.node_rank) == (True, 2, 1)
+    assert options.worker_extension_cls == EXTENSION_CLASS
+    assert (options.middleware, options.host) == ([], None)
 
 
 def test_one_api_server_with_a_sharded_model_passes() -> None:

@@ -134,10 +134,14 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list, create, patch]
+# Replicas that span several Kubernetes nodes, where LeaderWorkerSet is installed.
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [get, list, create, patch]
 # The template of the last good revision, to which a failed update goes back.
 - apiGroups: [apps]
   resources: [controllerrevisions]
-  verbs: [get]
+  verbs: [get, list]
 # Where Prometheus Operator is installed.
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]

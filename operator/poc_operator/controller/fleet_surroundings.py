@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
-from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_LABEL
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.fleets.plan import Key, key_of
 from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Surroundings, packaged, with_config_maps
@@ -62,7 +62,8 @@ class FleetChildren:
 
 def _fleet_of(body: Body) -> tuple[str, str]:
     metadata = body["metadata"]
-    return str(metadata["namespace"]), str(metadata["labels"].get(FLEET_LABEL))
+    labels = metadata["labels"]
+    return str(metadata["namespace"]), str(labels.get(FLEET_LABEL) or labels.get(GROUPS_LABEL))
 
 
 class FleetSurroundings:
@@ -77,6 +78,7 @@ class FleetSurroundings:
         self._presets: tuple[float, Presets] = (float("-inf"), packaged())
         self._products: tuple[float, list[str] | None] = (float("-inf"), None)
         self._pod_monitors: tuple[float, bool] = (float("-inf"), False)
+        self._groups: tuple[float, bool] = (float("-inf"), False)
         self._tokens: dict[str, float] = {}
 
     async def of(self, fleet: PoCFleet) -> Surroundings:
@@ -90,12 +92,15 @@ class FleetSurroundings:
             self._products = (now, list(found) if found is not None else None)
         if fleet.spec.metrics.pod_monitor and now - self._pod_monitors[0] >= SURROUNDINGS_SECONDS:
             self._pod_monitors = (now, await self._objects.pod_monitors())
+        if fleet.spec.kubernetes_nodes > 1 and now - self._groups[0] >= SURROUNDINGS_SECONDS:
+            self._groups = (now, await self._objects.leader_worker_sets())
         return Surroundings(
             presets=self._presets[1],
             products=self._products[1],
             image=self._options.image,
             token_secret=self._options.token_secret,
             pod_monitors=self._pod_monitors[1],
+            leader_worker_sets=self._groups[1],
         )
 
     async def ensure_token(self, namespace: str) -> None:

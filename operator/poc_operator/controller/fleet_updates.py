@@ -84,7 +84,7 @@ class Evictor:
         self._log = log
         self._clock = clock
         self._busy: dict[str, tuple[str, float]] = {}  # by the pods' uids: why, and until when
-        self._evicted: dict[str, float] = {}
+        self._evicted: dict[str, tuple[str, float]] = {}  # by the pods' uids: the name, and until when it counts
 
     @property
     def busy(self) -> Mapping[str, str]:
@@ -96,9 +96,18 @@ class Evictor:
     @property
     def evicted(self) -> frozenset[str]:
         """The uids of pods that were evicted a moment ago, and may still look as before."""
-        now = self._clock()
-        self._evicted = {uid: until for uid, until in self._evicted.items() if now < until}
+        self._forget_evicted()
         return frozenset(self._evicted)
+
+    @property
+    def evicted_names(self) -> frozenset[str]:
+        """The names of those pods: others may have them by now."""
+        self._forget_evicted()
+        return frozenset(name for name, _ in self._evicted.values())
+
+    def _forget_evicted(self) -> None:
+        now = self._clock()
+        self._evicted = {uid: one for uid, one in self._evicted.items() if now < one[1]}
 
     async def evict(self, fleet: PoCFleet, evictions: Sequence[Eviction], labels: Labels) -> None:
         """Evict pods, except those that are needed after all. StoreError if the API server cannot be asked.
@@ -149,6 +158,6 @@ class Evictor:
             return f"pod {pod.name} cannot be evicted ({error}): install the chart with fleets.enabled=true"
         except StaleObject:
             return None  # another pod has its name by now
-        self._evicted[pod.uid] = self._clock() + EVICTED_SECONDS
+        self._evicted[pod.uid] = (pod.name, self._clock() + EVICTED_SECONDS)
         self._log.log(logging.INFO, "pod %s is evicted", pod.name)
         return None

@@ -311,6 +311,8 @@ class Fleets:
         loop.moves = step.moves
         if step.evict:
             await loop.evictor.evict(fleet, step.evict, labels_of(fleet, seen.stateful_set, seen.pods))
+            if fleet.spec.kubernetes_nodes > 1:
+                return 0.0  # before the pod is made anew, its LeaderWorkerSet must know by which template
         return REST_SECONDS if _rests(step.status) and not applied and not step.moves else BUSY_SECONDS
 
     async def _good_template(self, loop: _Loop, fleet: PoCFleet) -> Mapping[str, Any] | None:
@@ -355,6 +357,7 @@ class Fleets:
             work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), pods)),
             busy=loop.evictor.busy,
             evicted=loop.evictor.evicted,
+            evicted_names=loop.evictor.evicted_names,
             good_template=await self._good_template(loop, fleet),
         )
 

@@ -7,6 +7,7 @@ module           decides
 ``resolve``      model, flags and GPUs of one fleet, by its spec, the presets and the cluster's products
 ``merge``        what a strategic merge patch makes of the pods' template, and whether objects differ
 ``render``       all objects, as they should be
+``groups``       replicas that span several Kubernetes nodes: their workers, and which leaders may be replaced
 ``download``     what to do so that a model is in the cache before pods need it
 ``stages``       where each pod is on its way to serving
 ``progress``     whether a pod's engine gets anything done

@@ -13,18 +13,19 @@ from poc_operator.apis.v1alpha1.conditions import merge_conditions
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import Download, FleetPod
-from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict
 from poc_operator.fleets.download import DownloadSeen, download, job_name
 from poc_operator.fleets.forecast import WorkOnPods
+from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
-from poc_operator.fleets.render import Object, render
+from poc_operator.fleets.render import Object, render, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
-from poc_operator.fleets.rollback import differences, digest_of, with_template
+from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
 from poc_operator.fleets.stages import with_stages
 from poc_operator.fleets.update import (
     REVISION_LABEL,
@@ -33,6 +34,7 @@ from poc_operator.fleets.update import (
     UpdateSeen,
     UpdateStep,
     failed_as,
+    ordinal_of,
     plan_update,
 )
 from poc_operator.observed import PodView
@@ -57,7 +59,8 @@ class FleetSnapshot:
 
     ``health`` is what was seen of the pods' engines, ``memory_errors`` how many their GPUs have had, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
-    ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`.
+    ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`,
+    and ``evicted_names`` are the names of the latter.
     ``good_template`` is the template of the last good revision, if an update has failed and it could be read.
     """
 
@@ -75,6 +78,7 @@ class FleetSnapshot:
     work: Sequence[WorkOnPods] = ()
     busy: Mapping[str, str] = field(default_factory=dict)
     evicted: frozenset[str] = frozenset()
+    evicted_names: frozenset[str] = frozenset()
     good_template: Mapping[str, Any] | None = None
 
     @property
@@ -84,19 +88,26 @@ class FleetSnapshot:
 
     @property
     def stateful_set(self) -> Mapping[str, Any] | None:
-        """The StatefulSet as the API server has it."""
+        """The StatefulSet of the pods that serve, as the API server has it."""
         return self.objects.get(("StatefulSet", self.fleet.metadata.name))
 
     @property
+    def groups(self) -> Mapping[str, Any] | None:
+        """The LeaderWorkerSet as the API server has it, for replicas that span several Kubernetes nodes."""
+        return self.objects.get((GROUPS_KIND, self.fleet.metadata.name))
+
+    @property
     def is_observed(self) -> bool:
-        """Whether the StatefulSet's status is about its present spec."""
+        """Whether the StatefulSet's status is about its present spec, and that about the LeaderWorkerSet's."""
         found = self.stateful_set
-        if found is None:
+        if found is None or (self.fleet.spec.kubernetes_nodes > 1 and not _is_observed(self.groups)):
             return False
-        told = found.get("status") or {}
-        return bool(
-            told.get("observedGeneration") == found["metadata"].get("generation") and told.get("updateRevision")
-        )
+        return _is_observed(found) and bool((found.get("status") or {}).get("updateRevision"))
+
+
+def _is_observed(found: Mapping[str, Any] | None) -> bool:
+    generation = found["metadata"].get("generation") if found is not None else None
+    return found is not None and (found.get("status") or {}).get("observedGeneration") == generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +152,9 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     if isinstance(wanted, Refusal):
         status = parts.status(wanted, fleet.status.download, fleet.status.update)
         return FleetStep(status=status, checks=checked.asks, evict=hung)
-    asked = _stateful_set(wanted.objects)
-    apply = [body for body in _with_good_template(seen, wanted.objects) if _differs(seen, body)]
-    update = plan_update(_update_seen(seen, asked, settled=seen.is_observed and _stateful_set(apply) is None))
+    asked = _workload(wanted.objects)
+    apply = [body for body in _held(seen, _with_good_template(seen, wanted.objects)) if _differs(seen, body)]
+    update = plan_update(_update_seen(seen, asked, settled=seen.is_observed and _workload(apply) is None))
     # One after the other: a hung pod is away as well.
     outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
@@ -157,16 +168,42 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     )
 
 
-def _stateful_set(bodies: Sequence[Object]) -> Object | None:
-    return next((body for body in bodies if body["kind"] == "StatefulSet"), None)
+def _workload(bodies: Sequence[Object]) -> Object | None:
+    return next((body for body in bodies if _is_workload(body)), None)
+
+
+def _is_workload(body: Object) -> bool:
+    return body["kind"] in ("StatefulSet", GROUPS_KIND)
+
+
+def _held(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
+    """Return what is to be applied, a LeaderWorkerSet so that no leader is replaced that is not to be."""
+    return [_with_partition(seen, body) if body["kind"] == GROUPS_KIND else body for body in wanted]
+
+
+def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
+    found = seen.groups
+    if found is None or not _is_observed(found) or not covers(template_of(found), template_of(body)):
+        # Another template begins with all leaders as they are. While Kubernetes has yet to see it, nothing moves.
+        moves = found is not None and covers(template_of(found), template_of(body))
+        return signed(with_partition(body, partition_in(found) if found is not None and moves else HELD))
+    partition = partition_of(
+        seen.stateful_set,
+        partition_in(found),
+        seen.fleet.spec.replicas,
+        [(ordinal_of(pod.name), pod) for pod in seen.pods],
+        revision_label=REVISION_LABEL,
+        leaving=seen.evicted_names,
+    )
+    return signed(with_partition(body, partition))
 
 
 def _with_good_template(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
-    """Return what is to be applied: if the template has failed, the last good one stands in the StatefulSet.
+    """Return what is to be applied: if the template has failed, the last good one stands in the workload.
 
-    While that cannot be read, the StatefulSet stays as it is.
+    While that cannot be read, the workload stays as it is.
     """
-    asked, old = _stateful_set(wanted), seen.fleet.status.update
+    asked, old = _workload(wanted), seen.fleet.status.update
     if asked is None or not old.good_revision or failed_as(old, digest_of(asked)) is None:
         return wanted
     others = [body for body in wanted if body is not asked]
@@ -180,11 +217,13 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
     # While the StatefulSet waits for a download, the update is that of before.
     digest = digest_of(asked) if asked is not None else old.update.digest
     failed = failed_as(old.update, digest)
-    grace = asked["spec"]["template"]["spec"].get("terminationGracePeriodSeconds") if asked is not None else None
+    pod = server_template_of(asked)["spec"] if asked is not None else {}
+    grace = pod.get("terminationGracePeriodSeconds")
     return UpdateSeen(
         spec=fleet.spec.update,
         checks_pods=fleet.spec.self_check.enabled,
         replicas=fleet.spec.replicas,
+        by_number=fleet.spec.kubernetes_nodes > 1,
         port=fleet.spec.port,
         old=old.update,
         now=seen.now,
@@ -207,7 +246,7 @@ def _told(seen: FleetSnapshot, asked: Object | None, update: UpdateStep) -> Upda
     status = update.status
     if status.phase is not UpdatePhase.FAILED or seen.good_template is None or asked is None:
         return status
-    differs = differences(seen.good_template, asked["spec"]["template"])
+    differs = differences(seen.good_template, template_of(asked))
     return status.model_copy(update={"message": f"{status.message}; {differs}" if differs else status.message})
 
 
@@ -222,7 +261,7 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     stranger = next((stranger for stranger in strangers if stranger is not None), None)
     if stranger is not None:
         return stranger
-    now = [body for body in wanted if not (ahead.holds and body["kind"] == "StatefulSet")]
+    now = [body for body in wanted if not (ahead.holds and _is_workload(body))]
     return _Wanted(objects=[*now, *([ahead.job] if ahead.job is not None else [])], download=ahead.record)
 
 
@@ -251,7 +290,11 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
         return True
     if "deletionTimestamp" in found["metadata"]:
         return False  # it is created anew when it is gone
-    return found["metadata"]["resourceVersion"] != seen.settled.get(key) and not covers(found, wanted)
+    if covers(found, wanted):
+        return False
+    # Its digest tells whether the same was wanted then.
+    settled = found["metadata"]["resourceVersion"] == seen.settled.get(key)
+    return not settled or not covers(found["metadata"], wanted["metadata"])
 
 
 def _unmonitored(seen: FleetSnapshot) -> list[Finding]:

@@ -15,7 +15,16 @@ from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_pod import GPU_RESOURCE, PRODUCT_LABEL, AccessMode, EnvVar
-from poc_operator.apis.v1alpha1.meta import API_VERSION, COMPONENT, FLEET_LABEL, GROUP, WORKER_LABELS
+from poc_operator.apis.v1alpha1.meta import (
+    API_VERSION,
+    COMPONENT,
+    FLEET_LABEL,
+    GROUP,
+    GROUPS_API_VERSION,
+    GROUPS_KIND,
+    WORKER_LABELS,
+)
+from poc_operator.fleets.groups import group_ingress, group_labels, group_spec, leader_flags
 from poc_operator.fleets.merge import merged
 from poc_operator.fleets.resolve import Resolved, Surroundings
 
@@ -37,12 +46,13 @@ def render(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Sequenc
     """Return all objects of the fleet, in the order in which they are to be created. PatchError of ``podTemplate``."""
     own = [
         *_claims(fleet),
-        _headless_service(fleet),
+        # LeaderWorkerSet gives pods names of its own.
+        *([_headless_service(fleet)] if fleet.spec.kubernetes_nodes == 1 else []),
         _chat_service(fleet),
         _network_policy(fleet),
         _disruption_budget(fleet),
         *([_pod_monitor(fleet)] if fleet.spec.metrics.pod_monitor and around.pod_monitors else []),
-        _stateful_set(fleet, resolved, around),
+        _workload(fleet, resolved, around),
     ]
     return [signed(body) for body in own]
 
@@ -75,6 +85,19 @@ def signed(body: Object) -> Object:
 def headless_service(fleet: PoCFleet) -> str:
     """Return the name of the Service that gives each pod a name of its own."""
     return f"{fleet.metadata.name}-pods"
+
+
+def _workload(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
+    nodes = fleet.spec.kubernetes_nodes
+    if nodes == 1:
+        return _stateful_set(fleet, resolved, around)
+    template = pod_template(fleet, resolved, around)
+    # What leaves the template changes it too, which the fields that are left do not show.
+    digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
+    annotations = {**template["metadata"].get("annotations", {}), HASH: digest}
+    template = {**template, "metadata": {**template["metadata"], "annotations": annotations}}
+    spec = group_spec(template, CONTAINER, nodes, fleet.spec.replicas)
+    return object_of(GROUPS_API_VERSION, GROUPS_KIND, fleet.metadata.name, fleet, spec)
 
 
 def _stateful_set(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
@@ -111,7 +134,7 @@ def _disruption_budget(fleet: PoCFleet) -> Object:
     spec = {
         "maxUnavailable": fleet.spec.disruption_budget.max_unavailable or fleet.spec.update.max_unavailable,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        "selector": {"matchLabels": selector_labels(fleet)},
+        "selector": {"matchLabels": _all_pods(fleet)},
     }
     return object_of("policy/v1", "PodDisruptionBudget", fleet.metadata.name, fleet, spec)
 
@@ -127,10 +150,11 @@ def _pod_monitor(fleet: PoCFleet) -> Object:
 
 
 def _network_policy(fleet: PoCFleet) -> Object:
+    among = group_ingress(fleet.metadata.name) if fleet.spec.kubernetes_nodes > 1 else []
     spec = {
-        "podSelector": {"matchLabels": selector_labels(fleet)},
+        "podSelector": {"matchLabels": _all_pods(fleet)},
         "policyTypes": ["Ingress"],
-        "ingress": [{"ports": [{"port": "http", "protocol": "TCP"}]}],
+        "ingress": [{"ports": [{"port": "http", "protocol": "TCP"}]}, *among],
     }
     return object_of("networking.k8s.io/v1", "NetworkPolicy", fleet.metadata.name, fleet, spec)
 
@@ -149,8 +173,13 @@ def _claims(fleet: PoCFleet) -> list[Object]:
 
 
 def selector_labels(fleet: PoCFleet) -> dict[str, str]:
-    """Return the labels that all pods of the fleet have, whatever its spec, and no others."""
+    """Return the labels that all pods of the fleet have that serve, whatever its spec, and no others."""
     return {FLEET_LABEL: fleet.metadata.name}
+
+
+def _all_pods(fleet: PoCFleet) -> dict[str, str]:
+    """Return the labels of all pods that work for the fleet. A group is lost with any of its pods."""
+    return selector_labels(fleet) if fleet.spec.kubernetes_nodes == 1 else group_labels(fleet.metadata.name)
 
 
 def labels(fleet: PoCFleet) -> dict[str, str]:
@@ -256,7 +285,8 @@ def _args(fleet: PoCFleet, resolved: Resolved) -> list[str]:
         "--pipeline-parallel-size": resolved.pipeline if resolved.pipeline > 1 else None,
     }
     flags = [f"{flag}={value}" for flag, value in own.items() if value is not None]
-    return [resolved.model, "--enable-poc", *flags, *resolved.args, *(spec.engine_args or [])]
+    group = leader_flags(spec.kubernetes_nodes)
+    return [resolved.model, "--enable-poc", *flags, *group, *resolved.args, *(spec.engine_args or [])]
 
 
 def _env(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> list[Object]:

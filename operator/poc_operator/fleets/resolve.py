@@ -224,13 +224,15 @@ class Resolved:
 class Surroundings:
     """What a fleet is resolved in. ``products`` are those of the cluster's Kubernetes nodes, None if the operator may
     not read them. ``image`` is the worker image of fleets that name none, ``token_secret`` the Secret whose token the
-    operator sends to pods. ``pod_monitors`` says whether the cluster knows PodMonitors."""
+    operator sends to pods. ``pod_monitors`` says whether the cluster knows PodMonitors, and ``leader_worker_sets``
+    whether it knows LeaderWorkerSets."""
 
     presets: Presets
     products: Sequence[str] | None = None
     image: str | None = None
     token_secret: str = TOKEN_SECRET
     pod_monitors: bool = False
+    leader_worker_sets: bool = False
 
 
 def resolve(spec: FleetSpec, around: Surroundings, *, chosen: str = "") -> Resolved | Refusal:
@@ -242,6 +244,12 @@ def resolve(spec: FleetSpec, around: Surroundings, *, chosen: str = "") -> Resol
         return Refusal(
             Reason.IMAGE_MISSING,
             "there is no worker image: set spec.image, or fleets.image.repository of the operator's chart",
+        )
+    if spec.kubernetes_nodes > 1 and not around.leader_worker_sets:
+        return Refusal(
+            Reason.LEADER_WORKER_SET_UNKNOWN,
+            "the cluster does not know LeaderWorkerSets, which parallelism.kubernetesNodes needs: install "
+            "LeaderWorkerSet (https://lws.sigs.k8s.io), or remove parallelism.kubernetesNodes",
         )
     if spec.model.preset is None:
         return _of_path(spec, spec.model.path or "")

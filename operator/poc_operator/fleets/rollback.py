@@ -6,23 +6,44 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from poc_operator.fleets.groups import without_nulls
 from poc_operator.fleets.render import Object, signed
 
 #: So many differences are named in a message, each with so many characters of a value.
 _NAMED = 3
 _SHOWN = 60
+#: Field of a LeaderWorkerSet with the templates of leaders and workers.
+_BOTH = "leaderWorkerTemplate"
 
 
-def digest_of(stateful_set: Mapping[str, Any]) -> str:
-    """Return the digest of a StatefulSet's template as it is wanted: the same for any number of replicas."""
-    text = json.dumps(stateful_set["spec"]["template"], sort_keys=True)
+def template_of(workload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the pods' template of a StatefulSet, or both templates of a LeaderWorkerSet, of which each is a field."""
+    found: Mapping[str, Any] = workload["spec"][_template_field(workload)]
+    return found
+
+
+def _template_field(workload: Mapping[str, Any]) -> str:
+    return _BOTH if _BOTH in workload["spec"] else "template"
+
+
+def server_template_of(workload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the template of the pods that serve."""
+    found = template_of(workload)
+    leaders: Mapping[str, Any] = found.get("leaderTemplate", found)
+    return leaders
+
+
+def digest_of(workload: Mapping[str, Any]) -> str:
+    """Return the digest of a workload's template as it is wanted: the same for any number of replicas."""
+    text = json.dumps(template_of(workload), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def with_template(stateful_set: Object, template: Mapping[str, Any]) -> Object:
-    """Return a StatefulSet with the template of a ControllerRevision."""
+def with_template(workload: Object, template: Mapping[str, Any]) -> Object:
+    """Return a StatefulSet or LeaderWorkerSet with the template of a ControllerRevision."""
     kept = {key: value for key, value in template.items() if not key.startswith("$")}
-    return signed({**stateful_set, "spec": {**stateful_set["spec"], "template": kept}})
+    field = _template_field(workload)
+    return signed({**workload, "spec": {**workload["spec"], field: without_nulls(kept) if field == _BOTH else kept}})
 
 
 def differences(good: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

@@ -7,12 +7,12 @@
                                                 │
                                                 └── the canary has failed ──> Failed ── another template ──> Canary
 
-A pod leaves by an eviction; what makes it anew is its StatefulSet. The canary is the first pod that has the new
-revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has failed when its
-self-check has failed, it crashes, its image cannot be had, or it is not ready within ``startupSeconds``. Then the
-StatefulSet gets the template of the last good revision back, the canary is replaced once more, and the failed template
-is not tried again. Later pods do not fail an update: while one of them is not ready, or has failed its self-check,
-no other pod is replaced.
+A pod leaves by an eviction; what makes it anew is its StatefulSet, or its LeaderWorkerSet. The canary is the first pod
+that has the new revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has
+failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
+``startupSeconds``. Then the StatefulSet gets the template of the last good revision back, the canary is replaced once
+more, and the failed template is not tried again. Later pods do not fail an update: while one of them is not ready, or
+has failed its self-check, no other pod is replaced.
 
 Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
 they wait for no round. What others wait for is in `poc_operator.fleets.forecast`.
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum, auto
 from functools import cached_property
+from itertools import takewhile
 
 from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
@@ -73,7 +74,9 @@ class UpdateSeen:
     ``newest`` is the StatefulSet's newest revision; ``settled`` says that Kubernetes has seen the StatefulSet as it is
     wanted. ``digest`` is that of the template that the spec asks for. ``checks`` are by the pods' uids. ``busy`` says
     why pods could not be evicted a moment ago, by their uids, and ``evicted`` are those that were and may still look
-    as before. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for its end.
+    as before. ``by_number`` says that a pod can get the newest revision only after all with higher numbers, and that
+    Kubernetes replaces a pod that crashes. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for
+    its end.
     """
 
     spec: Update
@@ -92,6 +95,7 @@ class UpdateSeen:
     work: Sequence[WorkOnPods] = ()
     busy: Mapping[str, str] = field(default_factory=dict)
     evicted: frozenset[str] = frozenset()
+    by_number: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +220,20 @@ class _View:
             return f"pod {pod.name} was not ready within {limit} s ({pod.waiting_for or 'not ready'})"
         return None
 
+    def note_canary(self) -> None:
+        """Remember when the first pod with the newest revision was seen."""
+        if self.seen.by_number and self.updated and self.old.canary_time is None:
+            self.old = self.old.model_copy(update={"canary_time": self.seen.now})
+
+    def why_late(self) -> str | None:
+        """Say why no pod with the newest revision has come up, where each that crashes is replaced by another one."""
+        since, limit = self.old.canary_time, self.seen.startup_limit
+        if since is None or any(pod.ready for pod in self.updated):
+            return None
+        if self.seen.now - since <= timedelta(seconds=limit):
+            return None
+        return f"pod {self.old.canary or 'with it'} was not ready within {limit} s: its group may crash"
+
     def evictions(self, limit: int) -> tuple[Sequence[Eviction], str]:
         """Return up to ``limit`` pods to evict, and what the update does or waits for."""
         spec, chosen = self.seen.spec, list[Eviction]()
@@ -223,18 +241,28 @@ class _View:
             return [], "paused: set update.paused to false to go on"
         spares = Spares.NOTHING if spec.strategy is UpdateStrategy.IMMEDIATE else Spares.WORK
         left, left_ready = spec.max_unavailable - self.away, spec.max_unavailable - self.not_ready
-        free = [pod for pod in self._candidates if pod.uid not in self.seen.busy]
+        free = self._free
         for pod in free:
             if len(chosen) >= limit:
                 break
             lost = self.is_lost(pod)
             fits = (not self.available(pod) or left > 0) and (not pod.ready or left_ready > 0)
             if not fits or (self.blocker is not None and not lost):
+                if self.seen.by_number:
+                    break
                 continue
             chosen.append(Eviction(pod, Spares.SLOTS if lost and spares is Spares.WORK else spares))
             left -= self.available(pod)
             left_ready -= pod.ready
         return chosen, self._doing(chosen, free)
+
+    @property
+    def _free(self) -> Sequence[PodView]:
+        """The pods to replace that could be evicted a moment ago."""
+        if self.seen.by_number:
+            highest_first = sorted(self.outdated, key=lambda pod: -ordinal_of(pod.name))
+            return list(takewhile(lambda pod: pod.uid not in self.seen.busy, highest_first))
+        return [pod for pod in self._candidates if pod.uid not in self.seen.busy]
 
     @property
     def _candidates(self) -> Sequence[PodView]:
@@ -249,7 +277,7 @@ class _View:
         if self.blocker is not None:
             return f"waiting for {self.blocker}{'' if self.blocker.startswith('the end') else _OVERRIDE}"
         if self.outdated and not free:
-            return next(self.seen.busy[pod.uid] for pod in self.outdated)
+            return next(self.seen.busy[pod.uid] for pod in self.outdated if pod.uid in self.seen.busy)
         return self.waiting_for_pods()
 
     def waiting_for_pods(self) -> str:
@@ -320,7 +348,7 @@ def _begun(view: _View) -> UpdateStep:
     first = seen.spec.canary and seen.newest != old.good_revision
     phase = old.phase if goes_on else UpdatePhase.CANARY if first else UpdatePhase.ROLLING
     if phase is UpdatePhase.CANARY and seen.spec.canary:
-        view.old = old if goes_on else old.model_copy(update={"canary": ""})
+        view.old = old if goes_on else old.model_copy(update={"canary": "", "canary_time": None})
         return _canary(view, events)
     return _rolling(view, events)
 
@@ -332,7 +360,8 @@ def _started(view: _View) -> WorkEvent:
 
 def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     """Replace one pod, and wait until it has passed or failed."""
-    why = next((why for pod in view.updated if (why := view.why_failed(pod)) is not None), None)
+    view.note_canary()
+    why = next((why for pod in view.updated if (why := view.why_failed(pod)) is not None), view.why_late())
     if why is not None:
         return _failing(view, why, events)
     if view.updated and all(map(view.available, view.updated)):

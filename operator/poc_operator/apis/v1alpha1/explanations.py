@@ -116,6 +116,13 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "`healing.hungSeconds`.",
         _FLEET,
     ),
+    Reason.LEADER_WORKER_SET_UNKNOWN: Explanation(
+        "Stalled=True",
+        "A replica spans several Kubernetes nodes, and the cluster does not know LeaderWorkerSets.",
+        "Install LeaderWorkerSet, release 0.9 or newer, or remove `parallelism.kubernetesNodes`. The operator looks "
+        "again every minute.",
+        _FLEET,
+    ),
     Reason.POD_MONITOR_UNKNOWN: Explanation(
         "Degraded=True, Event",
         "`metrics.podMonitor` is true, and the cluster does not know PodMonitors.",

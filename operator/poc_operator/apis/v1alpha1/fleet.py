@@ -47,6 +47,10 @@ HUB_ID = "[A-Za-z0-9][-A-Za-z0-9._]*(?:/[A-Za-z0-9][-A-Za-z0-9._]*)?"
 MAX_REPLICAS = 1_000
 
 
+def _nodes(spec: str) -> str:
+    return f"(has({spec}.parallelism) ? {spec}.parallelism.kubernetesNodes : 1)"
+
+
 class FleetSpec(ApiModel):
     """The vLLM pods of one model."""
 
@@ -58,9 +62,20 @@ class FleetSpec(ApiModel):
         ),
         Rule(
             rule="!has(self.parallelism) || self.parallelism.tensor * self.parallelism.pipeline == "
-            "(has(self.gpu.count) ? self.gpu.count : 1)",
-            message="parallelism.tensor * parallelism.pipeline must be gpu.count (1 if it is not set)",
+            "(has(self.gpu.count) ? self.gpu.count : 1) * self.parallelism.kubernetesNodes",
+            message="parallelism.tensor * parallelism.pipeline must be gpu.count (1 if it is not set) * "
+            "parallelism.kubernetesNodes",
             field_path=".parallelism",
+        ),
+        Rule(
+            rule=f"{_nodes('self')} == {_nodes('oldSelf')}",
+            message="parallelism.kubernetesNodes cannot be changed: make another fleet",
+            field_path=".parallelism",
+        ),
+        Rule(
+            rule=f"{_nodes('self')} == 1 || !has(self.cache.accessMode) || self.cache.accessMode != 'ReadWriteOnce'",
+            message="cache.accessMode must be ReadWriteMany if parallelism.kubernetesNodes is more than 1",
+            field_path=".cache.accessMode",
         ),
         Rule(
             rule=f"!self.cache.download || !has(self.model.path) || self.model.path.matches({cel_text(f'^{HUB_ID}$')})",
@@ -83,19 +98,21 @@ class FleetSpec(ApiModel):
     image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16), ListMap(("name",))] | None = None
     """Secrets with credentials for the registry."""
     replicas: Annotated[Int32, Field(ge=0, le=MAX_REPLICAS)] = 1
-    """Number of pods. `kubectl scale` and autoscalers change it."""
+    """Number of replicas: pods, or groups of `parallelism.kubernetesNodes` pods. `kubectl scale` and autoscalers change
+    it."""
     gpu: Gpu = Gpu()
     """The GPUs of each pod."""
     parallelism: Parallelism | None = None
-    """How the GPUs of a pod share the model. Without it, all of them are one tensor-parallel group."""
+    """How the GPUs of a replica share the model. Without it, all of them are one tensor-parallel group of one pod."""
     engine_args: (
         Annotated[
             list[Argument],
             Field(max_length=64),
             Rule(
                 rule=f"self.all(flag, !flag.matches({cel_text(f'^(?:{OWN_FLAG})$')}))",
-                message="must not set --enable-poc, --host, --port, --served-model-name, --tensor-parallel-size or "
-                "--pipeline-parallel-size: fields of the spec stand for them",
+                message="must not set --enable-poc, --host, --port, --served-model-name, --tensor-parallel-size, "
+                "--pipeline-parallel-size, --nnodes, --node-rank, --master-addr or --headless: fields of the spec "
+                "stand for them",
             ),
         ]
         | None
@@ -153,6 +170,11 @@ class FleetSpec(ApiModel):
     pod_template: PodTemplate | None = None
     """Changes of the pods' template that the spec has no field for."""
 
+    @property
+    def kubernetes_nodes(self) -> int:
+        """Kubernetes nodes that one replica spans."""
+        return self.parallelism.kubernetes_nodes if self.parallelism is not None else 1
+
 
 class FleetStatus(ApiModel):
     """What there is of the fleet; written by the operator."""
@@ -160,7 +182,7 @@ class FleetStatus(ApiModel):
     observed_generation: Int64 = 0
     """Generation of the spec that this status is about."""
     replicas: Int32 = 0
-    """Pods that exist."""
+    """Pods that exist. Of a replica that spans several Kubernetes nodes only the first pod counts, here and below."""
     ready_replicas: Int32 = 0
     """Those of them that are ready."""
     updated_replicas: Int32 = 0
@@ -223,8 +245,8 @@ _NAME = "[a-z](?:[-a-z0-9]{0,38}[a-z0-9])?"
 
 
 class PoCFleet(Resource):
-    """PoCFleet keeps the vLLM pods of one model: their StatefulSet, Services, disruption budget, network policy, cache
-    and token. Rounds take its pods by `fleetRef`."""
+    """PoCFleet keeps the vLLM pods of one model: their StatefulSet or LeaderWorkerSet, Services, disruption
+    budget, network policy, cache and token. Rounds take its pods by `fleetRef`."""
 
     KIND: ClassVar[Kind] = Kind(
         kind="PoCFleet",

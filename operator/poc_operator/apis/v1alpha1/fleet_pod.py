@@ -14,6 +14,8 @@ from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Preserve
 
 #: GPUs of one pod: those of one Kubernetes node.
 MAX_GPUS = 16
+#: Kubernetes nodes of one replica.
+MAX_KUBERNETES_NODES = 16
 #: Resource that a pod asks for its GPUs by.
 GPU_RESOURCE = "nvidia.com/gpu"
 #: Label of Kubernetes nodes with the product of their GPUs.
@@ -29,6 +31,12 @@ OWN_FLAGS: Mapping[str, str] = {
     "-tp": "parallelism.tensor",
     "--pipeline-parallel-size": "parallelism.pipeline",
     "-pp": "parallelism.pipeline",
+    "--nnodes": "parallelism.kubernetesNodes",
+    "-n": "parallelism.kubernetesNodes",
+    "--node-rank": "parallelism.kubernetesNodes",
+    "-r": "parallelism.kubernetesNodes",
+    "--master-addr": "parallelism.kubernetesNodes",
+    "--headless": "parallelism.kubernetesNodes",
 }
 #: Environment variables that fields of the spec stand for.
 OWN_VARIABLES = ("VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW", "HF_TOKEN")
@@ -102,12 +110,16 @@ class Gpu(ApiModel):
 
 
 class Parallelism(ApiModel):
-    """How the GPUs of a pod share the model. Their product is the number of GPUs."""
+    """How the GPUs of a replica share the model. The product of `tensor` and `pipeline` is the number of GPUs of its
+    pods."""
 
     tensor: Annotated[Int32, Field(ge=1, le=MAX_GPUS)] = 1
     """vLLM's `--tensor-parallel-size`."""
     pipeline: Annotated[Int32, Field(ge=1, le=MAX_GPUS)] = 1
     """vLLM's `--pipeline-parallel-size`."""
+    kubernetes_nodes: Annotated[Int32, Field(ge=1, le=MAX_KUBERNETES_NODES)] = 1
+    """Kubernetes nodes that one replica spans, with one pod for each: vLLM's `--nnodes`. With more than one the pods
+    are kept by a LeaderWorkerSet, whose controller the cluster must have. It cannot be changed."""
 
 
 class SecretKey(ApiModel):

@@ -67,6 +67,8 @@ class UpdateStatus(ApiModel):
     """Digest of the pods' template that the spec asks for."""
     canary: str = ""
     """Name of the pod that was replaced first."""
+    canary_time: datetime | None = None
+    """When the canary was first seen with the newest revision, if a replica spans several Kubernetes nodes."""
     good_revision: str = ""
     """Last revision that all pods had while they were ready. A failed update goes back to it."""
     startup_seconds: Int32 = 0

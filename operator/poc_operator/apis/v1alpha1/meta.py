@@ -20,6 +20,14 @@ COMPONENT = "vllm-poc-operator"
 WORKER_LABELS = {f"{GROUP}/worker": "true"}
 #: Label of everything that belongs to a fleet; its value is the fleet's name.
 FLEET_LABEL = f"{GROUP}/fleet"
+#: What keeps the pods of replicas that span several Kubernetes nodes.
+GROUPS_API_VERSION, GROUPS_KIND = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"
+#: Label of all pods of a LeaderWorkerSet, and of its StatefulSet of leaders; its value is the set's name.
+GROUPS_LABEL = "leaderworkerset.sigs.k8s.io/name"
+#: Label of a LeaderWorkerSet's pods and revisions that tells which revision they have.
+GROUPS_REVISION_LABEL = "leaderworkerset.sigs.k8s.io/template-revision-hash"
+#: Label of a LeaderWorkerSet's pods, and of its StatefulSets of workers, with the number of their group.
+GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 #: Label of the pods that download a model; its value is the Job's name. They are none of the fleet's pods.
 DOWNLOAD_LABEL = f"{GROUP}/download"
 #: Label of the rounds that the gateway makes on request, and its value for those that the network asked for.

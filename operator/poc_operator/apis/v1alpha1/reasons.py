@@ -31,6 +31,7 @@ class Reason(StrEnum):
     IMAGE_MISSING = "ImageMissing"
     INTERNAL_ERROR = "InternalError"
     K_DIM_TOO_LARGE = "KDimTooLarge"
+    LEADER_WORKER_SET_UNKNOWN = "LeaderWorkerSetUnknown"
     MODEL_MISMATCH = "ModelMismatch"
     MODEL_UNSUPPORTED = "ModelUnsupported"
     NO_FRAUD_DETECTED = "NoFraudDetected"

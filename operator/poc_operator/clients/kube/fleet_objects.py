@@ -18,7 +18,16 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from poc_operator.apis.v1alpha1.fleet_pod import PRODUCT_LABEL
-from poc_operator.apis.v1alpha1.meta import COMPONENT, FLEET_LABEL, GROUP
+from poc_operator.apis.v1alpha1.meta import (
+    COMPONENT,
+    FLEET_LABEL,
+    GROUP,
+    GROUP_INDEX_LABEL,
+    GROUPS_API_VERSION,
+    GROUPS_KIND,
+    GROUPS_LABEL,
+    GROUPS_REVISION_LABEL,
+)
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
 from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
 
@@ -32,12 +41,14 @@ _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=
 _PAGE = 500
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
 
-#: The API of Prometheus Operator, which a cluster need not have.
+#: APIs that a cluster need not have: of Prometheus Operator, and of LeaderWorkerSet.
 _MONITORING = "/apis/monitoring.coreos.com/v1"
+_GROUPS = f"/apis/{GROUPS_API_VERSION}"
 
 #: Kind of each object of a fleet: the path of its API, and its plural.
 KINDS: Mapping[str, tuple[str, str]] = {
     "PodMonitor": (_MONITORING, "podmonitors"),
+    GROUPS_KIND: (_GROUPS, "leaderworkersets"),
     "StatefulSet": ("/apis/apps/v1", "statefulsets"),
     "Service": ("/api/v1", "services"),
     "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims"),
@@ -47,6 +58,11 @@ KINDS: Mapping[str, tuple[str, str]] = {
 }
 
 
+_OPTIONAL = frozenset({"PodMonitor", GROUPS_KIND})
+#: Selects the StatefulSets of leaders, which LeaderWorkerSets make.
+_LEADERS = f"{GROUPS_LABEL},!{GROUP_INDEX_LABEL}"
+
+
 class FleetObjects:
     """Reads and writes the objects of fleets. Errors are of ``clients.errors``."""
 
@@ -54,32 +70,48 @@ class FleetObjects:
         """``namespace`` is the operator's own, where ConfigMaps with presets are."""
         self._api = api
         self._namespace = namespace
-        self._pod_monitors = False
+        self._known = set[str]()  # those kinds of _OPTIONAL that the cluster knows
 
     async def list_all(self, namespaces: Collection[str]) -> list[Object]:
         """Return all objects with a fleet's label in these namespaces; without any, in all."""
         lists = await asyncio.gather(
             *(self._list(kind, namespace) for kind in self._kinds() for namespace in (namespaces or (None,)))
         )
+        if GROUPS_KIND in self._known:
+            # After the LeaderWorkerSets: what one of them tells to have seen to is to be seen here.
+            lists += [await self._list("StatefulSet", one, _LEADERS) for one in (namespaces or (None,))]
         return [body for found in lists for body in found]
 
     def _kinds(self) -> list[str]:
-        return [kind for kind in KINDS if kind != "PodMonitor" or self._pod_monitors]
+        return [kind for kind in KINDS if kind not in _OPTIONAL or kind in self._known]
 
     async def pod_monitors(self) -> bool:
         """Return whether the cluster knows PodMonitors. They are listed from then on."""
-        try:
-            found = await self._request("GET", _MONITORING)
-        except (LookupError, StoreForbidden):
-            self._pod_monitors = False
-        else:
-            self._pod_monitors = any(one["kind"] == "PodMonitor" for one in found.get("resources") or [])
-        return self._pod_monitors
+        return await self._knows("PodMonitor")
 
-    async def _list(self, kind: str, namespace: str | None) -> list[Object]:
+    async def leader_worker_sets(self) -> bool:
+        """Return whether the cluster knows LeaderWorkerSets. They and their leaders' are listed from then on."""
+        return await self._knows(GROUPS_KIND)
+
+    async def _knows(self, kind: str) -> bool:
+        self._known.discard(kind)
+        try:
+            found = await self._request("GET", KINDS[kind][0])
+        except (LookupError, StoreForbidden):
+            return False
+        if any(one["kind"] == kind for one in found.get("resources") or []):
+            self._known.add(kind)
+        return kind in self._known
+
+    async def _list(self, kind: str, namespace: str | None, selector: str = FLEET_LABEL) -> list[Object]:
         api, plural = KINDS[kind]
         where = f"/namespaces/{namespace}" if namespace is not None else ""
-        found = await self._list_pages(f"{api}{where}/{plural}", FLEET_LABEL)
+        try:
+            found = await self._list_pages(f"{api}{where}/{plural}", selector)
+        except LookupError:
+            if kind not in _OPTIONAL:
+                raise
+            return []  # its CRD was deleted meanwhile
         return [_typed(kind, body) for body in found]
 
     async def _list_pages(self, path: str, selector: str, accept: str = "application/json") -> list[Object]:
@@ -113,13 +145,24 @@ class FleetObjects:
             raise StoreUnavailable(f'namespace "{metadata["namespace"]}" does not exist any more') from error
 
     async def template(self, namespace: str, revision: str) -> Object | None:
-        """Return the pods' template of a StatefulSet's revision; None if there is no such revision any more."""
+        """Return the pods' template of a StatefulSet's revision; None if there is no such revision any more.
+
+        Of a StatefulSet of leaders it is the field of the LeaderWorkerSet that has both templates.
+        """
         try:
             found = await self._request("GET", f"/apis/apps/v1/namespaces/{namespace}/controllerrevisions/{revision}")
         except LookupError:
             return None
         template: Object = found["data"]["spec"]["template"]
-        return template
+        key = (template["metadata"].get("labels") or {}).get(GROUPS_REVISION_LABEL)
+        return template if key is None else await self._group_template(namespace, key)
+
+    async def _group_template(self, namespace: str, key: str) -> Object | None:
+        """Return the templates of a LeaderWorkerSet's revision, as the field of its spec that has both."""
+        path = f"/apis/apps/v1/namespaces/{namespace}/controllerrevisions"
+        found = await self._list_pages(path, f"{GROUPS_REVISION_LABEL}={key}")
+        of_sets = [body["data"]["spec"] for body in found if "leaderWorkerTemplate" in (body["data"].get("spec") or {})]
+        return of_sets[-1]["leaderWorkerTemplate"] if of_sets else None
 
     async def ensure_token(self, namespace: str, name: str) -> None:
         """Make the Secret with the token of the namespace's pods, unless there is one: it is never changed."""

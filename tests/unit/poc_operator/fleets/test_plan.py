@@ -103,6 +103,8 @@ def test_an_object_that_is_written_in_another_way_is_applied_once() -> None:
     version = objects[key]["metadata"]["resourceVersion"]
     assert not look(a_fleet(), objects, settled={key: version}).apply
     assert look(a_fleet(), objects, settled={key: "earlier"}).apply
+    changed = look(a_fleet(image="registry/worker:2"), objects, settled={key: version})
+    assert [key_of(body) for body in changed.apply] == [key]
 
 
 def test_an_object_that_is_being_deleted_is_waited_for() -> None:

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that span several Kubernetes nodes: leaders serve, workers follow, and leaders are replaced by number."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND, GROUPS_LABEL, fleet_selector
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.groups import HELD, partition_of, with_partition, without_nulls
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
+from poc_operator.fleets.render import signed
+from poc_operator.fleets.update import REVISION_LABEL
+from poc_operator.observed import PodView
+from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
+from tests.unit.poc_operator.fleets.test_update import GOOD, NEW, OLD, a_pod
+
+KNOWN = replace(AROUND, leader_worker_sets=True)
+SPAN = {"parallelism": {"tensor": 8, "pipeline": 2, "kubernetesNodes": 2}, "gpu": {"count": 8}}
+SET: Key = (GROUPS_KIND, "demo")
+
+
+def spanning(**spec: Any) -> PoCFleet:  # noqa: ANN401
+    return a_fleet(**{**SPAN, **spec})
+
+
+def step_of(fleet: PoCFleet, **seen: Any) -> FleetStep:  # noqa: ANN401
+    return plan(FleetSnapshot(fleet=fleet, now=NOW, **{"around": KNOWN, **seen}))
+
+
+def objects_of(fleet: PoCFleet) -> dict[Key, Any]:
+    return {key_of(body): body for body in step_of(fleet).apply}
+
+
+def templates_of(fleet: PoCFleet) -> tuple[Any, Any]:
+    both = objects_of(fleet)[SET]["spec"]["leaderWorkerTemplate"]
+    return both["leaderTemplate"], both["workerTemplate"]
+
+
+def test_a_leader_worker_set_stands_for_the_stateful_set() -> None:
+    found = objects_of(spanning(replicas=3))
+    assert {kind for kind, _ in found} == {GROUPS_KIND, "Service", "NetworkPolicy", "PodDisruptionBudget"}
+    assert [name for kind, name in found if kind == "Service"] == ["demo"], "LeaderWorkerSet names the pods"
+    spec = found[SET]["spec"]
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (3, 2)
+    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert spec["rolloutStrategy"]["rollingUpdateConfiguration"]["partition"] == HELD
+
+
+def test_the_leader_serves_and_workers_follow_it() -> None:
+    leader, worker = templates_of(spanning(replicas=1, servedName="demo", engineArgs=["--max-num-seqs=8"]))
+    ours, theirs = leader["spec"]["containers"][0], worker["spec"]["containers"][0]
+    flags = ["--nnodes=2", "--node-rank=0", "--master-addr=$(LWS_LEADER_ADDRESS)", "--distributed-executor-backend=mp"]
+    assert [flag for flag in ours["args"] if flag in flags] == flags
+    followed = ["--node-rank=$(LWS_WORKER_INDEX)" if flag == "--node-rank=0" else flag for flag in ours["args"]]
+    assert theirs["args"] == [*followed, "--headless"]
+    assert ours["resources"] == theirs["resources"]
+    assert not {"ports", "readinessProbe", "livenessProbe", "startupProbe", "lifecycle"} & theirs.keys()
+    assert "VLLM_POC_TOKEN" in {one["name"] for one in ours["env"]}
+    assert "VLLM_POC_TOKEN" not in {one["name"] for one in theirs["env"]}
+
+
+def test_no_selector_of_rounds_takes_a_worker() -> None:
+    own = {"metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}}}
+    leader, worker = templates_of(spanning(podTemplate=own, spread={}))
+    assert fleet_selector("demo").matches(leader["metadata"]["labels"])
+    assert leader["metadata"]["labels"]["poc.gonka.ai/worker"] == "true"
+    labels = worker["metadata"]["labels"]
+    assert not {FLEET_LABEL, "poc.gonka.ai/worker", "team", "app.kubernetes.io/instance"} & labels.keys()
+    assert worker["metadata"]["annotations"]["note"] == "b"
+    assert "topologySpreadConstraints" in leader["spec"]
+    assert "topologySpreadConstraints" not in worker["spec"]
+
+
+def test_budget_and_policy_are_for_all_pods_and_chat_for_leaders() -> None:
+    found = objects_of(spanning())
+    assert found["Service", "demo"]["spec"]["selector"] == {FLEET_LABEL: "demo"}
+    everyone = {"matchLabels": {GROUPS_LABEL: "demo"}}
+    assert found["PodDisruptionBudget", "demo"]["spec"]["selector"] == everyone
+    policy = found["NetworkPolicy", "demo"]["spec"]
+    assert policy["podSelector"] == everyone
+    assert policy["ingress"] == [
+        {"ports": [{"port": "http", "protocol": "TCP"}]},
+        {"from": [{"podSelector": everyone}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        ({"containers": [{"name": "vllm", "args": ["own"]}]}, "must not replace the args of vllm"),
+        ({"containers": [{"name": "vllm", "$patch": "delete"}, {"name": "own"}]}, "must keep vllm"),
+    ],
+)
+def test_a_patch_that_leaves_no_worker_is_refused(patch: Any, says: str) -> None:  # noqa: ANN401
+    status = step_of(spanning(podTemplate={"spec": patch})).status
+    assert (status.reason, says in status.message) == (Reason.POD_TEMPLATE_INVALID, True)
+
+
+def test_a_cluster_without_leader_worker_sets_is_told() -> None:
+    step = step_of(spanning(), around=AROUND)
+    assert (step.apply, step.status.reason) == ((), Reason.LEADER_WORKER_SET_UNKNOWN)
+    assert "install LeaderWorkerSet" in step.status.message
+    assert step.status.own_conditions["Stalled"].status == "True"
+    assert step_of(a_fleet(), around=AROUND).apply
+
+
+PODS = st.lists(
+    st.tuples(st.sampled_from([OLD, NEW]), st.sampled_from(["serves", "leaves", "evicted", "unseen"])), max_size=6
+)
+
+
+@given(pods=PODS, present=st.integers(0, 7), done=st.booleans())
+def test_no_leader_is_replaced_that_serves_or_is_not_seen(
+    pods: list[tuple[str, str]], present: int, done: bool
+) -> None:
+    seen = [
+        (number, replace(a_pod(number, revision), terminating=how == "leaves"))
+        for number, (revision, how) in enumerate(pods)
+        if how != "unseen"
+    ]
+    evicted = frozenset(pod.name for number, pod in seen if pods[number][1] == "evicted")
+    status = {"updateRevision": NEW, "currentRevision": NEW if done else OLD}
+    found = partition_of({"status": status}, present, len(pods), seen, revision_label=REVISION_LABEL, leaving=evicted)
+    if done:
+        assert found == HELD
+        return
+    assert found <= present
+    passed = pods[found : min(present, len(pods))]
+    assert all(how != "unseen" and (revision == NEW or how != "serves") for revision, how in passed)
+
+
+def seen_by_kubernetes(fleet: PoCFleet, partition: int = HELD) -> dict[Key, Any]:
+    """The objects of a fleet whose template has just changed, as the API server has them."""
+    found = objects_of(fleet)
+    found[SET] = signed(with_partition(found[SET], partition))
+    for body in found.values():
+        body["metadata"] |= {"resourceVersion": "1", "generation": 1}
+    found[SET]["status"] = {"observedGeneration": 1}
+    status = {"observedGeneration": 1, "updateRevision": NEW, "currentRevision": OLD}
+    leaders = {"kind": "StatefulSet", "metadata": {"name": "demo", "generation": 1, "resourceVersion": "1"}}
+    template = {"metadata": {"labels": {FLEET_LABEL: "demo"}}}
+    return {**found, ("StatefulSet", "demo"): {**leaders, "spec": {"template": template}, "status": status}}
+
+
+def updating(pods: list[PodView], partition: int = HELD, **seen: Any) -> FleetStep:  # noqa: ANN401
+    fleet = spanning(replicas=3, update={"canary": False}, status=GOOD)
+    return step_of(fleet, objects=seen_by_kubernetes(fleet, partition), pods=pods, **seen)
+
+
+def partition(step: FleetStep) -> int | None:
+    """The partition that a step applies; None if it applies no LeaderWorkerSet."""
+    body = next((one for one in step.apply if key_of(one) == SET), None)
+    return None if body is None else int(body["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]["partition"])
+
+
+def test_leaders_are_replaced_by_their_numbers_and_the_partition_follows() -> None:
+    pods = [a_pod(0, ready=False, waiting_for="CrashLoopBackOff"), a_pod(1), a_pod(2)]
+    step = updating([a_pod(0), a_pod(1), a_pod(2)])
+    assert (partition(step), [one.pod.name for one in step.evict]) == (None, ["demo-2"])
+    step = updating([a_pod(0), a_pod(1), a_pod(2)], evicted_names=frozenset({"demo-2"}))
+    assert partition(step) == 2
+    step = updating([a_pod(0), a_pod(1), a_pod(2, NEW)], partition=2)
+    assert (partition(step), [one.pod.name for one in step.evict]) == (None, ["demo-1"])
+    # A broken one waits for its turn, since those above it would be replaced with it.
+    assert [one.pod.name for one in updating(pods).evict] == []
+    assert [one.pod.name for one in updating([pods[0], a_pod(1, NEW), a_pod(2, NEW)], partition=1).evict] == ["demo-0"]
+    busy = {"u2-demo-old": "waiting for pod demo-2, which computes work of others"}
+    assert not updating([a_pod(0), a_pod(1), a_pod(2)], busy=busy).evict
+
+
+def test_another_template_begins_with_all_leaders_held() -> None:
+    fleet = spanning(replicas=3, update={"canary": False}, status=GOOD)
+    there = seen_by_kubernetes(spanning(replicas=3), partition=1)
+    changed = spanning(replicas=3, status=GOOD, engineArgs=["--max-num-seqs=8"])
+    step = step_of(changed, objects=there, pods=[a_pod(number, NEW) for number in range(3)])
+    assert (partition(step), step.evict) == (HELD, ())
+    # So does a template that has lost a field.
+    there = seen_by_kubernetes(spanning(replicas=3, priorityClassName="gpu"), partition=1)
+    assert partition(step_of(fleet, objects=there, pods=[a_pod(2, NEW)])) == HELD
+
+
+def test_a_canary_whose_group_is_made_anew_again_and_again_fails() -> None:
+    status = {"update": {**GOOD["update"], "phase": "Canary"}}
+    fleet = spanning(replicas=3, status=status)
+    there = seen_by_kubernetes(fleet, partition=2)
+    pods = [a_pod(0), a_pod(1), a_pod(2, NEW, ready=False, age=5)]
+    first = step_of(fleet, objects=there, pods=pods).status.update
+    assert (first.phase, first.canary_time) == ("Canary", NOW)
+    later = NOW.replace(day=NOW.day + 1)
+    again = spanning(replicas=3, status={"update": first.model_dump(mode="json", by_alias=True)})
+    step = plan(FleetSnapshot(fleet=again, around=KNOWN, now=later, objects=there, pods=pods))
+    assert step.status.update.phase == "Failed"
+    assert "was not ready within 3600 s" in step.status.update.message
+
+
+def test_templates_of_revisions_lose_their_nulls() -> None:
+    assert without_nulls({"a": None, "b": [{"c": None, "d": "e"}], "f": 0}) == {"b": [{"d": "e"}], "f": 0}
