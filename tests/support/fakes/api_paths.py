@@ -76,7 +76,7 @@ def api_paths() -> Iterator[ApiPaths]:
 
         do_GET = do_POST = do_PATCH = _serve  # noqa: N815 - http.server's names
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_: object) -> None:
             """Say nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
