@@ -69,7 +69,9 @@ def test_a_round_from_its_creation_to_its_results(plugin: Plugin, kube: Kube, ro
 
 
 def _tokens(kube: Kube) -> list[str]:
-    bodies = [body for one in (NAMESPACE, SYSTEM_NAMESPACE) for body in kube.get("--namespace", one, "secrets")["items"]]
+    bodies = [
+        body for one in (NAMESPACE, SYSTEM_NAMESPACE) for body in kube.get("--namespace", one, "secrets")["items"]
+    ]
     values = [value for body in bodies if body["type"] == "Opaque" for value in (body.get("data") or {}).values()]
     return [base64.b64decode(value).decode() for value in values]
 

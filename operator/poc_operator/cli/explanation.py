@@ -128,7 +128,9 @@ def _summary(found: Evidence) -> str:
         fleet = subject.status
         return f"It is {fleet.reason or 'Pending'}: {fleet.ready or 'no'} pods are ready. {_sentence(fleet.message)}"
     status, old = subject.status, age(subject.metadata.creation_timestamp, found.now)
-    begun = f"It is {status.state} and {old} old; {status.running} of {status.desired} parts compute"
+    parts = "slots" if isinstance(subject, PoCRound) else "samples"
+    compute = f"{status.running} of {status.desired} {parts} compute" if status.desired else f"it has no {parts} yet"
+    begun = f"It is {status.state} and {old} old; {compute}"
     progress = _progress(subject, found.now) if isinstance(subject, PoCRound) else ""
     return " ".join(text for text in (f"{begun}{progress}.", _sentence(status.message)) if text)
 
@@ -144,7 +146,9 @@ def _progress(found: PoCRound, now: datetime) -> str:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:].rstrip('.')}." if text else ""
+    """Return a message as a sentence. A name at its beginning stays as it is."""
+    first = text.split(" ", 1)[0]
+    return f"{text[0].upper() if first.isalpha() else text[0]}{text[1:].rstrip('.')}." if text else ""
 
 
 def _around(found: Evidence) -> Iterable[Finding]:

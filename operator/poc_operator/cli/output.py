@@ -3,16 +3,18 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+LookT = TypeVar("LookT")
 
 #: Cells of a bar.
 BAR_CELLS = 20
@@ -56,9 +58,17 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     return made
 
 
-def plain(text: str) -> str:
-    """Return text that rich writes as it stands."""
-    return escape(text)
+def follow(looks: Iterable[LookT], render: Callable[[LookT], RenderableType]) -> LookT | None:
+    """Show one look after the other: in place in a terminal, one below the other elsewhere. Return the last."""
+    where, last = console(), None
+    if not where.is_terminal:
+        for last in looks:
+            where.print(render(last))
+        return last
+    with Live(console=where, auto_refresh=False, vertical_overflow="crop") as live:
+        for last in looks:
+            live.update(render(last), refresh=True)
+    return last
 
 
 def bar(share: float | None, cells: int = BAR_CELLS) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The overview as tables for people."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from rich.console import Group, RenderableType
@@ -12,6 +12,9 @@ from poc_operator.apis.v1alpha1.status import State
 from poc_operator.cli import output
 from poc_operator.cli.output import NONE, bar, number, period
 from poc_operator.cli.overview import MOST_SLOTS, FleetRow, Overview, PodRow, RoundRow, SlotRow
+
+#: Rounds that are over and shown all the same.
+MOST_OVER = 10
 
 _FLEETS = ("NAME", "MODEL", "READY", "UP-TO-DATE", "UPDATE", "STATUS", "AGE", "MESSAGE")
 _ROUNDS = ("NAME", "STATE", "SLOTS", "PROGRESS", "CHECKED", "VALID", "RATE", "HELD BY CHAT", "ETA", "AGE", "DEGRADED")
@@ -25,14 +28,24 @@ def tables(found: Overview, *, everywhere: bool) -> RenderableType:
     if found.fleets:
         parts.append(output.table("Fleets", _FLEETS, [_fleet(row, everywhere=everywhere) for row in found.fleets]))
     if found.rounds:
-        parts.append(output.table("Rounds", _ROUNDS, [_round(row, everywhere=everywhere) for row in found.rounds]))
-        parts += [part for row in found.rounds for part in slots(row)]
+        shown = recent(found.rounds)
+        parts.append(output.table("Rounds", _ROUNDS, [_round(row, everywhere=everywhere) for row in shown]))
+        if len(shown) < len(found.rounds):
+            parts.append(Text(f"… and {len(found.rounds) - len(shown)} older ones that are over: see all with -o json"))
+        parts += [part for row in shown for part in slots(row)]
     if found.pods:
         parts.append(output.table("Pods", _PODS, [_pod(row, everywhere=everywhere) for row in found.pods]))
     if not parts:
         return Text("No fleets, rounds or pods here: look with -A, or begin with the quick start.")
     parts += [Text(f"note: {note}") for note in found.notes]
     return Group(*_spaced(parts))
+
+
+def recent(rows: Sequence[RoundRow]) -> list[RoundRow]:
+    """Return the rounds that are not over, and the newest of the others, in their order."""
+    over = [row for row in rows if row.state in (State.COMPLETE, State.FAILED)]
+    left_out = {(row.namespace, row.name) for row in over[MOST_OVER:]}
+    return [row for row in rows if (row.namespace, row.name) not in left_out]
 
 
 def _spaced(parts: Iterable[RenderableType]) -> Iterable[RenderableType]:

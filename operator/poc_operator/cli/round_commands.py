@@ -3,6 +3,7 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,6 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from poc_operator.apis.v1alpha1.meta import API_VERSION, Resource
@@ -132,14 +132,11 @@ def watch(
 def follow(cluster: Cluster, name: str, namespace: str, format_: Format = Format.TABLE) -> None:
     """Show a round until it is over. ``typer.Exit`` if it failed; UserError if it is deleted meanwhile."""
     looks = _looks(cluster, name, namespace)
+    last = output.follow(looks, _shown) if format_ is Format.TABLE else deque(looks, maxlen=1)[0]
+    if last is None:
+        return
     if format_ is not Format.TABLE:
-        *_, last = looks
         output.show(last.rounds[0].model_dump(mode="json", by_alias=True), format_)
-    else:
-        last = next(looks)
-        with Live(_shown(last), console=output.console(), auto_refresh=False) as live:
-            for last in looks:
-                live.update(_shown(last), refresh=True)
     if last.rounds[0].state == State.FAILED:
         raise typer.Exit(FAILED)
 

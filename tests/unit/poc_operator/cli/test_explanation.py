@@ -106,7 +106,7 @@ def test_what_is_wrong_with_the_fleet_is_told_of_its_round() -> None:
     degraded = condition("Degraded", "True", "PodsFailing", "demo-1: CrashLoopBackOff")
     fleet = PoCFleet.parse(seen.a_fleet(conditions=[degraded]))
     (finding,) = account(evidence(fleet=fleet)).findings
-    assert finding.seen == 'Its fleet "demo": Demo-1: CrashLoopBackOff.'
+    assert finding.seen == 'Its fleet "demo": demo-1: CrashLoopBackOff.'
     (own,) = account(replace(evidence(), subject=fleet)).findings
     assert own.reason == "PodsFailing"
 

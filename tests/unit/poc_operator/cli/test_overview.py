@@ -9,6 +9,7 @@ import pytest
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.cli.output import bar, number, period
 from poc_operator.cli.overview import Seen, goal, overview
+from poc_operator.cli.overview_tables import MOST_OVER, recent
 from poc_operator.cli.pod_metrics import Chat, parse_chat
 from tests.unit.poc_operator.cli import seen
 
@@ -60,6 +61,12 @@ def test_two_looks_give_the_rate_and_the_share_of_chat() -> None:
 def test_rounds_that_are_over_come_last() -> None:
     bodies = [seen.a_round("old", state="Complete"), seen.a_round("new")]
     assert [row.name for row in overview(Seen(now=seen.START, rounds=map_rounds(bodies))).rounds] == ["new", "old"]
+
+
+def test_many_rounds_that_are_over_are_not_all_shown() -> None:
+    bodies = [seen.a_round(f"over-{number}", state="Failed") for number in range(MOST_OVER + 5)]
+    rows = overview(Seen(now=seen.START, rounds=map_rounds([*bodies, seen.a_round("new")]))).rounds
+    assert [row.name for row in recent(rows)] == ["new", *(f"over-{number}" for number in range(MOST_OVER))]
 
 
 def map_rounds(bodies: list[dict[str, Any]]) -> list[PoCRound]:

@@ -55,6 +55,18 @@ def test_status_says_which_pods_could_not_be_asked(run: Run, api: ApiPaths) -> N
     assert not [one for one in api.asked if "metrics" in one.path]
 
 
+def test_a_watch_in_a_pipe_shows_each_look(run: Run, api: ApiPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause(_: float) -> None:
+        if sum(one.path == seen.ROUNDS for one in api.asked) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("poc_operator.cli.program.time.sleep", pause)
+    done = run("status", "-w")
+    assert (done.code, done.out.count("Slots of round-1")) == (130, 2)
+    assert "0.0/s" in done.out  # the slots' rates, known from the second look on
+    assert run("status", "-w", "-o", "json").code == 2
+
+
 def test_explain_names_what_is_wrong_and_what_to_do(run: Run, api: ApiPaths) -> None:
     waits = seen.condition("Progressing", "False", "NoPodReady", "waiting for one of 2 pods: demo-1 (ImagePullBackOff)")
     api.answers[f"{seen.ROUNDS}/round-1"] = seen.a_round(state="Pending", conditions=[waits], assignments=[])
