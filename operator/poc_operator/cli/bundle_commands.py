@@ -60,10 +60,14 @@ def bundle(
     cluster = connect(context, namespace, kubeconfig)
     target = file or Path(f"poc-bundle-{now():%Y%m%dT%H%M%SZ}.tar.gz")
     seen = Surroundings(cluster)
-    files, left_out = collected(contents(cluster, seen, gateway), seen.redactor())
-    left = "".join(f"{line}\n" for line in [*seen.notes, *left_out])
+    redactor = seen.redactor()
+    files, left_out = collected(contents(cluster, seen, gateway), redactor)
+    left_out = [*map(redactor.text, seen.notes), *left_out]
+    left = "".join(f"{line}\n" for line in left_out)
     archive({**files, "left-out.txt": left or "nothing\n"}, target)
-    sys.stdout.write(f"{target}: {len(files)} files; {len(left_out)} could not be read, see left-out.txt in it\n")
+    sys.stdout.write(
+        f"{target}: {len(files)} files; {len(left_out)} things could not be read, see left-out.txt in it\n"
+    )
 
 
 class Surroundings:

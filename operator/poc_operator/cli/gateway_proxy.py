@@ -86,11 +86,9 @@ def places(cluster: Cluster) -> list[Place]:
     """Return the gateways of the cluster."""
     try:
         found = cluster.items(core("services"), SELECTOR)
-    except Forbidden:
-        try:
-            found = cluster.items(core("services", cluster.namespace), SELECTOR)
-        except Forbidden as error:
-            raise Forbidden("you may not list Services: name the gateway with --gateway NAMESPACE/NAME") from error
+    except Forbidden as error:
+        why = "you may not list the Services of all namespaces"
+        raise Forbidden(f"{why}: name the gateway with --gateway NAMESPACE/NAME") from error
     return [
         Place(namespace=body["metadata"]["namespace"], name=body["metadata"]["name"])
         for body in found

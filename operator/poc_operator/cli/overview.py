@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.schema import ApiModel
 from poc_operator.apis.v1alpha1.status import SlotState, State
-from poc_operator.cli.pod_metrics import Chat, PodKey, held_share
+from poc_operator.cli.pod_metrics import Chat, PodKey, held_share, pace
 from poc_operator.observed import PodView
 
 #: Slots of a round that are shown; all are in JSON and YAML.
@@ -112,13 +112,12 @@ class Overview(ApiModel):
 
 def overview(seen: Seen, before: Seen | None = None) -> Overview:
     """Return what was seen at a glance; with an earlier look, with the rates since then."""
-    by_uid = {each.metadata.uid: each for each in (before.rounds if before else ())}
     seconds = (seen.now - before.now).total_seconds() if before else 0.0
     looks = Looks(seen.chat, before.chat if before else {}, seconds)
     rounds = sorted(seen.rounds, key=lambda each: (each.status.state.finished, -_created(each)))
     return Overview(
         fleets=[_fleet(each, seen.now) for each in seen.fleets],
-        rounds=[_round(each, by_uid.get(each.metadata.uid), looks, seen.now) for each in rounds],
+        rounds=[_round(each, looks, seen.now) for each in rounds],
         pods=_pods(seen),
         notes=_notes(seen),
     )
@@ -173,12 +172,11 @@ def rate_of(found: PoCRound) -> float:
         return 0.0
 
 
-def _round(found: PoCRound, before: PoCRound | None, looks: Looks, now: datetime) -> RoundRow:
+def _round(found: PoCRound, looks: Looks, now: datetime) -> RoundRow:
     status, meta = found.status, found.metadata
     share, words, left = goal(found, now)
-    old = {(slot.node, slot.group): slot for slot in (before.status.assignments if before else ())}
     most = max((slot.delivered for slot in status.assignments), default=0)
-    slots = [_slot(meta.namespace, slot, old.get((slot.node, slot.group)), looks, most) for slot in status.assignments]
+    slots = [_slot(meta.namespace, slot, looks, most) for slot in status.assignments]
     told = [slot.held_by_chat for slot in slots if slot.held_by_chat is not None]
     return RoundRow(
         namespace=meta.namespace,
@@ -201,12 +199,10 @@ def _round(found: PoCRound, before: PoCRound | None, looks: Looks, now: datetime
     )
 
 
-def _slot(namespace: str, slot: Assignment, before: Assignment | None, looks: Looks, most: int) -> SlotRow:
+def _slot(namespace: str, slot: Assignment, looks: Looks, most: int) -> SlotRow:
     key = (namespace, slot.pod or "")
     chat = looks.chat.get(key)
     known = chat if chat is not None and not chat.error and slot.state is SlotState.RUNNING else None
-    same = before is not None and before.pod == slot.pod and slot.next >= before.next
-    rate = (slot.next - before.next) / looks.seconds if before and same and looks.seconds > 0 else None
     return SlotRow(
         node=slot.node,
         group=slot.group,
@@ -215,7 +211,7 @@ def _slot(namespace: str, slot: Assignment, before: Assignment | None, looks: Lo
         delivered=slot.delivered,
         backlog=max(0, slot.next - slot.delivered),
         share=slot.delivered / most if most else 0.0,
-        rate=rate,
+        rate=pace(looks.before.get(key), known, looks.seconds) if known else None,
         held_by_chat=known.held if known else None,
         held_share=held_share(looks.before.get(key), known, looks.seconds) if known else None,
         held_seconds=known.seconds if known else None,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pods tell of chat in their metrics, read through the API server's proxy.
+"""What pods tell of chat and of their pace in their metrics, read through the API server's proxy.
 
-Chat goes before PoC, so that a round may be slow or stand still and nothing is wrong. Only the pods know.
+Chat goes before PoC, so that a round may be slow or stand still and nothing is wrong. Only the pods know. The operator
+writes counters at most every 15 s, so that the pace of the last seconds is the pods' to tell, too.
 """
 
 import re
@@ -18,6 +19,8 @@ _AT_ONCE = 16
 _HELD_NOW = re.compile(r'^poc_activity\{[^}]*activity="HeldByChat"[^}]*\} 1(?:\.0)?$', re.MULTILINE)
 _HELD_SECONDS = re.compile(r"^poc_held_back_seconds_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
+_COMPUTED = re.compile(r'^poc_nonces_computed_total\{[^}]*work="round"[^}]*\} (\S+)$', re.MULTILINE)
+
 #: Namespace and name of a pod.
 PodKey = tuple[str, str]
 
@@ -26,11 +29,12 @@ PodKey = tuple[str, str]
 class Chat:
     """Whether chat holds a pod's PoC back now, and for how many seconds it has since the server started.
 
-    ``error`` says why the pod could not be asked.
+    ``computed`` are the nonces that the server has computed for rounds. ``error`` says why the pod could not be asked.
     """
 
     held: bool = False
     seconds: float = 0.0
+    computed: float = 0.0
     error: str = ""
 
 
@@ -40,10 +44,11 @@ def parse_chat(text: str) -> Chat:
     if not found:
         return Chat(error="its metrics have no poc_held_back_seconds_total")
     try:
-        seconds = sum(float(value) for value in found)
+        seconds = sum(map(float, found))
+        computed = sum(map(float, _COMPUTED.findall(text)))
     except ValueError:
         return Chat(error="its metrics cannot be read")
-    return Chat(held=_HELD_NOW.search(text) is not None, seconds=seconds)
+    return Chat(held=_HELD_NOW.search(text) is not None, seconds=seconds, computed=computed)
 
 
 def active_pods(rounds: Iterable[PoCRound]) -> Mapping[PodKey, int]:
@@ -77,3 +82,10 @@ def held_share(before: Chat | None, now: Chat, seconds: float) -> float | None:
     if before is None or before.error or now.error or seconds <= 0 or now.seconds < before.seconds:
         return None
     return min(1.0, (now.seconds - before.seconds) / seconds)
+
+
+def pace(before: Chat | None, now: Chat, seconds: float) -> float | None:
+    """Return the nonces per second that a pod has computed for rounds in the last seconds; None if it is not known."""
+    if before is None or before.error or now.error or seconds <= 0 or now.computed < before.computed:
+        return None
+    return (now.computed - before.computed) / seconds

@@ -17,6 +17,8 @@ METRICS = """
 poc_activity{activity="Computing",model_name="m"} 0.0
 poc_activity{activity="HeldByChat",model_name="m"} 1.0
 poc_held_back_seconds_total{model_name="m"} 12.5
+poc_nonces_computed_total{model_name="m",protocol="artifact",work="round"} 320.0
+poc_nonces_computed_total{model_name="m",protocol="artifact",work="request"} 7.0
 """
 
 

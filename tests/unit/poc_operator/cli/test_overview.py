@@ -46,16 +46,15 @@ def test_nothing_that_stands_still_has_a_time_left() -> None:
 
 
 def test_two_looks_give_the_rate_and_the_share_of_chat() -> None:
-    first, later = a_round(None), a_round(None)
-    slot = later.status.assignments[0].model_copy(update={"next": 420})
-    slots = [slot, later.status.assignments[1]]
-    later = later.model_copy(update={"status": later.status.model_copy(update={"assignments": slots})})
-    key = ("poc", "demo-0")
-    before = Seen(now=seen.START, rounds=[first], chat={key: Chat(seconds=10.0)})
-    after = Seen(now=seen.START + timedelta(seconds=4), rounds=[later], chat={key: Chat(held=True, seconds=13.0)})
+    found, key = a_round(None), ("poc", "demo-0")
+    before = Seen(now=seen.START, rounds=[found], chat={key: Chat(seconds=10.0, computed=300)})
+    told = {key: Chat(held=True, seconds=13.0, computed=400)}
+    after = Seen(now=seen.START + timedelta(seconds=4), rounds=[found], chat=told)
     (row,) = overview(after, before).rounds
-    assert [(one.rate, one.held_share) for one in row.slots] == [(25.0, 0.75), (0.0, None)]
+    assert [(one.rate, one.held_share) for one in row.slots] == [(25.0, 0.75), (None, None)]
     assert [one.rate for one in overview(after).rounds[0].slots] == [None, None]
+    restarted = Seen(now=after.now, rounds=[found], chat={key: Chat()})
+    assert [one.rate for one in overview(restarted, before).rounds[0].slots] == [None, None]
 
 
 def test_rounds_that_are_over_come_last() -> None:
@@ -74,7 +73,7 @@ def map_rounds(bodies: list[dict[str, Any]]) -> list[PoCRound]:
 
 
 def test_metrics_without_poc_are_an_error() -> None:
-    assert parse_chat(seen.METRICS) == Chat(held=True, seconds=12.5)
+    assert parse_chat(seen.METRICS) == Chat(held=True, seconds=12.5, computed=320.0)
     assert parse_chat("vllm:num_requests_running 1\n").error
     assert parse_chat("poc_held_back_seconds_total x\n").error
 

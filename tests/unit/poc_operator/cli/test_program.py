@@ -172,6 +172,9 @@ def test_several_gateways_have_to_be_told_apart(run: Run, api: ApiPaths) -> None
     done = run("round", "results", "round-1")
     assert (done.code, "poc-system/gateway, other/gateway" in done.err) == (2, True)
     assert run("round", "results", "round-1", "--gateway", "x").code == 2
+    api.answers["/api/v1/services"] = (403, {"message": "services is forbidden"})
+    done = run("round", "results", "round-1")
+    assert (done.code, "name the gateway with --gateway" in done.err) == (5, True)
 
 
 def test_a_round_is_created_with_changes(run: Run, api: ApiPaths, tmp_path: Path) -> None:
