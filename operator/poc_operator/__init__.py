@@ -8,6 +8,7 @@
 - ``clients``: all I/O: the API server, pods, the gateway. They know no plan.
 - ``controller``: the moving parts: a loop per object, leader election, health, metrics.
 - ``handlers``: kopf wiring.
+- ``cli``: ``kubectl poc``, a program of its own.
 
 A package imports only those above it; import-linter holds that.
 """

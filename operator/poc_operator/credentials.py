@@ -20,6 +20,8 @@ from dataclasses import astuple, dataclass
 
 #: The user name beside the credential, in the callback address that a pod is given.
 POD_USER = "pod"
+#: Header with the token of people, for those who come through the API server's proxy, which takes Authorization away.
+GATEWAY_TOKEN_HEADER = "X-PoC-Gateway-Token"  # noqa: S105 - a name
 #: Seconds for which a credential is good. One of our pods gets another when the gateway refuses it.
 VALID_SECONDS = 7 * 86_400
 #: Nonces per second that no pod exceeds, unless told otherwise: more than five times the fastest that was measured.

@@ -27,7 +27,7 @@ from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.chat import BODY_SENT
 from poc_gateway.server.connections import Bodies
 from poc_gateway.settings import Settings
-from poc_operator.credentials import POD_USER, CredentialError, Verifier
+from poc_operator.credentials import GATEWAY_TOKEN_HEADER, POD_USER, CredentialError, Verifier
 from vllm_poc.wire.callbacks import GATEWAY_REALM
 from vllm_poc.wire.messages import is_json
 
@@ -176,6 +176,8 @@ def inside_access(settings: Settings) -> Authorize:
             return _admit_pod(scope, verifier)
         if _has_bearer(scope, people) or (_is_asked_by_operator(scope) and _has_bearer(scope, operator)):
             return None
+        if _is_one_of(Headers(scope=scope).get(GATEWAY_TOKEN_HEADER, ""), people):
+            return None
         return _unauthorized("send the gateway's token as 'Authorization: Bearer <token>'", "Bearer")
 
     return authorize
@@ -232,9 +234,12 @@ def network_access(tokens: Sequence[SecretStr]) -> Authorize:
 
 def _has_bearer(scope: Scope, tokens: Sequence[SecretStr]) -> bool:
     scheme, _, sent = _sent(scope).partition(" ")
+    return _is_one_of(sent.strip(), tokens) and scheme.lower() == "bearer"
+
+
+def _is_one_of(sent: str, tokens: Sequence[SecretStr]) -> bool:
     secrets = [token.get_secret_value().encode() for token in tokens]
-    known = any(hmac.compare_digest(sent.strip().encode(), secret) for secret in secrets)
-    return known and scheme.lower() == "bearer"
+    return any(hmac.compare_digest(sent.encode(), secret) for secret in secrets)
 
 
 def _sent(scope: Scope) -> str:

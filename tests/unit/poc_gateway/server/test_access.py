@@ -16,6 +16,7 @@ from poc_gateway.server.process import Components, inside_app, network_app
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds
+from poc_operator.credentials import GATEWAY_TOKEN_HEADER
 from tests.support.builders.secrets import ENVIRONMENT, TOKEN
 
 NETWORK_TOKEN = "token-of-the-network"  # noqa: S105 - a test's
@@ -35,7 +36,9 @@ def parts(tmp_path: Path) -> Iterator[Components]:
     database.close()
 
 
-async def ask(app: FastAPI, method: str, path: str, authorization: str | None = None) -> tuple[int, bool]:
+async def ask(
+    app: FastAPI, method: str, path: str, authorization: str | None = None, *, header: str = "authorization"
+) -> tuple[int, bool]:
     """Send a request with a body; return its status, and whether any of the body was received."""
     received, statuses = False, list[int]()
 
@@ -50,7 +53,7 @@ async def ask(app: FastAPI, method: str, path: str, authorization: str | None = 
 
     headers = [(b"content-type", b"application/json")]
     if authorization is not None:
-        headers.append((b"authorization", authorization.encode()))
+        headers.append((header.lower().encode(), authorization.encode()))
     scope: dict[str, Any] = {
         "type": "http",
         "method": method,
@@ -84,6 +87,17 @@ async def test_with_the_token_bodies_are_received(parts: Components, name: str) 
     for authorization in (f"Bearer {TOKENS[name]}", f"bearer  {TOKENS[name]}"):
         status, received = await ask(app, "POST", path, authorization)
         assert (status != 401, received) == (True, True)
+
+
+@pytest.mark.parametrize(("token", "known"), [(TOKEN, True), ("other", False), ("", False), (NETWORK_TOKEN, False)])
+async def test_people_behind_the_api_servers_proxy_send_the_token_in_a_header_of_its_own(
+    parts: Components, token: str, known: bool
+) -> None:
+    app, path = inside_app(parts), "/rounds/ns/name/dead-letters/replay"
+    status, received = await ask(app, "POST", path, token, header=GATEWAY_TOKEN_HEADER)
+    assert (status != 401, received) == (known, known)
+    delivery = "/callbacks/ns/name/uid/generated"
+    assert await ask(app, "POST", delivery, token, header=GATEWAY_TOKEN_HEADER) == (401, False)
 
 
 async def test_two_tokens_of_the_network_are_good_at_the_same_time(parts: Components) -> None:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``check``: whether the cluster has what rounds need."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import typer
+
+from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import COMPONENT, GROUP, Resource
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.cli import VERSION, gateway_proxy, output, preflight
+from poc_operator.cli.cluster import FAILED, Cluster, Forbidden, NotFound, Object, UserError, connect, core
+from poc_operator.cli.looking import deployments, known, now
+from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace, Output
+from poc_operator.cli.output import Format
+from poc_operator.cli.preflight import Check, Level
+
+KINDS: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration, PoCFleet)
+_CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+#: Without the contents of Secrets.
+_METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
+_COLUMNS = ("CHECK", "RESULT", "FINDING", "REMEDY")
+
+
+def check(
+    *,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    namespace: Namespace = None,
+    gateway: GatewayPlace = None,
+    format_: Output = Format.TABLE,
+) -> None:
+    """Check CRDs, operator, gateway, GPUs, fleets, Secrets and PVCs; exit code 1 if something is wrong."""
+    cluster = connect(context, namespace, kubeconfig)
+    found = list(checks(cluster, gateway))
+    if format_ is Format.TABLE:
+        rows = [(one.about, one.level.upper(), one.finding, one.remedy) for one in found]
+        output.console().print(output.table("", _COLUMNS, rows))
+    else:
+        output.show([one.model_dump(mode="json", by_alias=True) for one in found], format_)
+    if preflight.worst(found) is Level.ERROR:
+        raise typer.Exit(FAILED)
+
+
+def checks(cluster: Cluster, gateway: str | None) -> Iterator[Check]:
+    """Look at everything, one after the other. What may not be read is a warning."""
+    for kind in KINDS:
+        yield from _guarded(f"CRD {kind.KIND.plural}", partial(_crd, cluster, kind))
+    yield from _guarded("operator", lambda: _operator(cluster))
+    yield from _guarded("gateway", lambda: _gateway(cluster, gateway))
+    yield from _guarded("GPUs", lambda: [preflight.gpus(cluster.items(core("nodes")))])
+    yield from _guarded("fleets", lambda: _fleets(cluster))
+
+
+def _guarded(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
+    try:
+        return list(look())
+    except Forbidden as error:
+        return [preflight.warning(about, f"it could not be looked at: {error}", "ask for the right, see the docs")]
+    except NotFound as error:
+        return [preflight.error(about, str(error), "install the chart vllm-poc-operator")]
+
+
+def _crd(cluster: Cluster, kind: type[Resource]) -> list[Check]:
+    return [preflight.crd(kind, _get(cluster, f"{_CRDS}/{kind.KIND.plural}.{GROUP}"))]
+
+
+def _get(cluster: Cluster, path: str) -> Object | None:
+    try:
+        body: Object = cluster.get(path)
+    except NotFound:
+        return None
+    return body
+
+
+def _operator(cluster: Cluster) -> Iterator[Check]:
+    found = deployments(cluster)
+    yield from preflight.operator(found, VERSION)
+    for place in sorted({preflight.lease_place(body) for body in found}):
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases/{COMPONENT}"
+        yield from _guarded("Lease", partial(_lease, cluster, path))
+
+
+def _lease(cluster: Cluster, path: str) -> list[Check]:
+    return [preflight.lease(_get(cluster, path), now())]
+
+
+def _gateway(cluster: Cluster, option: str | None) -> Iterator[Check]:
+    found = [gateway_proxy.parse_place(option)] if option else gateway_proxy.places(cluster)
+    if not found:
+        remedy = "install the chart with gateway.enabled, if results are to be kept or the network served"
+        yield preflight.warning("gateway", "there is none: pods deliver straight to the receivers", remedy)
+    for place in found:
+        yield _answers(cluster, place)
+        yield from _guarded(f"gateway {place}", partial(_gateway_objects, cluster, place))
+
+
+def _answers(cluster: Cluster, place: gateway_proxy.Place) -> Check:
+    about = f"gateway {place}"
+    try:
+        rounds = gateway_proxy.find(cluster, str(place)).get("/rounds", {"limit": "1"})
+    except UserError as error:
+        look = f"kubectl -n {place.namespace} logs deployment/{place.name} --tail=50"
+        if isinstance(error, Forbidden):
+            return preflight.warning(about, f"it could not be asked: {error}", "ask for the right services/proxy")
+        return preflight.error(about, f"it does not answer through the API server: {error}", look)
+    return preflight.ok(about, f"it answers, and has {'rounds' if rounds['rounds'] else 'no round yet'}")
+
+
+def _gateway_objects(cluster: Cluster, place: gateway_proxy.Place) -> Iterator[Check]:
+    body = cluster.get(f"/apis/apps/v1/namespaces/{place.namespace}/deployments/{place.name}")
+    spec = body["spec"]["template"]["spec"]
+    of = f"the gateway {place}"
+    yield from _objects(cluster, place.namespace, preflight.pod_secrets(spec), preflight.pod_claims(spec), of)
+
+
+def _fleets(cluster: Cluster) -> Iterator[Check]:
+    try:
+        found = known(cluster, PoCFleet, None)
+    except Forbidden:
+        found = known(cluster, PoCFleet, cluster.namespace)
+    if not found:
+        yield preflight.warning("fleets", "there is none", "create a PoCFleet, or label pods of your own")
+    yield from preflight.fleets(found)
+    for fleet in found:
+        secrets, claims = preflight.fleet_secrets(fleet), preflight.fleet_claims(fleet)
+        of = f"the fleet {fleet.metadata.name}"
+        yield from _objects(cluster, fleet.metadata.namespace, secrets, claims, of)
+
+
+def _objects(cluster: Cluster, namespace: str, secrets: list[str], claims: list[str], of: str) -> Iterator[Check]:
+    for name in secrets:
+        about = f"Secret {namespace}/{name}"
+        yield from _guarded(about, partial(_secret, cluster, namespace, name, of))
+    for name in claims:
+        yield from _guarded(f"PVC {namespace}/{name}", partial(_claim, cluster, namespace, name, of))
+
+
+def _claim(cluster: Cluster, namespace: str, name: str, of: str) -> list[Check]:
+    body = _get(cluster, f"{core('persistentvolumeclaims', namespace)}/{name}")
+    return [preflight.claim(namespace, name, body, of=of)]
+
+
+def _secret(cluster: Cluster, namespace: str, name: str, of: str) -> list[Check]:
+    try:
+        cluster.get(f"{core('secrets', namespace)}/{name}", headers=_METADATA_ONLY)
+    except NotFound:
+        return [preflight.secret(namespace, name, of=of, exists=False)]
+    return [preflight.secret(namespace, name, of=of, exists=True)]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's API, reached through the API server's proxy of its Service, with the token of people.
+
+The API server takes the header Authorization off what it passes on. So the token goes in a header of its own.
+"""
+
+import os
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Any
+
+from poc_operator.cli.cluster import FAILED, FORBIDDEN, Cluster, Forbidden, NotFound, Object, Refused, UserError, core
+from poc_operator.credentials import GATEWAY_TOKEN_HEADER
+
+#: Label of what belongs to a gateway of our chart, and the name of the port for people.
+SELECTOR = "app.kubernetes.io/name=vllm-poc-operator-gateway"
+_PORT = "inside"
+#: Instead of the Secret: the token itself.
+TOKEN_VARIABLE = "POC_GATEWAY_TOKEN"  # noqa: S105 - the name of a variable
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a gateway is: the namespace and the name of its Service, and of its Deployment."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class Gateway:
+    """The gateway of a cluster. Every method raises UserError with the remedy."""
+
+    def __init__(self, cluster: Cluster, place: Place, token: str) -> None:
+        self._cluster = cluster
+        self.place = place
+        self._headers = {GATEWAY_TOKEN_HEADER: token} if token else {}
+
+    def get(self, path: str, query: Mapping[str, str] = _NOTHING) -> Any:  # noqa: ANN401 - JSON
+        """Return the JSON of a route such as ``/rounds``."""
+        try:
+            return self._cluster.get(self._path(path), query, headers=self._headers)
+        except Refused as error:
+            raise self._translated(error) from error
+
+    def stream(self, path: str, query: Mapping[str, str]) -> Iterator[bytes]:
+        """Return the answer of a route piece by piece."""
+        try:
+            yield from self._cluster.stream(self._path(path), query, self._headers)
+        except Refused as error:
+            raise self._translated(error) from error
+
+    def _path(self, path: str) -> str:
+        return f"{core('services', self.place.namespace)}/{self.place.name}:{_PORT}/proxy{path}"
+
+    def _translated(self, error: Refused) -> UserError:
+        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            why = f"the gateway {self.place} cannot answer ({error})"
+            return UserError(f"{why}: look with `kubectl poc check`", FAILED)
+        return error
+
+
+def find(cluster: Cluster, option: str | None) -> Gateway:
+    """Return the gateway that ``--gateway NAMESPACE/NAME`` names; without it the only one of the cluster."""
+    place = parse_place(option) if option else only(places(cluster))
+    return Gateway(cluster, place, os.environ.get(TOKEN_VARIABLE) or _token(cluster, place))
+
+
+def parse_place(text: str) -> Place:
+    """Return the place that ``NAMESPACE/NAME`` names; UserError if it is no such text."""
+    namespace, slash, name = text.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise UserError(
+            f'--gateway: "{text}" must be NAMESPACE/NAME of the gateway\'s Service, as in poc-system/gateway', 2
+        )
+    return Place(namespace=namespace, name=name)
+
+
+def places(cluster: Cluster) -> list[Place]:
+    """Return the gateways of the cluster."""
+    try:
+        found = cluster.items(core("services"), SELECTOR)
+    except Forbidden as error:
+        why = "you may not list the Services of all namespaces"
+        raise Forbidden(f"{why}: name the gateway with --gateway NAMESPACE/NAME") from error
+    return [
+        Place(namespace=body["metadata"]["namespace"], name=body["metadata"]["name"])
+        for body in found
+        if any(port.get("name") == _PORT for port in body["spec"].get("ports") or [])
+    ]
+
+
+def only(found: Sequence[Place]) -> Place:
+    """Return the one place; UserError if there are none or several."""
+    if not found:
+        raise NotFound(
+            "no gateway was found: install the chart with gateway.enabled, "
+            "or name its Service with --gateway NAMESPACE/NAME"
+        )
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise UserError(f"there are several gateways ({names}): name one with --gateway NAMESPACE/NAME", 2)
+    return found[0]
+
+
+def token_secret(deployment: Object) -> tuple[str, str] | None:
+    """Return name and key of the Secret with the token of people, as the gateway's Deployment has it."""
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        for variable in container.get("env") or []:
+            secret = (variable.get("valueFrom") or {}).get("secretKeyRef")
+            if variable["name"] == TOKEN_VARIABLE and secret:
+                return str(secret["name"]), str(secret["key"])
+    return None
+
+
+def _token(cluster: Cluster, place: Place) -> str:
+    """Return the token; empty if the gateway asks for none."""
+    try:
+        named = token_secret(cluster.get(f"/apis/apps/v1/namespaces/{place.namespace}/deployments/{place.name}"))
+        if named is None:
+            return ""
+        name, key = named
+        data = cluster.get(f"{core('secrets', place.namespace)}/{name}").get("data") or {}
+    except Forbidden as error:
+        why = f"the gateway's token cannot be read ({error})"
+        raise UserError(f"{why}; or set {TOKEN_VARIABLE}", FORBIDDEN) from error
+    # It may have two values while it is changed: either is right.
+    return b64decode(data.get(key, "")).decode().split(",")[0].strip()

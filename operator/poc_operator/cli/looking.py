@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from the cluster for an overview, and around one object for its explanation."""
+
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from poc_operator.apis.v1alpha1.calibration import PoCCalibration
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, Resource, fleet_selector
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.validation import PoCValidation
+from poc_operator.cli import preflight
+from poc_operator.cli.cluster import Cluster, Forbidden, NotFound, Object, UserError, core
+from poc_operator.cli.explanation import Event, Evidence, Subject
+from poc_operator.cli.overview import Seen
+from poc_operator.cli.pod_metrics import active_pods, read_chat
+from poc_operator.observed import PodView
+
+KindT = TypeVar("KindT", bound=Resource)
+
+#: Kinds by the words that people use for them.
+KINDS: dict[str, type[PoCRound] | type[PoCFleet] | type[PoCValidation] | type[PoCCalibration]] = {
+    word: kind
+    for kind, words in (
+        (PoCRound, ("round", "rounds")),
+        (PoCFleet, ("fleet", "fleets")),
+        (PoCValidation, ("validation", "validations")),
+        (PoCCalibration, ("calibration", "calibrations")),
+    )
+    for word in (*words, kind.KIND.singular, kind.KIND.plural, kind.KIND.short)
+}
+#: Label of the operator's Deployment.
+OPERATOR_SELECTOR = "app.kubernetes.io/name=vllm-poc-operator"
+
+
+def now() -> datetime:
+    """Return the time, in UTC."""
+    return datetime.now(UTC)
+
+
+def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
+    """Read fleets, rounds and pods; with ``chat`` also what pods tell of it."""
+    namespace = None if everywhere else cluster.namespace
+    rounds = known(cluster, PoCRound, namespace)
+    return Seen(
+        now=now(),
+        fleets=known(cluster, PoCFleet, namespace),
+        rounds=rounds,
+        pods=[
+            PodView.parse(body)
+            for body in cluster.items(core("pods", namespace), ",".join(f"{k}={v}" for k, v in WORKER_LABELS.items()))
+        ],
+        chat=read_chat(cluster, active_pods(rounds)) if chat else {},
+    )
+
+
+def known(cluster: Cluster, kind: type[KindT], namespace: str | None) -> list[KindT]:
+    """Return the objects of a kind; NotFound says what to install if the cluster does not know the kind."""
+    try:
+        return cluster.objects(kind, namespace)
+    except NotFound as error:
+        raise NotFound(
+            f"the cluster has no {kind.KIND.plural}: install the operator's chart, or use another context"
+        ) from error
+
+
+def subject(cluster: Cluster, text: str) -> Subject:
+    """Return the object that ``NAME`` or ``KIND/NAME`` is; a bare name is that of a round, else of a fleet."""
+    word, slash, name = text.partition("/")
+    if slash:
+        if word.lower() not in KINDS:
+            raise UserError(f'"{word}" is no kind: use round, fleet, validation or calibration', 2)
+        return cluster.object(KINDS[word.lower()], name)
+    try:
+        return cluster.object(PoCRound, text)
+    except NotFound as error:
+        try:
+            return cluster.object(PoCFleet, text)
+        except NotFound:
+            raise error from None
+
+
+def evidence(cluster: Cluster, found: Subject) -> Evidence:
+    """Read what stands around an object: its fleet, pods and Events, the operator, and what pods tell of chat."""
+    namespace = found.metadata.namespace
+    fleet = _fleet(cluster, found)
+    selector = str(fleet_selector(found.metadata.name) if isinstance(found, PoCFleet) else found.spec.pods)
+    chat = read_chat(cluster, active_pods([found])) if isinstance(found, PoCRound) else {}
+    return Evidence(
+        subject=found,
+        now=now(),
+        fleet=fleet,
+        pods=[PodView.parse(body) for body in cluster.items(core("pods", namespace), selector)],
+        events=_events(cluster, found),
+        chat=chat,
+        operator=operator_trouble(cluster),
+    )
+
+
+def _fleet(cluster: Cluster, found: Subject) -> PoCFleet | None:
+    if isinstance(found, PoCFleet) or found.spec.fleet_ref is None:
+        return None
+    try:
+        return cluster.object(PoCFleet, found.spec.fleet_ref.name, found.metadata.namespace)
+    except NotFound:
+        return None  # the round's own condition says so
+
+
+def _events(cluster: Cluster, found: Subject) -> list[Event]:
+    try:
+        bodies = cluster.items(
+            core("events", found.metadata.namespace), fields=f"involvedObject.uid={found.metadata.uid}"
+        )
+    except Forbidden:
+        return []
+    return [Event.parse(body) for body in bodies]
+
+
+def operator_trouble(cluster: Cluster) -> str:
+    """Return what is wrong with the operator's Deployments; empty if one is well, or nobody may look."""
+    try:
+        found = deployments(cluster)
+    except Forbidden:
+        return ""
+    return preflight.operator_trouble(found)
+
+
+def deployments(cluster: Cluster) -> list[Object]:
+    """Return the operator's Deployments, wherever they are."""
+    return cluster.items("/apis/apps/v1/deployments", OPERATOR_SELECTOR)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command to run next for each reason that asks something of the user.
+
+What a reason means, and the remedy in words, stands in ``apis.v1alpha1.explanations``. A command only looks, or says
+where the change belongs; nothing that it does is lost by running it twice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from poc_operator.apis.v1alpha1.reasons import Reason
+
+_DESCRIBE_POD = "kubectl -n {namespace} describe pod {pod}"
+_LOG = "kubectl -n {namespace} logs {pod} --tail=50"
+_PREVIOUS = "kubectl -n {namespace} logs {pod} --previous --tail=50"
+_EDIT_FLEET = "kubectl -n {namespace} edit pocfleet {fleet}"
+_FLEET = "kubectl poc -n {namespace} explain fleet/{fleet}"
+_STATUS = "kubectl poc -n {namespace} status"
+_GET = "kubectl -n {namespace} get {kind} {name} -o yaml"
+_CONFLICTS = "kubectl poc -n {namespace} round results {name}"
+_CHECK = "kubectl poc -n {namespace} check"
+_SECRETS = "kubectl -n {namespace} get secrets --field-selector type=kubernetes.io/basic-auth"
+_PODS = "kubectl -n {namespace} get pods -o wide --show-labels"
+
+#: The next command by reason; the words in braces are those of `Names`.
+COMMANDS: Mapping[Reason, str] = {
+    Reason.PENDING: _CHECK,
+    Reason.FLEET_NOT_FOUND: "kubectl -n {namespace} get pocfleets",
+    Reason.IMAGE_MISSING: _EDIT_FLEET,
+    Reason.PRESET_UNUSABLE: "kubectl poc fleet presets",
+    Reason.GPU_UNKNOWN: "kubectl get nodes -L nvidia.com/gpu.product",
+    Reason.GPU_UNSUPPORTED: "kubectl poc fleet presets",
+    Reason.CACHE_TOO_SMALL: _EDIT_FLEET,
+    Reason.POD_TEMPLATE_INVALID: _EDIT_FLEET,
+    Reason.OBJECT_CONFLICT: "kubectl -n {namespace} get statefulsets,services,pvc,jobs,networkpolicies",
+    Reason.OBJECT_REFUSED: _CHECK,
+    Reason.PODS_FAILING: _DESCRIBE_POD,
+    Reason.DOWNLOAD_FAILED: "kubectl -n {namespace} get jobs,pods -l poc.gonka.ai/fleet={fleet}",
+    Reason.POD_HUNG: _LOG,
+    Reason.POD_MONITOR_UNKNOWN: "kubectl get crd podmonitors.monitoring.coreos.com",
+    Reason.GPU_FAULTY: "kubectl -n {namespace} get pod {pod} -o wide",
+    Reason.PODS_OUTDATED: "kubectl poc -n {namespace} fleet rollout status {fleet}",
+    Reason.UPDATE_FAILED: "kubectl poc -n {namespace} fleet rollout status {fleet}",
+    Reason.SELF_CHECK_FAILED: "kubectl -n {namespace} get pocfleet {fleet} -o yaml",
+    Reason.NO_MATCHING_PODS: _PODS,
+    Reason.NO_POD_READY: _DESCRIBE_POD,
+    Reason.PODS_UNREACHABLE: _LOG,
+    Reason.PODS_BUSY: _STATUS,
+    Reason.MODEL_MISMATCH: "kubectl -n {namespace} get pocfleets -o wide",
+    Reason.SEQUENCE_TOO_LONG: _GET,
+    Reason.K_DIM_TOO_LARGE: _GET,
+    Reason.MODEL_UNSUPPORTED: _LOG,
+    Reason.REQUEST_REFUSED: _LOG,
+    Reason.PROOFS_UNAVAILABLE: _GET,
+    Reason.CALLBACK_SECRET_UNAVAILABLE: _SECRETS,
+    Reason.INTERNAL_ERROR: "kubectl poc bundle",
+    Reason.TOO_MANY_SLOTS: _GET,
+    Reason.START_DEADLINE_EXCEEDED: _STATUS,
+    Reason.PODS_IDLE: _STATUS,
+    Reason.DEADLINE_EXCEEDED: _STATUS,
+    Reason.BACKOFF_LIMIT_EXCEEDED: _PREVIOUS,
+    Reason.PROOFS_CHANGED: _GET,
+    Reason.NOTHING_COMPUTED: _LOG,
+    Reason.FRAUD_DETECTED: _GET,
+    Reason.SLOTS_FAILED: _PREVIOUS,
+    Reason.SLOTS_LEAVING: "kubectl -n {namespace} get pod {pod} -o wide",
+    Reason.SLOTS_PAUSED: _LOG,
+    Reason.SLOTS_STALLED: _LOG,
+    Reason.SLOTS_WAITING: _PODS,
+    Reason.PODS_DISAGREE: _LOG,
+    Reason.RESULTS_CONFLICT: _CONFLICTS,
+    Reason.RESULTS_FORGED: _CONFLICTS,
+    Reason.DELIVERIES_REFUSED: _LOG,
+    Reason.ROUND_FULL: _CONFLICTS,
+    Reason.GATEWAY_CONTRADICTORY: _CHECK,
+    Reason.GATEWAY_UNREACHABLE: _CHECK,
+    Reason.DELIVERY_INCOMPLETE: _CONFLICTS,
+    Reason.RESULTS_REJECTED: _LOG,
+    Reason.THEORY_DISAGREES: "kubectl -n {namespace} get pocfleets -o wide",
+    Reason.STALLED: _LOG,
+    Reason.REPORT_CONTRADICTORY: _LOG,
+    Reason.PODS_LEFT: _LOG,
+    Reason.ORPHAN_STOPPED: _LOG,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What commands are filled with: an object, its fleet, and the pod that is worth a look."""
+
+    namespace: str
+    kind: str
+    name: str
+    fleet: str
+    pod: str
+
+
+def command(reason: Reason, names: Names) -> str | None:
+    """Return the command to run next; None if the reason asks nothing of the user."""
+    template = COMMANDS.get(reason)
+    if template is None:
+        return None
+    return template.format(**vars(names))

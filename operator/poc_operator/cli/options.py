@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that commands share, and what completes names of objects."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import Resource
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.cli.cluster import UserError, connect
+from poc_operator.cli.output import Format
+
+
+def _names(context: typer.Context, kind: type[Resource]) -> list[str]:
+    """Return the names of a kind's objects, as far as the cluster tells: completion says no errors."""
+    given = context.params
+    kubeconfig = given.get("kubeconfig")
+    try:
+        cluster = connect(given.get("context"), given.get("namespace"), Path(kubeconfig) if kubeconfig else None)
+        return [found.metadata.name for found in cluster.objects(kind, cluster.namespace)]
+    except UserError:
+        return []
+
+
+def complete_round(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of rounds that begin with ``incomplete``."""
+    return [name for name in _names(ctx, PoCRound) if name.startswith(incomplete)]
+
+
+def complete_fleet(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of fleets that begin with ``incomplete``."""
+    return [name for name in _names(ctx, PoCFleet) if name.startswith(incomplete)]
+
+
+def complete_subject(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return what ``explain`` takes: names of rounds, and of fleets with their kind."""
+    fleets = [f"fleet/{name}" for name in _names(ctx, PoCFleet)]
+    return [name for name in [*_names(ctx, PoCRound), *fleets] if name.startswith(incomplete)]
+
+
+Context = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.", show_default=False)]
+Kubeconfig = Annotated[
+    Path | None, typer.Option("--kubeconfig", help="File to use instead of KUBECONFIG.", show_default=False)
+]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace, if not that of the context.", show_default=False)
+]
+Everywhere = Annotated[bool, typer.Option("--all-namespaces", "-A", help="Objects of all namespaces.")]
+Output = Annotated[Format, typer.Option("--output", "-o", help="How to write the result.")]
+GatewayPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--gateway", help="NAMESPACE/NAME of the gateway's Service, if there are several.", show_default=False
+    ),
+]
+RoundName = Annotated[str, typer.Argument(help="Name of a PoCRound.", autocompletion=complete_round, metavar="ROUND")]
+FleetName = Annotated[str, typer.Argument(help="Name of a PoCFleet.", autocompletion=complete_fleet, metavar="FLEET")]
+SubjectName = Annotated[
+    str,
+    typer.Argument(
+        help="A round's name, or round/NAME, fleet/NAME, validation/NAME, calibration/NAME.",
+        autocompletion=complete_subject,
+        metavar="NAME",
+    ),
+]

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``check`` finds out about a cluster: pure functions of what was read, each with a remedy."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_pod import GPU_RESOURCE, PRODUCT_LABEL
+from poc_operator.apis.v1alpha1.meta import VERSION, Resource
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
+from poc_operator.cli.cluster import Object
+
+#: Label with the version of what a chart has installed.
+VERSION_LABEL = "app.kubernetes.io/version"
+#: A lease that was not renewed for so many times its duration is nobody's.
+_LATE = 2
+
+
+class Level(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Check(ApiModel):
+    """One thing that was looked at, what was found, and what to do about it."""
+
+    about: str
+    level: Level
+    finding: str
+    remedy: str = ""
+
+
+def ok(about: str, finding: str) -> Check:
+    """Return a check that found nothing wrong."""
+    return Check(about=about, level=Level.OK, finding=finding)
+
+
+def warning(about: str, finding: str, remedy: str) -> Check:
+    """Return a check that found what may be wrong, or could not look."""
+    return Check(about=about, level=Level.WARNING, finding=finding, remedy=remedy)
+
+
+def error(about: str, finding: str, remedy: str) -> Check:
+    """Return a check that found what keeps rounds from running."""
+    return Check(about=about, level=Level.ERROR, finding=finding, remedy=remedy)
+
+
+def crd(kind: type[Resource], body: Object | None) -> Check:
+    """Check that a CRD is installed, and has all fields that this version knows."""
+    about = f"CRD {kind.KIND.plural}"
+    remedy = "apply the CRDs of this version: kubectl apply --server-side -f crds/"
+    if body is None:
+        return error(about, "it is not installed", remedy)
+    served = [one for one in body["spec"]["versions"] if one["name"] == VERSION and one.get("served")]
+    if not served:
+        return error(about, f"it does not serve {VERSION}", remedy)
+    schema = served[0].get("schema", {}).get("openAPIV3Schema", {})
+    missing = list(_missing(kind, schema))
+    if missing:
+        return error(about, f"it is of another version: it has no field {', '.join(missing[:3])}", remedy)
+    return ok(about, f"it is installed, with all fields of {VERSION}")
+
+
+def _missing(kind: type[Resource], schema: Mapping[str, Any]) -> Iterator[str]:
+    for part in ("spec", "status"):
+        model = kind.model_fields[part].annotation
+        known = schema.get("properties", {}).get(part, {}).get("properties", {})
+        if isinstance(model, type) and issubclass(model, ApiModel):
+            yield from (f"{part}.{name}" for name in aliases(model).values() if name not in known)
+
+
+def operator_trouble(deployments: Sequence[Object]) -> str:
+    """Return what is wrong with the operator's Deployments; empty if one of them is available."""
+    if not deployments:
+        return (
+            "no operator is installed: there is no Deployment with the label app.kubernetes.io/name=vllm-poc-operator"
+        )
+    if any((body.get("status") or {}).get("availableReplicas") for body in deployments):
+        return ""
+    meta = deployments[0]["metadata"]
+    return f"the operator does not run: the Deployment {meta['namespace']}/{meta['name']} has no available pod"
+
+
+def operator(deployments: Sequence[Object], version: str) -> Iterator[Check]:
+    """Check that an operator runs, and is of the plugin's version."""
+    trouble = operator_trouble(deployments)
+    if trouble:
+        where = deployments[0]["metadata"]["namespace"] if deployments else "NAMESPACE"
+        look = f"kubectl -n {where} describe pods -l app.kubernetes.io/name=vllm-poc-operator"
+        yield error("operator", trouble, look if deployments else "install the chart vllm-poc-operator")
+        return
+    for body in deployments:
+        meta = body["metadata"]
+        found = (meta.get("labels") or {}).get(VERSION_LABEL, "")
+        about = f"operator {meta['namespace']}/{meta['name']}"
+        if found and found != version:
+            yield warning(
+                about, f"it is of version {found}, the plugin of {version}", "install the plugin of that version"
+            )
+        else:
+            yield ok(about, f"it runs, version {found or version}")
+
+
+def lease_place(deployment: Object) -> str:
+    """Return the namespace of an operator's Lease."""
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        for argument in container.get("args") or []:
+            option, _, value = argument.partition("=")
+            if option == "--lease-namespace":
+                return str(value)
+    return str(deployment["metadata"]["namespace"])
+
+
+def lease(body: Object | None, now: datetime) -> Check:
+    """Check that an operator holds the Lease and renews it."""
+    remedy = "look at the operator's log: kubectl logs -l app.kubernetes.io/name=vllm-poc-operator -A --tail=50"
+    if body is None:
+        return error("Lease", "no operator has ever held it", remedy)
+    spec = body["spec"]
+    told = spec.get("renewTime")
+    if not told or not spec.get("holderIdentity"):
+        return error("Lease", "nobody holds it", remedy)
+    silent = now - datetime.fromisoformat(told)
+    if silent > timedelta(seconds=_LATE * int(spec.get("leaseDurationSeconds") or 15)):
+        return error(
+            "Lease", f"{spec['holderIdentity']} has not renewed it for {int(silent.total_seconds())} s", remedy
+        )
+    return ok("Lease", f"{spec['holderIdentity']} holds it")
+
+
+def gpus(nodes: Sequence[Object]) -> Check:
+    """Check that Kubernetes nodes offer GPUs, and say which."""
+    about = "GPUs"
+    offering = [node for node in nodes if _count(node)]
+    if not offering:
+        remedy = "install NVIDIA's device plugin or GPU operator; without GPUs only the smallest models run"
+        return warning(about, f"none of {len(nodes)} Kubernetes nodes offers {GPU_RESOURCE}", remedy)
+    unlabelled = [
+        node["metadata"]["name"] for node in offering if PRODUCT_LABEL not in (node["metadata"].get("labels") or {})
+    ]
+    total = sum(map(_count, offering))
+    found = f"{total} GPUs on {len(offering)} Kubernetes nodes"
+    if unlabelled:
+        remedy = "install GPU feature discovery, or set spec.gpu.product of each fleet with a preset"
+        return warning(about, f"{found}; {unlabelled[0]} has no label {PRODUCT_LABEL}", remedy)
+    products = sorted({node["metadata"]["labels"][PRODUCT_LABEL] for node in offering})
+    return ok(about, f"{found}: {', '.join(products)}")
+
+
+def _count(node: Object) -> int:
+    told = ((node.get("status") or {}).get("allocatable") or {}).get(GPU_RESOURCE, "0")
+    return int(told) if str(told).isdecimal() else 0
+
+
+def fleets(found: Sequence[PoCFleet]) -> Iterator[Check]:
+    """Check that each fleet has its model and its pods."""
+    for fleet in found:
+        yield _fleet(fleet)
+
+
+def _fleet(fleet: PoCFleet) -> Check:
+    about = f"fleet {fleet.metadata.namespace}/{fleet.metadata.name}"
+    conditions = fleet.status.own_conditions
+    look = f"kubectl poc -n {fleet.metadata.namespace} explain fleet/{fleet.metadata.name}"
+    for type_ in ("Stalled", "Degraded"):
+        condition = conditions.get(type_)
+        if condition is not None and condition.status == "True":
+            return error(
+                about, f"{condition.reason}: {condition.message}", f"{_remedy(condition.reason)} {look}".strip()
+            )
+    model = fleet.status.model or "its model"
+    ready = conditions.get("Ready")
+    if ready is None or ready.status != "True":
+        return warning(about, f"it is not ready: {fleet.status.message or 'no operator has seen it'}", look)
+    return ok(about, f"{model}, {fleet.status.ready} pods are ready")
+
+
+def _remedy(reason: str) -> str:
+    try:
+        return EXPLANATIONS[Reason(reason)].remedy or ""
+    except ValueError:
+        return ""
+
+
+def fleet_claims(fleet: PoCFleet) -> list[str]:
+    """Return the PVCs of the user that a fleet names."""
+    return [fleet.spec.cache.existing_claim] if fleet.spec.cache.existing_claim else []
+
+
+def fleet_secrets(fleet: PoCFleet) -> list[str]:
+    """Return the Secrets that a fleet names."""
+    token = fleet.spec.hugging_face.token_secret
+    pull = [secret.name for secret in fleet.spec.image_pull_secrets or []]
+    return [*([token] if token else []), *pull]
+
+
+def pod_secrets(pod_spec: Object) -> list[str]:
+    """Return the Secrets that the containers and volumes of a pod name, each once."""
+    variables = [one for box in pod_spec.get("containers") or [] for one in box.get("env") or []]
+    from_variables = [((one.get("valueFrom") or {}).get("secretKeyRef") or {}).get("name") for one in variables]
+    from_volumes = [(volume.get("secret") or {}).get("secretName") for volume in pod_spec.get("volumes") or []]
+    return list(dict.fromkeys(name for name in [*from_variables, *from_volumes] if name))
+
+
+def pod_claims(pod_spec: Object) -> list[str]:
+    """Return the PVCs that the volumes of a pod name."""
+    named = [(volume.get("persistentVolumeClaim") or {}).get("claimName") for volume in pod_spec.get("volumes") or []]
+    return [name for name in named if name]
+
+
+def secret(namespace: str, name: str, *, of: str, exists: bool) -> Check:
+    """Check that a Secret exists."""
+    about = f"Secret {namespace}/{name}"
+    if exists:
+        return ok(about, f"it exists, for {of}")
+    return error(about, f"{of} names it, and it does not exist", f"create it, or correct the name in {of}")
+
+
+def claim(namespace: str, name: str, body: Object | None, *, of: str) -> Check:
+    """Check that a PVC exists and has its volume."""
+    about = f"PVC {namespace}/{name}"
+    if body is None:
+        return error(about, f"{of} names it, and it does not exist", f"create it, or correct the name in {of}")
+    phase = (body.get("status") or {}).get("phase")
+    if phase != "Bound":
+        return warning(about, f"it is {phase}, for {of}", f"kubectl -n {namespace} describe pvc {name}")
+    return ok(about, f"it is bound, for {of}")
+
+
+def worst(checks: Iterable[Check]) -> Level:
+    """Return the worst level of some checks."""
+    levels = {check.level for check in checks}
+    return next((level for level in (Level.ERROR, Level.WARNING) if level in levels), Level.OK)

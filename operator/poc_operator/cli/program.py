@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program ``kubectl-poc``: its commands, what it does with errors, and completion under kubectl."""
+
+import contextlib
+import io
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+
+from poc_operator.cli import bundle_commands, fleet_commands, output, round_commands, work_commands
+from poc_operator.cli.check_commands import check
+from poc_operator.cli.cluster import FAILED, Cluster, UserError, connect
+from poc_operator.cli.explanation import account, sentences
+from poc_operator.cli.looking import evidence, look, subject
+from poc_operator.cli.options import Context, Everywhere, Kubeconfig, Namespace, Output, SubjectName
+from poc_operator.cli.output import Format
+from poc_operator.cli.overview import Overview, Seen, overview
+from poc_operator.cli.overview_tables import tables
+
+PROGRAM = "kubectl-poc"
+#: Seconds between two looks of a live table, unless told otherwise.
+LOOK_SECONDS = 2.0
+#: Set to anything, it shows where an unexpected error came from.
+TRACEBACK = "POC_TRACEBACK"
+#: Exit code after Ctrl-C, as shells have it.
+_INTERRUPTED = 130
+#: Tells kubectl to offer no files (cobra's ShellCompDirectiveNoFileComp).
+_NO_FILES = ":4"
+
+app = typer.Typer(
+    name=PROGRAM,
+    help="Fleets of vLLM pods and Proof-of-Compute rounds: what they do, why, and what to do next.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(round_commands.app, name="round")
+app.add_typer(fleet_commands.app, name="fleet")
+app.command()(check)
+app.command()(bundle_commands.bundle)
+app.command()(work_commands.validate)
+app.command()(work_commands.calibrate)
+
+
+@app.command()
+def status(
+    *,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    namespace: Namespace = None,
+    everywhere: Everywhere = False,
+    format_: Output = Format.TABLE,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
+    seconds: Annotated[float, typer.Option("--interval", min=0.5, help="Seconds between looks.")] = LOOK_SECONDS,
+    chat: Annotated[bool, typer.Option(help="Ask the pods whether chat holds them back.")] = True,
+) -> None:
+    """Show fleets, rounds with their slots, and pods."""
+    cluster = connect(context, namespace, kubeconfig)
+    if watch and format_ is not Format.TABLE:
+        raise UserError("--watch shows tables: leave out --output, or ask again in a loop", 2)
+    if watch:
+        looks = _looks(cluster, seconds, everywhere=everywhere, chat=chat)
+        output.follow(looks, lambda found: tables(found, everywhere=everywhere))
+        return
+    found = overview(look(cluster, everywhere=everywhere, chat=chat))
+    if format_ is Format.TABLE:
+        output.console().print(tables(found, everywhere=everywhere))
+    else:
+        output.show(found.model_dump(mode="json", by_alias=True), format_)
+
+
+def _looks(cluster: Cluster, seconds: float, *, everywhere: bool, chat: bool) -> Iterator[Overview]:
+    before: Seen | None = None
+    while True:
+        seen = look(cluster, everywhere=everywhere, chat=chat)
+        yield overview(seen, before)
+        before = seen
+        time.sleep(seconds)
+
+
+@app.command()
+def explain(
+    name: SubjectName,
+    *,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    namespace: Namespace = None,
+    format_: Output = Format.TABLE,
+) -> None:
+    """Say why a round, a fleet, a validation or a calibration is where it is, and what to do next."""
+    cluster = connect(context, namespace, kubeconfig)
+    told = account(evidence(cluster, subject(cluster, name)))
+    if format_ is Format.TABLE:
+        sys.stdout.write("\n".join(sentences(told)) + "\n")
+    else:
+        output.show(told.model_dump(mode="json", by_alias=True), format_)
+
+
+def main() -> None:
+    """Run the program; errors are one sentence, and never a traceback."""
+    sys.exit(guarded(lambda: app(prog_name=PROGRAM)))
+
+
+def guarded(run: Callable[[], object]) -> int:
+    """Return the exit code of what is run, and tell its error."""
+    try:
+        run()
+    except UserError as error:
+        return _tell(str(error), error.code)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # what reads us has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        if TRACEBACK in os.environ:
+            raise
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        return _tell(f"this is a defect of the plugin ({what}): report it with the output of {TRACEBACK}=1", FAILED)
+    return 0
+
+
+def _tell(message: str, code: int) -> int:
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    return code
+
+
+def complete() -> None:
+    """Answer kubectl, which runs ``kubectl_complete-poc`` with the words so far, the last of which is not complete."""
+    sys.stdout.write("".join(f"{line}\n" for line in completions(sys.argv[1:])) + f"{_NO_FILES}\n")
+
+
+def completions(words: list[str]) -> list[str]:
+    """Return what the last word may become, each with a tab and its help if it has one."""
+    # Typer prints what a shell wants; for fish that is one candidate a line.
+    variables = {
+        "_KUBECTL_POC_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_ARGS": shlex.join([PROGRAM, *words[:-1]]) + " " + (words[-1] if words else ""),
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    os.environ.update(variables)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+        app(prog_name=PROGRAM)
+    return [line for line in told.getvalue().splitlines() if line]

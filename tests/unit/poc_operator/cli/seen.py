@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects as the API server has them, for tests of ``kubectl poc``."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from poc_operator.apis.v1alpha1.meta import API_VERSION
+
+API = f"/apis/{API_VERSION}/namespaces/poc"
+ROUNDS, FLEETS = f"{API}/pocrounds", f"{API}/pocfleets"
+PODS, EVENTS = "/api/v1/namespaces/poc/pods", "/api/v1/namespaces/poc/events"
+DEPLOYMENTS = "/apis/apps/v1/deployments"
+GATEWAY = "/api/v1/namespaces/poc-system/services/gateway:inside/proxy"
+START = datetime.now(UTC).replace(microsecond=0) - timedelta(seconds=30)
+BLOCK, KEY = "5f" * 32, "02a1b2c3d4e5f60718293a4b5c6d7e8f90"
+METRICS = """
+poc_activity{activity="Computing",model_name="m"} 0.0
+poc_activity{activity="HeldByChat",model_name="m"} 1.0
+poc_held_back_seconds_total{model_name="m"} 12.5
+poc_nonces_computed_total{model_name="m",protocol="artifact",work="round"} 320.0
+poc_nonces_computed_total{model_name="m",protocol="artifact",work="request"} 7.0
+"""
+
+
+def metadata(name: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the metadata of an object."""
+    return {
+        "name": name,
+        "namespace": "poc",
+        "uid": f"{name}-uid",
+        "generation": 1,
+        "resourceVersion": "1",
+        "creationTimestamp": START.isoformat(),
+        **more,
+    }
+
+
+def condition(type_: str, status: str, reason: str, message: str = "") -> dict[str, Any]:
+    """Return a condition."""
+    return {
+        "type": type_,
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": START.isoformat(),
+    }
+
+
+def a_round(name: str = "round-1", *, state: str = "Running", conditions: Any = (), **status: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return a round of two slots, which has 400 of 1 000 nonces at 100/s."""
+    slot = {"group": 0, "state": "Running", "session": "s"}
+    slots = [
+        {**slot, "node": 0, "pod": "demo-0", "uid": "demo-0-uid", "delivered": 300, "next": 320},
+        {**slot, "node": 1, "pod": "demo-1", "uid": "demo-1-uid", "delivered": 100, "next": 100},
+    ]
+    told = {
+        "observedGeneration": 1,
+        "state": state,
+        "desired": 2,
+        "running": 2,
+        "startTime": START.isoformat(),
+        "totals": {"checked": 420, "delivered": 400, "valid": 40, "rate": "100.0"},
+        "assignments": slots,
+        "conditions": list(conditions),
+    }
+    spec = {
+        "fleetRef": {"name": "demo"},
+        "blockHash": BLOCK,
+        "blockHeight": 7,
+        "publicKey": KEY,
+        "nodes": {"first": 0, "last": 1, "count": 2},
+        "artifact": {"kDim": 12},
+        "model": {"name": "demo", "seqLen": 64},
+        "stop": {"afterNonces": 1000},
+    }
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PoCRound",
+        "metadata": metadata(name),
+        "spec": spec,
+        "status": {**told, **status},
+    }
+
+
+def a_fleet(name: str = "demo", *, conditions: Any = (), update: Any = None, **spec: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return a fleet of two pods."""
+    status = {"observedGeneration": 1, "ready": "2/2", "reason": "AllReplicasReady", "updatedReplicas": 2, "model": "m"}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PoCFleet",
+        "metadata": metadata(name),
+        "spec": {"model": {"path": "org/model"}, "replicas": 2, **spec},
+        "status": {**status, "conditions": list(conditions), "update": update or {"phase": "Complete"}},
+    }
+
+
+def a_pod(name: str, *, ready: bool = True, waiting: str = "") -> dict[str, Any]:
+    """Return a pod of the fleet."""
+    labels = {"poc.gonka.ai/worker": "true", "poc.gonka.ai/fleet": "demo"}
+    state = {"waiting": {"reason": waiting}} if waiting else {"running": {"startedAt": START.isoformat()}}
+    container = {"name": "vllm", "ready": ready, "restartCount": 0, "state": state, "containerID": "containerd://1"}
+    return {
+        "metadata": metadata(name, labels=labels),
+        "spec": {"nodeName": "node-1", "containers": [{"name": "vllm", "ports": [{"containerPort": 8000}]}]},
+        "status": {
+            "phase": "Running",
+            "conditions": [
+                {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": START.isoformat()}
+            ],
+            "containerStatuses": [container],
+        },
+    }
+
+
+def a_deployment(name: str, *, available: int = 1, namespace: str = "poc-system", spec: Any = None) -> dict[str, Any]:  # noqa: ANN401
+    """Return a Deployment of the operator's or the gateway's."""
+    pod_spec = spec or {"containers": [{"name": "operator", "args": ["--lease-namespace=kube-system"]}]}
+    return {
+        "metadata": {"name": name, "namespace": namespace, "labels": {}},
+        "spec": {"template": {"spec": pod_spec}},
+        "status": {"availableReplicas": available},
+    }
+
+
+def a_service() -> dict[str, Any]:
+    """Return the gateway's Service for people."""
+    return {
+        "metadata": {"name": "gateway", "namespace": "poc-system"},
+        "spec": {"ports": [{"name": "inside", "port": 8080}]},
+    }
+
+
+def an_event(reason: str, message: str) -> dict[str, Any]:
+    """Return a warning about the round."""
+    return {"type": "Warning", "reason": reason, "message": message, "lastTimestamp": START.isoformat(), "count": 2}
+
+
+def a_cluster() -> dict[str, Any]:
+    """Return the answers of a cluster with a fleet of two pods, of which chat holds one back, and a round."""
+    return {
+        ROUNDS: [a_round()],
+        f"{ROUNDS}/round-1": a_round(),
+        FLEETS: [a_fleet()],
+        f"{FLEETS}/demo": a_fleet(),
+        PODS: [a_pod("demo-0"), a_pod("demo-1")],
+        EVENTS: [an_event("WorkLost", "node 0 group 0: pod demo-0 is gone")],
+        DEPLOYMENTS: [a_deployment("operator")],
+        f"{PODS}/demo-0:8000/proxy/metrics": METRICS,
+        f"{PODS}/demo-1:8000/proxy/metrics": METRICS.replace("1.0", "0.0"),
+    }

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``check`` finds, each with a remedy."""
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from hack.generate.crds import crd
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.cli import preflight
+from poc_operator.cli.check_commands import KINDS
+from poc_operator.cli.preflight import Check, Level
+from tests.support.fakes.api_paths import ApiPaths
+from tests.unit.poc_operator.cli import seen
+from tests.unit.poc_operator.cli.conftest import Run
+
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/vllm-poc-operator"
+
+
+def a_lease(seconds: float) -> dict[str, Any]:
+    renewed = (seen.START - timedelta(seconds=seconds)).isoformat()
+    return {"spec": {"holderIdentity": "operator-1", "renewTime": renewed, "leaseDurationSeconds": 15}}
+
+
+def a_node(gpus: str, product: str | None) -> dict[str, Any]:
+    labels = {"nvidia.com/gpu.product": product} if product else {}
+    return {"metadata": {"name": "node-1", "labels": labels}, "status": {"allocatable": {"nvidia.com/gpu": gpus}}}
+
+
+def test_the_crds_of_this_version_are_right() -> None:
+    assert [preflight.crd(kind, crd(kind)).level for kind in KINDS] == [Level.OK] * 4
+
+
+def test_a_crd_of_another_version_names_the_field() -> None:
+    body = json.loads(json.dumps(crd(PoCFleet)))
+    del body["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["healing"]
+    found = preflight.crd(PoCFleet, body)
+    assert (found.level, found.finding) == (Level.ERROR, "it is of another version: it has no field spec.healing")
+    assert preflight.crd(PoCFleet, None).level is Level.ERROR
+    body["spec"]["versions"][0]["served"] = False
+    assert preflight.crd(PoCFleet, body).finding == "it does not serve v1alpha1"
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "part"),
+    [
+        (preflight.lease(a_lease(5), seen.START), Level.OK, "operator-1 holds it"),
+        (preflight.lease(a_lease(40), seen.START), Level.ERROR, "has not renewed it for 40 s"),
+        (preflight.lease({"spec": {}}, seen.START), Level.ERROR, "nobody holds it"),
+        (preflight.lease(None, seen.START), Level.ERROR, "no operator has ever held it"),
+        (preflight.gpus([a_node("8", "NVIDIA-H200")]), Level.OK, "8 GPUs on 1 Kubernetes nodes: NVIDIA-H200"),
+        (preflight.gpus([a_node("8", None)]), Level.WARNING, "has no label nvidia.com/gpu.product"),
+        (preflight.gpus([a_node("0", None)]), Level.WARNING, "none of 1 Kubernetes nodes offers"),
+        (preflight.claim("ns", "c", {"status": {"phase": "Bound"}}, of="x"), Level.OK, "bound"),
+        (preflight.claim("ns", "c", {"status": {"phase": "Pending"}}, of="x"), Level.WARNING, "Pending"),
+        (preflight.claim("ns", "c", None, of="x"), Level.ERROR, "does not exist"),
+        (preflight.secret("ns", "s", of="x", exists=False), Level.ERROR, "does not exist"),
+    ],
+)
+def test_findings(check: Check, level: Level, part: str) -> None:
+    assert check.level is level
+    assert part in check.finding
+    assert bool(check.remedy) == (level is not Level.OK)
+
+
+def test_a_fleet_that_cannot_go_on_is_an_error_with_the_remedy() -> None:
+    stalled = seen.condition("Stalled", "True", "ImageMissing", "no image is named")
+    (found,) = preflight.fleets([PoCFleet.parse(seen.a_fleet(conditions=[stalled]))])
+    assert (found.level, found.finding) == (Level.ERROR, "ImageMissing: no image is named")
+    assert found.remedy.startswith("Set `spec.image`")
+
+
+def _whole(api: ApiPaths) -> Mapping[str, Any]:
+    ready = seen.condition("Ready", "True", "AllReplicasReady")
+    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}, {"secret": {"secretName": "tls"}}]
+    spec = {"containers": [{"name": "gateway", "env": []}], "volumes": volumes}
+    api.answers |= {
+        **{f"{CRDS}/{kind.KIND.plural}.poc.gonka.ai": crd(kind) for kind in KINDS},
+        LEASE: {"spec": {"holderIdentity": "me", "renewTime": "2999-01-01T00:00:00Z"}},
+        "/api/v1/services": [seen.a_service()],
+        "/apis/apps/v1/namespaces/poc-system/deployments/gateway": seen.a_deployment("gateway", spec=spec),
+        f"{seen.GATEWAY}/rounds": {"rounds": []},
+        "/api/v1/namespaces/poc-system/persistentvolumeclaims/data": {"status": {"phase": "Bound"}},
+        "/api/v1/namespaces/poc-system/secrets/tls": {"metadata": {}},
+        "/api/v1/nodes": [a_node("8", "NVIDIA-H200")],
+        "/apis/poc.gonka.ai/v1alpha1/pocfleets": [seen.a_fleet(conditions=[ready])],
+    }
+    return api.answers
+
+
+def test_a_whole_cluster_is_right(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    done = run("check", "-o", "json")
+    assert [one for one in json.loads(done.out) if one["level"] != "ok"] == []
+    assert done.code == 0
+    (asked,) = [one for one in api.asked if one.path.endswith("/secrets/tls")]
+    assert "PartialObjectMetadata" in asked.headers["accept"]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "about"),
+    [
+        (f"{CRDS}/pocrounds.poc.gonka.ai", (404, {}), "CRD pocrounds"),
+        (seen.DEPLOYMENTS, [seen.a_deployment("operator", available=0)], "operator"),
+        (LEASE, (404, {}), "Lease"),
+        (f"{seen.GATEWAY}/rounds", (503, {"message": "no endpoints available"}), "gateway poc-system/gateway"),
+        ("/api/v1/namespaces/poc-system/secrets/tls", (404, {}), "Secret poc-system/tls"),
+        ("/api/v1/namespaces/poc-system/persistentvolumeclaims/data", (404, {}), "PVC poc-system/data"),
+    ],
+)
+def test_each_fault_is_found_and_fails(run: Run, api: ApiPaths, path: str, answer: Any, about: str) -> None:  # noqa: ANN401
+    _whole(api)
+    api.answers[path] = answer
+    done = run("check", "-o", "json")
+    assert [one["about"] for one in json.loads(done.out) if one["level"] == "error"] == [about]
+    assert done.code == 1
+
+
+def test_what_may_not_be_read_is_a_warning(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    api.answers["/api/v1/nodes"] = (403, {"message": "nodes is forbidden"})
+    done = run("check")
+    assert (done.code, "nodes is forbidden" in done.out) == (0, True)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands, from their words to what they print and to what they ask the cluster."""
+
+import base64
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from poc_operator.cli import VERSION
+from poc_operator.cli.program import completions, guarded
+from tests.docs.pages import ROOT
+from tests.support.fakes.api_paths import ApiPaths
+from tests.unit.poc_operator.cli import seen
+from tests.unit.poc_operator.cli.conftest import Run
+
+
+def test_status_shows_fleets_rounds_slots_and_pods(run: Run) -> None:
+    done = run("status")
+    assert done.code == 0, done.err
+    for part in (
+        "demo",
+        "2/2",
+        "round-1",
+        "40 %",
+        "100.0/s",
+        "1 of 2 pods",
+        "6 s",
+        "now, 12 s in all",
+        "0/0",
+        "node-1",
+    ):
+        assert part in done.out, part
+
+
+def test_status_for_programs_has_the_same(run: Run) -> None:
+    found = json.loads(run("status", "-o", "json").out)
+    (row,) = found["rounds"]
+    assert (row["share"], row["etaSeconds"], row["heldByChat"]) == (0.4, 6, 1)
+    assert [slot["heldByChat"] for slot in row["slots"]] == [True, False]
+    assert [slot["backlog"] for slot in row["slots"]] == [20, 0]
+    assert [pod["round"] for pod in found["pods"]] == ["round-1 0/0", "round-1 1/0"]
+    assert yaml.safe_load(run("status", "-o", "yaml").out)["fleets"][0]["ready"] == "2/2"
+
+
+def test_status_says_which_pods_could_not_be_asked(run: Run, api: ApiPaths) -> None:
+    api.answers[f"{seen.PODS}/demo-0:8000/proxy/metrics"] = (403, {"message": "no pods/proxy for you"})
+    done = run("status")
+    assert "note: 1 pods did not tell of chat, the first: demo-0" in done.out
+    assert "no pods/proxy for you" in done.out
+    api.asked.clear()
+    assert "note" not in run("status", "--no-chat").out
+    assert not [one for one in api.asked if "metrics" in one.path]
+
+
+def test_a_watch_in_a_pipe_shows_each_look(run: Run, api: ApiPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause(_: float) -> None:
+        if sum(one.path == seen.ROUNDS for one in api.asked) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("poc_operator.cli.program.time.sleep", pause)
+    done = run("status", "-w")
+    assert (done.code, done.out.count("Slots of round-1")) == (130, 2)
+    assert "0.0/s" in done.out  # the slots' rates, known from the second look on
+    assert run("status", "-w", "-o", "json").code == 2
+
+
+def test_explain_names_what_is_wrong_and_what_to_do(run: Run, api: ApiPaths) -> None:
+    waits = seen.condition("Progressing", "False", "NoPodReady", "waiting for one of 2 pods: demo-1 (ImagePullBackOff)")
+    api.answers[f"{seen.ROUNDS}/round-1"] = seen.a_round(state="Pending", conditions=[waits], assignments=[])
+    api.answers[seen.PODS] = [seen.a_pod("demo-0"), seen.a_pod("demo-1", ready=False, waiting="ImagePullBackOff")]
+    done = run("explain", "round-1")
+    assert done.code == 0, done.err
+    for part in (
+        "NoPodReady: Waiting for one of 2 pods: demo-1 (ImagePullBackOff).",
+        "What to do: Loading a model takes minutes.",
+        "PodNotReady: Pod demo-1 is not ready (ImagePullBackOff",
+        "WorkLost: node 0 group 0",
+        "kubectl -n poc describe pod demo-1",
+    ):
+        assert part in done.out, part
+
+
+def test_explain_takes_kinds_in_front_of_names(run: Run) -> None:
+    assert run("explain", "fleet/demo").out.startswith("PoCFleet poc/demo\n")
+    assert run("explain", "demo").out.startswith("PoCFleet poc/demo\n")
+    assert run("explain", "pocr/round-1").out.startswith("PoCRound poc/round-1\n")
+    done = run("explain", "moon/demo")
+    assert (done.code, done.err) == (2, 'error: "moon" is no kind: use round, fleet, validation or calibration\n')
+
+
+def test_errors_are_one_sentence_and_have_a_code(run: Run, api: ApiPaths, tmp_path: Path) -> None:
+    done = run("explain", "nothing")
+    assert done.code == 4
+    assert done.err.count("\n") == 1
+    assert 'there is no PoCRound "nothing" in the namespace "poc"' in done.err
+    api.answers[seen.ROUNDS] = (403, {"message": "pocrounds is forbidden"})
+    assert run("status").code == 5
+    away = tmp_path / "away"
+    away.write_text((tmp_path / "config").read_text().replace(api.url, "http://127.0.0.1:9"))
+    done = run("status", "--kubeconfig", str(away))
+    assert (done.code, done.err.startswith("error: the API server does not answer")) == (3, True)
+    assert run("status", "--context", "moon").code == 1
+    assert run("status", "--kubeconfig", "/nothing").err.startswith("error: --kubeconfig: there is no file")
+
+
+def test_an_unexpected_error_shows_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    assert guarded(fail) == 1
+    assert capsys.readouterr().err.startswith("error: this is a defect of the plugin (KeyError: 'x')")
+
+
+def _with_gateway(api: ApiPaths) -> None:
+    secret = {"valueFrom": {"secretKeyRef": {"name": "tokens", "key": "token"}}}
+    spec = {"containers": [{"name": "gateway", "env": [{"name": "POC_GATEWAY_TOKEN", **secret}]}]}
+    encoded = base64.b64encode(b"people,older").decode()
+    api.answers |= {
+        "/api/v1/services": [seen.a_service()],
+        "/apis/apps/v1/namespaces/poc-system/deployments/gateway": seen.a_deployment("gateway", spec=spec),
+        "/api/v1/namespaces/poc-system/secrets/tokens": {"data": {"token": encoded}},
+    }
+
+
+def test_results_come_through_the_proxy_with_the_token(run: Run, api: ApiPaths) -> None:
+    _with_gateway(api)
+    known = {"namespace": "poc", "name": "round-1", "stored": 400, "slots": 2, "duplicates": 0, "conflicts": 1}
+    histogram = {"quantity": "vector norm", "edges": [0.0, 1.0, 2.0], "counts": [0, 400], "above": 0, "counted": 400}
+    api.answers |= {
+        f"{seen.GATEWAY}/rounds/poc/round-1/summary": {
+            "round": {**known, "dead": 0, "forwarded": 300, "limit_reached": None},
+            "first_arrival": None,
+            "last_arrival": None,
+            "rate": 99.5,
+            "histogram": {**histogram, "sampled": True},
+        },
+        f"{seen.GATEWAY}/rounds/poc/round-1/forwarding": {"backlog": 100, "last_error": "HTTP 503"},
+        f"{seen.GATEWAY}/rounds/poc/round-1/conflicts": {"conflicts": [{"nonce": 5, "pod": "a", "stored_pod": "b"}]},
+    }
+    done = run("round", "results", "round-1")
+    assert done.code == 0, done.err
+    for part in (
+        "400 results of 2 slots, 99.5/s",
+        "last error: HTTP 503",
+        "1.0000 to 2.0000  ████",
+        "nonce 5: b and a",
+    ):
+        assert part in done.out, part
+    (asked,) = [one for one in api.asked if one.path.endswith("/summary")]
+    assert asked.headers["x-poc-gateway-token"] == "people"
+
+
+def test_an_export_that_is_refused_leaves_no_file(run: Run, api: ApiPaths, tmp_path: Path) -> None:
+    _with_gateway(api)
+    api.answers[f"{seen.GATEWAY}/rounds/poc/round-1/artifacts"] = '{"nonce": 1}\n'
+    file = tmp_path / "results.jsonl"
+    assert run("round", "export", "round-1", "-f", str(file), "--limit", "5").code == 0
+    assert file.read_text() == '{"nonce": 1}\n'
+    assert api.asked[-1].query == {"format": ["jsonl"], "limit": ["5"]}
+    gone = tmp_path / "gone.jsonl"
+    done = run("round", "export", "gone", "-f", str(gone))
+    assert (done.code, list(tmp_path.glob("gone*"))) == (4, [])
+    assert "has nothing of a round" in done.err
+
+
+def test_several_gateways_have_to_be_told_apart(run: Run, api: ApiPaths) -> None:
+    other = {**seen.a_service(), "metadata": {"name": "gateway", "namespace": "other"}}
+    api.answers["/api/v1/services"] = [seen.a_service(), other]
+    done = run("round", "results", "round-1")
+    assert (done.code, "poc-system/gateway, other/gateway" in done.err) == (2, True)
+    assert run("round", "results", "round-1", "--gateway", "x").code == 2
+    api.answers["/api/v1/services"] = (403, {"message": "services is forbidden"})
+    done = run("round", "results", "round-1")
+    assert (done.code, "name the gateway with --gateway" in done.err) == (5, True)
+
+
+def test_a_round_is_created_with_changes(run: Run, api: ApiPaths, tmp_path: Path) -> None:
+    manifest = tmp_path / "round.yaml"
+    manifest.write_text(yaml.safe_dump({"kind": "PoCRound", "metadata": {"name": "a"}, "spec": {"blockHeight": 1}}))
+    api.answers[f"POST {seen.ROUNDS}"] = (201, seen.a_round("b"))
+    done = run(
+        "round", "create", "-f", str(manifest), "--name", "b", "--block-height", "9", "--seconds", "60", "--dry-run"
+    )
+    assert (done.code, done.out) == (0, "pocround.poc.gonka.ai/b created (server dry run)\n")
+    sent = api.asked[-1]
+    assert (sent.query["dryRun"], sent.query["fieldValidation"]) == (["All"], ["Strict"])
+    assert sent.body["metadata"]["name"] == "b"
+    assert sent.body["spec"] == {"blockHeight": 9, "stop": {"afterSeconds": 60}}
+    refused = {"message": 'PoCRound "b" is invalid: spec.nodes: Required value'}
+    api.answers[f"POST {seen.ROUNDS}"] = (422, refused)
+    done = run("round", "create", "-f", str(manifest))
+    assert (done.code, "spec.nodes: Required value" in done.err) == (1, True)
+
+
+def test_watch_ends_with_the_round_and_tells_its_failure(run: Run, api: ApiPaths) -> None:
+    api.answers[f"{seen.ROUNDS}/round-1"] = seen.a_round(state="Complete", running=0, message="done")
+    assert run("round", "watch", "round-1").code == 0
+    api.answers[f"{seen.ROUNDS}/round-1"] = seen.a_round(state="Failed", running=0, message="lost")
+    done = run("round", "watch", "round-1", "-o", "json")
+    assert (done.code, json.loads(done.out)["state"]) == (1, "Failed")
+
+
+def test_presets_need_no_cluster(run: Run, api: ApiPaths) -> None:
+    found = json.loads(run("fleet", "presets", "-o", "json").out)
+    assert "minimax-m2.7" in {preset["name"] for preset in found}
+    assert "MiniMaxAI/MiniMax-M2.7" in run("fleet", "presets").out
+    assert api.asked == []
+
+
+def test_a_rollout_is_paused_and_resumed(run: Run, api: ApiPaths) -> None:
+    api.answers[f"PATCH {seen.FLEETS}/demo"] = seen.a_fleet()
+    assert run("fleet", "rollout", "pause", "demo").out == "pocfleet.poc.gonka.ai/demo paused\n"
+    assert api.asked[-1].body == {"spec": {"update": {"paused": True}}}
+    assert run("fleet", "rollout", "resume", "demo").code == 1  # it is not paused
+
+
+def test_a_failed_rollout_says_why(run: Run, api: ApiPaths) -> None:
+    failed = {"digest": "d", "revision": "demo-2", "message": "OOMKilled", "time": seen.START.isoformat()}
+    update = {"phase": "Failed", "message": "back to demo-1", "failed": [failed]}
+    api.answers[f"{seen.FLEETS}/demo"] = seen.a_fleet(update=update)
+    done = run("fleet", "rollout", "status", "demo", "-w")
+    assert (done.code, "demo-2" in done.out, "OOMKilled" in done.out) == (1, True, True)
+
+
+def test_a_validation_of_a_round_takes_its_terms(run: Run, api: ApiPaths) -> None:
+    verdict = {"total": 200, "mismatches": 90, "notComputed": 0, "pValue": "0.0", "fraud": True}
+    found = {
+        "metadata": seen.metadata("round-1-x"),
+        "spec": {**_validation_spec(), "proofs": {"round": {"name": "round-1"}}},
+        "status": {"state": "Complete", "verdict": verdict},
+    }
+    api.answers[f"POST {seen.API}/pocvalidations"] = (201, found)
+    api.answers[f"{seen.API}/pocvalidations/round-1-x"] = found
+    done = run("validate", "--round", "round-1", "--nonces", "50")
+    assert (done.code, "fraud: 90 of 200 nonces mismatch, p-value 0.0" in done.out) == (1, True)
+    (sent,) = [one.body for one in api.asked if one.method == "POST"]
+    assert sent["spec"] == {**_validation_spec(), "proofs": {"round": {"name": "round-1", "nonces": 50}}}
+    assert run("validate").code == 2
+
+
+def _validation_spec() -> dict[str, object]:
+    spec = seen.a_round()["spec"]
+    return {field: spec[field] for field in ("blockHash", "blockHeight", "publicKey", "model", "fleetRef", "artifact")}
+
+
+def test_a_calibration_tells_the_target(run: Run, api: ApiPaths) -> None:
+    target = {"rTarget": "1.4", "low": "1.3", "high": "1.5", "validRate": "0.1", "theoryRate": "0.1", "nonces": 2000}
+    spec = {field: value for field, value in _validation_spec().items() if field != "artifact"}
+    found = {
+        "metadata": seen.metadata("c"),
+        "spec": {**spec, "validRate": "0.1"},
+        "status": {"state": "Complete", "target": {**target, "agrees": True}},
+    }
+    api.answers[f"POST {seen.API}/poccalibrations"] = (201, found)
+    api.answers[f"{seen.API}/poccalibrations/c"] = found
+    done = run("calibrate", "--round", "round-1", "--name", "c")
+    assert (done.code, "rTarget 1.4 (1.3 to 1.5)" in done.out) == (0, True), done.err
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+
+
+def test_kubectl_gets_completions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("status").code == 0  # the environment leads to the test's cluster
+    for words, wanted in (
+        (["sta"], "status"),
+        (["round", ""], "export"),
+        (["round", "watch", "ro"], "round-1"),
+        (["explain", "fleet/"], "fleet/demo"),
+    ):
+        assert wanted in [line.split("\t")[0] for line in completions(words)], words
+    for name in ("_KUBECTL_POC_COMPLETE", "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_FISH_ACTION"):
+        monkeypatch.delenv(name)
