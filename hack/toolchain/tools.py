@@ -23,6 +23,7 @@ class ToolSet:
     name: str
     programs: Mapping[str, str]  # file name of a tool -> its Go package; one that begins with ./ is a folder of ours
     main_module: str
+    tags: str = ""  # build tags, with commas between them
     version_variable: str = ""  # where the tools expect their own version, if they cannot know it otherwise
 
     @property
@@ -53,7 +54,8 @@ class ToolSet:
     def flags(self) -> tuple[str, ...]:
         """The flags of go build."""
         stamp = f" -X {self.version_variable}={self.version}" if self.version_variable else ""
-        return (*GO_FLAGS, "-ldflags", f"-s -w{stamp}")
+        tags = ("-tags", self.tags) if self.tags else ()
+        return (*GO_FLAGS, *tags, "-ldflags", f"-s -w{stamp}")
 
 
 def _kubernetes(name: str) -> tuple[str, str]:
@@ -89,16 +91,26 @@ TOOL_SETS = (
 #: For benchmarks and chaos tests alone: built when one of them asks for it.
 KWOK = ToolSet(name="kwok", programs={"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, main_module="sigs.k8s.io/kwok")
 
+#: For the tests of the alerts alone. Service discovery, which they do not need, would double the time of the build.
+PROMETHEUS = ToolSet(
+    name="prometheus",
+    programs={"promtool": "github.com/prometheus/prometheus/cmd/promtool"},
+    main_module="github.com/prometheus/prometheus",
+    tags="remove_all_sd",
+)
+#: What ``install`` leaves out.
+ON_DEMAND = (KWOK, PROMETHEUS)
+
 
 def tool_path(name: str) -> Path:
     """The path of a built tool."""
-    for tools in (*TOOL_SETS, KWOK):
+    for tools in (*TOOL_SETS, *ON_DEMAND):
         if name in tools.programs:
             path = tools.folder / name
             if not path.exists():
                 raise UserError(f"The tool {name} is not built yet: run python3 -m hack.toolchain.")
             return path
-    known = ", ".join(sorted(name for tools in (*TOOL_SETS, KWOK) for name in tools.programs))
+    known = ", ".join(sorted(name for tools in (*TOOL_SETS, *ON_DEMAND) for name in tools.programs))
     raise UserError(f"There is no tool {name}: choose one of {known}.")
 
 
