@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hack.generate import crds, reference, releases, values
+from hack.generate import crds, dashboards, reference, releases, runbooks, values
 from hack.vllm.environment import VERSIONS
 from hack.vllm.runs import read_runs
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 WORK: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration)
 KINDS: tuple[type[Resource], ...] = (*WORK, PoCFleet)
 #: Folders with generated files, and what is in each of these: one that nothing writes any more is left over.
-FOLDERS = ("crds", "charts/vllm-poc-operator/files/crds", "docs/reference")
+DASHBOARDS = "charts/vllm-poc-operator/files/dashboards"
+FOLDERS = ("crds", "charts/vllm-poc-operator/files/crds", DASHBOARDS, "docs/reference", runbooks.FOLDER)
 MARK = "Written by `make generate`"
 
 
@@ -35,7 +36,9 @@ def files() -> Mapping[str, str]:
         found[f"docs/reference/{kind.KIND.singular}.md"] = reference.render(kind, source=source)
     found["docs/reference/values-vllm-poc-operator.md"] = values.render(ROOT / "charts" / "vllm-poc-operator")
     found["docs/reference/releases.md"] = releases.render(read_runs(), VERSIONS)
-    return found
+    for dashboard in dashboards.DASHBOARDS:
+        found[f"{DASHBOARDS}/{dashboard.name}.json"] = dashboards.render(dashboard)
+    return found | dict(runbooks.render())
 
 
 def differences(root: Path = ROOT) -> list[str]:
@@ -68,7 +71,7 @@ def write(root: Path = ROOT) -> None:
 
 def main() -> None:
     """Write the files, or say which of them differ."""
-    parser = argparse.ArgumentParser(description="Write the CRDs, the chart's copies and the reference pages.")
+    parser = argparse.ArgumentParser(description="Write CRDs, reference pages, runbooks and dashboards.")
     parser.add_argument("--verify", action="store_true", help="write nothing; fail if a file differs")
     if not parser.parse_args().verify:
         write()

@@ -23,6 +23,7 @@ class ToolSet:
     name: str
     programs: Mapping[str, str]  # file name of a tool -> its Go package; one that begins with ./ is a folder of ours
     main_module: str
+    tags: str = ""  # build tags, with commas between them
     version_variable: str = ""  # where the tools expect their own version, if they cannot know it otherwise
 
     @property
@@ -53,7 +54,8 @@ class ToolSet:
     def flags(self) -> tuple[str, ...]:
         """The flags of go build."""
         stamp = f" -X {self.version_variable}={self.version}" if self.version_variable else ""
-        return (*GO_FLAGS, "-ldflags", f"-s -w{stamp}")
+        tags = ("-tags", self.tags) if self.tags else ()
+        return (*GO_FLAGS, *tags, "-ldflags", f"-s -w{stamp}")
 
 
 def _kubernetes(name: str) -> tuple[str, str]:
@@ -96,8 +98,16 @@ LWS = ToolSet(
     main_module="sigs.k8s.io/lws",
     version_variable="sigs.k8s.io/lws/pkg/version.GitVersion",
 )
-
-_ALL = (*TOOL_SETS, KWOK, LWS)
+#: For the tests of the alerts alone. Service discovery, which they do not need, would double the time of the build.
+PROMETHEUS = ToolSet(
+    name="prometheus",
+    programs={"promtool": "github.com/prometheus/prometheus/cmd/promtool"},
+    main_module="github.com/prometheus/prometheus",
+    tags="remove_all_sd",
+)
+#: What ``install`` leaves out.
+ON_DEMAND = (KWOK, LWS, PROMETHEUS)
+_ALL = (*TOOL_SETS, *ON_DEMAND)
 
 
 def source_folder(tools: ToolSet) -> Path:

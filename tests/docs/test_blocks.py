@@ -29,6 +29,9 @@ NOT_RUN = {
     "docs/operate/fleets.md": 1,
     "docs/operate/kubectl-poc.md": 1,
     "docs/operate/rounds.md": 3,
+    "docs/operate/runbooks/alerts.md": 36,
+    "docs/operate/runbooks/fleets.md": 25,
+    "docs/operate/runbooks/work.md": 71,
     "docs/start/quick-start.md": 1,
 }
 

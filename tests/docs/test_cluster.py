@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from hack.generate.runbooks import read
 from tests.docs.pages import CLUSTER_PAGES, ROOT, TRANSCRIPT, Block, blocks
 from tests.docs.reader import SECONDS, WORK, Reader, empty, reader
 from tests.docs.schemas import example_files
@@ -65,6 +66,29 @@ def test_the_api_server_says_what_the_page_shows(follower: Reader) -> None:
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+#: Runs a command of a runbook that changes something as the API server would, and changes nothing.
+_RUNBOOK = """set -euo pipefail
+SYSTEM=poc-system NAMESPACE=poc OBJECT=pocround/round-1 FLEET=qwen3-8b POD=qwen3-8b-0
+kubectl() {
+    case " $* " in
+        *" delete "* | *" patch "*) command kubectl "$@" --dry-run=server ;;
+        " cordon "*) command kubectl "$@" --dry-run=server ;;
+        *) command kubectl "$@" ;;
+    esac
+}
+command kubectl -n $SYSTEM port-forward service/vllm-poc-operator-gateway 18080:8080 >/dev/null &
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+TOKEN=$(kubectl -n $SYSTEM get secret vllm-poc-operator-gateway-tokens -o jsonpath='{.data.token}' | base64 -d)
+gateway() {
+    curl -sS --fail --retry 5 --retry-connrefused -H "Authorization: Bearer $TOKEN" "localhost:18080$1" "${@:2}"
+}
+"""
+
+
+def test_the_commands_of_the_runbooks_run(follower: Reader) -> None:
+    follower.run(_RUNBOOK + "\n".join(f"echo '### {name}'\n{text}" for name, text in read().commands.items()))
 
 
 @pytest.mark.parametrize("page", BETWEEN)

@@ -69,8 +69,19 @@ class DatabaseGauges(Collector):
             "Whether the disk is full, so that nothing new is stored",
             float(self._database.room.full),
         )
+        values |= _volume(self._database)
         for name, (text, value) in values.items():
             yield GaugeMetricFamily(f"poc_gateway_{name}", text, value)
+
+
+def _volume(database: Database) -> dict[str, tuple[str, float]]:
+    size, free = database.room.volume_bytes(), database.room.volume_free_bytes()
+    if size is None or free is None:  # PostgreSQL: its volume is another's affair
+        return {}
+    return {
+        "volume_bytes": ("Size of the volume with the SQLite file", float(size)),
+        "volume_free_bytes": ("What is left of the volume with the SQLite file", float(free)),
+    }
 
 
 def _values(connection: Connection) -> dict[str, tuple[str, float]]:

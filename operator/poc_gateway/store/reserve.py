@@ -158,14 +158,22 @@ class Room:
 
     def volume_bytes(self) -> int | None:
         """Return the size of the database's volume; None if it has none, as PostgreSQL, or cannot be asked."""
+        disk = self._disk()
+        return None if disk is None else disk.f_blocks * disk.f_frsize
+
+    def volume_free_bytes(self) -> int | None:
+        """Return what is left of the database's volume; None where its size is None."""
+        disk = self._disk()
+        return None if disk is None else disk.f_bavail * disk.f_frsize
+
+    def _disk(self) -> os.statvfs_result | None:
         if self._folder is None:
             return None
         try:
-            disk = os.statvfs(self._folder)
+            return os.statvfs(self._folder)
         except OSError as error:
             _log.warning("the size of the volume cannot be known: %s", error)
             return None
-        return disk.f_blocks * disk.f_frsize
 
 
 def result_bytes(k_dim: int | None) -> int:

@@ -238,6 +238,7 @@ class Fleets:
     def _ended(self, uid: str) -> None:
         self._loops.pop(uid, None)
         self._tasks.pop(uid, None)
+        self._metrics.forget(uid)
         if self._health is not None:
             self._health.forget(uid)
 
@@ -399,6 +400,7 @@ class Fleets:
 
     async def _record(self, loop: _Loop, fleet: PoCFleet, step: FleetStep) -> None:
         """Write the status if it differs, and post an Event if something is wrong that was not."""
+        self._metrics.fleet_planned(loop.ref.uid, step.status)
         if step.status.stored() == fleet.status.stored():
             return
         version = await self._store.write_status(fleet, step.status)

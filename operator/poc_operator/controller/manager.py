@@ -117,7 +117,7 @@ class Manager:
         self._gateway = gateway
         self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit, lease_seconds=lease_seconds)
         self._pods = PodCache(time.monotonic)
-        self.metrics = Metrics()
+        self.metrics = Metrics(leads=lambda: self.lease.held)
         #: The fleets; None if none is kept.
         self.fleets: Fleets | None = None
         if fleet_objects is not None:

@@ -7,7 +7,7 @@ loss are not counted twice.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -20,7 +20,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from poc_operator.apis.v1alpha1.calibration import CalibrationStatus
+from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
+from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus
@@ -56,9 +58,12 @@ def _nonces(status: WorkStatus) -> Mapping[str, int]:
 class Metrics(Collector):
     """What the operator counts and measures; also the collector of what its objects are doing now."""
 
-    def __init__(self) -> None:
+    def __init__(self, leads: Callable[[], bool] = lambda: False) -> None:
+        """``leads`` tells whether this process holds the Lease, and may act."""
+        self._leads = leads
         self._registry = CollectorRegistry()
         self._known: dict[str, _Known] = {}
+        self._fleets: dict[str, FleetStatus] = {}
         registry = self._registry
         self._nonces = {
             name: CounterMetric(f"poc_operator_nonces_{name}", f"Nonces {name}.", registry=registry) for name in _NONCES
@@ -131,9 +136,14 @@ class Metrics(Collector):
             seen=monotonic(),
         )
 
+    def fleet_planned(self, uid: str, status: FleetStatus) -> None:
+        """Remember how a fleet is."""
+        self._fleets[uid] = status
+
     def forget(self, uid: str) -> None:
         """Forget an object that is finished or deleted."""
         self._known.pop(uid, None)
+        self._fleets.pop(uid, None)
 
     def _count(self, most: Mapping[str, int], now: Mapping[str, int]) -> Mapping[str, int]:
         gains = {name: max(0, now[name] - most[name]) for name in _NONCES}
@@ -143,6 +153,10 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the objects that are being reconciled do now."""
+        yield GaugeMetricFamily(
+            "poc_operator_leader", "Whether this operator holds the Lease, and acts.", value=float(self._leads())
+        )
+        yield _fleets_in_trouble(self._fleets.values())
         known = list(self._known.values())
         for kind in ("rounds", "validations", "calibrations"):
             states = Counter(str(one.status.state) for one in known if one.kind == kind)
@@ -170,9 +184,26 @@ def _degraded(statuses: Iterable[WorkStatus]) -> GaugeMetricFamily:
     gauge = GaugeMetricFamily("poc_operator_degraded", "Objects that are degraded, by reason.", labels=["reason"])
     found = Counter(reason for status in statuses for reason in status.degraded.split(",") if reason)
     for reason, explanation in EXPLANATIONS.items():
-        if "Degraded=True" in explanation.where:
+        if "Degraded=True" in explanation.where and explanation.kinds != {PoCFleet.KIND.kind}:
             gauge.add_metric([str(reason)], found.get(str(reason), 0))
     return gauge
+
+
+def _fleets_in_trouble(statuses: Iterable[FleetStatus]) -> GaugeMetricFamily:
+    """Count the fleets that are degraded or stalled for each of the reasons that there can be."""
+    text = "Fleets that are degraded or stalled, by reason."
+    gauge = GaugeMetricFamily("poc_operator_fleets_degraded", text, labels=["reason"])
+    found = Counter(reason for status in statuses for reason in _troubles(status))
+    for reason, explanation in EXPLANATIONS.items():
+        told = "Degraded" in explanation.where or "Stalled=True" in explanation.where
+        if told and PoCFleet.KIND.kind in explanation.kinds:
+            gauge.add_metric([str(reason)], found.get(str(reason), 0))
+    return gauge
+
+
+def _troubles(status: FleetStatus) -> set[str]:
+    conditions = (status.own_conditions.get(kind) for kind in (ConditionType.DEGRADED, ConditionType.STALLED))
+    return {found.reason for found in conditions if found is not None and found.status == "True"}
 
 
 def _gauge(name: str, text: str, counts: Mapping[str, int], states: Iterable[str]) -> GaugeMetricFamily:

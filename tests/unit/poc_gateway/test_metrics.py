@@ -23,4 +23,7 @@ def test_every_series_is_documented_and_no_other(database: Database) -> None:
     registry.register(JobGauges([]))
     # A counter's samples have a suffix that its family has not.
     names = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
-    assert names == set(DOCUMENTED.findall((ROOT / "docs" / "reference" / "metrics.md").read_text()))
+    documented = set(DOCUMENTED.findall((ROOT / "docs" / "reference" / "metrics.md").read_text()))
+    of_a_volume = {name for name in documented if name.startswith("poc_gateway_volume_")}
+    assert len(of_a_volume) == 2
+    assert names == (documented if database.room.has_volume else documented - of_a_volume)

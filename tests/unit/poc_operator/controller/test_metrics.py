@@ -3,14 +3,17 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from poc_operator.apis.v1alpha1.conditions import ConditionType
+from poc_operator.apis.v1alpha1.fleet import FleetStatus
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.errors import PodTimeout, StaleObject
 from poc_operator.controller.metrics import Metrics
 from poc_operator.observed import PodReport
+from poc_operator.planning.conditions import conditions_of
 from poc_operator.planning.snapshot import Loss, WorkEvent
-from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, look
+from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, look
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
@@ -78,3 +81,26 @@ def test_every_reason_of_a_degraded_object_is_counted() -> None:
     }
     assert found == {"SlotsWaiting": 1, "ResultsRejected": 1}
     assert value(metrics, "poc_operator_degraded", reason="SlotsFailed") == 0
+
+
+def test_the_leader_is_told() -> None:
+    assert value(Metrics(), "poc_operator_leader") == 0
+    assert value(Metrics(leads=lambda: True), "poc_operator_leader") == 1
+
+
+def test_fleets_in_trouble_are_counted_until_they_are_gone() -> None:
+    metrics = Metrics()
+    told = (True, Reason.UPDATE_FAILED, "the canary failed")
+    verdicts = {ConditionType.DEGRADED: told, ConditionType.STALLED: told, ConditionType.READY: (False, *told[1:])}
+    status = FleetStatus(conditions=list(conditions_of(verdicts, NOW, 1)))
+    metrics.fleet_planned("f", status)
+    assert value(metrics, "poc_operator_fleets_degraded", reason=Reason.UPDATE_FAILED) == 1
+    assert value(metrics, "poc_operator_fleets_degraded", reason=Reason.GPU_FAULTY) == 0
+    metrics.forget("f")
+    assert value(metrics, "poc_operator_fleets_degraded", reason=Reason.UPDATE_FAILED) == 0
+
+
+def test_reasons_of_fleets_alone_are_not_among_those_of_work() -> None:
+    text = Metrics().text().decode()
+    assert 'poc_operator_degraded{reason="GpuFaulty"}' not in text
+    assert 'poc_operator_degraded{reason="SelfCheckFailed"}' in text
