@@ -37,7 +37,7 @@ class Streamed(NamedTuple):
 class Load:
     """Chats with one server, each of which has a prompt of its own. Enter it first."""
 
-    def __init__(self, session: aiohttp.ClientSession, model: str, lengths: Lengths) -> None:
+    def __init__(self, session: aiohttp.ClientSession, model: str, lengths: Lengths, number: int = 0) -> None:
         self.tokens = 0  # that came so far, in all chats
         self.prompt_tokens = 0
         self.share_of_a_core = 0.0  # that this process took for the last clients without pause
@@ -45,7 +45,7 @@ class Load:
         self._model = model
         self._lengths = lengths
         self._words = 0
-        self._number = 0
+        self._number = number  # of the last prompt; loads of several processes begin with numbers of their own
         self._draw = random.Random()  # noqa: S311 - no secret
 
     async def fit_prompt(self) -> None:

@@ -4,15 +4,18 @@
 Starts a server as users do and sends it many chats at once. When their answers flow, a round begins. Measured is the
 time from its request until the receiver has the first artifacts, and which chats are in flight then. The first round of
 a server also prepares its passes. Settings of the server are taken from the environment (VLLM_POC_…). Every chat must
-get all of its tokens.
+get all of its tokens. Processes of their own chat, so that none of them is too busy to read what comes.
 """
 
 import argparse
 import asyncio
 import shlex
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import NamedTuple
 
 import aiohttp
 
@@ -25,10 +28,33 @@ from benchmarks.receiver import accepting, arrivals
 from tests.vllm.client import K_DIM, Client
 from tests.vllm.server import MODEL_NAME, serving
 
-#: So many tokens each chat has got on average before a round begins.
+#: So many tokens each chat has got on average before a round begins, by the server's own count.
 TOKENS_BEFORE = 4
+TOKENS = "vllm:generation_tokens_total"
 WAIT_SECONDS = 120.0
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.05
+#: Each process has so many numbers for its prompts, which no other process or round uses.
+PROMPT_NUMBERS = 10_000
+
+
+class Chats(NamedTuple):
+    """What one process sends: so many chats at once, whose prompts carry numbers from the first on."""
+
+    base: str
+    chats: int
+    first: int
+    lengths: Lengths
+
+    def run(self) -> list[Streamed]:
+        """Chat, and tell when each chat was sent and answered; RuntimeError if one did not get all of its tokens."""
+        return asyncio.run(self._run())
+
+    async def _run(self) -> list[Streamed]:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(self.base, connector=connector, timeout=aiohttp.ClientTimeout()) as session:
+            load = Load(session, MODEL_NAME, self.lengths, self.first)
+            await load.fit_prompt()
+            return await load.regularly(self.chats, 0.0, str(self.first))
 
 
 class Bench:
@@ -41,31 +67,38 @@ class Bench:
 
     async def run(self) -> None:
         """Measure and print each round."""
-        options, no_limit = self._options, aiohttp.ClientTimeout()
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(self._server.base, connector=connector, timeout=no_limit) as session:
-            load = Load(session, MODEL_NAME, Lengths(options.prompt, options.output, options.output))
-            await load.fit_prompt()
-            for number in range(options.rounds):
-                report(f"round {number}", await self._measured(load, number))
+        with ProcessPoolExecutor(self._options.processes, get_context("spawn")) as pool:
+            for number in range(self._options.rounds):
+                report(f"round {number}", await self._measured(pool, number))
 
-    async def _measured(self, load: Load, number: int) -> Figures:
+    async def _measured(self, pool: ProcessPoolExecutor, number: int) -> Figures:
         """Chat, begin a round meanwhile, and stop it when its first artifacts have come."""
-        before, count = load.tokens, self._options.chats
-        chats = asyncio.create_task(load.regularly(count, 0.0, f"round {number}"))
+        before, count, loop = self._server.metric(TOKENS), self._options.chats, asyncio.get_running_loop()
+        chats = asyncio.gather(*(loop.run_in_executor(pool, one.run) for one in self._shares(number)))
         end = time.monotonic() + WAIT_SECONDS
-        while load.tokens - before < TOKENS_BEFORE * count:
+        while await asyncio.to_thread(self._server.metric, TOKENS) - before < TOKENS_BEFORE * count:
             await self._look(chats, end, "the chats do not get on")
         begun = time.monotonic()
         answered, first = await asyncio.gather(self._start(number), self._first_after(begun, chats))
         await asyncio.to_thread(self._server.stop)
-        streamed = await chats
+        streamed = [chat for share in await chats for chat in share]
         return {
             "answered_seconds": round(answered - begun, 3),
             "first_artifacts_seconds": round(first - begun, 3),
             "chats_in_flight_before": in_flight(streamed, begun),
             "chats_in_flight_then": in_flight(streamed, first),
         }
+
+    def _shares(self, number: int) -> list[Chats]:
+        """Return what each process sends, with prompts that no other process and no earlier round has."""
+        options = self._options
+        share, more = divmod(options.chats, options.processes)
+        lengths = Lengths(options.prompt, options.output, options.output)
+        first = number * options.processes * PROMPT_NUMBERS
+        return [
+            Chats(self._server.base, share + (process < more), first + process * PROMPT_NUMBERS, lengths)
+            for process in range(options.processes)
+        ]
 
     async def _start(self, number: int) -> float:
         """Start a round; return when that was answered."""
@@ -75,7 +108,7 @@ class Bench:
         await asyncio.to_thread(self._server.start, **fields)
         return time.monotonic()
 
-    async def _first_after(self, begun: float, chats: "asyncio.Task[list[Streamed]]") -> float:
+    async def _first_after(self, begun: float, chats: "asyncio.Future[list[list[Streamed]]]") -> float:
         """Return when the first delivery after this moment came."""
         while True:
             came = [moment for moment in await asyncio.to_thread(arrivals, self._receiver) if moment >= begun]
@@ -83,7 +116,7 @@ class Bench:
                 return min(came)
             await self._look(chats, begun + WAIT_SECONDS, f"no artifact came: {self._server.status()}")
 
-    async def _look(self, chats: "asyncio.Task[list[Streamed]]", end: float, trouble: str) -> None:
+    async def _look(self, chats: "asyncio.Future[list[list[Streamed]]]", end: float, trouble: str) -> None:
         """Wait a moment; RuntimeError with the trouble if it lasts, and a chat's error if one has failed."""
         await asyncio.sleep(LOOK_SECONDS)
         if chats.done():
@@ -123,6 +156,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="more flags of the server, as one word")
     parser.add_argument("--blocks", type=int, default=49_152, help="of chat's KV cache, of 16 tokens each")
     parser.add_argument("--chats", type=int, default=1500, help="that are sent at once")
+    parser.add_argument("--processes", type=int, default=8, help="that share the chats")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3, help="one after the other, each beside chats of its own")
