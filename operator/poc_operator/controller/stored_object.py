@@ -9,6 +9,8 @@ is held back for some seconds. It is lost with the process, and the next one ask
 """
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -24,35 +26,59 @@ from poc_operator.planning.snapshot import Work
 READ_SECONDS = 60.0
 #: Seconds between two writes of a status in which only counters moved.
 COUNTERS_SECONDS = 15.0
-#: Seconds after which they are late: they are written sooner if the next turn will come after that.
+#: Seconds after which they are late. If the next turn will come after that, they are written some seconds before they
+#: are due. Not much sooner: writes of many rounds, whose turns take long, would become more when there is least time.
 LATE_SECONDS = 18.0
+EARLY_SECONDS = 1.5
 
 #: What is made of so many shares or pods would hold up the event loop for tens of milliseconds.
 MANY = 300
-#: Computations in one iteration of the event loop. Each takes about a millisecond.
-AT_ONCE = 8
+#: Seconds of each iteration of the event loop that computations may take. One takes about a millisecond.
+BUDGET_SECONDS = 0.02
 
 Body = Mapping[str, Any]
 T = TypeVar("T")
 
 
 class Computing:
-    """What keeps the event loop busy: few at a time, or in a thread if it is made of many. One per process.
+    """What keeps the event loop busy: for some time at once, or in a thread if it is made of many. One per process.
 
     Polls of many rounds are answered in the same moment. If all of them planned in one iteration of the event loop, the
-    Lease, the probes and the stops would wait until the last one is done.
+    Lease, the probes and the stops would wait until the last one is done. ``clock`` returns seconds of any monotonic
+    clock.
     """
 
-    def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(AT_ONCE)
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._waiting = deque[Callable[[], None]]()
 
     async def done(self, compute: Callable[[], T], size: int) -> T:
         """Return what is computed of so many shares and pods, after the event loop has looked at all else."""
         if size >= MANY:
             return await asyncio.to_thread(compute)
-        async with self._turns:
-            await asyncio.sleep(0)
-            return compute()
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[T] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._compute)
+        self._waiting.append(partial(_settle, found, compute))
+        return await found
+
+    def _compute(self) -> None:
+        end = self._clock() + BUDGET_SECONDS
+        while self._waiting and self._clock() < end:
+            self._waiting.popleft()()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._compute)
+
+
+def _settle(found: "asyncio.Future[T]", compute: Callable[[], T]) -> None:
+    """Compute what is still waited for."""
+    if found.done():
+        return
+    try:
+        found.set_result(compute())
+    except Exception as error:  # it is the waiting task's
+        found.set_exception(error)
 
 
 class ObjectReader(Generic[WorkT]):
@@ -149,7 +175,8 @@ class StatusRecorder(Generic[WorkT]):
             partial(_compare, status, stored.status), len(status.shares)
         )
         age = now - self._written
-        fresh = age < COUNTERS_SECONDS and age + turn < LATE_SECONDS
+        due = COUNTERS_SECONDS - (EARLY_SECONDS if age + turn >= LATE_SECONDS else 0.0)
+        fresh = age < due
         if written == stored.status or (fresh and only_counters):
             self._known, self._held_back = (stored.status, status), written != stored.status
             return stored

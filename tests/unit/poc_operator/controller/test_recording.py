@@ -57,8 +57,14 @@ async def test_counters_are_written_now_and_then() -> None:
     assert writes == [0] * 14 + [1, 0]
 
 
-async def test_where_turns_take_long_counters_are_written_before_they_are_late() -> None:
-    for turn, expected in ((9.5, [1, 1, 1]), (6, [0, 1, 0, 1]), (4, [0, 0, 0, 1])):
+async def test_counters_are_written_a_little_sooner_where_they_would_be_late() -> None:
+    for turn, expected in (
+        (4, [0, 0, 0, 1]),
+        (4.8, [0, 0, 1, 0]),
+        (6, [0, 0, 1, 0]),
+        (9.5, [0, 1, 0, 1]),
+        (20, [1, 1]),
+    ):
         written = Written()
         await written.record(counted(1), after=turn)
         assert [await written.record(counted(2 + index), after=turn) for index in range(len(expected))] == expected
