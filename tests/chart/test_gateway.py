@@ -16,11 +16,12 @@ from tests.chart.test_security import create, may, pod_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
-ROUNDS = "poc.gonka.ai/pocrounds"
+ROUNDS, FLEETS = "poc.gonka.ai/pocrounds", "poc.gonka.ai/pocfleets"
 #: Rights that the gateway has, with a template for the network's rounds, and some of those that it has not.
-MAY = [(ROUNDS, "get"), (ROUNDS, "list"), (ROUNDS, "create"), (ROUNDS, "patch"), ("/pods", "list")]
+MAY = [(FLEETS, "list"), (ROUNDS, "get"), (ROUNDS, "list"), (ROUNDS, "create"), (ROUNDS, "patch"), ("/pods", "list")]
 MAY_NOT = [
     (ROUNDS, "delete"),
+    (FLEETS, "patch"),
     (f"{ROUNDS}/status", "patch"),
     ("/pods", "delete"),
     ("/secrets", "get"),
@@ -95,7 +96,13 @@ def rules(kube: Kube, values: Values) -> list[Any]:
 
 
 def test_without_a_template_the_gateway_only_reads_rounds(kube: Kube) -> None:
-    assert rules(kube, {}) == [[{"apiGroups": ["poc.gonka.ai"], "resources": ["pocrounds"], "verbs": ["get", "list"]}]]
+    group = ["poc.gonka.ai"]
+    assert rules(kube, {}) == [
+        [
+            {"apiGroups": group, "resources": ["pocrounds"], "verbs": ["get", "list"]},
+            {"apiGroups": group, "resources": ["pocfleets"], "verbs": ["list"]},
+        ]
+    ]
 
 
 def test_a_token_is_made_once(kube: Kube) -> None:
