@@ -8,7 +8,7 @@ import yaml
 
 from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART
-from hack.deploy.releases import GATEWAY, SYSTEM_NAMESPACE
+from hack.deploy.releases import GATEWAY, NAMESPACE, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError
 from poc_gateway.settings import Settings
 from tests.chart.helm import ALL_VALUES, Values, gateway, objects, render
@@ -34,6 +34,7 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
     environment = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
     assert {name: variable["value"] for name, variable in environment.items() if "value" in variable} == {
         "POC_GATEWAY_ML_NODES": "/etc/poc-gateway/ml-nodes.json",
+        "POC_GATEWAY_WATCH_NAMESPACES": f"{NAMESPACE},default",
         "POC_GATEWAY_TLS_CERT": "/etc/poc-gateway-tls/tls.crt",
         "POC_GATEWAY_TLS_KEY": "/etc/poc-gateway-tls/tls.key",
         "POC_GATEWAY_STAT_TESTS": '{"*MiniMax*":{"dist_threshold":0.7}}',

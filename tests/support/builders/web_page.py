@@ -15,6 +15,9 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from tests.support.builders.stored import store
 
 MODEL = "org/model-of-tests"
+BLOCK_HASH, HEIGHT, KEY = "5f" * 32, 1_834_072, "02a1b2c3d4e5f60718293a4b5c6d7e8f90"
+#: What deliveries for these rounds say of their block.
+BLOCK = {"block_hash": BLOCK_HASH, "block_height": HEIGHT, "public_key": KEY, "r_target": 1.4}
 _SECONDS_AGO = 1_260
 
 
@@ -118,9 +121,9 @@ def a_round(
     }
     spec = {
         "fleetRef": {"name": "glm"},
-        "blockHash": "5f" * 32,
-        "blockHeight": 1_834_072,
-        "publicKey": "02a1b2c3d4e5f60718293a4b5c6d7e8f90",
+        "blockHash": BLOCK_HASH,
+        "blockHeight": HEIGHT,
+        "publicKey": KEY,
         "nodes": {"first": 0, "last": slots - 1, "count": slots},
         "rTarget": "1.4",
         "model": {"name": MODEL, "seqLen": 1024},

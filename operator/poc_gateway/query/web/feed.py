@@ -33,7 +33,7 @@ from poc_operator.clients.kube.objects import readable
 _log = logging.getLogger(__name__)
 
 #: Seconds from the end of a look to the next; and how many times as long as the look took, if that is longer.
-LOOK_SECONDS, REST_FACTOR = 3.0, 4.0
+LOOK_SECONDS, REST_FACTOR = 2.0, 4.0
 #: A line that says nothing, so that proxies do not take the stream for dead.
 BEAT_SECONDS = 15.0
 #: Changes that are kept for viewers that come back.
@@ -87,8 +87,8 @@ class Feed:
         self._number = 0
         self._kept = deque[tuple[int, str]](maxlen=MOST_KEPT)
         self._snapshot = (-1, "")
-        #: Whether what is told is of this moment: not after a time without viewers.
-        self._fresh = False
+        #: Whether what is told is of the last look for viewers: not after a time without any.
+        self.fresh = False
 
     @property
     def viewers(self) -> Viewers:
@@ -115,7 +115,7 @@ class Feed:
             yield f"retry: {int(1000 * LOOK_SECONDS)}\n\n"
             seen = self._number_of(last_id)
             while not self._viewers.ended:
-                if self._fresh and seen != self._number:
+                if self.fresh and seen != self._number:
                     events, seen = self._events_since(seen), self._number
                     for event in events:
                         yield event
@@ -126,8 +126,6 @@ class Feed:
                     yield ": nothing new\n\n"
         finally:
             self._viewers.now -= 1
-            if self._viewers.now == 0:
-                self._fresh = False
 
     def _number_of(self, last_id: str | None) -> int | None:
         boot, _, number = (last_id or "").partition("-")
@@ -163,6 +161,7 @@ class Feed:
         """Look, for viewers or for the history alone; return after how many seconds to look again."""
         begun = monotonic()
         if not self._viewers.now:
+            self.fresh = False
             try:
                 self._history.add(await self._database.read(sums))
             except DatabaseError as error:
@@ -191,7 +190,7 @@ class Feed:
             if has_point:
                 content["points"] = [self._history.points[-1]]
             self._kept.append((self._number, self._event("changes", content)))
-        self._fresh = True
+        self.fresh = True
         self._viewers.wake()
 
     async def _of_database(self, look: Look, problems: list[str]) -> Look:

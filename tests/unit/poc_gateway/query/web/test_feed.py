@@ -111,6 +111,9 @@ async def test_nobody_asks_the_cluster_while_nobody_watches(feed: Feed, cluster:
     assert len((await following(stream)).content["sections"]["fleets"]) == 1
     await stream.aclose()
     cluster.bodies = []
+    async with asyncio.timeout(10):
+        while feed.fresh:
+            await viewers.changed(0.01)
     again = feed.stream(None)
     # Not what the last viewer was told: a look of now.
     assert (await following(again)).content["sections"]["fleets"] == []
