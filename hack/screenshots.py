@@ -8,6 +8,7 @@ import argparse
 import tempfile
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +27,9 @@ from tests.support.servers.web_page import Shown, chromium, over, shown, sign_in
 FOLDER = ROOT / "docs" / "images"
 #: Each picture: its scheme, and its width and height in pixels.
 PICTURES = {
-    "web-page-light.png": ("light", 1280, 1000),
-    "web-page-dark.png": ("dark", 1280, 1000),
-    "web-page-round.png": ("light", 1280, 900),
+    "web-page-light.webp": ("light", 1280, 1000),
+    "web-page-dark.webp": ("dark", 1280, 1000),
+    "web-page-round.webp": ("light", 1280, 900),
 }
 MOST_BYTES = 150 * 1024
 #: So long pods deliver before the pictures are taken, so that the curve has a few points.
@@ -61,7 +62,9 @@ def _take(browser: Browser, site: Shown, name: str, scheme: str, size: tuple[int
         page.locator("#histogram svg").wait_for()
         page.locator("#detail").evaluate("(detail) => detail.scrollIntoView()")
     page.evaluate("document.activeElement.blur()")
-    page.screenshot(path=FOLDER / name)
+    # WebP, which Playwright itself does not write, has a third of the bytes of PNG.
+    taken = page.context.new_cdp_session(page).send("Page.captureScreenshot", {"format": "webp", "quality": 80})
+    (FOLDER / name).write_bytes(b64decode(taken["data"]))
     page.close()
 
 
@@ -94,7 +97,10 @@ def _deliver(site: Shown, ended: threading.Event) -> None:
 def _send(client: httpx.Client, slot: int, nonces: range) -> None:
     pod = f"glm-{slot}"
     grant = a_grant("round-41-uid", slot, pod, start=0, rate=100_000)
-    body = {**BLOCK, "node_id": slot, "nonces": list(nonces), "dist": [distance(nonce) for nonce in nonces]}
+    # Of vectors in many dimensions most are far away.
+    target = BLOCK["r_target"]
+    found = [target * (distance(nonce) / target) ** 0.2 for nonce in nonces]
+    body = {**BLOCK, "node_id": slot, "nonces": list(nonces), "dist": found}
     path = "/callbacks/poc/round-41/round-41-uid/generated"
     client.post(path, json=body, headers={**pod_headers(grant), **JSON}).raise_for_status()
 

@@ -17,7 +17,7 @@ from tests.support.builders.stored import store
 MODEL = "org/model-of-tests"
 BLOCK_HASH, HEIGHT, KEY = "5f" * 32, 1_834_072, "02a1b2c3d4e5f60718293a4b5c6d7e8f90"
 #: What deliveries for these rounds say of their block.
-BLOCK = {"block_hash": BLOCK_HASH, "block_height": HEIGHT, "public_key": KEY, "r_target": 1.4}
+BLOCK: dict[str, Any] = {"block_hash": BLOCK_HASH, "block_height": HEIGHT, "public_key": KEY, "r_target": 1.4}
 _SECONDS_AGO = 1_260
 
 

@@ -3,7 +3,7 @@
 
 import { clock, count, figure, h, moment, NONE, Table } from "./dom.js";
 
-const SVG = "http://www.w3.org/2000/svg", WIDTH = 640, HEIGHT = 190, LEFT = 48, RIGHT = 8, TOP = 8, BOTTOM = 20;
+const SVG = "http://www.w3.org/2000/svg", WIDTH = 640, HEIGHT = 190, LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 20;
 
 function s(tag, attributes, text) {
   const element = document.createElementNS(SVG, tag);
@@ -50,8 +50,8 @@ export class Curves {
     if (all.length) this.plot.replaceChildren(this.#svg(times, series, all));
     else this.plot.replaceChildren(h("p", { class: "empty" }, times.length ? `No ${this.unit} in this time.` : "Measuring: the first figures come within half a minute."));
     this.details.hidden = !all.length;
-    const names = series.map((one, index) => `${index ? "┅" : "━"} ${one.name}: ${figure(one.values.at(-1))}`);
-    this.legend.textContent = all.length && series.length > 1 ? names.join("    ") : "";
+    const names = series.map((one, index) => `${index ? "Dashed" : "Solid"}: ${one.name} ${figure(one.values.at(-1))}`);
+    this.legend.textContent = all.length && series.length > 1 ? names.join(". ") : "";
     this.#list();
   }
 

@@ -73,7 +73,7 @@ export class View {
     const tiles = [
       ["Rounds not over", count(open.length), `${sum(open.map((one) => one.running))} slots compute`],
       ["Results per second", figure(point ? sum(Object.values(point.rates)) : sum(open.map((one) => one.rate))), point ? "stored here, mean of 15 s" : "as the operator has it"],
-      ["Results stored", count(sum(held.map((one) => one.results))), `of ${held.length} rounds`],
+      ["Results stored", count(sum(held.map((one) => one.results))), `rounds with results: ${held.length}`],
       ["To be forwarded", count(sum(held.map((one) => one.backlog))), `${count(sum(held.map((one) => one.forwarded)))} accepted`],
       ["Dead or expired", count(sum(held.map((one) => one.dead + one.expired))), "results that did not arrive"],
       ["Chat", point && point.chat_rate ? `${figure(point.chat_p95)} s` : NONE, point && point.chat_rate ? `95 % begin sooner; ${figure(point.chat_rate)} requests/s` : "none through this gateway"],
