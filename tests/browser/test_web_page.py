@@ -155,7 +155,7 @@ def test_a_screen_reader_finds_its_way(page: Page, site: Shown) -> None:
     page.locator('button[data-uid="round-41-uid"]').click()
     page.locator("#histogram svg").wait_for()
     for landmark in ("banner", "main", "contentinfo"):
-        expect(page.get_by_role(landmark)).to_have_count(1)  # type: ignore[arg-type]
+        expect(page.get_by_role(landmark)).to_have_count(1)
     headings = page.get_by_role("heading", level=2).all_text_contents()
     shown_as = ["Now", "Needs attention (4 to act on, 1 to watch)", "Rounds", "Round poc/round-41"]
     assert headings == [*shown_as, "The last hour", "Fleets"]
