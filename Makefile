@@ -61,12 +61,20 @@ check: .venv/.lock verify ## Format, lint, types, layers, generated files, links
 	$(MKDOCS) build --strict --quiet
 
 .PHONY: test-unit
-test-unit: .venv/.lock postgresql ## Tests that need neither torch nor a cluster; both sides of the REST contract
-	.venv/bin/pytest $(WAITING) tests/unit tests/wire --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
+test-unit: .venv/.lock postgresql chromium ## Tests that need neither torch nor a cluster; both sides of the REST contract; the web page
+	.venv/bin/pytest $(WAITING) tests/unit tests/wire tests/browser --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
 
 .PHONY: postgresql
 postgresql:
 	@compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || $(PYTHON) -m hack.toolchain packages postgresql
+
+.PHONY: chromium
+chromium:
+	@command -v chromium >/dev/null || $(PYTHON) -m hack.toolchain packages chromium
+
+.PHONY: screenshots
+screenshots: .venv/.lock chromium ## Take the docs' pictures of the web page anew
+	PYTHONPATH=operator:image:. .venv/bin/python -m hack.screenshots
 
 .PHONY: test-docs
 test-docs: .venv/.lock ## Blocks of README and docs/, alerts, dashboards; builds Helm and promtool where they are missing

@@ -26,8 +26,8 @@ PACKAGES = {
     "runc": "1.1.",
 }
 
-# What only tests need, so that a demo does not bring a database server along.
-TEST_PACKAGES = {"postgresql": "15+"}
+# What only tests need, so that a demo brings neither a database server nor a browser along.
+TEST_PACKAGES = {"chromium": "", "postgresql": "15+"}
 _PREFIXES = PACKAGES | TEST_PACKAGES
 
 

@@ -36,7 +36,13 @@ async def _run(settings: Settings) -> None:
     client, _ = await connect()
     store = ObjectStore(client)
     try:
-        await run(settings, partial(store.get, PoCRound), partial(_cluster, client), store.basic_auth)
+        await run(
+            settings,
+            partial(store.get, PoCRound),
+            partial(_cluster, client),
+            store.basic_auth,
+            partial(store.list_bodies, namespaces=settings.watch_namespaces),
+        )
     finally:
         await store.close()
 

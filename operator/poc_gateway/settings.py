@@ -109,6 +109,10 @@ class Settings(BaseModel):
     network_token: Secrets = ()
     #: YAML or JSON file that lists the ML nodes; without one the network's routes answer 503.
     ml_nodes: Path | None = None
+    #: Pages that may be watched at the same time.
+    viewers: int = Field(default=32, ge=1)
+    #: Namespaces whose fleets and rounds the page shows; without any, those of all.
+    watch_namespaces: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = ()
     #: Certificate chain and key of the network's port, as PEM files that are read anew when they change; else no TLS.
     tls_cert: Path | None = None
     tls_key: Path | None = None

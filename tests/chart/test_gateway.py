@@ -8,7 +8,7 @@ import yaml
 
 from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART
-from hack.deploy.releases import GATEWAY, SYSTEM_NAMESPACE
+from hack.deploy.releases import GATEWAY, NAMESPACE, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError
 from poc_gateway.settings import Settings
 from tests.chart.helm import ALL_VALUES, Values, gateway, objects, render
@@ -16,11 +16,12 @@ from tests.chart.test_security import create, may, pod_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
-ROUNDS = "poc.gonka.ai/pocrounds"
+ROUNDS, FLEETS = "poc.gonka.ai/pocrounds", "poc.gonka.ai/pocfleets"
 #: Rights that the gateway has, with a template for the network's rounds, and some of those that it has not.
-MAY = [(ROUNDS, "get"), (ROUNDS, "list"), (ROUNDS, "create"), (ROUNDS, "patch"), ("/pods", "list")]
+MAY = [(FLEETS, "list"), (ROUNDS, "get"), (ROUNDS, "list"), (ROUNDS, "create"), (ROUNDS, "patch"), ("/pods", "list")]
 MAY_NOT = [
     (ROUNDS, "delete"),
+    (FLEETS, "patch"),
     (f"{ROUNDS}/status", "patch"),
     ("/pods", "delete"),
     ("/secrets", "get"),
@@ -33,6 +34,7 @@ def test_values_reach_the_gateway(kube: Kube) -> None:
     environment = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
     assert {name: variable["value"] for name, variable in environment.items() if "value" in variable} == {
         "POC_GATEWAY_ML_NODES": "/etc/poc-gateway/ml-nodes.json",
+        "POC_GATEWAY_WATCH_NAMESPACES": f"{NAMESPACE},default",
         "POC_GATEWAY_TLS_CERT": "/etc/poc-gateway-tls/tls.crt",
         "POC_GATEWAY_TLS_KEY": "/etc/poc-gateway-tls/tls.key",
         "POC_GATEWAY_STAT_TESTS": '{"*MiniMax*":{"dist_threshold":0.7}}',
@@ -95,7 +97,13 @@ def rules(kube: Kube, values: Values) -> list[Any]:
 
 
 def test_without_a_template_the_gateway_only_reads_rounds(kube: Kube) -> None:
-    assert rules(kube, {}) == [[{"apiGroups": ["poc.gonka.ai"], "resources": ["pocrounds"], "verbs": ["get", "list"]}]]
+    group = ["poc.gonka.ai"]
+    assert rules(kube, {}) == [
+        [
+            {"apiGroups": group, "resources": ["pocrounds"], "verbs": ["get", "list"]},
+            {"apiGroups": group, "resources": ["pocfleets"], "verbs": ["list"]},
+        ]
+    ]
 
 
 def test_a_token_is_made_once(kube: Kube) -> None:

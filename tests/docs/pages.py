@@ -26,6 +26,7 @@ CLUSTER_PAGES = (
     "start/quick-start.md",
     "operate/rounds.md",
     "operate/gateway.md",
+    "operate/web-page.md",
     "develop/local-cluster.md",
     "operate/uninstall.md",
 )

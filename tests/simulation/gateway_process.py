@@ -2,7 +2,8 @@
 """The gateway as a process of its own, which reads PoCRounds from a JSON file instead of an API server.
 
 python -m tests.simulation.gateway_process ROUNDS.json [HOST …], with the gateway's settings in the environment. Every
-ML node has a pod at each of the hosts.
+ML node has a pod at each of the hosts. The file is read anew when objects are listed; those of the kind PoCFleet are
+fleets.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ import uvloop
 from hack.images.site import ROOT
 from poc_gateway.server.process import leave, run
 from poc_gateway.settings import Settings
-from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import LabelSelector, Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed import PodView
 from tests.support.servers.http_server import free_port
@@ -112,15 +114,23 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 def main() -> None:
     """Run the gateway with the rounds of the file that the command line names."""
     bodies: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
-    rounds = {(body["metadata"]["namespace"], body["metadata"]["name"]): PoCRound.parse(body) for body in bodies}
+    rounds = {
+        (body["metadata"]["namespace"], body["metadata"]["name"]): PoCRound.parse(body)
+        for body in bodies
+        if body.get("kind") != PoCFleet.KIND.kind
+    }
 
     async def read_round(namespace: str, name: str) -> PoCRound | None:
         return rounds.get((namespace, name))
 
+    async def list_objects(kind: type[Resource]) -> Sequence[Mapping[str, Any]]:
+        now: list[dict[str, Any]] = json.loads(await asyncio.to_thread(Path(sys.argv[1]).read_text))
+        return [body for body in now if (body.get("kind") == PoCFleet.KIND.kind) is (kind is PoCFleet)]
+
     logs.configure()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         pods, settings = FixedPods(sys.argv[2:]), Settings.from_environment(os.environ)
-        runner.run(run(settings, read_round, lambda _: pods))
+        runner.run(run(settings, read_round, lambda _: pods, list_objects=list_objects))
     leave(settings)
 
 

@@ -100,6 +100,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [poc.gonka.ai]
   resources: [pocrounds]
   verbs: [get, list]
+# The web page shows fleets.
+- apiGroups: [poc.gonka.ai]
+  resources: [pocfleets]
+  verbs: [list]
 {{- if .Values.rbac.readSecrets }}
 # The user and the password of a round's receiver.
 - apiGroups: [""]

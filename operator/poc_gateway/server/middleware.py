@@ -25,6 +25,7 @@ from poc_gateway.ingest.deliveries import GRANT
 from poc_gateway.metrics import record_of
 from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.chat import BODY_SENT
+from poc_gateway.query.web.routes import OPEN_PAGES
 from poc_gateway.server.connections import Bodies
 from poc_gateway.settings import Settings
 from poc_operator.credentials import GATEWAY_TOKEN_HEADER, POD_USER, CredentialError, Verifier
@@ -170,7 +171,7 @@ def inside_access(settings: Settings) -> Authorize:
     people, operator = settings.token, settings.operator_token
 
     def authorize(scope: Scope) -> Refusal | None:
-        if not people:
+        if not people or _is_page(scope):
             return None
         if scope["path"].startswith(_CALLBACKS):
             return _admit_pod(scope, verifier)
@@ -181,6 +182,11 @@ def inside_access(settings: Settings) -> Authorize:
         return _unauthorized("send the gateway's token as 'Authorization: Bearer <token>'", "Bearer")
 
     return authorize
+
+
+def _is_page(scope: Scope) -> bool:
+    # A browser needs the page before it can ask its user for the token.
+    return scope["method"] == "GET" and scope["path"] in OPEN_PAGES
 
 
 def _is_asked_by_operator(scope: Scope) -> bool:

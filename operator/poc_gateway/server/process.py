@@ -34,6 +34,9 @@ from poc_gateway.outbox import routes as outbox_routes
 from poc_gateway.outbox.commands import Commands, Sending
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.query import routes as query_routes
+from poc_gateway.query.web import routes as web_routes
+from poc_gateway.query.web.feed import Feed, Viewers
+from poc_gateway.query.web.seen import ListObjects
 from poc_gateway.server import health
 from poc_gateway.server.connections import BoundedProtocol, Connections, bounded_by, raise_descriptor_limit
 from poc_gateway.server.gauges import DatabaseGauges, JobGauges
@@ -69,13 +72,17 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What the routes work on. Without ``ml_nodes`` the network's routes answer that they are not configured."""
+    """What the routes work on. Without ``ml_nodes`` the network's routes answer that they are not configured.
+
+    Without a ``feed`` there is no web page.
+    """
 
     settings: Settings
     database: Database
     rounds: Rounds
     outbox: Sending
     ml_nodes: Sequence[NodeApi] = ()
+    feed: Feed | None = None
 
 
 def inside_app(components: Components) -> FastAPI:
@@ -88,6 +95,7 @@ def inside_app(components: Components) -> FastAPI:
         ingest_routes.router(database, components.rounds, quota, stored=components.outbox.wake),
         outbox_routes.router(database, components.outbox),
         query_routes.router(database, limits=quota.limits),
+        *([web_routes.router(components.feed)] if components.feed is not None else []),
     )
     # What is added last is asked first.
     app.add_middleware(JsonBodies)
@@ -152,19 +160,22 @@ async def run(
     read_round: ReadRound,
     cluster_of: ClusterOf | None = None,
     read_secret: ReadSecret | None = None,
+    list_objects: ListObjects | None = None,
 ) -> None:
     """Serve until SIGTERM, each ML node's routes on what ``cluster_of`` returns for it.
 
     ``read_secret`` reads the Secrets of receivers, without which results for those that ask for a user wait.
+    ``list_objects`` lists fleets and rounds for the web page, which shows what is stored alone without it.
 
     While another gateway owns the SQLite database, stand by; one on PostgreSQL serves beside it. DatabaseError,
     ValueError or OSError if the database, the file of the ML nodes, the certificate or a port cannot be used.
     """
     connections = Connections(settings, raise_descriptor_limit())
-    gates = Gates(inside=Gate(), network=Gate(), chats=connections.chats)
+    gates = Gates(inside=Gate(), network=Gate(), chats=connections.chats, viewers=Viewers(settings.viewers))
     servers = Servers(settings, gates, connections)
+    outside = Outside(read_round, cluster_of, read_secret, list_objects)
     live = _live_beside_others if is_shared(settings.database.get_secret_value()) else _live_alone
-    await first_of(servers.serve(), live(settings, read_round, cluster_of, read_secret, gates), stop=servers.stop)
+    await first_of(servers.serve(), live(settings, outside, gates), stop=servers.stop)
 
 
 def leave(settings: Settings, status: int = 0) -> None:
@@ -183,12 +194,23 @@ def leave(settings: Settings, status: int = 0) -> None:
 
 
 @dataclass(frozen=True)
+class Outside:
+    """What the process asks of the API server, as `run` has it."""
+
+    read_round: ReadRound
+    cluster_of: ClusterOf | None
+    read_secret: ReadSecret | None
+    list_objects: ListObjects | None
+
+
+@dataclass(frozen=True)
 class Gates:
     """What stands before the app of each port."""
 
     inside: Gate
     network: Gate
     chats: ChatPlaces
+    viewers: Viewers
 
     def tell(self, reason: str) -> None:
         """Answer with this reason at both, until they are opened."""
@@ -201,13 +223,7 @@ class Gates:
         self.network.open(network_app(components, self.chats))
 
 
-async def _live_alone(
-    settings: Settings,
-    read_round: ReadRound,
-    cluster_of: ClusterOf | None,
-    read_secret: ReadSecret | None,
-    gates: Gates,
-) -> None:
+async def _live_alone(settings: Settings, outside: Outside, gates: Gates) -> None:
     """Own the database, and do everything beside the requests."""
     url = settings.database.get_secret_value()
     async with AsyncExitStack() as stack:
@@ -218,35 +234,39 @@ async def _live_alone(
         database = await opened(partial(Database.open, url, reserve_bytes=settings.reserve_bytes, fenced=True))
         stack.push_async_callback(asyncio.to_thread, database.close)
         clock = Clock(database)
-        rounds, outbox = Rounds(database, read_round), Outbox(database, settings, clock, read_secret)
-        ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, cluster_of))
+        rounds, outbox = Rounds(database, outside.read_round), Outbox(database, settings, clock, outside.read_secret)
+        ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, outside.cluster_of))
         stack.callback(_serve_metrics(settings, DatabaseGauges(database), JobGauges(ml_nodes)))
-        gates.open(Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes))
+        feed = Feed(database, gates.viewers, outside.list_objects)
+        await stack.enter_async_context(feed.running())
+        gates.open(
+            Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes, feed=feed)
+        )
         retention = Retention(database, settings, rounds.forget, clock)
         _freeze()
         await while_owner(fence, database, outbox.run, retention.run, *archiving(database, settings))
 
 
-async def _live_beside_others(
-    settings: Settings,
-    read_round: ReadRound,
-    cluster_of: ClusterOf | None,
-    read_secret: ReadSecret | None,
-    gates: Gates,
-) -> None:
+async def _live_beside_others(settings: Settings, outside: Outside, gates: Gates) -> None:
     """Serve beside the other gateways on the database, and stand for its owner."""
     url = settings.database.get_secret_value()
     async with AsyncExitStack() as stack:
         gates.tell("the database is being opened, and its schema brought up to date")
         database = await reached(partial(Database.open, url), gates.tell)
         stack.push_async_callback(asyncio.to_thread, database.close)
-        rounds, commands = Rounds(database, read_round), Commands(database)
-        running = running_ml_nodes(settings, database, cluster_of, shared=True)
+        rounds, commands = Rounds(database, outside.read_round), Commands(database)
+        running = running_ml_nodes(settings, database, outside.cluster_of, shared=True)
         ml_nodes = await stack.enter_async_context(running)
-        owner = Owner(settings, commands=commands, rounds=rounds, ml_nodes=ml_nodes, read_secret=read_secret)
+        owner = Owner(settings, commands=commands, rounds=rounds, ml_nodes=ml_nodes, read_secret=outside.read_secret)
         gauges = DatabaseGauges(database, lambda: owner.owns)
         stack.callback(_serve_metrics(settings, gauges, JobGauges(ml_nodes)))
-        gates.open(Components(settings=settings, database=database, rounds=rounds, outbox=commands, ml_nodes=ml_nodes))
+        feed = Feed(database, gates.viewers, outside.list_objects)
+        await stack.enter_async_context(feed.running())
+        gates.open(
+            Components(
+                settings=settings, database=database, rounds=rounds, outbox=commands, ml_nodes=ml_nodes, feed=feed
+            )
+        )
         _freeze()
         await owner.run()
 
@@ -269,6 +289,7 @@ class Servers:
     """The servers of both ports; the network's speaks TLS if there is a certificate."""
 
     def __init__(self, settings: Settings, gates: Gates, connections: Connections) -> None:
+        self._viewers = gates.viewers
         self._certificate = Certificate.of(settings.tls_cert, settings.tls_key)
         self._access_log = AccessLog(settings.access_log, settings.log_format)
         ports = (
@@ -292,10 +313,12 @@ class Servers:
 
     def stop(self) -> None:
         """End in order."""
+        self._viewers.end()
         for server, _ in self._servers:
             server.should_exit = True
 
     def _end(self, number: int) -> None:
+        self._viewers.end()
         for server, _ in self._servers:
             server.handle_exit(number, None)
 
