@@ -69,8 +69,8 @@ postgresql:
 	@compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || $(PYTHON) -m hack.toolchain packages postgresql
 
 .PHONY: test-docs
-test-docs: .venv/.lock ## Blocks of README and docs/, alerts, dashboards; builds Helm and promtool where they are missing
-	.venv/bin/pytest tests/docs tests/monitoring -m 'not cluster'
+test-docs: .venv/.lock ## Blocks of README and docs/, the chart, alerts, dashboards; builds Helm and promtool where they are missing
+	.venv/bin/pytest tests/docs tests/monitoring tests/chart -m 'not cluster'
 
 .PHONY: fuzz
 fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's routes, and as many to the gateway's
