@@ -77,8 +77,8 @@ screenshots: .venv/.lock chromium ## Take the docs' pictures of the web page ane
 	PYTHONPATH=operator:image:. .venv/bin/python -m hack.screenshots
 
 .PHONY: test-docs
-test-docs: .venv/.lock ## Blocks of README and docs/, alerts, dashboards; builds Helm and promtool where they are missing
-	.venv/bin/pytest tests/docs tests/monitoring -m 'not cluster'
+test-docs: .venv/.lock ## Blocks of README and docs/, the chart, alerts, dashboards; builds Helm and promtool where they are missing
+	.venv/bin/pytest tests/docs tests/monitoring tests/chart -m 'not cluster'
 
 .PHONY: fuzz
 fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's routes, and as many to the gateway's

@@ -35,6 +35,7 @@ def files() -> Mapping[str, str]:
         found[f"charts/vllm-poc-operator/files/crds/{crds.file_name(kind)}"] = manifest
         found[f"docs/reference/{kind.KIND.singular}.md"] = reference.render(kind, source=source)
     found["docs/reference/values-vllm-poc-operator.md"] = values.render(ROOT / "charts" / "vllm-poc-operator")
+    found["charts/vllm-poc-operator/README.md"] = values.readme(ROOT / "charts" / "vllm-poc-operator")
     found["docs/reference/releases.md"] = releases.render(read_runs(), VERSIONS)
     for dashboard in dashboards.DASHBOARDS:
         found[f"{DASHBOARDS}/{dashboard.name}.json"] = dashboards.render(dashboard)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference of a chart's values, from the comments of values.yaml and the types of values.schema.json.
 
+The same table stands in the chart's own README, which registries show.
+
 A comment that begins with ``# --`` describes the key below it; other comments are for readers of the file alone.
 """
 
@@ -21,20 +23,49 @@ class UndescribedValueError(Exception):
 
 def render(chart: Path) -> str:
     """Return the page in Markdown for the chart in this folder."""
-    source = chart / "values.yaml"
-    text = source.read_text()
-    schema = json.loads((chart / "values.schema.json").read_text())
-    root = yaml.compose(text)
-    assert isinstance(root, yaml.MappingNode)  # noqa: S101 - a chart's values are a mapping
-    rows = [_row(row, schema) for row in _leaves(root, text.splitlines(), (), "")]
     head = (
         _NOTE.format(source=f"charts/{chart.name}/values.yaml"),
         f"# Values of the chart {chart.name}\n",
         f"`helm show values charts/{chart.name}` prints them with their comments.\n",
-        "| value | type | default | meaning |",
-        "| --- | --- | --- | --- |",
     )
-    return "\n".join([*head, *rows]) + "\n"
+    return "\n".join([*head, *_table(chart)]) + "\n"
+
+
+def readme(chart: Path) -> str:
+    """Return the chart's README in Markdown."""
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    head = (
+        _NOTE.format(source=f"charts/{chart.name}/Chart.yaml and values.yaml"),
+        f"# {chart.name}\n",
+        f"{about['description']}\n",
+        f"Needs Kubernetes {about['kubeVersion'].removesuffix('-0')}. "
+        "CRDs are part of the chart, and stay when it is uninstalled.\n",
+        "```sh",
+        f"helm upgrade --install {chart.name} charts/{chart.name} --namespace poc-system --create-namespace \\",
+        "    --values operator-values.yaml",
+        f"helm test {chart.name} --namespace poc-system",
+        "```\n",
+        "## Values\n",
+    )
+    return "\n".join([*head, *_table(chart)]) + "\n"
+
+
+def paths(chart: Path) -> list[str]:
+    """Return the path of each value, with dots, in the order of values.yaml."""
+    return [".".join(path) for path, _, _ in _described(chart)]
+
+
+def _table(chart: Path) -> list[str]:
+    schema = json.loads((chart / "values.schema.json").read_text())
+    rows = [_row(leaf, schema) for leaf in _described(chart)]
+    return ["| value | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
+
+
+def _described(chart: Path) -> Iterator["_Leaf"]:
+    text = (chart / "values.yaml").read_text()
+    root = yaml.compose(text)
+    assert isinstance(root, yaml.MappingNode)  # noqa: S101 - a chart's values are a mapping
+    return _leaves(root, text.splitlines(), (), "")
 
 
 _Leaf = tuple[tuple[str, ...], Any, str]

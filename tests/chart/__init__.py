@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of both Helm charts, judged by helm itself and by a real API server."""
+"""Tests of the Helm chart, judged by helm itself, and by a real API server where they are marked ``cluster``."""

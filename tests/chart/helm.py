@@ -34,6 +34,8 @@ _COMMON: Values = {
 ALL_VALUES: dict[Path, Values] = {
     OPERATOR_CHART: {
         **_COMMON,
+        "global": {"imageRegistry": "mirror.example.org"},
+        "networkPolicy": {"enabled": False},
         "crds": {"enabled": False},
         "watchNamespaces": [NAMESPACE, "default"],
         "rbac": {"aggregate": False, "readSecrets": True},
@@ -85,7 +87,11 @@ ALL_VALUES: dict[Path, Values] = {
                 "annotations": {"example.org/note": "text"},
                 "chatPastGateway": True,
             },
-            "networkPolicy": {"enabled": True, "networkFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]},
+            "networkPolicy": {
+                "enabled": True,
+                "insideFrom": [{"podSelector": {}}],
+                "networkFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
+            },
             "resources": {"limits": {"memory": "2Gi"}},
             "extraEnv": [{"name": "POC_GATEWAY_PAYLOAD_ARTIFACTS", "value": "500"}],
         },

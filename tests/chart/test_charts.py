@@ -128,7 +128,7 @@ def test_watched_namespaces_reach_the_operator(kube: Kube) -> None:
     rate = "--max-nonces-per-second=12345"
     own = ["--log-format=plain", "--identity=$(POD_NAME)", "--lease-namespace=kube-public", *namespaces]
     pods = ["--pod-lease-seconds=600", "--pod-token-secret=pod-token"]
-    fleets = "--worker-image=registry.example.org/worker:2"
+    fleets = "--worker-image=mirror.example.org/registry.example.org/worker:2"
     assert pod["containers"][0]["args"] == [*own, *pods, fleets, address, rate]
 
 

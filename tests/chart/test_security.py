@@ -108,7 +108,7 @@ def test_the_role_grants_what_the_table_says(
     role = next(
         body
         for body in objects(kube, OPERATOR_CHART, values)
-        if body["kind"] == "ClusterRole" and body["metadata"]["name"] == f"{RELEASE}-{OPERATOR}"
+        if body["kind"] == "ClusterRole" and body["metadata"]["name"] == f"{RELEASE}-{OPERATOR}:{SYSTEM_NAMESPACE}"
     )
     granted = {
         (f"{group}/{resource}", verb)
@@ -139,7 +139,7 @@ def test_with_a_gateway_it_alone_reads_secrets(kube: Kube) -> None:
         for rule in body.get("rules", [])
         if "secrets" in rule["resources"] and "get" in rule["verbs"] and "resourceNames" not in rule
     ]
-    assert readers == [f"{RELEASE}-{OPERATOR}-gateway"]
+    assert readers == [f"{RELEASE}-{OPERATOR}-gateway:{SYSTEM_NAMESPACE}"]
 
 
 def test_watched_namespaces_get_roles_and_the_cluster_none(kube: Kube) -> None:
@@ -176,14 +176,14 @@ def test_the_lease_is_where_its_rights_are(kube: Kube, values: Values, namespace
 
 
 def is_hook(body: dict[str, Any]) -> bool:
-    """Whether helm makes the object for `helm uninstall` alone."""
+    """Whether helm makes the object for `helm uninstall` or `helm test` alone."""
     return "helm.sh/hook" in body["metadata"].get("annotations", {})
 
 
 def test_users_get_rounds_with_the_clusters_own_roles(kube: Kube) -> None:
     roles = [body for body in objects(kube, OPERATOR_CHART, {"watchNamespaces": [NAMESPACE]}) if "rules" in body]
     aggregated = {body["metadata"]["name"] for body in roles if body["kind"] == "ClusterRole"}
-    assert aggregated == {f"{RELEASE}-{OPERATOR}-view", f"{RELEASE}-{OPERATOR}-edit"}
+    assert aggregated == {f"{RELEASE}-{OPERATOR}-{role}:{SYSTEM_NAMESPACE}" for role in ("view", "edit")}
 
 
 def test_the_operators_namespace_enforces_the_restricted_level(kube: Kube) -> None:

@@ -20,7 +20,7 @@ VALUES: list[Values] = [{}, {"watchNamespaces": [NAMESPACE, "default"]}]
 
 def hooks(kube: Kube, values: Values) -> list[dict[str, Any]]:
     """Return what is made for `helm uninstall`, in its order."""
-    found = [body for body in objects(kube, OPERATOR_CHART, values) if body["metadata"]["name"] == NAME]
+    found = [body for body in objects(kube, OPERATOR_CHART, values) if body["metadata"]["name"].split(":")[0] == NAME]
     return sorted(found, key=lambda body: int(body["metadata"]["annotations"]["helm.sh/hook-weight"]))
 
 

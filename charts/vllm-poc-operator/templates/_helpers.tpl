@@ -6,6 +6,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Names of cluster-wide objects have the namespace in them, since a release of the same name may be elsewhere. */}}
+{{- define "operator.clusterName" -}}
+{{- printf "%s:%s" .name .root.Release.Namespace -}}
+{{- end -}}
+
 {{- define "operator.selectorLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -45,12 +50,30 @@ helm.sh/hook-weight: {{ . | quote }}
 helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end -}}
 
-{{/* The name of an image: (dict "image" … "version" …). */}}
+{{/* Labels of what `helm test` runs: never those that the operator's own pod is found by. */}}
+{{- define "test.labels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* Annotations of what `helm test` runs, in the order of this weight. A pod that failed stays, with its log. */}}
+{{- define "test.hook" -}}
+helm.sh/hook: test
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
+{{/* The name of an image: (dict "image" … "root" $). */}}
 {{- define "operator.imageName" -}}
+{{- $repository := .image.repository -}}
+{{- with (.root.Values.global | default dict).imageRegistry -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .) $repository -}}
+{{- end -}}
 {{- if .image.digest -}}
-{{- printf "%s@%s" .image.repository .image.digest -}}
+{{- printf "%s@%s" $repository .image.digest -}}
 {{- else -}}
-{{- printf "%s:%s" .image.repository (default .version .image.tag) -}}
+{{- printf "%s:%s" $repository (default .root.Chart.AppVersion .image.tag) -}}
 {{- end -}}
 {{- end -}}
 
@@ -72,6 +95,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- define "gateway.authSecret" -}}
 {{- default (printf "%s-tokens" (include "gateway.fullname" .)) .Values.gateway.auth.existingSecret -}}
+{{- end -}}
+
+{{/* The data of the gateway's Secret as JSON: what the cluster has is kept, the rest is made once per rendering. */}}
+{{- define "gateway.tokens" -}}
+{{- if not (hasKey .Values "madeTokens") -}}
+{{- $kept := (lookup "v1" "Secret" .Release.Namespace (include "gateway.authSecret" .)).data | default dict -}}
+{{- $tokens := dict -}}
+{{- range list "token" "operator-token" "callback-key" "network-token" -}}
+{{- $_ := set $tokens . (index $kept . | default (randAlphaNum 40 | b64enc)) -}}
+{{- end -}}
+{{- $_ := set .Values "madeTokens" (toJson $tokens) -}}
+{{- end -}}
+{{- .Values.madeTokens -}}
+{{- end -}}
+
+{{/* An annotation by which pods restart when the chart's Secret has changed. A Secret of yours may be unreadable here. */}}
+{{- define "gateway.tokensChecksum" -}}
+{{- if and .Values.gateway.enabled (not .Values.gateway.auth.existingSecret) -}}
+checksum/tokens: {{ include "gateway.tokens" . | sha256sum }}
+{{- end -}}
 {{- end -}}
 
 {{/* Where pods and the operator reach the gateway. */}}
