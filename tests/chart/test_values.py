@@ -166,7 +166,7 @@ def test_watched_namespaces_alone_deliver() -> None:
     ids=["defaults", "TLS", "PostgreSQL", "namespaces", "no gateway"],
 )
 def test_the_notes_tell_of_the_gateway(values: Values, says: tuple[str, ...]) -> None:
-    argv = [tool_path("helm"), "install", "fresh", OPERATOR_CHART, f"--namespace={SYSTEM_NAMESPACE}"]
+    argv = [str(tool_path("helm")), "install", "fresh", str(OPERATOR_CHART), f"--namespace={SYSTEM_NAMESPACE}"]
     done = subprocess.run(
         [*argv, "--dry-run=client", "--hide-secret", "--values=-"],
         input=json.dumps(values), capture_output=True, check=True, text=True, timeout=30,
