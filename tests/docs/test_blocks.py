@@ -30,7 +30,7 @@ NOT_RUN = {
     "docs/operate/kubectl-poc.md": 1,
     "docs/operate/rounds.md": 3,
     "docs/operate/runbooks/alerts.md": 36,
-    "docs/operate/runbooks/fleets.md": 25,
+    "docs/operate/runbooks/fleets.md": 26,
     "docs/operate/runbooks/work.md": 71,
     "docs/operate/web-page.md": 1,
     "docs/start/quick-start.md": 1,

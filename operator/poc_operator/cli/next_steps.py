@@ -37,6 +37,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.PODS_FAILING: _DESCRIBE_POD,
     Reason.DOWNLOAD_FAILED: "kubectl -n {namespace} get jobs,pods -l poc.gonka.ai/fleet={fleet}",
     Reason.POD_HUNG: _LOG,
+    Reason.LEADER_WORKER_SET_UNKNOWN: "kubectl get crd leaderworkersets.leaderworkerset.x-k8s.io",
     Reason.POD_MONITOR_UNKNOWN: "kubectl get crd podmonitors.monitoring.coreos.com",
     Reason.GPU_FAULTY: "kubectl -n {namespace} get pod {pod} -o wide",
     Reason.PODS_OUTDATED: "kubectl poc -n {namespace} fleet rollout status {fleet}",
