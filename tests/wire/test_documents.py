@@ -38,6 +38,7 @@ async def test_versions(pod: Pod) -> None:
         "vllm_version": VLLM_VERSION,
         "poc_validation_inference": True,
         "protocols": ["distance", "artifact"],
+        "schemes": ["prefill"],
     }
 
 

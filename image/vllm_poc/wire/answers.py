@@ -194,6 +194,8 @@ class VersionsResponse(WireMessage):
     poc_validation_inference: Literal[True] = True
     # Ours.
     protocols: list[Protocol] = Field(default_factory=lambda: list(Protocol))
+    #: Of the artifact protocol. A client that needs another scheme knows before it orders work.
+    schemes: tuple[Literal["prefill"], ...] = ("prefill",)
 
 
 class FieldError(WireMessage):

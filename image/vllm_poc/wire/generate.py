@@ -8,7 +8,7 @@ from collections.abc import Iterable, Set
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import FailFast, Field, field_validator, model_validator
 
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.messages import CallbackRequest, Nonce, Protocol, WireMessage
@@ -48,6 +48,16 @@ class GenerateRequest(CallbackRequest):
     stat_test: StatTest | None = None
     # Ours, with ``wait``: compute at once, between the slices of a round that generates, not after its end.
     beside_round: bool = False
+    # Of the decode scheme, and not passed on: they are here to be refused, since ignoring them gives other results.
+    per_nonce_reflection: bool = Field(default=False, exclude=True)
+    enforced_k_steps: dict[str, object] | None = Field(default=None, exclude=True)
+
+    @field_validator("per_nonce_reflection", "enforced_k_steps")
+    @classmethod
+    def _prefill_only(cls, value: object) -> object:
+        if value:
+            raise ValueError("belongs to the decode scheme, which is not supported: leave it out")
+        return value
 
     @model_validator(mode="after")
     def _nonces_are_unique(self) -> Self:

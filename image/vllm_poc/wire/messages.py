@@ -22,6 +22,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -172,7 +173,7 @@ class ArtifactParams(WireMessage):
     """``params`` of the artifact protocol. Unknown keys are refused, as the protocol says.
 
     Newer clients also name the scheme. The prefill scheme is the one that is meant by its absence; the decode scheme is
-    refused. ``max_tokens`` says nothing without it.
+    refused, since no pod computes it. ``max_tokens`` counts decode steps, of which the prefill scheme has none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -190,6 +191,14 @@ class ArtifactParams(WireMessage):
     def _prefill_only(cls, value: str | bool) -> str | bool:
         if value in ("decode", True):
             raise ValueError("asks for the decode scheme, which is not supported: send work of the prefill scheme")
+        return value
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _no_steps_without_decode(cls, value: int, info: ValidationInfo) -> int:
+        # Where the scheme is refused, that is the one thing to tell.
+        if value > 0 and {"scheme", "decode"} <= info.data.keys():
+            raise ValueError(f"{value} asks for decode steps, which the prefill scheme does not have: leave it out")
         return value
 
 

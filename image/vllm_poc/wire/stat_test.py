@@ -4,10 +4,16 @@
 A nonce mismatches if its received and its recomputed vector lie further apart than a threshold. An honest
 prover mismatches with probability p each time, so the number of mismatches is binomial, and the p-value is
 the probability of at least as many.
+
+In the decode scheme a nonce has a chain of indices. A validator repeats each step with the prover's index of the step
+before. Where its own index differs from the claim, the margin says by how much the claimed point scores below its best.
+Honest servers differ near the border of two points only, so a nonce mismatches if its largest such margin exceeds a
+threshold, tau.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pydantic import Field
 
@@ -16,6 +22,12 @@ from vllm_poc.wire.messages import Probability, WireMessage
 
 # Below this share of the sum, later and ever smaller terms no longer change its digits.
 _NEGLIGIBLE = 1e-18
+#: Points of the codebook: the indices of a chain lie in 0..15.
+CODEBOOK_POINTS = 16
+#: Margin of a claim that is no index; those of indices are below.
+OUT_OF_RANGE_MARGIN = 2.0
+#: Tau of a request without ``stat_test``. One that only leaves out ``dist_threshold`` gets that field's default.
+DEFAULT_TAU = 0.025
 
 
 class StatTest(WireMessage):
@@ -65,6 +77,49 @@ def is_mismatch(computed: Sequence[float], received_b64: str, dist_threshold: fl
 def is_distance_mismatch(received: float, computed: float, r_target: float) -> bool:
     """Whether the claimed or the computed distance of a nonce that was claimed valid is not below ``r_target``."""
     return max(received, computed) >= r_target
+
+
+class ChainComparison(NamedTuple):
+    """How a nonce's chain compares with the claimed one, over the steps that both have."""
+
+    n_steps: int
+    n_disagreements: int
+    #: Largest margin of a disagreeing step, 0 if there is none.
+    margin_max: float
+
+    def is_mismatch(self, tau: float) -> bool:
+        """Whether some step disagrees and the largest margin lies strictly above ``tau``."""
+        return self.n_disagreements > 0 and self.margin_max > tau
+
+
+def compare_chain(points: Sequence[int], margins: Sequence[float], claims: Sequence[int]) -> ChainComparison | None:
+    """Compare a recomputed chain with the claimed one, step by step; the longer one's other steps do not count.
+
+    ``margins`` runs parallel to ``points`` and may lack the steps without a claim. Returns None for a chain with a
+    step that was not finite (-1): such a nonce leaves the sample.
+    """
+    if any(point < 0 for point in points):
+        return None
+    compared = min(len(points), len(claims))
+    if len(margins) < compared:
+        raise ValueError(f"margins has {len(margins)} steps, but {compared} are compared: give one for each")
+    apart = [step for step in range(compared) if points[step] != claims[step]]
+    return ChainComparison(compared, len(apart), max((margins[step] for step in apart), default=0.0))
+
+
+def most_missing(requested: int) -> int:
+    """Return how many of the requested nonces may lack a comparison for the rest to get a verdict."""
+    return max(1, requested // 10)
+
+
+def allows_verdict(*, requested: int, compared: int) -> bool:
+    """Whether enough of the requested nonces were compared, and at least one."""
+    return compared > 0 and requested - compared <= most_missing(requested)
+
+
+def effective_tau(stat_test: StatTest | None) -> float:
+    """Return the threshold of a request's test, or of a request without one."""
+    return DEFAULT_TAU if stat_test is None else stat_test.dist_threshold
 
 
 def p_value(n_mismatch: int, n_total: int, p_mismatch: float) -> float:

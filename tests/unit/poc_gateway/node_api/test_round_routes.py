@@ -132,6 +132,7 @@ async def test_a_stop_of_nothing_is_fine(podless: World, prefix: str) -> None:
         ({"params": PARAMS | {"decode": True, "max_tokens": 256}}, "params.decode", "asks for the decode scheme"),
         ({"params": PARAMS | {"scheme": "decode"}}, "params.scheme", "asks for the decode scheme"),
         ({"params": PARAMS | {"max_tokens": -1}}, "params.max_tokens", "greater than or equal to 0"),
+        ({"params": PARAMS | {"max_tokens": 256}}, "params.max_tokens", "asks for decode steps"),
         ({"params": PARAMS | {"other": 1}}, "params.other", "not permitted"),
         ({"n_groups": 2, "group_id": 1}, "", "group_id, n_groups cannot be told to a cluster"),
         ({"params": None, "r_target": 1.4, "use_layer_hooks": True}, "", "use_layer_hooks and use_sign_flips"),
@@ -147,7 +148,7 @@ async def test_what_is_wrong_is_named(
     assert podless.cluster.rounds == {}
 
 
-@pytest.mark.parametrize("more", [{"max_tokens": 256}, {"decode": False}, {"scheme": "prefill", "max_tokens": 0}])
+@pytest.mark.parametrize("more", [{"max_tokens": 0}, {"decode": False}, {"scheme": "prefill", "max_tokens": 0}])
 async def test_what_names_the_prefill_scheme_changes_nothing(world: World, more: dict[str, Any]) -> None:
     for params in (PARAMS, PARAMS | more):  # the same round
         answer = await world.post("inference/pow/init/generate", INIT | {"params": params})
