@@ -79,7 +79,7 @@ def test_without_the_gateway_nothing_of_it_is_left(kube: Kube) -> None:
     # The CRDs mention the gateway in their descriptions.
     rendered = render(kube, OPERATOR_CHART, {"gateway": {"enabled": False}, "crds": {"enabled": False}})
     assert "POC_GATEWAY" not in rendered
-    assert "gateway-url" not in rendered
+    assert "--gateway-url=" not in rendered
     assert not any(body["metadata"]["name"].endswith("-gateway") for body in yaml.safe_load_all(rendered) if body)
 
 
