@@ -38,7 +38,9 @@ POLL_SECONDS = 2.0
 POLLS_PER_TURN = 6
 #: Seconds between two turns of an object that is suspended.
 SUSPENDED_SECONDS = 30.0
-#: Seconds between two looks whether a watch has told of the pods that work.
+#: Seconds between two looks whether a watch has told of the pods that work: at first, as the watches of a new process
+#: tell of all within moments of each other, and at most.
+FIRST_UNTOLD_SECONDS = 0.1
 UNTOLD_SECONDS = 0.5
 
 
@@ -290,10 +292,12 @@ class Reconciler(Generic[WorkT]):
 
     async def _pods_of(self, work: WorkT) -> tuple[Sequence[PodView], Sequence[PodView]]:
         """Return the object's pods, and others that may compute for it, once the watch has told of all that matter."""
+        pause = FIRST_UNTOLD_SECONDS
         while not self._knows_pods:
             self._knows_pods = not await self._is_untold(work)
             if not self._knows_pods:
-                await asyncio.sleep(UNTOLD_SECONDS)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, UNTOLD_SECONDS)
         return self._pods.matching(work), self._pods.holding(work)
 
     async def _is_untold(self, work: WorkT) -> bool:
