@@ -112,7 +112,7 @@ test-cluster: .venv/.lock toolchain ## The chart, real rounds, bad input and the
 	.venv/bin/pytest -m 'cluster and not long' tests/chart tests/cluster tests/docs
 
 .PHONY: test-upgrade
-test-upgrade: .venv/.lock toolchain ## Upgrade and rollback of the operator's chart under a running round, on a real cluster
+test-upgrade: .venv/.lock toolchain ## Upgrade and rollback under a round, fleets that span nodes, and what idle fleets cost, on a real cluster
 	.venv/bin/pytest -m 'cluster and long' tests/cluster
 
 .PHONY: chaos

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -238,9 +238,14 @@ def uids(api: ApiServer, fleet: str) -> set[str]:
     return {body["metadata"]["uid"] for body in pods(api, fleet).values()}
 
 
+def created(body: Mapping[str, Any]) -> tuple[str, int]:
+    """When an Event was created, to the second, and which of those of a second came first."""
+    return body["metadata"]["creationTimestamp"], int(body["metadata"]["resourceVersion"])
+
+
 def events(api: ApiServer, fleet: str) -> list[str]:
     found = api.request("GET", "/api/v1/namespaces/default/events", fieldSelector=f"involvedObject.name={fleet}")[1]
-    return [body["reason"] for body in sorted(found["items"], key=lambda body: body["metadata"]["creationTimestamp"])]
+    return [body["reason"] for body in sorted(found["items"], key=created)]
 
 
 @pytest.mark.usefixtures("operator")

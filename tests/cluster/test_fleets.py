@@ -414,6 +414,7 @@ class IdleEngine:
 
 
 @pytest.mark.usefixtures("operator")
+@pytest.mark.long  # it measures
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_idle_fleets_cost_little(api: ApiServer, operator: Process) -> None:
     """100 fleets of 10 pods, which have passed their self-checks and answer whether they get on."""
