@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is read from the cluster for an overview, and around one object for its explanation."""
 
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -12,7 +14,7 @@ from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import preflight
 from poc_operator.cli.cluster import Cluster, Forbidden, NotFound, Object, UserError, core
 from poc_operator.cli.explanation import Event, Evidence, Subject
-from poc_operator.cli.overview import Seen
+from poc_operator.cli.overview import Overview, Seen, overview
 from poc_operator.cli.pod_metrics import active_pods, read_chat
 from poc_operator.observed import PodView
 
@@ -52,6 +54,18 @@ def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
         ],
         chat=read_chat(cluster, active_pods(rounds)) if chat else {},
     )
+
+
+def overviews(look_once: Callable[[], Seen], seconds: float, over: Callable[[Seen], bool]) -> Iterator[Overview]:
+    """Look every so many seconds until it is over, each time with what has changed since the last look."""
+    before: Seen | None = None
+    while True:
+        seen = look_once()
+        yield overview(seen, before)
+        if over(seen):
+            return
+        before = seen
+        time.sleep(seconds)
 
 
 def known(cluster: Cluster, kind: type[KindT], namespace: str | None) -> list[KindT]:

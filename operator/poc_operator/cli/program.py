@@ -6,20 +6,19 @@ import io
 import os
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from poc_operator.cli import bundle_commands, fleet_commands, output, round_commands, work_commands
 from poc_operator.cli.check_commands import check
-from poc_operator.cli.cluster import FAILED, Cluster, UserError, connect
+from poc_operator.cli.cluster import FAILED, UserError, connect
 from poc_operator.cli.explanation import account, sentences
-from poc_operator.cli.looking import evidence, look, subject
+from poc_operator.cli.looking import evidence, look, overviews, subject
 from poc_operator.cli.options import Context, Everywhere, Kubeconfig, Namespace, Output, SubjectName
 from poc_operator.cli.output import Format
-from poc_operator.cli.overview import Overview, Seen, overview
+from poc_operator.cli.overview import overview
 from poc_operator.cli.overview_tables import tables
 
 PROGRAM = "kubectl-poc"
@@ -64,7 +63,7 @@ def status(
     if watch and format_ is not Format.TABLE:
         raise UserError("--watch shows tables: leave out --output, or ask again in a loop", 2)
     if watch:
-        looks = _looks(cluster, seconds, everywhere=everywhere, chat=chat)
+        looks = overviews(lambda: look(cluster, everywhere=everywhere, chat=chat), seconds, over=lambda _: False)
         output.follow(looks, lambda found: tables(found, everywhere=everywhere))
         return
     found = overview(look(cluster, everywhere=everywhere, chat=chat))
@@ -72,15 +71,6 @@ def status(
         output.console().print(tables(found, everywhere=everywhere))
     else:
         output.show(found.model_dump(mode="json", by_alias=True), format_)
-
-
-def _looks(cluster: Cluster, seconds: float, *, everywhere: bool, chat: bool) -> Iterator[Overview]:
-    before: Seen | None = None
-    while True:
-        seen = look(cluster, everywhere=everywhere, chat=chat)
-        yield overview(seen, before)
-        before = seen
-        time.sleep(seconds)
 
 
 @app.command()

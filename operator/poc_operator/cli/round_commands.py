@@ -2,7 +2,6 @@
 """``round``: create rounds, watch them, and read what came out through the gateway."""
 
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,10 +17,10 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.cli import gateway_proxy, output
 from poc_operator.cli.cluster import FAILED, Cluster, NotFound, UserError, collection, connect
-from poc_operator.cli.looking import now
+from poc_operator.cli.looking import now, overviews
 from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace, Output, RoundName
 from poc_operator.cli.output import Format, number
-from poc_operator.cli.overview import Overview, Seen, overview
+from poc_operator.cli.overview import Overview, Seen
 from poc_operator.cli.overview_tables import tables
 from poc_operator.cli.pod_metrics import active_pods, read_chat
 
@@ -146,15 +145,11 @@ def _shown(found: Overview) -> RenderableType:
 
 
 def _looks(cluster: Cluster, name: str, namespace: str) -> Iterator[Overview]:
-    before: Seen | None = None
-    while True:
+    def look_once() -> Seen:
         found = cluster.object(PoCRound, name, namespace)
-        seen = Seen(now=now(), rounds=[found], chat=read_chat(cluster, active_pods([found])))
-        yield overview(seen, before)
-        if found.status.state.finished:
-            return
-        before = seen
-        time.sleep(WATCH_SECONDS)
+        return Seen(now=now(), rounds=[found], chat=read_chat(cluster, active_pods([found])))
+
+    return overviews(look_once, WATCH_SECONDS, over=lambda seen: seen.rounds[0].status.state.finished)
 
 
 @app.command()

@@ -18,7 +18,7 @@ from poc_operator.cli import output
 from poc_operator.cli.cluster import FAILED, Cluster, UserError, connect
 from poc_operator.cli.options import Context, Kubeconfig, Namespace, Output, complete_round
 from poc_operator.cli.output import Format
-from poc_operator.cli.round_commands import changed, create_object, read_manifest
+from poc_operator.cli.round_commands import changed, create_object, read_manifest, tell_created
 
 NamedNonces = PoCValidation | PoCCalibration
 LOOK_SECONDS = 1.0
@@ -48,7 +48,8 @@ def validate(
 ) -> None:
     """Recompute claimed nonces, or results of a round that the gateway has; exit code 1 if it failed or is fraud."""
     cluster = connect(context, namespace, kubeconfig)
-    if _one_of(file, round_) and round_ is not None:
+    _check_source(file, round_)
+    if round_ is not None:
         spec = of_round(_spec(cluster, round_), ("rTarget", "artifact"))
         proofs = {"round": {"name": round_, "nonces": nonces}}
         manifest = _manifest(PoCValidation, f"{round_}-", {**spec, "proofs": proofs})
@@ -74,7 +75,8 @@ def calibrate(
 ) -> None:
     """Find the rTarget for a wanted share of valid nonces; exit code 1 if it failed."""
     cluster = connect(context, namespace, kubeconfig)
-    if _one_of(file, round_) and round_ is not None:
+    _check_source(file, round_)
+    if round_ is not None:
         spec = of_round(_spec(cluster, round_), ())
         manifest = _manifest(PoCCalibration, f"{round_}-", {**spec, "validRate": valid_rate, "nonces": nonces})
     else:
@@ -84,10 +86,9 @@ def calibrate(
         raise typer.Exit(FAILED)
 
 
-def _one_of(file: Path | None, round_: str | None) -> bool:
+def _check_source(file: Path | None, round_: str | None) -> None:
     if (file is None) == (round_ is None):
         raise UserError("name exactly one of --filename and --round", 2)
-    return True
 
 
 def _spec(cluster: Cluster, name: str) -> Mapping[str, Any]:
@@ -109,22 +110,20 @@ def _manifest(kind: type[NamedNonces], prefix: str, spec: Mapping[str, Any]) -> 
 
 def _created(
     cluster: Cluster,
-    kind: type[PoCValidation] | type[PoCCalibration],
+    kind: type[NamedNonces],
     manifest: dict[str, Any],
     *,
     wait: bool,
     format_: Format,
-) -> PoCValidation | PoCCalibration | None:
+) -> NamedNonces | None:
     """Create the object; with ``wait``, return it once it is over, and tell what came out."""
     if manifest["metadata"].get("name"):
         manifest["metadata"].pop("generateName", None)
     made = create_object(cluster, kind, manifest, dry_run=False)
     name, namespace = made["metadata"]["name"], made["metadata"]["namespace"]
-    if format_ is Format.TABLE:
-        sys.stdout.write(f"{kind.KIND.singular}.poc.gonka.ai/{name} created\n")
+    if format_ is Format.TABLE or not wait:
+        tell_created(kind, made, format_, dry_run=False)
     if not wait:
-        if format_ is not Format.TABLE:
-            output.show(made, format_)
         return None
     found = _ended(cluster, kind, name, namespace, quiet=format_ is not Format.TABLE)
     if format_ is Format.TABLE:
@@ -134,9 +133,7 @@ def _created(
     return found
 
 
-def _ended(
-    cluster: Cluster, kind: type[PoCValidation] | type[PoCCalibration], name: str, namespace: str, *, quiet: bool
-) -> PoCValidation | PoCCalibration:
+def _ended(cluster: Cluster, kind: type[NamedNonces], name: str, namespace: str, *, quiet: bool) -> NamedNonces:
     told = ""
     while True:
         found = cluster.object(kind, name, namespace)
@@ -149,11 +146,11 @@ def _ended(
         time.sleep(LOOK_SECONDS)
 
 
-def _is_fraud(found: PoCValidation | PoCCalibration) -> bool:
+def _is_fraud(found: NamedNonces) -> bool:
     return isinstance(found, PoCValidation) and found.status.verdict is not None and found.status.verdict.fraud
 
 
-def outcome(found: PoCValidation | PoCCalibration) -> str:
+def outcome(found: NamedNonces) -> str:
     """Return what came out in a sentence."""
     status = found.status
     if status.state is State.FAILED:

@@ -60,7 +60,7 @@ def test_a_watch_in_a_pipe_shows_each_look(run: Run, api: ApiPaths, monkeypatch:
         if sum(one.path == seen.ROUNDS for one in api.asked) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("poc_operator.cli.program.time.sleep", pause)
+    monkeypatch.setattr("poc_operator.cli.looking.time.sleep", pause)
     done = run("status", "-w")
     assert (done.code, done.out.count("Slots of round-1")) == (130, 2)
     assert "0.0/s" in done.out  # the slots' rates, known from the second look on
