@@ -164,15 +164,21 @@ def _say(begin: float, what: str) -> None:
     print(f"{time.monotonic() - begin:6.1f} s  {what}", flush=True)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def server_options(description: str | None, *, memory: float) -> argparse.ArgumentParser:
+    """Return a parser with the options of the server that is measured; ``memory`` is its default share of the GPU's."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     served = parser.add_mutually_exclusive_group()
     served.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     served.add_argument("--model", type=Path, help="a folder with weights and a tokenizer that knows chats")
     parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
     parser.add_argument("--enforce-eager", action="store_true", help="neither compile nor capture CUDA graphs")
-    parser.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for vLLM")
+    parser.add_argument("--memory", type=float, default=memory, help="share of the GPU's memory for vLLM")
     parser.add_argument("--flags", default="", help="more flags of the server, as one word")
+    return parser
+
+
+def _options() -> argparse.Namespace:
+    parser = server_options(__doc__, memory=0.5)
     parser.add_argument("--chats", type=int, default=200, help="regular ones, on the idle server and beside PoC each")
     parser.add_argument("--interval", type=float, default=0.25, help="seconds from one chat to the next")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import aiohttp
 
-from benchmarks.chat import SHAPE_FLAGS
+from benchmarks.chat import SHAPE_FLAGS, server_options
 from benchmarks.chat_load import Lengths, Load, Streamed
 from benchmarks.chat_model import write_model
 from benchmarks.figures import Figures, report
-from benchmarks.gpu_shapes import SHAPES
 from benchmarks.receiver import accepting, arrivals
 from tests.vllm.client import K_DIM, Client
 from tests.vllm.server import MODEL_NAME, serving
@@ -146,14 +145,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    served = parser.add_mutually_exclusive_group()
-    served.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    served.add_argument("--model", type=Path, help="a folder with weights and a tokenizer that knows chats")
-    parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
-    parser.add_argument("--enforce-eager", action="store_true", help="neither compile nor capture CUDA graphs")
-    parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
-    parser.add_argument("--flags", default="", help="more flags of the server, as one word")
+    parser = server_options(__doc__, memory=0.8)
     parser.add_argument("--blocks", type=int, default=49_152, help="of chat's KV cache, of 16 tokens each")
     parser.add_argument("--chats", type=int, default=1500, help="that are sent at once")
     parser.add_argument("--processes", type=int, default=8, help="that share the chats")
