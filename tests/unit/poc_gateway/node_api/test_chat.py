@@ -152,8 +152,9 @@ async def test_a_pod_that_takes_no_connection_is_avoided(
     pair.release()
     pair.world.announce("127.0.0.3")  # where nobody listens
     pair.world.announce("127.0.0.4")
-    answers = [await pair.whole() for _ in range(20)]
-    assert answers == [(200, DONE)] * 20
+    # Chance would leave one of them out now and then.
+    monkeypatch.setattr("random.choice", lambda pods: max(pods, key=lambda pod: pod.ip))
+    assert [await pair.whole() for _ in range(10)] == [(200, DONE)] * 10
     refused = [record for record in caplog.records if "no connection to pod" in record.getMessage()]
     assert len(refused) == 2  # each once, and then it was avoided
     monkeypatch.setattr(chat, "monotonic", lambda: monotonic() + chat.AVOID_SECONDS)
