@@ -10,7 +10,8 @@ WAITING ?= --numprocesses $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist l
 # One process takes the tests of the servers that several files share, the other all others (tests/vllm/conftest.py).
 SERVERS ?= --numprocesses 2 --dist loadfile
 
-export PYTHONDONTWRITEBYTECODE := 1
+# Whatever the environment says: processes that tests start would compile all their modules each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The theme's banner about its successor is no news: docs/develop/decisions has a page on it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs
@@ -109,7 +110,7 @@ test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in 
 
 .PHONY: test-cluster
 test-cluster: .venv/.lock toolchain ## The chart, real rounds, bad input and the pages of docs/ on a real cluster
-	.venv/bin/pytest -m 'cluster and not long' tests/chart tests/cluster tests/docs
+	.venv/bin/pytest --numprocesses 2 --durations 40 -m 'cluster and not long' tests/chart tests/cluster tests/docs
 
 .PHONY: test-upgrade
 test-upgrade: .venv/.lock toolchain ## Upgrade and rollback under a round, fleets that span nodes, and what idle fleets cost, on a real cluster

@@ -227,9 +227,7 @@ def _gateway(database: str, folder: Path, receiver: str) -> tuple[KeptProcess, s
         "RECEIVER_PRIVATE": "127.0.0.0/8",
         "PEER_REQUESTS": 1_000_000,  # all pods have one address
     }
-    # Bytecode, as the image has it: the first start writes it, beside nothing of the checkout.
-    variables = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
-    variables |= ENVIRONMENT | {f"POC_GATEWAY_{name}": str(value) for name, value in settings.items()}
+    variables = ENVIRONMENT | {f"POC_GATEWAY_{name}": str(value) for name, value in settings.items()}
     argv = (sys.executable, "-m", "tests.simulation.gateway_process", str(rounds))
     return KeptProcess(argv, variables, folder / "gateway.log"), f"http://127.0.0.1:{port}"
 

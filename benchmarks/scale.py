@@ -9,6 +9,7 @@ the operator, the first list of all pods included. Pods beyond the slots that a 
 import argparse
 import asyncio
 import json
+import os
 import re
 import urllib.request
 from collections import Counter
@@ -29,6 +30,10 @@ START_SECONDS = 300.0
 CREATES = 20
 SETTLING_SECONDS = 15.0
 SAMPLE_SECONDS = 1.0
+#: Samples of many rounds take seconds of the API server and of this process: they wait so many times as long.
+SAMPLE_SHARE = 4
+#: How much less of a busy core simulated pods get than the operator: real ones have machines of their own.
+NICE = 10
 #: A fake batch of 16 nonces takes so long, so that the pods leave the machine's cores to the operator.
 SECONDS_PER_BATCH = 2.0
 _READS = ("GET", "LIST")
@@ -110,13 +115,13 @@ async def steady(fleet: World, slots: int, seconds: float) -> Figures:
     ages, sizes, memory = list[float](), list[int](), list[int]()
     before, told = await asyncio.to_thread(requests), await asyncio.to_thread(series, fleet)
     cpu, own, began = fleet.operator.cpu_seconds, process_time(), monotonic()
-    while monotonic() - began < seconds:
+    while (now := monotonic()) - began < seconds:
         running, largest = await sample(fleet, ages)
         if running != slots:
             print(f"{monotonic() - began:.0f} s: {running} of {slots} slots run")
         sizes.append(largest)
         memory.append(fleet.operator.rss_bytes)
-        await asyncio.sleep(SAMPLE_SECONDS)
+        await asyncio.sleep(max(SAMPLE_SECONDS, SAMPLE_SHARE * (monotonic() - now)))
     wall = monotonic() - began
     cpu, own = fleet.operator.cpu_seconds - cpu, process_time() - own
     after, tells = await asyncio.to_thread(requests), await asyncio.to_thread(series, fleet)
@@ -151,6 +156,7 @@ async def program(rounds: int, pods: int, seconds: float) -> None:
         world(fleets, seconds_per_batch=SECONDS_PER_BATCH, operator_options=options, pod_server=LightSession) as fleet,
         fleet.operator.running(),
     ):
+        os.nice(NICE)  # of this thread, in which the pods are, and not of the operator
         await asyncio.sleep(SETTLING_SECONDS)
         slots = rounds * min(pods, MAX_SLOTS)
         starts = await start(fleet, rounds, slots)

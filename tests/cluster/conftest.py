@@ -2,8 +2,10 @@
 """One cluster for all tests; rounds that clean up after themselves."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
@@ -14,6 +16,34 @@ from tests.cluster.objects import Rounds
 from tests.support.fakes.receiver import Receiver, receiving
 from tests.support.servers.api_server import ApiServer, api_server
 from tests.support.servers.cluster import deployed
+
+#: The work of one process.
+THE_CLUSTER = "the cluster"
+#: Modules whose tests have an API server of their own.
+ALONE = (
+    *("test_bad_specs", "test_fleet_controllers", "test_fleet_groups", "test_fleet_rights", "test_fleet_specs"),
+    *("test_fleets", "test_ml_nodes", "test_process", "test_schema"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _cluster_of(item.nodeid) != THE_CLUSTER and "kube" in getattr(item, "fixturenames", ()):
+            raise pytest.UsageError(f"{item.nodeid} uses the cluster: take its module out of ALONE")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:  # noqa: ANN401 - untyped
+    """Give all tests of the one cluster to one process. They mostly wait, so another takes what needs no cluster."""
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = _cluster_of  # as the schedulers of xdist override it
+    return scheduling
+
+
+def _cluster_of(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    folder, _, name = file.removesuffix(".py").rpartition("/")
+    return file if folder == "tests/cluster" and name in ALONE else THE_CLUSTER
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,7 +21,12 @@ RESTART_SECONDS = 1.0
 END_SECONDS = 30.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PYTHONPATH = os.pathsep.join(str(ROOT / folder) for folder in ("operator", "image", "."))
+_PYTHON = {
+    "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("operator", "image", ".")),
+    # Bytecode, as the images have it: the first start writes it, beside nothing of the checkout.
+    "PYTHONDONTWRITEBYTECODE": "",
+    "PYTHONPYCACHEPREFIX": str(ROOT / "build" / "bytecode"),
+}
 
 
 class KeptProcess:
@@ -29,7 +34,7 @@ class KeptProcess:
 
     def __init__(self, argv: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         self._argv = argv
-        self._environment = {**os.environ, "PYTHONPATH": _PYTHONPATH, **variables}
+        self._environment = {**os.environ, **_PYTHON, **variables}
         self.log = log
         self._process: asyncio.subprocess.Process | None = None
         self._restart_seconds = RESTART_SECONDS
