@@ -45,22 +45,6 @@ def lease_seconds(text: str) -> int:
     return int(text)
 
 
-#: As `gc.set_threshold` takes them. Small steps, since each stops the event loop, and hardly ever all objects: with a
-#: thousand rounds that takes a second.
-_GARBAGE_COLLECTION = (2_000, 5, 2_000)
-
-
-def collect_garbage_rarely() -> None:
-    """Look for garbage less often than Python does by default.
-
-    Each turn of a large round makes a hundred thousand objects and drops them. By default that makes Python search
-    through all that is known of 5 000 pods several times a turn, which stops the event loop for 0.2 s each time.
-    docs/benchmarks.md has the figures.
-    """
-    gc.freeze()  # what is imported stays
-    gc.set_threshold(*_GARBAGE_COLLECTION)
-
-
 def main() -> None:
     """Parse the command line and run until told to stop."""
     parser = argparse.ArgumentParser(prog="poc_operator", description="Runs PoCRounds on vLLM pods.")
@@ -123,7 +107,7 @@ def main() -> None:
     # "Handler ... succeeded" for every event of every pod and every probe says nothing to anybody.
     for noisy in ("aiohttp.access", "kopf.activities", "kopf.objects"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    collect_garbage_rarely()
+    gc.freeze()  # what is imported stays
     kopf.run(
         memo=kopf.Memo(options=options),
         standalone=True,

@@ -15,6 +15,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import EvictionRefused, PodBusy, PodError, PodRefused, StoreError, StoreForbidden
 from poc_operator.clients.pods.client import ClientOf, base_url
+from poc_operator.controller.event_loop import FewRequests
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger
 from poc_operator.observed import Answer, PodReport, PodView
@@ -76,7 +77,7 @@ class Refusals:
 class PodActions:
     """The actions of one object that are under way, and what pods answered to them.
 
-    ``wake`` is set by news, and ``clock`` returns seconds of any monotonic clock.
+    ``wake`` is set by news, and ``clock`` returns seconds of any monotonic clock. ``few`` is shared by all objects.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PodActions:
         *,
         sources: Sources,
         clients: ClientOf,
+        few: FewRequests,
         emit: Emit,
         wake: asyncio.Event,
         log: ObjectLogger,
@@ -93,6 +95,7 @@ class PodActions:
         self._gateway = sources.gateway
         self._owner = sources.owner
         self._clients = clients
+        self._few = few
         self._emit = emit
         self._wake = wake
         self._log = log
@@ -155,15 +158,17 @@ class PodActions:
             self._log.error("an action failed", exc_info=error)
 
     async def _take(self, port: int, action: StartPod | ExtendPod | StopPod | DeletePod) -> None:
-        match action:
-            case StartPod():
-                await self._start(port, action)
-            case ExtendPod():
-                await self._extend(port, action)
-            case StopPod():
-                await self._stop(port, action)
-            case DeletePod(pod=pod):
-                await self._evict(pod)
+        if isinstance(action, DeletePod):
+            await self._evict(action.pod)
+            return
+        async with self._few.one():
+            match action:
+                case StartPod():
+                    await self._start(port, action)
+                case ExtendPod():
+                    await self._extend(port, action)
+                case StopPod():
+                    await self._stop(port, action)
 
     async def _start(self, port: int, start: StartPod) -> None:
         pod = start.pod

@@ -23,6 +23,7 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.clients.pods.tokens import PodClients
 from poc_operator.controller.actions import Emit
+from poc_operator.controller.event_loop import Computing, FewRequests
 from poc_operator.controller.fleet_health import FleetHealth
 from poc_operator.controller.fleet_refs import FleetRefs
 from poc_operator.controller.fleet_surroundings import FleetOptions
@@ -37,7 +38,6 @@ from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.reaper import CONNECTIONS as REAPER_CONNECTIONS
 from poc_operator.controller.reaper import Reaper
 from poc_operator.controller.reconciler import POLL_SECONDS, Reconciler
-from poc_operator.controller.stored_object import Computing
 from poc_operator.controller.untold_pods import UntoldPods
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.leases import LEASE_SECONDS
@@ -140,6 +140,7 @@ class Manager:
         self._others = OtherRounds(time.monotonic)
         self._untold = UntoldPods(store, self._pods)
         self._computing = Computing()
+        self._orders = FewRequests()
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
@@ -363,6 +364,7 @@ class Manager:
             others=self._others,
             untold=self._untold,
             computing=self._computing,
+            orders=self._orders,
         )
 
     async def run(self, uid: str, reconciler: Reconciler[Any]) -> None:

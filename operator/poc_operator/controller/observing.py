@@ -10,8 +10,7 @@ pods, whose reports are held against the answer, and never waits for long.
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -21,6 +20,7 @@ from poc_operator.clients.errors import GatewayError, PodError, PodRefused, PodT
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
+from poc_operator.controller.event_loop import FewRequests
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.leases import Renewal
 from poc_operator.observed import Decision, GatewayReport, PodReport, PodView
@@ -116,10 +116,6 @@ class PodCache:
 _CONCURRENCY = 500
 #: Silent pods that are asked at once: they must leave the client's connections to the others.
 _PROBES = 50
-#: Polls of all rounds that wait for an answer which may come at any moment: what comes at once holds up the event loop.
-FRESH_POLLS = 50
-#: After so long a poll counts no more as one of them: pods that do not answer must not hold up the others.
-FRESH_SECONDS = 0.2
 #: A silent pod that no turn has asked for since so many seconds is forgotten.
 SILENT_SECONDS = 60.0
 
@@ -152,7 +148,7 @@ class PodPoller:
         self._clock = clock
         self._silent: dict[tuple[str, int], _Silent] = {}  # by uid and port
         self._probes = asyncio.Semaphore(_PROBES)
-        self._fresh = asyncio.Semaphore(FRESH_POLLS)
+        self._few = FewRequests()
 
     async def poll(
         self, pods: Iterable[PodView], work: Work, failed: PollFailed, renewal: Renewal | None = None
@@ -171,7 +167,7 @@ class PodPoller:
             if silent is not None:
                 return PodReport(error=str(silent))
             try:
-                async with self._among_few():
+                async with self._few.one():
                     # Not before it is sent: it may have waited.
                     client = await self._clients.of(pod.namespace)
                     return _report(await client.status(base_url(ip, port), _renewed(renewal, pod)), pod, work)
@@ -189,18 +185,6 @@ class PodPoller:
         rest = iter(asked)
         await asyncio.gather(*(ask_in_turn() for _ in range(min(_CONCURRENCY, len(asked)))))
         return reports
-
-    @asynccontextmanager
-    async def _among_few(self) -> AsyncIterator[None]:
-        """Begin when few polls are fresh, and be one of them for a moment."""
-        await self._fresh.acquire()
-        with ExitStack() as fresh:
-            fresh.callback(self._fresh.release)
-            aged = asyncio.get_running_loop().call_later(FRESH_SECONDS, fresh.close)
-            try:
-                yield
-            finally:
-                aged.cancel()
 
     async def close(self) -> None:
         """Give up what is under way."""

@@ -20,6 +20,7 @@ from poc_operator.apis.v1alpha1.status import State, WorkStatus
 from poc_operator.clients.errors import ObjectGone, StaleObject, UnreadableObject
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.controller.actions import Emit, PodActions, PodAsks
+from poc_operator.controller.event_loop import MANY, Computing, FewRequests
 from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBackoff, pods_left
 from poc_operator.controller.fleet_refs import missing_fleet, with_fleet
 from poc_operator.controller.kinds import Planner, Sources, WorkT
@@ -27,7 +28,7 @@ from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache, PodPoller, ProgressWatch, selects
 from poc_operator.controller.other_rounds import OtherRounds
-from poc_operator.controller.stored_object import MANY, Computing, ObjectReader, StatusRecorder
+from poc_operator.controller.stored_object import ObjectReader, StatusRecorder
 from poc_operator.controller.untold_pods import UntoldPods
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.snapshot import AskPod, DeleteWork, Snapshot, Step, Work
@@ -77,6 +78,7 @@ class Reconciler(Generic[WorkT]):
         others: OtherRounds | None = None,
         untold: UntoldPods | None = None,
         computing: Computing | None = None,
+        orders: FewRequests | None = None,
     ) -> None:
         self._resource = kind.resource
         self._ref = ref
@@ -103,7 +105,8 @@ class Reconciler(Generic[WorkT]):
         self.rest_seconds = 0.0
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
-        self._actions = PodActions(sources=sources, clients=clients, emit=emit, wake=self.wake, log=self.log)
+        few = orders or FewRequests()
+        self._actions = PodActions(sources=sources, clients=clients, few=few, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(clients=ask_clients or clients, wake=self.wake)
         self._deleted_since: float | None = None  # by the monotonic clock
         self._others = others or OtherRounds(time.monotonic)

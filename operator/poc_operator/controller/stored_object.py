@@ -8,16 +8,14 @@ A write for every turn of every round would be most of the API server's work. So
 is held back for some seconds. It is lost with the process, and the next one asks the pods anyway.
 """
 
-import asyncio
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.clients.kube.objects import ObjectStore, parse_object
+from poc_operator.controller.event_loop import Computing
 from poc_operator.controller.kinds import WorkT
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.planning.snapshot import Work
@@ -31,54 +29,7 @@ COUNTERS_SECONDS = 15.0
 LATE_SECONDS = 18.0
 EARLY_SECONDS = 1.5
 
-#: What is made of so many shares or pods would hold up the event loop for tens of milliseconds.
-MANY = 300
-#: Seconds of each iteration of the event loop that computations may take. One takes about a millisecond.
-BUDGET_SECONDS = 0.02
-
 Body = Mapping[str, Any]
-T = TypeVar("T")
-
-
-class Computing:
-    """What keeps the event loop busy: for some time at once, or in a thread if it is made of many. One per process.
-
-    Polls of many rounds are answered in the same moment. If all of them planned in one iteration of the event loop, the
-    Lease, the probes and the stops would wait until the last one is done. ``clock`` returns seconds of any monotonic
-    clock.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._waiting = deque[Callable[[], None]]()
-
-    async def done(self, compute: Callable[[], T], size: int) -> T:
-        """Return what is computed of so many shares and pods, after the event loop has looked at all else."""
-        if size >= MANY:
-            return await asyncio.to_thread(compute)
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[T] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._compute)
-        self._waiting.append(partial(_settle, found, compute))
-        return await found
-
-    def _compute(self) -> None:
-        end = self._clock() + BUDGET_SECONDS
-        while self._waiting and self._clock() < end:
-            self._waiting.popleft()()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._compute)
-
-
-def _settle(found: "asyncio.Future[T]", compute: Callable[[], T]) -> None:
-    """Compute what is still waited for."""
-    if found.done():
-        return
-    try:
-        found.set_result(compute())
-    except Exception as error:  # it is the waiting task's
-        found.set_exception(error)
 
 
 class ObjectReader(Generic[WorkT]):

@@ -11,6 +11,7 @@ import kopf
 
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FINALIZER, GROUP
 from poc_operator.clients.gateway import GatewayClient
+from poc_operator.controller.event_loop import collect_garbage
 from poc_operator.controller.fleet_surroundings import FleetOptions
 from poc_operator.controller.health import serve_health, supervised
 from poc_operator.controller.leader_election import LeaderElection
@@ -74,6 +75,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
         "reaper": manager.reaper.run(),
         "watch check": manager.check_watches(memo.options.namespace),
         "lag of the event loop": manager.measure_lag(),
+        "search for garbage": collect_garbage(),
     }
     if manager.fleets is not None:
         tasks["fleets"] = manager.fleets.run()

@@ -18,7 +18,7 @@ from poc_operator.clients.pods import client as pod_client
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.clients.pods.reference_pods import Status
 from poc_operator.clients.pods.tokens import PodClients
-from poc_operator.controller import manager, observing
+from poc_operator.controller import event_loop, manager, observing
 from poc_operator.controller.kinds import RoundPlanner
 from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
@@ -245,7 +245,7 @@ async def test_few_polls_at_a_time_may_be_answered_at_any_moment() -> None:
         poller = PodPoller(client, monotonic)
         found = await asyncio.gather(*(poller.poll(many(1000), round_, lambda _: None) for round_ in rounds))
     assert [len(reports) for reports in found] == [1000, 1000]
-    assert most == observing.FRESH_POLLS
+    assert most == event_loop.MOST
 
 
 async def test_pods_that_do_not_answer_hold_up_no_others() -> None:
@@ -258,7 +258,7 @@ async def test_pods_that_do_not_answer_hold_up_no_others() -> None:
             await go_on.wait()
             raise PodUnreachable(f"nobody listens at {base}, {renewal}")
 
-    pods = 3 * observing.FRESH_POLLS
+    pods = 3 * event_loop.MOST
     async with Client() as client:
         poller = PodPoller(client, monotonic)
         polling = asyncio.create_task(poller.poll(many(pods), a_round(port=free_port()), lambda _: None))

@@ -9,7 +9,8 @@ from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.errors import StoreUnavailable
 from poc_operator.clients.kube.objects import ObjectStore
-from poc_operator.controller.stored_object import COUNTERS_SECONDS, Computing, StatusRecorder
+from poc_operator.controller.event_loop import Computing
+from poc_operator.controller.stored_object import COUNTERS_SECONDS, StatusRecorder
 from tests.unit.poc_operator.build import a_round, a_slot, a_status
 
 

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a turn begins from: the newest that the API server told, without asking it."""
 
-import asyncio
-import threading
-from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -13,8 +9,9 @@ import pytest
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.controller.event_loop import Computing
 from poc_operator.controller.logs import ObjectRef
-from poc_operator.controller.stored_object import BUDGET_SECONDS, MANY, READ_SECONDS, Computing, ObjectReader
+from poc_operator.controller.stored_object import READ_SECONDS, ObjectReader
 from tests.unit.poc_operator.build import UID, a_round
 
 
@@ -134,46 +131,3 @@ async def test_a_request_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPa
             with pytest.raises(StoreUnavailable):
                 await reading.read()
     assert await reading.read() == 12
-
-
-async def test_the_event_loop_looks_at_all_else_when_computations_have_had_their_time() -> None:
-    now = [0.0]
-    computing, done, iterations = Computing(lambda: now[0]), list[int](), [0]
-
-    async def count_iterations() -> None:
-        while True:
-            await asyncio.sleep(0)
-            iterations[0] += 1
-
-    def compute() -> None:
-        done.append(iterations[0])
-        now[0] += BUDGET_SECONDS / 7.5
-
-    counter = asyncio.create_task(count_iterations())
-    await asyncio.gather(*(computing.done(compute, size=1) for _ in range(100)))
-    counter.cancel()
-    assert len(done) == 100
-    assert max(Counter(done).values()) == 8
-    assert len(set(done)) == -(-100 // 8)
-
-
-async def test_what_nobody_waits_for_any_more_is_not_computed() -> None:
-    computing, done = Computing(), list[int]()
-    given_up, waits = (asyncio.create_task(computing.done(partial(done.append, n), size=1)) for n in range(2))
-    await asyncio.sleep(0)
-    given_up.cancel()
-    await waits
-    assert done == [1]
-
-
-@pytest.mark.parametrize(("size", "in_the_loop"), [(MANY - 1, True), (MANY, False)])
-async def test_what_is_made_of_many_shares_is_computed_in_a_thread(size: int, in_the_loop: bool) -> None:
-    own = threading.get_ident()
-    assert (await Computing().done(threading.get_ident, size) == own) is in_the_loop
-
-
-async def test_a_computation_that_fails_holds_up_no_other() -> None:
-    computing = Computing()
-    with pytest.raises(ZeroDivisionError):
-        await computing.done(lambda: 1 // 0, size=1)
-    assert await computing.done(lambda: 1, size=1) == 1

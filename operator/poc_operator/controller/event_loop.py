@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps the event loop busy, a little at a time.
+
+With a thousand rounds much is due in the same moment: answers of pods, plans, orders. All of it in one iteration of the
+event loop would hold up the Lease, the probes and the stops.
+"""
+
+import asyncio
+import gc
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+#: What is made of so many shares or pods would hold up the event loop for tens of milliseconds.
+MANY = 300
+#: Seconds of each iteration of the event loop that computations may take. One takes about a millisecond.
+BUDGET_SECONDS = 0.008
+#: Requests that wait for an answer which may come at any moment. With its answer, each takes about a millisecond.
+MOST = 25
+#: After so many seconds a request counts no more as one of them: pods that do not answer must not hold up the others.
+FRESH_SECONDS = 0.1
+
+#: Seconds between two searches for garbage among what is new, steps of it between two among what is not quite new, and
+#: between two among everything, which takes a second where there are thousands of pods.
+GARBAGE_SECONDS = 0.05
+OLDER_STEPS = 10
+ALL_STEPS = 36_000
+
+T = TypeVar("T")
+
+
+class Computing:
+    """What keeps the event loop busy: for some time at once, or in a thread if it is made of many. One per process.
+
+    Polls of many rounds are answered in the same moment. If all of them planned in one iteration of the event loop, the
+    Lease, the probes and the stops would wait until the last one is done. ``clock`` returns seconds of any monotonic
+    clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._waiting = deque[Callable[[], None]]()
+
+    async def done(self, compute: Callable[[], T], size: int) -> T:
+        """Return what is computed of so many shares and pods, after the event loop has looked at all else."""
+        if size >= MANY:
+            return await asyncio.to_thread(compute)
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[T] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._compute)
+        self._waiting.append(partial(_settle, found, compute))
+        return await found
+
+    def _compute(self) -> None:
+        end = self._clock() + BUDGET_SECONDS
+        while self._waiting and self._clock() < end:
+            self._waiting.popleft()()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._compute)
+
+
+def _settle(found: "asyncio.Future[T]", compute: Callable[[], T]) -> None:
+    """Compute what is still waited for."""
+    if found.done():
+        return
+    try:
+        found.set_result(compute())
+    except Exception as error:  # it is the waiting task's
+        found.set_exception(error)
+
+
+class FewRequests:
+    """Requests of one purpose: one per process for polls, and another for orders, which must not wait for polls."""
+
+    def __init__(self) -> None:
+        self._fresh = asyncio.Semaphore(MOST)
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Begin when few requests are fresh, and be one of them for a moment."""
+        await self._fresh.acquire()
+        with ExitStack() as fresh:
+            fresh.callback(self._fresh.release)
+            aged = asyncio.get_running_loop().call_later(FRESH_SECONDS, fresh.close)
+            try:
+                yield
+            finally:
+                aged.cancel()
+
+
+async def collect_garbage() -> None:
+    """Search for garbage in small steps, for ever, instead of when so many more objects were made than dropped.
+
+    Turns make and drop about the same number. By that rule the new objects become a hundred thousand before Python
+    looks at them, which stops the event loop for up to 0.1 s; docs/benchmarks.md has the figures.
+    """
+    gc.disable()
+    for step in itertools.count(1):
+        await asyncio.sleep(GARBAGE_SECONDS)
+        if step % ALL_STEPS == 0:
+            gc.collect()
+        else:
+            gc.collect(1 if step % OLDER_STEPS == 0 else 0)
