@@ -22,7 +22,7 @@ BUDGET_SECONDS = 0.008
 #: Requests that wait for an answer which may come at any moment. With its answer, each takes about a millisecond.
 MOST = 25
 #: After so many seconds a request counts no more as one of them: pods that do not answer must not hold up the others.
-FRESH_SECONDS = 0.1
+FRESH_SECONDS = 0.05
 
 #: Seconds between two searches for garbage among what is new, steps of it between two among what is not quite new, and
 #: between two among everything, which takes a second where there are thousands of pods.
