@@ -16,15 +16,15 @@ def program() -> None:
     parser.add_argument("--base", help="base image in our buildah storage (default: a Debian image made here)")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     context = commands.add_parser("site", help="print the folder to build the role's image from, with any builder")
-    context.add_argument(
-        "--machine", type=Machine.named, help="amd64 or arm64 (default: the processor of this machine)"
-    )
+    machine_help = "processor of the image (default: that of this machine)"
+    context.add_argument("--machine", choices=["amd64", "arm64"], help=machine_help)
     context.add_argument("role", choices=list(Role), type=Role)
     options = parser.parse_args()
     # Progress must not end up in $(python3 -m hack.images ...).
     with contextlib.redirect_stdout(sys.stderr):
         if options.command == "site":
-            lines = [str(site(options.role, options.machine))]
+            machine = Machine.named(options.machine) if options.machine else None
+            lines = [str(site(options.role, machine))]
         else:
             lines = [build(role, options.base) for role in Role]
     print("\n".join(lines))
