@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+from hack.demo.guide import introduction, next_steps
 from hack.demo.looks import deployment, fleet, round_progress
 from hack.demo.progress import follow
 from hack.deploy.kube import Kube, current_kube
@@ -23,6 +24,7 @@ from hack.deploy.releases import (
 )
 from hack.images.site import ROOT
 from hack.toolchain.common import UserError, main, step
+from hack.toolchain.tools import TOOL_SETS
 
 ROUND = ROOT / "docs" / "examples" / "round.yaml"
 ROUND_SECONDS = 900.0
@@ -36,6 +38,7 @@ def program() -> None:
     parser.add_argument("--fleet", type=Path, help="a PoCFleet's manifest (with --cluster current)")
     options = parser.parse_args()
     if options.cluster == "local":
+        print(introduction([tools.name for tools in TOOL_SETS if not tools.folder.exists()]), flush=True)
         kube = deploy_locally()
         _follow_operator(kube)
         replace_outdated(kube)
@@ -99,12 +102,15 @@ def _run_round(kube: Kube) -> None:
 
 def _say_what_next(kube: Kube) -> None:
     """Print the lines that a newcomer tries next."""
-    setting = "" if kube.kubeconfig is None else f"export KUBECONFIG={kube.kubeconfig}; "
     print("Try next:")
-    print(f"  {setting}alias kubectl={kube.kubectl_path}; kubectl -n {NAMESPACE} describe pocround demo")
-    print(f"  kubectl -n {NAMESPACE} get pocfleets")
-    print(f"  kubectl -n {NAMESPACE} delete pocround demo; kubectl -n {NAMESPACE} apply -f docs/examples/round.yaml")
-    print(f"  kubectl -n {NAMESPACE} get pocrounds -o wide -w")
+    steps = next_steps(
+        kubectl=kube.kubectl_path,
+        kubeconfig=kube.kubeconfig,
+        system=SYSTEM_NAMESPACE,
+        namespace=NAMESPACE,
+        gateway=GATEWAY,
+    )
+    print("\n".join(f"  {line}" for line in steps))
 
 
 if __name__ == "__main__":

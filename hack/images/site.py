@@ -5,6 +5,7 @@ The folder is made outside of the image's build, so that the build itself needs 
 """
 
 import hashlib
+import platform
 import shutil
 import sys
 from enum import StrEnum
@@ -16,11 +17,32 @@ from hack.uv import uv_environment, uv_path
 ROOT = Path(__file__).resolve().parents[2]
 # What the images' Python must be; Debian 12's is.
 PYTHON_VERSION = "3.11"
-PLATFORM = "x86_64-manylinux_2_28"
+_PLATFORM = "manylinux_2_28"
 LIMIT = 300.0
 
 #: What a folder is made of beside its sources; to be changed with it, so that folders of before are not taken.
 _LAYOUT = "with bytecode"
+
+
+class Machine(StrEnum):
+    """The processor of an image, as its packages name it."""
+
+    X86_64 = "x86_64"
+    AARCH64 = "aarch64"
+
+    @classmethod
+    def named(cls, name: str) -> "Machine":
+        """Return the processor that Python, Linux or a registry calls ``name``; ValueError for another one."""
+        return cls({"amd64": "x86_64", "arm64": "aarch64"}.get(name.lower(), name.lower()))
+
+    @classmethod
+    def of_this(cls) -> "Machine":
+        """Return this machine's; UserError if there are no images for it."""
+        try:
+            return cls.named(platform.machine())
+        except ValueError:
+            raise UserError(f"there are no images for {platform.machine()}: name --machine amd64 or arm64.") from None
+
 
 BUILD_LOCK = ROOT / "locks" / "build.txt"
 
@@ -38,19 +60,23 @@ class Role(StrEnum):
         return None if self is Role.WORKER else ROOT / "locks" / f"{self}.txt"
 
 
-def site(role: Role) -> Path:
-    """Return the folder of the role's image, making it first where the sources have changed."""
-    folder = cache() / "sites" / f"{role}-{fingerprint(role)}"
+def site(role: Role, machine: Machine | None = None) -> Path:
+    """Return the folder of the role's image, making it first where the sources have changed.
+
+    Without a ``machine`` it is for the processor of this one.
+    """
+    machine = machine or Machine.of_this()
+    folder = cache() / "sites" / f"{role}-{fingerprint(role, machine)}"
     with exclusive("sites"):
         if not folder.exists():
             with step(f"packages of the {role} image"):
-                _make(role, folder)
+                _make(role, machine, folder)
     return folder
 
 
-def fingerprint(role: Role) -> str:
+def fingerprint(role: Role, machine: Machine | None = None) -> str:
     """Return a hash of everything that the role's image is made of, but for its base."""
-    digest = hashlib.sha256(f"{role}, {_LAYOUT}".encode())
+    digest = hashlib.sha256(f"{role}, {machine or Machine.of_this()}, {_LAYOUT}".encode())
     for path in _sources(role):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
@@ -67,13 +93,13 @@ def _package_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
-def _make(role: Role, folder: Path) -> None:
+def _make(role: Role, machine: Machine, folder: Path) -> None:
     # A folder without the suffix is complete, since renaming is atomic.
     unfinished = folder.with_suffix(".part")
     shutil.rmtree(unfinished, ignore_errors=True)
     if role.lock is not None:
-        _install(unfinished, "--require-hashes", "--requirement", role.lock)
-    _install(unfinished, _wheel())
+        _install(unfinished, machine, "--require-hashes", "--requirement", role.lock)
+    _install(unfinished, machine, _wheel())
     if role.lock is not None:  # the worker's base has its own Python, of any version
         compile_bytecode(unfinished)
     unfinished.rename(folder)
@@ -108,9 +134,16 @@ def _python() -> str:
     return found
 
 
-def _install(folder: Path, *what: str | Path) -> None:
+def _install(folder: Path, machine: Machine, *what: str | Path) -> None:
     argv: list[str | Path] = [uv_path(), "pip", "install", "--quiet", "--no-deps", "--target", folder]
-    argv += ["--python-version", PYTHON_VERSION, "--python-platform", PLATFORM, "--only-binary", ":all:"]
+    argv += [
+        "--python-version",
+        PYTHON_VERSION,
+        "--python-platform",
+        f"{machine}-{_PLATFORM}",
+        "--only-binary",
+        ":all:",
+    ]
     run([*argv, *what], limit=LIMIT, env=uv_environment(), cwd=ROOT)
 
 

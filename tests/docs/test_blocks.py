@@ -27,12 +27,17 @@ NOT_RUN = {
     "docs/operate/archive.md": 3,
     "docs/operate/backup.md": 5,
     "docs/operate/fleets.md": 1,
+    "docs/operate/gitops.md": 1,
     "docs/operate/kubectl-poc.md": 1,
     "docs/operate/rounds.md": 3,
     "docs/operate/runbooks/alerts.md": 36,
     "docs/operate/runbooks/fleets.md": 26,
     "docs/operate/runbooks/work.md": 71,
+    "docs/operate/upgrade.md": 1,
     "docs/operate/web-page.md": 1,
+    "docs/start/docker-compose.md": 6,
+    "docs/start/laptop.md": 2,
+    "docs/start/own-vllm.md": 3,
     "docs/start/quick-start.md": 1,
 }
 

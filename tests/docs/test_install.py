@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quick start installs fits together: helm renders its commands with its own values file, and the operator
+"""What the starts install fits together: helm renders its commands with its own values file, and the operator
 makes of its fleet what it would make in a cluster.
 
 A reader meets a mistake here in the first hour: a callback host that the pods refuse, a volume that nobody made.
@@ -18,7 +18,7 @@ import yaml
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.fleets.render import render
-from poc_operator.fleets.resolve import Resolved, Surroundings, packaged, resolve
+from poc_operator.fleets.resolve import TOKEN_SECRET, Resolved, Surroundings, packaged, resolve
 from tests.docs.pages import ROOT, Block, blocks
 from vllm_poc.server.admission import Access, Answered
 from vllm_poc.server.settings import Settings
@@ -45,6 +45,7 @@ class Installation:
 
     objects: list[tuple[str, dict[str, Any]]]
     created: set[Thing]
+    round_file: Path
 
     def workloads(self) -> list[tuple[str, dict[str, Any]]]:
         """The Deployments of the chart, and the StatefulSets that the operator makes."""
@@ -55,13 +56,17 @@ def _page(name: str) -> list[Block]:
     return [block for block in blocks() if block.page.name == name]
 
 
-@pytest.fixture
-def installation(helm: Path, tmp_path: Path) -> Installation:
-    """Everything that the quick start installs, as helm renders it from the files that the page shows."""
-    page = _page("quick-start.md")
+#: The starts that install everything, with the place of their round.
+PAGES = {"quick-start.md": "round.yaml", "laptop.md": "docs/examples/laptop/round.yaml"}
+
+
+@pytest.fixture(params=PAGES)
+def installation(request: pytest.FixtureRequest, helm: Path, tmp_path: Path) -> Installation:
+    """Everything that a start installs, as helm renders it from the files that the page shows or names."""
+    page = _page(request.param)
     for folder in ("charts", "docs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    found = Installation(objects=[], created=set())
+    found = Installation(objects=[], created=set(), round_file=tmp_path / PAGES[request.param])
     for block in page:
         if block.title:
             (tmp_path / block.title).write_text(block.text)
@@ -75,7 +80,7 @@ def installation(helm: Path, tmp_path: Path) -> Installation:
 
 def _rendered(helm: Path, folder: Path, command: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the objects of one ``helm upgrade --install``, each with its namespace."""
-    words = command.removeprefix(_INSTALL).replace("--create-namespace", "").split()
+    words = command.removeprefix(_INSTALL).replace("--create-namespace", "").replace("--wait", "").split()
     namespace = words[words.index("--namespace") + 1]
     done = subprocess.run(
         [helm, "template", *words], cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False
@@ -126,7 +131,7 @@ def _option(installation: Installation, name: str) -> str:
         for argument in body["spec"]["template"]["spec"]["containers"][0].get("args", []):
             if argument.startswith(f"{name}="):
                 return str(argument.partition("=")[2])
-    pytest.fail(f"the quick start's operator has no {name}")
+    pytest.fail(f"the page's operator has no {name}")
 
 
 def _references(namespace: str, part: Any) -> set[Thing]:  # noqa: ANN401 - any part of a manifest
@@ -173,13 +178,16 @@ def test_everything_that_a_pod_names_is_made(installation: Installation) -> None
         Thing(namespace, body["kind"], body["metadata"]["name"]) for namespace, body in installation.objects
     }
     needed = {thing for namespace, body in installation.workloads() for thing in _references(namespace, body)}
+    # The operator makes this one for fleets where it does not exist.
+    token = _option(installation, "--pod-token-secret")
+    needed -= {thing for thing in needed if thing.name == token == TOKEN_SECRET}
     assert needed - made == set()
 
 
 def test_rounds_ask_for_the_model_that_the_pods_serve(installation: Installation) -> None:
     arguments = _worker(installation)["spec"]["template"]["spec"]["containers"][0]["args"]
     served = {argument.partition("=")[2] for argument in arguments if argument.startswith("--served-model-name=")}
-    rounds = [yaml.safe_load(block.text) for block in _page("quick-start.md") if block.title == "round.yaml"]
-    assert {body["spec"]["model"]["name"] for body in rounds} == served
+    spec = yaml.safe_load(installation.round_file.read_text())["spec"]
+    assert {spec["model"]["name"]} == served
     fleets = {thing.name for thing in installation.created if thing.kind == PoCFleet.KIND.kind}
-    assert {body["spec"]["fleetRef"]["name"] for body in rounds} == fleets
+    assert {spec["fleetRef"]["name"]} == fleets

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo says before it begins, and where it leads when it has ended."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+#: What a run takes on two idle cores, in minutes; docs/benchmarks.md has the measurements.
+_COLD_MINUTES, _WARM_MINUTES = 15, 2
+_PORT = 8080
+
+
+def introduction(missing: Sequence[str]) -> str:
+    """Return what the demo will do on this machine, and how long that takes.
+
+    ``missing`` names the tools that have to be built from source first.
+    """
+    minutes = _COLD_MINUTES if missing else _WARM_MINUTES
+    build = f"build {', '.join(missing)} from source" if missing else "nothing to build: the tools are there"
+    return "\n".join(
+        (
+            f"The demo takes some {minutes} minutes on two cores:",
+            f"  1. {build}",
+            "  2. start a cluster of one Kubernetes node, which nothing outside of this machine can reach",
+            "  3. install the operator and the gateway, and start a fleet of two vLLM pods on the CPU",
+            "  4. run a round on them for 30 seconds",
+            "make demo-down ends all of it. Everything lies in POC_HOME.",
+        )
+    )
+
+
+def next_steps(*, kubectl: Path | str, kubeconfig: Path | None, system: str, namespace: str, gateway: str) -> list[str]:
+    """Return the lines for a newcomer after the round: commands for a shell, and comments.
+
+    ``system`` is the namespace of the ``gateway``'s Service and Secret, ``namespace`` that of fleet and round.
+    """
+    setting = [] if kubeconfig is None else [f"export KUBECONFIG={shlex.quote(str(kubeconfig))}"]
+    secret = f"kubectl -n {system} get secret {gateway}-tokens -o jsonpath='{{.data.token}}'"
+    return [
+        "# Look at the round and the fleet:",
+        *setting,
+        f"alias kubectl={shlex.quote(str(kubectl))}",
+        f"kubectl -n {namespace} describe pocround demo",
+        f"kubectl -n {namespace} get pocfleets",
+        f"# The web page: forward its port, open http://localhost:{_PORT}/web/ and give it the token:",
+        f"{secret} | base64 -d | cut -d, -f1",
+        f"kubectl -n {system} port-forward service/{gateway} {_PORT}",
+        "# Another round, and the live view of the plugin (docs/operate/kubectl-poc.md installs it):",
+        f"kubectl -n {namespace} delete pocround demo; kubectl -n {namespace} apply -f docs/examples/round.yaml",
+        f"kubectl poc -n {namespace} status -w",
+    ]
