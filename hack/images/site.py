@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the images' Python must be; Debian 12's is.
 PYTHON_VERSION = "3.11"
 PLATFORM = "x86_64-manylinux_2_28"
+ARM_PLATFORM = "aarch64-manylinux_2_28"
 LIMIT = 300.0
 
 #: What a folder is made of beside its sources; to be changed with it, so that folders of before are not taken.
@@ -38,13 +39,14 @@ class Role(StrEnum):
         return None if self is Role.WORKER else ROOT / "locks" / f"{self}.txt"
 
 
-def site(role: Role) -> Path:
+def site(role: Role, platform: str = PLATFORM) -> Path:
     """Return the folder of the role's image, making it first where the sources have changed."""
-    folder = cache() / "sites" / f"{role}-{fingerprint(role)}"
+    suffix = "" if platform == PLATFORM else f"-{platform}"
+    folder = cache() / "sites" / f"{role}-{fingerprint(role)}{suffix}"
     with exclusive("sites"):
         if not folder.exists():
             with step(f"packages of the {role} image"):
-                _make(role, folder)
+                _make(role, folder, platform)
     return folder
 
 
@@ -67,13 +69,13 @@ def _package_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
-def _make(role: Role, folder: Path) -> None:
+def _make(role: Role, folder: Path, platform: str) -> None:
     # A folder without the suffix is complete, since renaming is atomic.
     unfinished = folder.with_suffix(".part")
     shutil.rmtree(unfinished, ignore_errors=True)
     if role.lock is not None:
-        _install(unfinished, "--require-hashes", "--requirement", role.lock)
-    _install(unfinished, _wheel())
+        _install(unfinished, platform, "--require-hashes", "--requirement", role.lock)
+    _install(unfinished, platform, _wheel())
     if role.lock is not None:  # the worker's base has its own Python, of any version
         compile_bytecode(unfinished)
     unfinished.rename(folder)
@@ -86,7 +88,7 @@ def compile_bytecode(folder: Path) -> None:
     the images' version.
     """
     argv: list[str | Path] = [
-        _python(),
+        python_path(),
         "-m",
         "compileall",
         "-q",
@@ -99,7 +101,8 @@ def compile_bytecode(folder: Path) -> None:
     run(argv, limit=LIMIT)
 
 
-def _python() -> str:
+def python_path() -> str:
+    """Return a Python of the images' version, which compiles what they have. UserError without one."""
     if ".".join(map(str, sys.version_info[:2])) == PYTHON_VERSION:
         return sys.executable
     found = shutil.which(f"python{PYTHON_VERSION}")
@@ -108,9 +111,9 @@ def _python() -> str:
     return found
 
 
-def _install(folder: Path, *what: str | Path) -> None:
+def _install(folder: Path, platform: str, *what: str | Path) -> None:
     argv: list[str | Path] = [uv_path(), "pip", "install", "--quiet", "--no-deps", "--target", folder]
-    argv += ["--python-version", PYTHON_VERSION, "--python-platform", PLATFORM, "--only-binary", ":all:"]
+    argv += ["--python-version", PYTHON_VERSION, "--python-platform", platform, "--only-binary", ":all:"]
     run([*argv, *what], limit=LIMIT, env=uv_environment(), cwd=ROOT)
 
 
