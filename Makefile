@@ -20,7 +20,7 @@ MIKE := PATH="$(CURDIR)/.venv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mike
 
 .PHONY: help
 help: ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
 
 .PHONY: demo
 demo: ## From a bare machine to a completed round (CLUSTER=current: on the cluster of your kubeconfig)
@@ -131,6 +131,26 @@ toolchain:
 .PHONY: images
 images: toolchain ## Build the images and print their names
 	@$(PYTHON) -m hack.images
+
+.PHONY: release-artifacts
+release-artifacts: .venv/.lock ## Build all files of a release into build/release/VERSION
+	@PYTHONPATH=. .venv/bin/python -m hack.release build
+
+.PHONY: release-lock
+release-lock: .venv/.lock ## Pin the newest Debian packages for the base of the images
+	@PYTHONPATH=. .venv/bin/python -m hack.release lock
+
+.PHONY: test-release
+test-release: .venv/.lock ## Build the release twice, compare the bytes, start the programs of the images; needs root
+	.venv/bin/pytest tests/release
+
+.PHONY: audit
+audit: .venv/.lock ## Look the locked packages up among known vulnerabilities
+	@PYTHONPATH=. .venv/bin/python -m hack.release audit
+
+.PHONY: check-workflows
+check-workflows: .venv/.lock ## Check .github/workflows by the schema of GitHub Actions
+	@PYTHONPATH=. .venv/bin/python -m hack.release check-workflows
 
 .PHONY: docs
 docs: .venv/.lock ## Build the docs site into build/site

@@ -16,6 +16,7 @@ lock pyproject.toml --extra cli --extra operator --extra gateway --extra dev --e
     --output-file locks/dev.txt
 python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' |
     lock - --output-file locks/build.txt
+lock hack/release/tools.in --output-file locks/release.txt
 for version in $(python3 -m hack.vllm versions); do
     python3 -m hack.vllm lock --version "$version"
 done

@@ -52,7 +52,7 @@ def _make() -> None:
         root = Path(scratch) / "root"
         packages = ",".join(PACKAGES)
         options = ("--variant=minbase", f"--include={packages}")
-        run(["debootstrap", *options, SUITE, root, _mirror()], limit=DEBOOTSTRAP_LIMIT)
+        run(["debootstrap", *options, SUITE, root, debian_mirror()], limit=DEBOOTSTRAP_LIMIT)
         for name in LEFTOVERS:
             shutil.rmtree(root / name)
             (root / name).mkdir()
@@ -61,7 +61,7 @@ def _make() -> None:
         buildah("build", "--tag", base_image_name(), "--file", dockerfile, root)
 
 
-def _mirror() -> str:
+def debian_mirror() -> str:
     """The Debian mirror that this machine's apt uses itself."""
     listing = ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(SITE)", "Created-By: Packages"]
     for line in run(listing, limit=30).splitlines():

@@ -112,7 +112,7 @@ def compile_bytecode(folder: Path) -> None:
     the images' version.
     """
     argv: list[str | Path] = [
-        _python(),
+        python_path(),
         "-m",
         "compileall",
         "-q",
@@ -125,7 +125,8 @@ def compile_bytecode(folder: Path) -> None:
     run(argv, limit=LIMIT)
 
 
-def _python() -> str:
+def python_path() -> str:
+    """Return a Python of the images' version, which compiles what they have. UserError without one."""
     if ".".join(map(str, sys.version_info[:2])) == PYTHON_VERSION:
         return sys.executable
     found = shutil.which(f"python{PYTHON_VERSION}")

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two builds in two homes give the same bytes, and what is in the images starts."""
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from hack.images.site import ROOT
+from hack.release.python_packages import version
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+#: What each program loads first, with all its compiled libraries.
+IMPORTS = {
+    "operator": "import kopf, aiohttp, ssl, poc_operator.handlers",
+    "gateway": "import psycopg, pyarrow.parquet, sqlite3, uvloop, httptools, poc_gateway.server",
+}
+
+
+def _build(out: Path, home: Path | None) -> Path:
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    if home is not None:
+        environment["POC_HOME"] = str(home)
+    argv = [sys.executable, "-m", "hack.release", "build", "--out", str(out)]
+    subprocess.run(argv, check=True, cwd=ROOT, env=environment)
+    return out
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build(tmp_path_factory.mktemp("release") / "out", None)
+
+
+def test_two_builds_give_the_same_bytes(release: Path, tmp_path: Path) -> None:
+    again = _build(tmp_path / "out", tmp_path / "home")
+    assert (again / "SHA256SUMS").read_text() == (release / "SHA256SUMS").read_text()
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=again, check=True)
+
+
+@pytest.mark.parametrize("role", IMPORTS)
+def test_the_program_of_an_image_starts(role: str, release: Path, tmp_path: Path) -> None:
+    _unpack(release / f"vllm-poc-{role}-{version()}.oci.tar", tmp_path)
+    argv = ["chroot", "--userspec=65532:65532", str(tmp_path), "/usr/bin/python3", "-c", IMPORTS[role]]
+    environment = {"PYTHONPATH": f"/opt/vllm-poc-{role}", "LANG": "C.UTF-8"}
+    ended = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def _unpack(archive: Path, root: Path) -> None:
+    """Unpack the image for the machine that the tests run on, which is amd64, as the images' first one is."""
+    with tarfile.open(archive) as opened:
+        files = {member.name: opened.extractfile(member).read() for member in opened}  # type: ignore[union-attr]
+
+    def blob(digest: str) -> bytes:
+        return files[f"blobs/{digest.replace(':', '/')}"]
+
+    (named,) = json.loads(files["index.json"])["manifests"]
+    first = json.loads(blob(named["digest"]))["manifests"][0]
+    for layer in json.loads(blob(first["digest"]))["layers"]:
+        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(blob(layer["digest"])))) as content:
+            content.extractall(root, filter="tar")
