@@ -117,7 +117,7 @@ def _of_fleets(command: str, folder: Path, installed: Installation) -> list[tupl
         around = Surroundings(
             presets=packaged(),
             image=_option(installed, "--worker-image"),
-            token_secret=_option(installed, "--pod-token-secret"),
+            token_secret=_option(installed, "--pod-token-secret", TOKEN_SECRET),
         )
         resolved = resolve(fleet.spec, around)
         assert isinstance(resolved, Resolved), resolved
@@ -125,12 +125,14 @@ def _of_fleets(command: str, folder: Path, installed: Installation) -> list[tupl
     return found
 
 
-def _option(installation: Installation, name: str) -> str:
-    """Return the value of an option that the chart gives to the operator."""
+def _option(installation: Installation, name: str, default: str | None = None) -> str:
+    """Return the value of an option that the chart gives to the operator, or what the operator takes without it."""
     for _, body in installation.workloads():
         for argument in body["spec"]["template"]["spec"]["containers"][0].get("args", []):
             if argument.startswith(f"{name}="):
                 return str(argument.partition("=")[2])
+    if default is not None:
+        return default
     pytest.fail(f"the page's operator has no {name}")
 
 
@@ -179,7 +181,7 @@ def test_everything_that_a_pod_names_is_made(installation: Installation) -> None
     }
     needed = {thing for namespace, body in installation.workloads() for thing in _references(namespace, body)}
     # The operator makes this one for fleets where it does not exist.
-    token = _option(installation, "--pod-token-secret")
+    token = _option(installation, "--pod-token-secret", TOKEN_SECRET)
     needed -= {thing for thing in needed if thing.name == token == TOKEN_SECRET}
     assert needed - made == set()
 
