@@ -7,6 +7,8 @@ be pickled:
 - ``poc_describe() -> ModelFacts``
 - ``poc_compute(BatchRequest) -> BatchResult``
 - ``poc_warm_up(BatchRequest, segment_seconds, keep) -> PassTiming``
+- ``poc_prepare_decode(DecodeSetup) -> DecodeFacts``
+- ``poc_decode(DecodeRequest) -> DecodeResult``
 
 Any of them may answer `Failure` instead.
 """
@@ -137,6 +139,75 @@ class BatchResult(TypedDict):
     not_finite: list[int]
     distances: NotRequired[list[float]]
     vectors: NotRequired[list[str]]
+
+
+class DecodeSetup(TypedDict):
+    """What a server needs for the decode scheme.
+
+    ``codebook`` is the path of the network's file, and None if the points are to be rebuilt for an experiment
+    (``rebuild``) or nobody brought any. ``reserve_bytes`` are set aside for the keys and values of chains.
+    """
+
+    codebook: str | None
+    rebuild: bool
+    reserve_bytes: int
+
+
+class DecodeFacts(TypedDict):
+    """What a worker says about the decode scheme; ``refusal`` is the reason why it cannot run on this server.
+
+    ``block_tokens`` and ``block_bytes`` run parallel, by kind of attention: how many tokens a block of a sequence
+    holds, and what such a block takes in all layers. ``rebuilt`` says that the codebook is not the network's.
+    """
+
+    refusal: str | None
+    rebuilt: bool
+    reserve_bytes: int
+    block_tokens: list[int]
+    block_bytes: list[int]
+    max_batch_nonces: int
+
+
+def chain_nonces(facts: DecodeFacts, tokens: int) -> int:
+    """Return how many chains of so many tokens the reserve holds at a time; 0 if not even one."""
+    blocks = [-(-tokens // size) for size in facts["block_tokens"]]
+    each = sum(count * size for count, size in zip(blocks, facts["block_bytes"], strict=True))
+    # The first block of each kind of attention is left empty.
+    free = facts["reserve_bytes"] - sum(facts["block_bytes"])
+    return max(0, min(facts["max_batch_nonces"], free // each if each else 0))
+
+
+class DecodeRequest(TypedDict):
+    """Chains of these nonces: a prefill of ``seq_len`` tokens, and ``max_tokens`` steps of one token.
+
+    An answer that is not complete says that the same request is to be repeated, as often as it takes: the workers do
+    ``passes`` forward passes each time, and go on where they were. Another request in between begins anew.
+
+    ``forced`` is empty, or has the claimed indices of each nonce: each step then goes on from the claim of the step
+    before. Steps behind the end of a claim go on from their own index.
+    """
+
+    block_hash: str
+    public_key: str
+    nonces: list[int]
+    seq_len: int
+    max_tokens: int
+    forced: list[list[int]]
+    passes: int
+
+
+class DecodeResult(TypedDict):
+    """What the first rank answers; the other ranks answer None. Without results if it is not ``complete``.
+
+    ``indices`` has max_tokens + 1 own indices for each nonce of the request, -1 where a hidden state was not finite.
+    ``margins`` runs parallel to the claims of ``forced``: how far the claimed point scores below the best one.
+    ``rebuilt`` says that the codebook is not the network's, so that the indices are for experiments alone.
+    """
+
+    complete: bool
+    indices: list[list[int]]
+    margins: list[list[float]]
+    rebuilt: bool
 
 
 class ModelFacts(TypedDict):

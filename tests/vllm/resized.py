@@ -8,11 +8,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
-def write_resized(like: Path, folder: Path, *, hidden: int, layers: int) -> None:
-    """Write a model of the architecture and with the tokenizer of ``like``, of this hidden size and depth."""
+def write_resized(like: Path, folder: Path, *, hidden: int, layers: int, **changes: object) -> None:
+    """Write a model of the architecture and with the tokenizer of ``like``, of this hidden size and depth.
+
+    ``changes`` are other fields of its configuration.
+    """
     shutil.copytree(like, folder)
     config = AutoConfig.from_pretrained(like)
-    config.update({"hidden_size": hidden, "num_hidden_layers": layers, "initializer_range": hidden**-0.5})
+    size = {"hidden_size": hidden, "num_hidden_layers": layers, "initializer_range": hidden**-0.5}
+    config.update({**size, **changes})
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = config.layer_types[:1] * layers
     torch.manual_seed(0)

@@ -3,14 +3,26 @@
 
 import asyncio
 import importlib
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassTiming
+from vllm_poc.rpc import (
+    BatchRequest,
+    BatchResult,
+    DecodeFacts,
+    DecodeRequest,
+    DecodeResult,
+    DecodeSetup,
+    ModelFacts,
+    PassFields,
+    PassTiming,
+)
 
 #: Exceptions of workers whose device has no room.
 _NO_MEMORY = ("MemoryError:", "OutOfMemoryError:")
 #: Whoever waits for a call to end looks this often.
 _LOOK_SECONDS = 0.005
+
+T = TypeVar("T")
 
 
 def vllm_version() -> str:
@@ -103,9 +115,7 @@ class VllmEngine:
     async def compute(self, batch: BatchRequest) -> BatchResult:
         """Run the batch's forward passes, or a segment of one. EngineError if it fails or takes too long."""
         results: list[BatchResult] = await self._call("poc_compute", batch)
-        if len(results) != 1:
-            raise EngineError(f"poc_compute was answered by {len(results)} workers instead of one")
-        return results[0]
+        return _only("poc_compute", results)
 
     async def warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         """Let the workers ready such a forward pass, and drop all that they captured of other kinds than ``keep``.
@@ -114,6 +124,19 @@ class VllmEngine:
         """
         ranks: list[PassTiming] = await self._call("poc_warm_up", batch, segment_seconds, keep)
         return ranks[0]  # they answer alike
+
+    async def prepare_decode(self, setup: DecodeSetup) -> DecodeFacts:
+        """Let the workers set memory aside for the decode scheme; say what that allows, or why none is computed here.
+
+        EngineError as `compute`.
+        """
+        ranks: list[DecodeFacts] = await self._call("poc_prepare_decode", setup)
+        return next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
+
+    async def decode(self, request: DecodeRequest) -> DecodeResult:
+        """Let the workers do the next forward passes of the request's chains. EngineError as `compute`."""
+        results: list[DecodeResult] = await self._call("poc_decode", request)
+        return _only("poc_decode", results)
 
     def has_unfinished_chat(self) -> bool:
         """Whether inference requests wait or run. PoC's own calls do not count as such."""
@@ -140,3 +163,9 @@ class VllmEngine:
         if not answers:
             raise EngineError(f"{method} was answered by no worker")
         return answers
+
+
+def _only(method: str, results: list[T]) -> T:
+    if len(results) != 1:
+        raise EngineError(f"{method} was answered by {len(results)} workers instead of one")
+    return results[0]

@@ -16,8 +16,9 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
@@ -41,6 +42,8 @@ Item = tuple[int, Value]
 _ROOM_AGAIN_SECONDS = 30.0
 #: After a failure, whoever only wants to know does not make the engine try again for so long.
 _DESCRIBED_AGAIN_SECONDS = 30.0
+
+T = TypeVar("T")
 
 
 class ModelDescription:
@@ -158,9 +161,10 @@ class Scheduler:
         self.model = ModelDescription(self._described)
         #: Counts how often the weights have become others.
         self.weights = 0
+        #: Held by whoever computes, from the first slice of a piece of work to its last.
+        self.turn = asyncio.Lock()
         self._engine = engine
         self._settings = settings
-        self._turn = asyncio.Lock()
         self._autotuner = Autotuner(self._warm_up, settings.slice_seconds)
         self._stages = 1  # as the engine says before anything is tuned
         self._forgotten = 0  # the weights before which the workers have forgotten everything
@@ -226,9 +230,28 @@ class Scheduler:
         items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
         return SliceResult(items, rejected=len(nonces) - len(items))
 
+    async def step(self, call: Callable[[], Awaitable[T]], busy: BusyShare | None, weights: int) -> tuple[T, float]:
+        """Return the workers' answer to a slice once the gate lets it pass, and how many seconds that took.
+
+        The caller holds the `turn`. WeightsChangedError if the work was begun with other ``weights``; ServerEndsError
+        once the gate is closed.
+        """
+        await self._passed()
+        if weights != self.weights:
+            raise WeightsChangedError
+        started = self.gate.clock.now()
+        result = await call()
+        ended = self.gate.clock.now()
+        self.gate.busy.add(started, ended)
+        if busy is not None:
+            busy.add(started, ended)
+        metrics.SLICE.labels().observe(ended - started)
+        metrics.PROGRESS.labels().set_to_current_time()
+        return result, ended - started
+
     async def _described(self) -> ModelFacts:
         # It computes, and so waits for chat as all work does.
-        async with self._turn:
+        async with self.turn:
             await self._passed()
             started = self.gate.clock.now()
             try:
@@ -250,7 +273,7 @@ class Scheduler:
         self._forgotten = weights
 
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
-        async with self._turn:
+        async with self.turn:
             await self._passed()
             started = self.gate.clock.now()
             timing = await self._engine.warm_up(batch, segment_seconds, keep)
@@ -258,8 +281,8 @@ class Scheduler:
         return timing
 
     async def _attempted(self, batch: BatchRequest) -> None:
-        async with self._turn:
-            while not (await self._step(batch, None, self.weights))[0]["complete"]:
+        async with self.turn:
+            while not (await self.step(partial(self._engine.compute, batch), None, self.weights))[0]["complete"]:
                 pass
 
     async def _compute(
@@ -272,32 +295,17 @@ class Scheduler:
     ) -> BatchResult:
         message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
         longest = 0.0
-        async with self._turn:  # other work would make the workers drop what they have begun
+        async with self.turn:  # other work would make the workers drop what they have begun
             self._autotuner.used(PassSpec.of(message))
             with self.shortage.noticed(request, nonces):
                 while True:
-                    result, seconds = await self._step(message, busy, size.weights)
+                    result, seconds = await self.step(partial(self._engine.compute, message), busy, size.weights)
                     longest = max(longest, seconds)
                     if result["complete"]:
                         break
         size.learn(len(nonces), longest)
         _check_answer(nonces, result)
         return result
-
-    async def _step(self, message: BatchRequest, busy: BusyShare | None, weights: int) -> tuple[BatchResult, float]:
-        """Return the workers' answer, and how many seconds it took."""
-        await self._passed()
-        if weights != self.weights:
-            raise WeightsChangedError
-        started = self.gate.clock.now()
-        result = await self._engine.compute(message)
-        ended = self.gate.clock.now()
-        self.gate.busy.add(started, ended)
-        if busy is not None:
-            busy.add(started, ended)
-        metrics.SLICE.labels().observe(ended - started)
-        metrics.PROGRESS.labels().set_to_current_time()
-        return result, ended - started
 
 
 def look_ahead(ahead: deque[list[int]], size: SliceSize, following: Callable[[int], list[int]]) -> None:

@@ -7,7 +7,20 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_poc.logs import get_logger
-from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassSpec, PassTiming
+from vllm_poc.rpc import (
+    BatchRequest,
+    BatchResult,
+    DecodeFacts,
+    DecodeRequest,
+    DecodeResult,
+    DecodeSetup,
+    Failure,
+    ModelFacts,
+    PassFields,
+    PassSpec,
+    PassTiming,
+)
+from vllm_poc.worker.decoding import Decoder
 from vllm_poc.worker.model.adapter import ModelAdapter
 from vllm_poc.worker.model.capabilities import (
     fused_facts,
@@ -48,6 +61,7 @@ class PocWorkerExtension:
 
     model_runner: VllmModelRunner  # of vLLM's worker
     _poc_model_runner: PocModelRunner | None = None
+    _poc_decoder: Decoder | None = None
     #: Why PoC must not run here any more, as the parity check found.
     _poc_harm: str | None = None
     #: Whether a model is refused whose results have not been compared in full. Tests and benchmarks compare them.
@@ -59,7 +73,7 @@ class PocWorkerExtension:
 
     def poc_forget(self) -> dict[str, bool]:
         """Drop what was made of the model's weights, and what was captured; the next call makes it anew."""
-        self._poc_model_runner = self._poc_harm = None
+        self._poc_model_runner = self._poc_harm = self._poc_decoder = None
         return {"forgotten": True}  # None is the answer of ranks that have nothing to say
 
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
@@ -80,6 +94,33 @@ class PocWorkerExtension:
             return self._poc_together(lambda runner: runner.prepare_warm_up(request, segment_seconds, kept))
 
         return _answer(warm_up)
+
+    def poc_prepare_decode(self, setup: DecodeSetup) -> DecodeFacts | Failure:
+        """Set memory aside for the decode scheme, and say what it allows, or why it cannot run here."""
+        return _answer(lambda: self._poc_decode_facts(setup))
+
+    def poc_decode(self, request: DecodeRequest) -> DecodeResult | Failure:
+        """Do the next forward passes of the request's chains."""
+
+        def decode() -> DecodeResult:
+            if self._poc_decoder is None:
+                raise UnsupportedModelError("The decode scheme was not prepared on this worker: prepare it first.")
+            return self._poc_decoder.run(request)
+
+        return _answer(decode)
+
+    def _poc_decode_facts(self, setup: DecodeSetup) -> DecodeFacts:
+        self._poc_decoder = None  # whose memory is free for the next
+        try:
+            self._poc_decoder = self._poc_together(
+                lambda runner: lambda: Decoder(runner.stage.adapter, runner.stage.limits, setup)
+            )
+        except (UnsupportedModelError, OtherRankError) as error:
+            reason = str(error) if isinstance(error, UnsupportedModelError) else None  # the other rank says why
+            return DecodeFacts(
+                refusal=reason, rebuilt=False, reserve_bytes=0, block_tokens=[], block_bytes=[], max_batch_nonces=0
+            )
+        return self._poc_decoder.facts
 
     def _poc_facts(self) -> ModelFacts:
         try:

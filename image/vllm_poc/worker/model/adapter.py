@@ -25,7 +25,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 
 from vllm_poc.worker.model.ranks import Ranks
-from vllm_poc.worker.model.scratch import BatchShape, ChatMemory, UnsupportedModelError, cache_group
+from vllm_poc.worker.model.scratch import BatchShape, ChatMemory, Placement, UnsupportedModelError, cache_group
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -120,7 +120,12 @@ class ModelAdapter:
     @property
     def has_experts(self) -> bool:
         """Whether the model has experts, to which it sends each token."""
-        return bool(self._config.model_config.get_num_experts())
+        return bool(self.experts)
+
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has on all ranks together; 0 without experts."""
+        return int(self._config.model_config.get_num_experts() or 0)
 
     @property
     def attention_layers(self) -> dict[str, Attention]:
@@ -151,6 +156,16 @@ class ModelAdapter:
         return bool(self._config.model_config.quantization) or cache not in _UNROUNDED
 
     @property
+    def model_type(self) -> str:
+        """The name of the model's kind in its configuration; empty if it has none."""
+        return str(getattr(self._config.model_config.hf_config, "model_type", ""))
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts compute a token; 0 if the configuration does not say."""
+        return int(getattr(self._config.model_config.hf_text_config, "num_experts_per_tok", 0) or 0)
+
+    @property
     def attention_kernels(self) -> list[str]:
         """Names of the classes that compute attention; those of another GPU or setting round differently."""
         return _class_names(getattr(layer, "impl", layer) for layer in self.attention_layers.values())
@@ -168,23 +183,26 @@ class ModelAdapter:
             return {}
         return dict(self.model.make_empty_intermediate_tensors(tokens, self.dtype, self.device).tensors)
 
-    def plan(self, shape: BatchShape) -> AttentionPlan:
-        """Describe the batch to all attention layers: causal prefill, sequence i in blocks of its own.
+    def plan(self, shape: BatchShape, place: Placement | None = None) -> AttentionPlan:
+        """Describe the batch to all attention layers: causal, sequence i in blocks of its own.
+
+        Sequences begin with the batch, unless their ``place`` says that tokens of theirs are in the cache already.
 
         The builders are chat's, so this waits for chat's inputs as vLLM's next batch would, and that waits for these.
         """
-        positions = shape.positions(self.device)
-        plan = AttentionPlan(shape, self.positions(shape), {}, {})
+        before = place.before if place is not None else 0
+        positions = shape.positions(self.device, before)
+        plan = AttentionPlan(shape, self.positions(shape, before), {}, {})
         with self._input_prep():
             for group in self.groups:
-                metadata, slot_mapping = group.plan(shape, positions)
+                metadata, slot_mapping = group.plan(shape, positions, place)
                 plan.metadata.update(dict.fromkeys(group.layers, metadata))
                 plan.slot_mapping.update(dict.fromkeys(group.layers, slot_mapping))
         return plan
 
-    def positions(self, shape: BatchShape) -> Tensor:
+    def positions(self, shape: BatchShape, before: int = 0) -> Tensor:
         """Return the positions of a batch as the model reads them: those of text are the same in each dimension."""
-        kind, positions = self._config.model_config, shape.positions(self.device)
+        kind, positions = self._config.model_config, shape.positions(self.device, before)
         return positions.expand(getattr(kind, "mrope_num_dims", 3), -1).contiguous() if kind.uses_mrope else positions
 
     def forward(self, inputs: StageInputs, received: dict[str, Tensor], plan: AttentionPlan) -> StageOutput:

@@ -11,8 +11,15 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm import envs
-from vllm_poc.rpc import ModelFacts
-from vllm_poc.worker.model.adapter import adapted_layers, takes_embeddings, token_embeddings, token_vocabulary
+from vllm_poc.maths.decode import PICKED_COORDINATES
+from vllm_poc.rpc import DecodeSetup, ModelFacts
+from vllm_poc.worker.model.adapter import (
+    ModelAdapter,
+    adapted_layers,
+    takes_embeddings,
+    token_embeddings,
+    token_vocabulary,
+)
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
@@ -99,6 +106,11 @@ ATTENTION_BY_CACHE_DTYPE = {
 }
 #: Of the first, results do not depend on the batch; the second's memory is shared, which graphs would take.
 _OWN_OPERATIONS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
+#: Types of models whose chains of decode steps have been compared with another implementation, step by step. All others
+#: are refused: a chain that goes wrong somewhere still looks like a chain.
+_COMPARED_CHAINS = {"qwen3", "qwen3_moe"}
+#: Attention that has been compared where sequences go on, by the class of the layer's ``impl``.
+_COMPARED_STEPS = {"CPUAttentionBackendImpl"}
 _PARALLEL_SIZES = {
     "data_parallel_size": "--data-parallel-size",
     "decode_context_parallel_size": "--decode-context-parallel-size",
@@ -165,6 +177,35 @@ def refusal(config: VllmConfig, model: nn.Module) -> str | None:
         or _model_refusal(config, model)
         or _attention_refusal(config)
     )
+
+
+def decode_refusal(adapter: ModelAdapter, facts: ModelFacts, setup: DecodeSetup) -> str | None:
+    """Return one sentence that says why the decode scheme cannot run here, or None; the one place that decides it."""
+    return _setup_refusal(setup) or _chains_refusal(adapter, facts)
+
+
+def _setup_refusal(setup: DecodeSetup) -> str | None:
+    if setup["codebook"] is None and not setup["rebuild"]:
+        return "The decode scheme needs the network's codebook: give the path of its sphere_codebook.pt."
+    if setup["reserve_bytes"] <= 0:
+        return "The decode scheme needs memory for keys and values: set some aside."
+    return None
+
+
+def _chains_refusal(adapter: ModelAdapter, facts: ModelFacts) -> str | None:
+    if not adapter.ranks.alone:
+        return "The decode scheme is not proven on several GPUs: start vLLM with one rank."
+    if adapter.model_type not in _COMPARED_CHAINS:
+        return f"The decode scheme is not proven with {adapter.model_type or 'this model'}: serve another model."
+    unknown = set(adapter.attention_kernels) - _COMPARED_STEPS
+    if unknown:
+        return f"The decode scheme is not proven with {min(unknown)}: choose another --attention-backend."
+    if facts["hidden_size"] < PICKED_COORDINATES:
+        return (
+            f"The decode scheme picks {PICKED_COORDINATES} coordinates, and the model's hidden size is "
+            f"{facts['hidden_size']}: serve a larger model."
+        )
+    return None
 
 
 def unproven(config: VllmConfig) -> str | None:

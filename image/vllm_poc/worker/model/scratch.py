@@ -56,9 +56,20 @@ class BatchShape(NamedTuple):
         """Number of tokens of the forward pass."""
         return self.nonces * self.seq_len
 
-    def positions(self, device: torch.device) -> Tensor:
-        """Return each token's position in its sequence, int64 ``[tokens]``."""
-        return torch.arange(self.seq_len, device=device).repeat(self.nonces)
+    def positions(self, device: torch.device, before: int = 0) -> Tensor:
+        """Return each token's position in its sequence, behind so many others: int64 ``[tokens]``."""
+        return torch.arange(before, before + self.seq_len, device=device).repeat(self.nonces)
+
+
+class Placement(NamedTuple):
+    """Where a batch lies in a cache whose sequences have room for ``capacity`` tokens each.
+
+    ``first`` is the number of the batch's first sequence there. ``before`` tokens of each are in it already.
+    """
+
+    capacity: int
+    first: int = 0
+    before: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,19 +99,23 @@ class CacheGroup:
         # The first is left empty, and each sequence leaves at most one block partly empty.
         return _STATE_BLOCKS if self.stateful else 1 + -(-tokens // self.block_size) + nonces
 
-    def plan(self, shape: BatchShape, positions: Tensor) -> tuple[Any, Tensor]:
-        """Return metadata and slot mapping that put the batch into the blocks from number 1 on.
+    def plan(self, shape: BatchShape, positions: Tensor, place: Placement | None = None) -> tuple[Any, Tensor]:
+        """Return metadata and slot mapping that put the batch into the blocks from number 1 on, or into its ``place``.
 
         Block 0 is vLLM's for no block at all: kernels of recurrent states leave it out.
         """
         nonces, seq_len = shape
-        width = -(-seq_len // self.block_size)
-        table = torch.arange(1, 1 + nonces * width, device=positions.device).view(nonces, width)
+        place = place or Placement(seq_len)
+        width = -(-place.capacity // self.block_size)
+        first = 1 + place.first * width
+        table = torch.arange(first, first + nonces * width, device=positions.device).view(nonces, width)
         if self.stateful:
             table = torch.ones_like(table)
         # Each sequence starts a block, so its first slot is a multiple of the block size.
         slot_mapping = (table[:, :1] * self.block_size + positions.view(nonces, seq_len)).flatten()
-        common = _common_metadata(shape, positions=positions, table=table.int(), slot_mapping=slot_mapping)
+        common = _common_metadata(
+            shape, before=place.before, positions=positions, table=table.int(), slot_mapping=slot_mapping
+        )
         metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
         return _owned(metadata, self.builder), slot_mapping
 
@@ -164,10 +179,19 @@ class CacheForm(NamedTuple):
             stride *= shape[dim]
         return cls(tuple(shape), tuple(strides), cache.dtype, re.sub(r"\d+", "", name))
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of a tensor of this form, in bytes."""
+        elements = max(size * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return int(self.dtype.itemsize * elements)
+
     def allocate(self, device: torch.device) -> Tensor:
         """Return zeros of this form."""
-        elements = max(size * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return torch.zeros(elements, dtype=self.dtype, device=device).as_strided(self.shape, self.strides)
+        return self.laid(torch.zeros(self.nbytes, dtype=torch.uint8, device=device))
+
+    def laid(self, memory: Tensor) -> Tensor:
+        """Return a tensor of this form in ``memory``, which has `nbytes` numbers of type uint8."""
+        return memory.view(self.dtype).as_strided(self.shape, self.strides)
 
 
 class ScratchCache:
@@ -316,10 +340,10 @@ def _checksums(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _common_metadata(
-    shape: BatchShape, *, positions: Tensor, table: Tensor, slot_mapping: Tensor
+    shape: BatchShape, *, before: int, positions: Tensor, table: Tensor, slot_mapping: Tensor
 ) -> CommonAttentionMetadata:
     starts = torch.arange(0, shape.tokens + 1, shape.seq_len, dtype=torch.int32)
-    lengths = torch.full((shape.nonces,), shape.seq_len, dtype=torch.int32)
+    lengths = torch.full((shape.nonces,), before + shape.seq_len, dtype=torch.int32)
     values = {
         "query_start_loc": starts.to(slot_mapping.device),
         "query_start_loc_cpu": starts,
@@ -328,12 +352,12 @@ def _common_metadata(
         "num_reqs": shape.nonces,
         "num_actual_tokens": shape.tokens,
         "max_query_len": shape.seq_len,
-        "max_seq_len": shape.seq_len,
+        "max_seq_len": before + shape.seq_len,
         "block_table_tensor": table,
         "slot_mapping": slot_mapping,
         "causal": True,
         "positions": positions,
-        "is_prefilling": torch.ones(shape.nonces, dtype=torch.bool),
+        "is_prefilling": torch.full((shape.nonces,), before == 0),
     }
     known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
     return CommonAttentionMetadata(**{name: value for name, value in values.items() if name in known})

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache of the decode scheme's chains: memory set aside, in which keys and values stay from step to step.
+
+The scratch cache of a prefill is shared by the layers, since no layer needs another's. A chain's next step reads what
+each layer wrote before, so here each layer has a cache of its own. As there, chat's blocks are never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_poc.worker.model.scratch import BatchShape, CacheForm, CacheGroup, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+#: Caches begin at multiples of so many bytes, as kernels may expect.
+_ALIGNMENT = 4096
+
+
+class ChainReserve:
+    """Memory of ``nbytes`` that is set aside for chains. UnsupportedModelError if layers keep states or have none."""
+
+    def __init__(self, groups: Sequence[CacheGroup], nbytes: int, device: torch.device) -> None:
+        for group in groups:
+            if group.stateful or any(not isinstance(layer.kv_cache, Tensor) for layer in group.layers.values()):
+                raise UnsupportedModelError(
+                    "The decode scheme is not proven with attention that keeps states: serve another model."
+                )
+        self.nbytes = nbytes
+        self._groups = groups
+        layers = sum(len(group.layers) for group in groups)
+        self._memory = torch.zeros(nbytes + _ALIGNMENT * (1 + layers), dtype=torch.uint8, device=device)
+
+    @property
+    def storages(self) -> set[int]:
+        """The address of the memory."""
+        return {self._memory.untyped_storage().data_ptr()}
+
+    @property
+    def block_tokens(self) -> list[int]:
+        """How many tokens a block holds, by kind of attention."""
+        return [group.block_size for group in self._groups]
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """What a block takes in all layers, by kind of attention."""
+        return [sum(_form(name, group, 1).nbytes for name in group.layers) for group in self._groups]
+
+    def cache(self, shape: BatchShape) -> ChainCache:
+        """Return an empty cache for chains of so many tokens, the prefill's and the steps'.
+
+        Whatever had a cache before must not use it any more. ValueError if the reserve is too small.
+        """
+        needed = sum(size * group.blocks(shape) for group, size in zip(self._groups, self.block_bytes, strict=True))
+        if needed > self.nbytes:
+            raise ValueError(
+                f"{shape.nonces} chains of {shape.seq_len} tokens take {needed} bytes, and {self.nbytes} are set aside"
+                ": use fewer nonces or fewer tokens"
+            )
+        start = -self._memory.data_ptr() % _ALIGNMENT
+        layers: list[tuple[Attention, Tensor]] = []
+        for group in self._groups:
+            for name, layer in group.layers.items():
+                form = _form(name, group, group.blocks(shape))
+                layers.append((layer, form.laid(self._memory[start : start + form.nbytes])))
+                start += form.nbytes + -form.nbytes % _ALIGNMENT
+        # Kernels read whole blocks: a NaN that other chains left behind would spread.
+        self._memory.zero_()
+        return ChainCache(layers)
+
+
+class ChainCache:
+    """The caches of the layers for some chains, which keep what is written until the reserve makes others."""
+
+    def __init__(self, layers: Sequence[tuple[Attention, Tensor]]) -> None:
+        self._layers = layers
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Make the layers use these caches, and give them back their own at the end."""
+        own = [layer.kv_cache for layer, _ in self._layers]
+        try:
+            for layer, cache in self._layers:
+                layer.kv_cache = cache
+            yield
+        finally:
+            for (layer, _), cache in zip(self._layers, own, strict=True):
+                layer.kv_cache = cache
+
+
+def _form(name: str, group: CacheGroup, blocks: int) -> CacheForm:
+    return CacheForm.of(name, group.layers[name].kv_cache, group, blocks)

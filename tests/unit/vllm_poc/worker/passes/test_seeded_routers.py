@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeds take the place of what routers say, on each of them, or the forward pass fails."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
+
+from torch import Tensor, nn  # noqa: E402
+
+from vllm_poc.worker.passes.plain import find_routers, seeded_routers  # noqa: E402
+
+EXPERTS, TOP_K, HIDDEN = 5, 2, 3
+TOKENS = 2
+
+
+class Gate(nn.Linear):  # type: ignore[misc]
+    """Returns logits and nothing else, as vLLM's linear layers do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
+def a_layer(gate: nn.Module | None) -> nn.Module:
+    layer = nn.Module()
+    layer.mlp = nn.Module()
+    if gate is not None:
+        layer.mlp.gate, layer.mlp.experts = gate, nn.Module()
+    return layer
+
+
+def test_routers_are_counted_without_dense_layers() -> None:
+    gates = [Gate(HIDDEN, EXPERTS), nn.Linear(HIDDEN, EXPERTS)]
+    found = find_routers([a_layer(None), a_layer(gates[0]), a_layer(None), a_layer(gates[1])], EXPERTS, TOP_K)
+    assert [router.gate is gate for router, gate in zip(found, gates, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("kind", [Gate, nn.Linear])
+def test_all_tokens_of_a_nonce_get_its_experts_in_any_form_of_answer(kind: type[nn.Linear]) -> None:
+    gate = kind(HIDDEN, EXPERTS)
+    rows = torch.randn(2 * TOKENS, HIDDEN)
+    with seeded_routers(find_routers([a_layer(gate)], EXPERTS, TOP_K), [torch.tensor([4, 1])], TOKENS):
+        seeded = gate(rows)
+    own = gate(rows)
+    logits = seeded[0] if isinstance(seeded, tuple) else seeded
+    first, second = [101, -1e4, -1e4, -1e4, 102], [-1e4, 102, 101, -1e4, -1e4]
+    assert logits.tolist() == [first, first, second, second]
+    assert not torch.equal(own[0] if isinstance(own, tuple) else own, logits), "the hook is still there"
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_router_that_is_not_asked_once_fails_the_pass(times: int) -> None:
+    gate = Gate(HIDDEN, EXPERTS)
+    routers, starts = find_routers([a_layer(gate)], EXPERTS, TOP_K), [torch.tensor([0])]
+    with (
+        pytest.raises(RuntimeError, match=rf"routers were asked \[{times}\] times"),
+        seeded_routers(routers, starts, TOKENS),
+    ):
+        _ = [gate(torch.zeros(TOKENS, HIDDEN)) for _ in range(times)]
+
+
+def test_logits_of_other_tokens_fail_the_pass() -> None:
+    gate = Gate(HIDDEN, EXPERTS)
+    with (
+        pytest.raises(RuntimeError, match="gave logits"),
+        seeded_routers(find_routers([a_layer(gate)], EXPERTS, TOP_K), [torch.tensor([0])], TOKENS),
+    ):
+        gate(torch.zeros(1 + TOKENS, HIDDEN))

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of the decode scheme equal those of another implementation, beside chat and in any number of calls."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from tests.vllm.client import ROUND
+from tests.vllm.device import ON_GPU
+from tests.vllm.families import POC_WITH_CHECKSUMS
+from tests.vllm.server import serving
+from vllm_poc.rpc import DecodeRequest, DecodeResult, DecodeSetup, chain_nonces
+from vllm_poc.wire.stat_test import DEFAULT_TAU, StatTest, compare_chain, is_fraud
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from tests.vllm.client import Client
+    from tests.vllm.decode_reference import Chain, DecodeReference
+
+pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the decode scheme is proven on CPU alone")
+
+NONCES = [0, 5, 2**31 - 1]
+#: Sequences go on from one block of 128 tokens into the next.
+SEQ_LEN, STEPS = 120, 12
+SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=16 * 2**20)
+MARGIN_TOLERANCE = 1e-4
+#: The models, and what is changed in their configurations: a dense layer between those with experts takes no router's
+#: number.
+CHANGES: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen3-moe": {"mlp_only_layers": [1]}}
+
+
+class Model(NamedTuple):
+    """A server, the same model in another library, and that one's chains."""
+
+    client: Client
+    reference: DecodeReference
+    chains: list[Chain]
+
+
+@pytest.fixture(scope="module", params=CHANGES)
+def model(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    """A dense model, and one with seeded experts, both large enough for 256 coordinates."""
+    from tests.vllm.decode_reference import DecodeReference  # noqa: PLC0415 - needs transformers
+    from tests.vllm.resized import write_resized  # noqa: PLC0415 - needs transformers
+
+    folder = tmp_path_factory.mktemp("decode")
+    write_resized(
+        model_folder / f"{request.param}-tiny", folder / "model", hidden=320, layers=3, **CHANGES[request.param]
+    )
+    flags = ["--enforce-eager", "--max-num-batched-tokens", str(2 * SEQ_LEN + 7), *POC_WITH_CHECKSUMS]
+    with serving(folder / "model", folder / "server.log", flags) as client:
+        facts = client.worker("poc_prepare_decode", SETUP)
+        assert facts["refusal"] is None, facts
+        reference = DecodeReference(folder / "model")
+        yield Model(client, reference, [reference.chain(nonce, SEQ_LEN, STEPS) for nonce in NONCES])
+
+
+def chains_of(nonces: Sequence[int], forced: Sequence[Sequence[int]] = (), *, passes: int = 5) -> DecodeRequest:
+    return DecodeRequest(
+        block_hash=str(ROUND["block_hash"]),
+        public_key=str(ROUND["public_key"]),
+        nonces=list(nonces),
+        seq_len=SEQ_LEN,
+        max_tokens=STEPS,
+        forced=[list(claim) for claim in forced],
+        passes=passes,
+    )
+
+
+def decoded(client: Client, request: DecodeRequest) -> DecodeResult:
+    """Repeat the request until it is complete."""
+    for _ in count():
+        answer: DecodeResult = client.worker("poc_decode", request)
+        assert "error" not in answer, answer
+        if answer["complete"]:
+            return answer
+    raise AssertionError  # unreachable: counting has no end
+
+
+def test_all_indices_equal_those_of_another_implementation(model: Model) -> None:
+    """With two nonces in a prefill, and the third in another."""
+    found = decoded(model.client, chains_of(NONCES))
+    assert found["indices"] == [chain.points for chain in model.chains]
+    assert found["margins"] == []
+    assert found["rebuilt"]
+    assert len({point for chain in model.chains for point in chain.points}) > 4, "all chains are alike"
+
+
+def test_forced_chains_go_on_from_the_claims_and_margins_tell_by_how_much_they_lose(model: Model) -> None:
+    """Also where the claim is no index, and where it ends early."""
+    claims = [[(3 * step + nonce) % 16 for step in range(STEPS + 1)] for nonce in NONCES]
+    claims[1][4], claims[1][7] = 200, -5
+    claims[2] = claims[2][:6]
+    found = decoded(model.client, chains_of(NONCES, claims))
+    for row, (nonce, claim) in enumerate(zip(NONCES, claims, strict=True)):
+        expected = model.reference.chain(nonce, SEQ_LEN, STEPS, claim)
+        assert found["indices"][row] == expected.points
+        assert found["margins"][row] == pytest.approx(expected.margins(claim), abs=MARGIN_TOLERANCE)
+
+
+def test_honest_chains_mismatch_nowhere_and_those_of_other_weights_are_fraud(model: Model) -> None:
+    honest = [chain.points for chain in model.chains]
+    cheat = deepcopy(model.reference)
+    cheat.change_weights()
+    cheated = [cheat.chain(nonce, SEQ_LEN, STEPS).points for nonce in NONCES]
+    assert mismatches(model.client, honest, tau=0.0) == 0
+    found, test = mismatches(model.client, cheated, tau=DEFAULT_TAU), StatTest()
+    assert is_fraud(found, len(NONCES), p_mismatch=test.p_mismatch, fraud_threshold=test.fraud_threshold)
+
+
+def mismatches(client: Client, claims: Sequence[Sequence[int]], *, tau: float) -> int:
+    """Return how many of the claimed chains mismatch."""
+    found = decoded(client, chains_of(NONCES, claims))
+    compared = [compare_chain(*rows) for rows in zip(found["indices"], found["margins"], claims, strict=True)]
+    assert None not in compared
+    return sum(chain is not None and chain.is_mismatch(tau) for chain in compared)
+
+
+def test_chat_and_prefill_run_between_steps_and_neither_changes_the_other(model: Model) -> None:
+    client, prompt = model.client, "Something long enough to fill more than one block of the cache. " * 5
+    before, artifacts = client.chat(prompt), client.artifacts(NONCES)
+    checksum = client.worker("poc_test_kv_checksum")
+    request = chains_of(NONCES, passes=1)
+    assert not client.worker("poc_decode", request)["complete"]
+    assert not client.worker("poc_decode", request)["complete"]
+    assert client.worker("poc_test_kv_checksum") == checksum
+    for _ in range(3):
+        assert client.chat(prompt) == before
+        assert client.artifacts(NONCES) == artifacts
+        assert not client.worker("poc_decode", request)["complete"]
+    assert decoded(client, request)["indices"] == [chain.points for chain in model.chains]
+    assert client.chat(prompt) == before
+
+
+def test_another_request_begins_anew(model: Model) -> None:
+    assert not model.client.worker("poc_decode", chains_of(NONCES[:1]))["complete"]
+    found = decoded(model.client, chains_of(NONCES[1:]))
+    assert found["indices"] == [chain.points for chain in model.chains[1:]]
+    assert decoded(model.client, chains_of(NONCES))["indices"] == [chain.points for chain in model.chains]
+
+
+def test_the_reserve_holds_what_it_says_and_no_more(model: Model) -> None:
+    client = model.client
+    small: DecodeSetup = {**SETUP, "reserve_bytes": 6 * 2**20}
+    try:
+        facts = client.worker("poc_prepare_decode", small)
+        most = chain_nonces(facts, SEQ_LEN + STEPS)
+        assert 1 <= most < facts["max_batch_nonces"]
+        assert "error" not in client.worker("poc_decode", chains_of(range(most), passes=1))
+        refused = client.worker("poc_decode", chains_of(range(most + 1), passes=1))["error"]
+        assert f"{most + 1} chains of {SEQ_LEN + STEPS} tokens" in refused
+    finally:
+        client.worker("poc_prepare_decode", SETUP)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rebuild": False}, "needs the network's codebook"),
+        ({"rebuild": False, "codebook": "/no/such/file.pt"}, "codebook /no/such/file.pt cannot be read"),
+        ({"reserve_bytes": 0}, "set some aside"),
+        ({"reserve_bytes": 1000}, "has 1000 bytes for keys and values, which is too little"),
+    ],
+)
+def test_a_server_without_what_it_needs_says_so_and_decodes_nothing(
+    model: Model, change: dict[str, Any], reason: str
+) -> None:
+    try:
+        assert reason in model.client.worker("poc_prepare_decode", {**SETUP, **change})["refusal"]
+        assert "was not prepared" in model.client.worker("poc_decode", chains_of([0]))["error"]
+    finally:
+        model.client.worker("poc_prepare_decode", SETUP)
