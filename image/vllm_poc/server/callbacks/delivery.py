@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
@@ -29,6 +30,7 @@ from yarl import URL
 from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.bodies import written
+from vllm_poc.server.callbacks.load import Load, load_of
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.scheduler import Item
 from vllm_poc.server.settings import Settings
@@ -215,10 +217,10 @@ class Piece:
     items: Sequence[Item]
     rejected: int
 
-    @property
-    def weight(self) -> int:
+    @cached_property
+    def load(self) -> Load:
         """Share of the bounded memory; a piece without items counts too."""
-        return max(1, len(self.items))
+        return load_of(self.items)
 
 
 @dataclass
@@ -252,7 +254,7 @@ class Delivery:
         self._settings = settings
         self._clock = clock
         self._queue: deque[Piece] = deque()
-        self._weight = 0
+        self._load = Load()
         self._draining = False
         self._hurried = False
         self._changed = asyncio.Condition()
@@ -284,7 +286,7 @@ class Delivery:
             self._count(piece, refused=0)
             return
         self._queue.append(piece)
-        self._weight += piece.weight
+        self._load += piece.load
         async with self._changed:
             self._changed.notify_all()
             try:
@@ -323,11 +325,11 @@ class Delivery:
             return list(_up_to(self._queue, self._settings.payload_results))
 
     def _is_full(self) -> bool:
-        return self._weight >= self._settings.pending_results and not self._hurried
+        return self._load.is_full(self._settings) and not self._hurried
 
     def _must_hurry(self) -> bool:
-        full = min(self._settings.payload_results, self._settings.pending_results)
-        return self._draining or self._weight >= full
+        is_payload = self._load.results >= self._settings.payload_results
+        return self._draining or is_payload or self._load.is_full(self._settings)
 
     async def _deliver(self, poster: Poster[Item], pieces: Sequence[Piece]) -> None:
         # Piece by piece, since what is settled stays settled if we are stopped.
@@ -336,7 +338,7 @@ class Delivery:
             refused = [await anext(accepted) for _ in piece.items].count(False)
             async with self._changed:
                 self._queue.popleft()
-                self._weight -= piece.weight
+                self._load -= piece.load
                 self._count(piece, refused)
                 self._changed.notify_all()
 
@@ -351,9 +353,9 @@ class Delivery:
 
 
 def _up_to(queue: Sequence[Piece] | deque[Piece], limit: int) -> Iterator[Piece]:
-    weight = 0
+    results = 0
     for piece in queue:
-        if weight and weight + piece.weight > limit:
+        if results and results + piece.load.results > limit:
             return
-        weight += piece.weight
+        results += piece.load.results
         yield piece
