@@ -26,7 +26,9 @@ def test_it_counts_and_ends_in_order(database_url: str, tmp_path: Path) -> None:
     with gateway(database_url, rounds, tmp_path / "log", ENVIRONMENT) as running:
         credential = pod_headers()
         for _ in range(2):
-            httpx.post(running.url + path(), content=artifacts(range(9)), headers=credential, timeout=30).raise_for_status()
+            httpx.post(
+                running.url + path(), content=artifacts(range(9)), headers=credential, timeout=30
+            ).raise_for_status()
         refused = httpx.post(running.url + path(), content=artifacts([10**9]), headers=credential, timeout=30)
         assert refused.status_code == 425
         told = refused.text
