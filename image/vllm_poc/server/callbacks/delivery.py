@@ -30,7 +30,6 @@ from yarl import URL
 from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.bodies import written
-from vllm_poc.server.callbacks.load import Load, load_of
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.scheduler import Item
 from vllm_poc.server.settings import Settings
@@ -50,6 +49,8 @@ _OUR_REALM = f'realm="{GATEWAY_REALM}"'
 _ANSWER_BYTES = 16_384
 #: After so many single items refused in a row the receiver is taken to refuse everything.
 SEARCH_LIMIT = 64
+#: Bytes that a number takes in memory.
+_NUMBER_BYTES = 32
 
 T = TypeVar("T")
 
@@ -207,6 +208,36 @@ async def _reason(answer: aiohttp.ClientResponse) -> str | None:
         return None
     reason = found.get("reason") if isinstance(found, dict) else None
     return reason if isinstance(reason, str) else None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Results, and about how many bytes of memory they take."""
+
+    results: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(self.results + other.results, self.bytes + other.bytes)
+
+    def __sub__(self, other: "Load") -> "Load":
+        return Load(self.results - other.results, self.bytes - other.bytes)
+
+    def is_full(self, settings: Settings) -> bool:
+        """Whether more has to wait."""
+        return self.results >= settings.pending_results or self.bytes >= settings.pending_bytes
+
+
+def load_of(items: Sequence[object]) -> Load:
+    """Return the load of results or verdicts; of nothing it has one result, since the place in a queue counts too."""
+    return Load(max(1, len(items)), sum(_bytes_of(item) for item in items))
+
+
+def _bytes_of(item: object) -> int:
+    if isinstance(item, tuple):  # the nonce, and a distance or the vector in base64
+        _, value = item
+        return len(value) if isinstance(value, str) else _NUMBER_BYTES
+    return sum(_NUMBER_BYTES * len(field) for field in vars(item).values() if isinstance(field, list))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What waits for delivery counts by its results and by its bytes."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from vllm_poc.server.callbacks.load import Load, load_of
+from vllm_poc.server.callbacks.delivery import Load, load_of
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.callbacks import ValidatedDistances
 
 SETTINGS = Settings.from_environment({"VLLM_POC_PENDING_RESULTS": "10", "VLLM_POC_PENDING_BYTES": "2048"})
 
@@ -16,7 +17,7 @@ SETTINGS = Settings.from_environment({"VLLM_POC_PENDING_RESULTS": "10", "VLLM_PO
         ([], Load(1, 0)),
         ([(1, "A" * 32), (2, "A" * 32)], Load(2, 64)),
         ([(1, 1.4), (2, 1.3), (3, 0.2)], Load(3, 96)),
-        ([ValidatedDistances.model_construct(nonces=[1, 2], valid=[True, False])], Load(1, 128)),
+        ([SimpleNamespace(nonces=[1, 2], valid=[True, False])], Load(1, 128)),
     ],
 )
 def test_results_count_by_their_length(items: list[object], expected: Load) -> None:
