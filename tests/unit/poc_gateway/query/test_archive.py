@@ -702,7 +702,7 @@ def test_what_was_cancelled_with_the_signal_leaves_as_what_was_interrupted(monke
 
     monkeypatch.setattr(sys, "argv", ["poc_gateway", "archive", "uid-1"])
     monkeypatch.setattr(program, "_settings", Settings)
-    monkeypatch.setattr(program.logs, "configure", lambda *_: None)
+    monkeypatch.setattr("vllm_poc.logs.configure", lambda *_: None)
     monkeypatch.setattr(program, "_perform", cancelled)
     monkeypatch.setattr(program, "leave", lambda _, status: left.append(status))
     with pytest.raises(SystemExit) as end:
