@@ -175,9 +175,9 @@ GATEWAY = Dashboard(
         ),
         Panel("Refusals", f"sum by (reason) (rate(poc_gateway_http_refusals_total{_OF_PODS}[2m]))", "{{reason}}"),
         Panel(
-            "Requests of the network node, 99th percentile",
+            "Answers to the network node, 99th percentile",
             "histogram_quantile(0.99, sum by (le, route) (rate("
-            'poc_gateway_http_request_seconds_bucket{namespace=~"$namespace", port="network"}[5m])))',
+            'poc_gateway_http_request_seconds_bucket{namespace=~"$namespace", port="network", status="2xx"}[5m])))',
             "{{route}}",
             "s",
         ),

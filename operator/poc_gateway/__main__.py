@@ -104,7 +104,8 @@ def main() -> None:
             _perform(arguments, settings)
         else:
             _run_until_done(_run(settings))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        # What a timeout cancels in the moment of the signal ends as cancelled. Past `leave`, Python would wait for S3.
         status = 128 + signal.SIGINT
     except (ValueError, DatabaseError, ConfigException, OSError) as error:
         what = "cannot run" if arguments.command in (None, "run") else f"cannot {arguments.command}"

@@ -48,8 +48,12 @@ _JOB_RESULTS: tuple[JobResult, ...] = get_args(JobResult)
 JOBS_ENDED = Counter("poc_gateway_jobs_ended", "Requests for named nonces that have ended", ["kind", "result"])
 
 HTTP_REQUESTS = Counter("poc_gateway_http_requests", "Requests over HTTP", ["port", "method", "route", "status"])
+#: ``status`` is the class of the answer, like 2xx: refusals are quick, and would hide what answers take.
 HTTP_SECONDS = Histogram(
-    "poc_gateway_http_request_seconds", "Time until an answer begins", ["port", "route"], buckets=_HTTP_BUCKETS
+    "poc_gateway_http_request_seconds",
+    "Time until an answer begins",
+    ["port", "route", "status"],
+    buckets=_HTTP_BUCKETS,
 )
 HTTP_REFUSALS = Counter("poc_gateway_http_refusals", "Answers that are errors, by their reason", ["reason"])
 #: Reasons of refusals that ask for less, or for something of the operator of the gateway.

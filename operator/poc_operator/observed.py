@@ -102,6 +102,17 @@ class PodView:
         """The port named http of its first container that has one."""
         return next((one.http_port for one in self.containers if one.http_port is not None), None)
 
+    def serving_port(self, told: int) -> int:
+        """Return the port of its server: the one that is told, unless the pod declares others alone.
+
+        Pods serve on when the port of their fleet changes. Of others the one named http counts, or the least of the
+        first container that declares any.
+        """
+        declared = [container.ports for container in self.containers if container.ports]
+        if not declared or any(told in ports for ports in declared):
+            return told
+        return self.http_port or min(declared[0])
+
     def container(self, port: int) -> Container:
         """Return the container that serves ``port``: the first one, if none declares the port."""
         declaring = [container for container in self.containers if port in container.ports]

@@ -17,6 +17,8 @@ from tests.support.servers.prefix_proxy import proxy_of
 from tests.support.servers.web_page import Shown, chromium, objects, over, restarted, shown, sign_in
 
 _log = logging.getLogger(__name__)
+#: A busy machine may take longer than the 5 s that Playwright gives.
+expect.set_options(timeout=20_000)
 MARK = "window.isTheSamePage"
 #: When the rows are there: a task after the frame in which they were painted.
 _SECONDS_UNTIL_ROWS = """

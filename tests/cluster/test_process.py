@@ -246,7 +246,7 @@ async def test_what_an_earlier_operator_has_left_is_stopped_and_work_of_others_i
         "node_count": 1,
         "round_id": "gone",
     }
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=30) as http:
         for host, owner in zip(HOSTS, (ours, "another cluster"), strict=True):
             answer = await http.post(f"{base_url(host, port)}/init/generate", json=order | {"owner": owner})
             assert answer.status_code == HTTPStatus.OK

@@ -104,7 +104,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     while time.monotonic() - begin < START_SECONDS:
         if process.poll() is not None:
             raise RuntimeError(f"the gateway ended with status {process.returncode}: see its log")
-        with suppress(urllib.error.URLError, ConnectionError):
+        with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             urllib.request.urlopen(f"{url}/readyz", timeout=5).close()  # noqa: S310 - our own process
             return
         time.sleep(0.05)

@@ -248,7 +248,7 @@ async def listening(pod: Pod, host: str) -> AsyncIterator[int]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::", "0.0.0.0"])
 async def test_a_real_server_answers_its_own_machine(pod: Pod, host: str) -> None:
-    async with listening(pod, host) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+    async with listening(pod, host) as port, httpx.AsyncClient(timeout=30, base_url=f"http://127.0.0.1:{port}") as http:
         assert (await http.get(STATUS)).status_code == 200
         # uvicorn itself believes this header of a proxy on the same machine.
         assert is_refused(await http.get(STATUS, headers={"X-Forwarded-For": "127.0.0.1"}))
@@ -258,7 +258,7 @@ async def test_a_real_server_answers_its_own_machine(pod: Pod, host: str) -> Non
 @pytest.mark.parametrize("host", ["::", "0.0.0.0"])
 async def test_a_real_server_refuses_whoever_comes_by_the_network(pod: Pod, host: str) -> None:
     address = own_address()
-    async with listening(pod, host) as port, httpx.AsyncClient(base_url=f"http://{address}:{port}") as http:
+    async with listening(pod, host) as port, httpx.AsyncClient(timeout=30, base_url=f"http://{address}:{port}") as http:
         assert is_refused(await http.get(STATUS))
         assert is_refused(await http.get(STATUS, headers={"X-Forwarded-For": "127.0.0.1"}))
 

@@ -208,6 +208,25 @@ async def test_generation_waits_for_a_slow_receiver(pod: Pod, receiver: Callback
     assert receiver.nonces == expected_nonces(ARTIFACT, await pod.status())
 
 
+#: An artifact of the tests has 4 numbers, which are 12 characters of base64: 64 of them are the limit.
+@pytest.mark.parametrize(
+    "pod_settings", [{"PENDING_BYTES": "768", "CALLBACK_INTERVAL_SECONDS": "1000"}], ids=["in bytes"]
+)
+async def test_generation_waits_for_a_slow_receiver_by_the_length_of_results(
+    pod: Pod, receiver: CallbackReceiver
+) -> None:
+    """However few results it takes, what is full is sent without a pause."""
+    receiver.answer = 500
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: receiver.attempts > 10)
+    held = await pod.status()
+    assert 64 <= held.next_index <= 64 + 2 * pod.engine.facts["max_batch_nonces"]
+    receiver.answer = 200
+    await pod.reach(lambda s: s.delivered_index > 3 * held.next_index)
+    await pod.post("stop")
+    assert receiver.nonces == expected_nonces(ARTIFACT, await pod.status())
+
+
 @pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "64", "FLUSH_SECONDS": "1000"}], ids=["patient"])
 async def test_a_stop_while_the_receiver_holds_poc_up_loses_nothing(
     pod: Pod, receiver: CallbackReceiver, clock: FakeClock

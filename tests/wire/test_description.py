@@ -26,10 +26,10 @@ async def test_polls_do_not_repeat_what_fails_and_tell_why(pod: Pod) -> None:
 
 
 async def test_status_waits_for_nothing_that_takes_long(pod: Pod) -> None:
-    pod.engine.seconds_to_describe = 1.0
+    pod.engine.seconds_to_describe = 3.0
     started = monotonic()
     found = await asyncio.gather(*(pod.status() for _ in range(5)))
-    assert monotonic() - started < 0.8
+    assert monotonic() - started < 2.5
     assert {status.model.max_seq_len for status in found} == {0}
     assert {status.model.error for status in found} == {None}
     await pod.reach(lambda s: s.model.max_seq_len == 1024)
@@ -105,7 +105,7 @@ async def test_a_server_says_at_its_start_what_it_found(caplog: pytest.LogCaptur
     pod, findings = Pod(), ["PoC computes by a formula.", "PoC has left chat alone."]
     pod.engine.facts["findings"] = findings
     pod.become_ready()
-    async with asyncio.timeout(5), lifespan(pod.app), pod.http:
+    async with asyncio.timeout(20), lifespan(pod.app), pod.http:
         while not pod.engine.described:  # and nobody asks  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         assert (await pod.reach(lambda s: s.model.max_seq_len > 0)).model.findings == findings

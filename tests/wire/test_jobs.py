@@ -269,7 +269,7 @@ async def test_a_callback_that_cannot_be_made_is_given_up(
     assert (answer["callback"], answer["callback_error"]) == ("given up", "TypeError: no payload")
 
 
-@pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "40"}])
+@pytest.mark.parametrize("pod_settings", [{"PENDING_RESULTS": "40"}, {"PENDING_BYTES": "480"}], ids=["many", "long"])
 async def test_jobs_wait_while_too_many_results_wait_for_delivery(pod: Pod, receiver: CallbackReceiver) -> None:
     receiver.answer = 503
     first, second = [await submit(pod, JOB | {"url": receiver.url}) for _ in range(2)]

@@ -12,7 +12,7 @@ from tests.wire.test_round import HOSTS, complete, computes, fleet  # noqa: F401
 
 async def scraped(fleet: RoundFleet) -> dict[str, float]:  # noqa: F811 - the fixture's value
     port = free_port()
-    async with serve_metrics(fleet.metrics, port, host="127.0.0.1"), httpx.AsyncClient() as client:
+    async with serve_metrics(fleet.metrics, port, host="127.0.0.1"), httpx.AsyncClient(timeout=30) as client:
         answer = await client.get(f"http://127.0.0.1:{port}/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     samples = (sample for family in text_string_to_metric_families(answer.text) for sample in family.samples)

@@ -162,7 +162,7 @@ async def test_a_pod_that_stands_still_is_stopped_and_told_again(
 
 async def test_foreign_work_is_waited_for_and_not_stopped(fleet: ReferenceFleet) -> None:
     for host in HOSTS:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=30) as client:
             url = f"http://{host}:{fleet.port}{API_PREFIX}/init/generate"
             assert (await client.post(url, json=FOREIGN)).status_code == 200
     status = await fleet.reconcile_until(lambda status: bool(status.conditions))

@@ -161,7 +161,7 @@ async def test_a_check_begins_at_once_and_its_answer_is_known_soon(
     pod = await world.add(0)
     began = monotonic()
     await world.find(demo_0="Passed")
-    assert monotonic() - began < 3
+    assert monotonic() - began < 10
     assert len(pod.engine.computed) == 32
 
 

@@ -78,6 +78,8 @@ class Settings(BaseModel):
     busy_seconds: Seconds = 60.0
     #: Generation is held back while this many results wait for delivery.
     pending_results: int = Field(default=50_000, ge=1)
+    #: It is held back, too, while the results that wait take this much memory: a vector of 5 120 numbers has 14 KB.
+    pending_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     #: Results in one callback.
     payload_results: int = Field(default=5_000, ge=1)
     #: Bytes of one callback, unless it has a single result. The gateway takes 16 MiB.

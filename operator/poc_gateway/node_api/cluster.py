@@ -150,4 +150,4 @@ class ReadyPods:
 
     def _port_of(self, pod: PodView) -> int:
         # Pods of one fleet may have several ports while it changes.
-        return self._port if self._port is not None else pod.http_port or DEFAULT_PORT
+        return self._port if self._port is not None else pod.serving_port(pod.http_port or DEFAULT_PORT)

@@ -210,7 +210,8 @@ def _id_of(scope: Scope) -> str:
 @cache
 def _children(port: str, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
     # To find a series by its labels takes longer than to count.
-    return HTTP_REQUESTS.labels(port, method, route, str(status)), HTTP_SECONDS.labels(port, route)
+    seconds = HTTP_SECONDS.labels(port, route, f"{status // 100}xx")
+    return HTTP_REQUESTS.labels(port, method, route, str(status)), seconds
 
 
 class RouteNames:

@@ -86,9 +86,8 @@ def with_fleet(work: WorkT, fleet: PoCFleet | None, pods: Sequence[PodView]) -> 
 
 def _port(told: int, pods: Sequence[PodView]) -> int:
     """Return the port of most pods, where none has the one that was told."""
-    servers = [pod.containers[0] for pod in pods if pod.stays and pod.containers]
-    declared = Counter(min(server.ports) for server in servers if server.ports)
-    return told if not declared or told in declared else declared.most_common(1)[0][0]
+    ports = Counter(pod.serving_port(told) for pod in pods if pod.stays)
+    return told if not ports or told in ports else ports.most_common(1)[0][0]
 
 
 def missing_fleet(work: Work, fleet: PoCFleet | None) -> str | None:

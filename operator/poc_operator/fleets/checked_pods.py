@@ -139,7 +139,7 @@ class _View:
         told: FleetPod | None,
         answer: CheckAnswer | None,
     ) -> "_View":
-        port = serving_port(pod, fleet.spec.port)
+        port = pod.serving_port(fleet.spec.port)
         server = pod.server(port)
         check = _check(fleet, resolved, pod.container(port).model)
         if told is None or told.server != server:
@@ -169,12 +169,6 @@ class _View:
 
     def with_entry(self, **changes: Any) -> "_View":  # noqa: ANN401 - fields of the entry
         return replace(self, entry=self.entry.model_copy(update=changes))
-
-
-def serving_port(pod: PodView, told: int) -> int:
-    """Return the port of a pod's server: the fleet's, unless the pod declares others, as before a change of it."""
-    declared = [container.ports for container in pod.containers if container.ports]
-    return told if not declared or any(told in ports for ports in declared) else min(declared[0])
 
 
 def _check(fleet: PoCFleet, resolved: Resolved | None, model: str) -> Check | str:
@@ -330,7 +324,7 @@ def with_bars(fleet: PoCFleet | None, pods: Iterable[PodView]) -> list[PodView]:
 
 
 def _with_bar(fleet: PoCFleet, pod: PodView, entry: FleetPod | None) -> PodView:
-    if entry is None or entry.server != pod.server(serving_port(pod, fleet.spec.port)):
+    if entry is None or entry.server != pod.server(pod.serving_port(fleet.spec.port)):
         return replace(pod, barred="self-check: it has yet to be asked")
     if entry.result == CheckResult.PASSED:
         return pod

@@ -84,9 +84,7 @@ class WorkRecord:
 
     def port_of(self, pod: PodView) -> int:
         """Return the port of the pod's server."""
-        if self.port is not None:
-            return self.port
-        return min(pod.containers[0].ports, default=DEFAULT_PORT) if pod.containers else DEFAULT_PORT
+        return self.port if self.port is not None else pod.serving_port(DEFAULT_PORT)
 
     def selects(self, pod: PodView) -> bool:
         """Whether the pod is one of the object's."""

@@ -130,7 +130,7 @@ class ReferencePod:
     async def _send(self, body: InitGenerate) -> None:
         shown = body.model_dump(include={"block_hash", "block_height", "public_key", "node_id"})
         encoding = {"dtype": "f16", "k_dim": body.params.k_dim, "endian": "le"}
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=30) as client:
             while True:
                 await asyncio.sleep(CALLBACK_SECONDS)
                 sent, self._buffer = self._buffer, []

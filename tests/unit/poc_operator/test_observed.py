@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from poc_operator.observed import PodView
+from poc_operator.observed import Container, PodView
 
 
 def body(restarts: int = 0, **status: Any) -> dict[str, Any]:  # noqa: ANN401 - the API server's JSON
@@ -26,6 +26,29 @@ def test_the_container_that_declares_the_port_is_the_server() -> None:
     pod = PodView.parse(body())
     assert pod.server(8000) == "containerd://v#0"
     assert pod.server(9000) == "containerd://p#5"
+
+
+@pytest.mark.parametrize(
+    ("ports", "told", "expected"),
+    [
+        pytest.param([[8000]], 8000, 8000, id="the one that is told"),
+        pytest.param([[8000]], 9000, 8000, id="made before the port changed"),
+        pytest.param([[], [9000, 8000]], 8000, 8000, id="not of the first container"),
+        pytest.param([[], [9001, 9000], [1]], 8000, 9000, id="the least of the first that declares any"),
+        pytest.param([[]], 9000, 9000, id="none declared"),
+        pytest.param([], 9000, 9000, id="no container"),
+    ],
+)
+def test_the_servers_port_is_what_is_told_unless_the_pod_declares_others_alone(
+    ports: list[list[int]], told: int, expected: int
+) -> None:
+    containers = tuple(Container(id=str(number), ports=frozenset(own)) for number, own in enumerate(ports))
+    assert PodView(name="p", namespace="ns", uid="u", containers=containers).serving_port(told) == expected
+
+
+def test_of_other_ports_the_one_named_http_is_the_servers() -> None:
+    declared = Container(id="c", ports=frozenset({1, 9000}), http_port=9000)
+    assert PodView(name="p", namespace="ns", uid="u", containers=(declared,)).serving_port(8000) == 9000
 
 
 def test_the_port_named_http_is_known() -> None:

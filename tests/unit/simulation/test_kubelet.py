@@ -79,7 +79,7 @@ async def test_a_deleted_pod_computes_on_for_its_grace_period(monkeypatch: pytes
         deleted(core, 1)
         deleted(core, 1)
         await lives(kubelet, False)
-        assert 0.8 <= monotonic() - begin < 1.5
+        assert 0.8 <= monotonic() - begin < 10
         core.tell("DELETED")
 
 
@@ -117,5 +117,5 @@ async def test_a_server_that_is_being_killed_dies_although_its_object_goes_meanw
         deleted(core, 0)
         await lives(kubelet, False)
         core.tell("DELETED")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await dead.wait()

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
@@ -48,6 +49,8 @@ _OUR_REALM = f'realm="{GATEWAY_REALM}"'
 _ANSWER_BYTES = 16_384
 #: After so many single items refused in a row the receiver is taken to refuse everything.
 SEARCH_LIMIT = 64
+#: Bytes that a number takes in memory.
+_NUMBER_BYTES = 32
 
 T = TypeVar("T")
 
@@ -208,6 +211,36 @@ async def _reason(answer: aiohttp.ClientResponse) -> str | None:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Results, and about how many bytes of memory they take."""
+
+    results: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(self.results + other.results, self.bytes + other.bytes)
+
+    def __sub__(self, other: "Load") -> "Load":
+        return Load(self.results - other.results, self.bytes - other.bytes)
+
+    def is_full(self, settings: Settings) -> bool:
+        """Whether more has to wait."""
+        return self.results >= settings.pending_results or self.bytes >= settings.pending_bytes
+
+
+def load_of(items: Sequence[object]) -> Load:
+    """Return the load of results or verdicts; of nothing it has one result, since the place in a queue counts too."""
+    return Load(max(1, len(items)), sum(_bytes_of(item) for item in items))
+
+
+def _bytes_of(item: object) -> int:
+    if isinstance(item, tuple):  # the nonce, and a distance or the vector in base64
+        _, value = item
+        return len(value) if isinstance(value, str) else _NUMBER_BYTES
+    return sum(_NUMBER_BYTES * len(field) for field in vars(item).values() if isinstance(field, list))
+
+
+@dataclass(frozen=True)
 class Piece:
     """What one slice leaves for delivery; ``end`` is the index after its last nonce."""
 
@@ -215,10 +248,10 @@ class Piece:
     items: Sequence[Item]
     rejected: int
 
-    @property
-    def weight(self) -> int:
+    @cached_property
+    def load(self) -> Load:
         """Share of the bounded memory; a piece without items counts too."""
-        return max(1, len(self.items))
+        return load_of(self.items)
 
 
 @dataclass
@@ -252,7 +285,7 @@ class Delivery:
         self._settings = settings
         self._clock = clock
         self._queue: deque[Piece] = deque()
-        self._weight = 0
+        self._load = Load()
         self._draining = False
         self._hurried = False
         self._changed = asyncio.Condition()
@@ -284,7 +317,7 @@ class Delivery:
             self._count(piece, refused=0)
             return
         self._queue.append(piece)
-        self._weight += piece.weight
+        self._load += piece.load
         async with self._changed:
             self._changed.notify_all()
             try:
@@ -323,11 +356,11 @@ class Delivery:
             return list(_up_to(self._queue, self._settings.payload_results))
 
     def _is_full(self) -> bool:
-        return self._weight >= self._settings.pending_results and not self._hurried
+        return self._load.is_full(self._settings) and not self._hurried
 
     def _must_hurry(self) -> bool:
-        full = min(self._settings.payload_results, self._settings.pending_results)
-        return self._draining or self._weight >= full
+        is_payload = self._load.results >= self._settings.payload_results
+        return self._draining or is_payload or self._load.is_full(self._settings)
 
     async def _deliver(self, poster: Poster[Item], pieces: Sequence[Piece]) -> None:
         # Piece by piece, since what is settled stays settled if we are stopped.
@@ -336,7 +369,7 @@ class Delivery:
             refused = [await anext(accepted) for _ in piece.items].count(False)
             async with self._changed:
                 self._queue.popleft()
-                self._weight -= piece.weight
+                self._load -= piece.load
                 self._count(piece, refused)
                 self._changed.notify_all()
 
@@ -351,9 +384,9 @@ class Delivery:
 
 
 def _up_to(queue: Sequence[Piece] | deque[Piece], limit: int) -> Iterator[Piece]:
-    weight = 0
+    results = 0
     for piece in queue:
-        if weight and weight + piece.weight > limit:
+        if results and results + piece.load.results > limit:
             return
-        weight += piece.weight
+        results += piece.load.results
         yield piece

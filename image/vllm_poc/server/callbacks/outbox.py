@@ -10,7 +10,7 @@ import aiohttp
 
 from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
-from vllm_poc.server.callbacks.delivery import Poster
+from vllm_poc.server.callbacks.delivery import Load, Poster, load_of
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import CallbackState
@@ -46,7 +46,7 @@ class Outbox:
         self._settings = settings
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], TrackedCallback] = {}
-        self._weight = 0
+        self._load = Load()
         self._hurried = False
         self._changed = asyncio.Condition()
 
@@ -58,7 +58,7 @@ class Outbox:
     async def wait_for_capacity(self) -> None:
         """Wait while too many results are on their way: work is held back, nothing is dropped."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._weight < self._settings.pending_results or self._hurried)
+            await self._changed.wait_for(lambda: self._hurried or not self._load.is_full(self._settings))
 
     def send(self, url: str, items: Sequence[T], payload: Callable[[Sequence[T]], WireMessage]) -> TrackedCallback:
         """Send ``items`` to ``url``, in order; ``payload`` makes the body of some of them."""
@@ -67,8 +67,9 @@ class Outbox:
         )
         if self._hurried:
             callback.poster.hurry()
-        self._weight += len(items)
-        task = asyncio.create_task(self._deliver(callback, items))
+        load = load_of(items)
+        self._load += load
+        task = asyncio.create_task(self._deliver(callback, items, load))
         self._tasks[task] = callback
         task.add_done_callback(self._tasks.pop)
         return callback
@@ -93,7 +94,7 @@ class Outbox:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _deliver(self, callback: TrackedCallback, items: Sequence[Any]) -> None:
+    async def _deliver(self, callback: TrackedCallback, items: Sequence[Any], load: Load) -> None:
         try:
             async with self._clock.timeout(self._settings.result_seconds):
                 accepted = [accepted async for accepted in callback.poster.deliver(items)]
@@ -106,7 +107,7 @@ class Outbox:
         finally:
             self._count(callback)
             async with self._changed:
-                self._weight -= len(items)
+                self._load -= load
                 self._changed.notify_all()
 
     def _count(self, callback: TrackedCallback) -> None:

@@ -15,8 +15,8 @@ from poc_gateway.metrics import HTTP_SECONDS
 
 #: A point covers so many seconds, and so many points are kept: an hour.
 POINT_SECONDS, MOST_POINTS = 15.0, 240
-#: The route of all chat, as the telemetry of the network's port names it.
-_CHAT = {"port": "network", "route": "/v1/{path}"}
+#: The route of all chat, as the telemetry of the network's port names it; what is refused is no answer.
+_CHAT = {"port": "network", "route": "/v1/{path}", "status": "2xx"}
 
 #: Requests that took no longer than so many seconds, by that time: a Prometheus histogram.
 Buckets = Mapping[float, float]
@@ -24,7 +24,7 @@ Buckets = Mapping[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What was counted up to a moment: results by round, and requests of chat."""
+    """What was counted up to a moment: results by round, and requests of chat that were answered."""
 
     at: float
     stored: Mapping[str, int]
@@ -89,7 +89,7 @@ def quantile(buckets: Buckets, share: float) -> float | None:
 
 
 def chat_buckets() -> Buckets:
-    """Return what this process has counted of chat: the time until an answer begins."""
+    """Return what this process has counted of chat: the time until an answer begins that is no error."""
     samples = (sample for family in HTTP_SECONDS.collect() for sample in family.samples)
     return dict(_buckets(samples))
 

@@ -101,7 +101,7 @@ async def test_a_full_disk_loses_nothing_acknowledged(start: Start) -> None:
         engine.dispose()
         began = time.monotonic()
         while (await gateway.deliver(artifacts(nonces)))[0] != 200:
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 40
             await asyncio.sleep(0.2)
 
 

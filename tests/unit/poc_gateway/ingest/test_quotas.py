@@ -226,7 +226,7 @@ async def test_deliveries_wait_for_no_reader(database: Database, monkeypatch: py
     readers = [asyncio.create_task(database.read(held)) for _ in range(8)]
     try:
         await held.begun()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             assert await deliver(0) == StoreResult(stored=2)
             assert await deliver(2) == StoreResult(stored=2)
             assert isinstance(await deliver(4), Refusal)

@@ -46,11 +46,13 @@ async def test_pauses_double_up_to_the_limit(database: Database, receiver: Recei
     receiver.answer = fail
     await store(database, await add_round(database, receiver.url, node_count=1), range(100))
     async with running(Outbox(database, settings(retry_first_seconds=0.2, retry_limit_seconds=0.8))):
-        await until(lambda: len(moments) >= 7)
+        await until(lambda: len(moments) >= 9, seconds=40)
     pauses = [after - before for before, after in itertools.pairwise(moments)]
-    # The forwarder's own linger of half a second does not add to a pause by more than itself.
-    for pause, base in zip(pauses, (0.2, 0.4, 0.8, 0.8, 0.8, 0.8), strict=False):
-        assert 0.5 * base - 0.01 <= pause <= 1.5 * base + 0.3
+    for pause, base in zip(pauses, (0.2, 0.4, *[0.8] * 6), strict=False):
+        assert pause >= 0.5 * base - 0.01
+    # They do not grow beyond the limit, and the forwarder's own linger of half a second does not add to all of them. A
+    # busy machine may make some of them longer.
+    assert min(pauses[4:8]) <= 1.5 * 0.8 + 0.3
 
 
 async def test_posts_that_fail_together_are_one_failure() -> None:
@@ -58,9 +60,9 @@ async def test_posts_that_fail_together_are_one_failure() -> None:
         await asyncio.sleep(0)
         return Answer(Outcome.UNREACHABLE, "away")
 
-    circuit = CircuitBreaker(settings(retry_first_seconds=1, retry_limit_seconds=60))
+    circuit = CircuitBreaker(settings(retry_first_seconds=10, retry_limit_seconds=600))
     await asyncio.gather(*(circuit.call(fail) for _ in range(5)))
-    assert 0 < circuit.backoff.seconds_left <= 1.5
+    assert 0 < circuit.backoff.seconds_left <= 15
 
 
 async def test_what_was_not_sent_says_nothing_of_the_address() -> None:
@@ -157,8 +159,8 @@ async def test_rounds_whose_receiver_is_away_hold_up_no_other(database: Database
         for number in range(5):
             await store(database, await add_round(database, stuck.url, name=f"stuck{number}"), range(40))
         await store(database, await add_round(database, receiver.url), range(40))
-        async with running(Outbox(database, settings(forward_seconds=2, retry_first_seconds=60))):
-            await until(lambda: len(receiver.nonces) == 40, seconds=3)
+        async with running(Outbox(database, settings(forward_seconds=5, retry_first_seconds=60))):
+            await until(lambda: len(receiver.nonces) == 40, seconds=9)
         assert stuck.posts
 
 
@@ -170,7 +172,7 @@ async def test_a_round_that_is_too_late_does_not_hold_up_one_for_the_same_receiv
     await store(database, late, range(40))
     await store(database, await add_round(database, receiver.url), range(400))
     async with running(Outbox(database, settings())) as outbox:
-        await until(lambda: len(receiver.nonces) == 400, seconds=4)
+        await until(lambda: len(receiver.nonces) == 400, seconds=15)
         assert error_of(outbox, late) == "HTTP 503"
 
 
@@ -183,11 +185,11 @@ async def test_a_long_retry_after_stops_neither_other_addresses_nor_this_one_for
 
     receiver.answer = wait
     await store(database, await add_round(database, f"{receiver.url}/a"), range(40))
-    async with running(Outbox(database, settings(retry_first_seconds=0.1, retry_limit_seconds=4))):
+    async with running(Outbox(database, settings(retry_first_seconds=0.1, retry_limit_seconds=8))):
         await until(lambda: bool(receiver.posts))
         await store(database, await add_round(database, f"{receiver.url}/b"), range(400))
-        await until(lambda: len(receiver.nonces) == 400, seconds=3)
-        await until(lambda: len(receiver.nonces) == 440, seconds=8)
+        await until(lambda: len(receiver.nonces) == 400, seconds=7.5)
+        await until(lambda: len(receiver.nonces) == 440, seconds=25)
 
 
 async def test_a_pause_outlives_a_restart_and_no_pause_is_longer_than_the_limit(
@@ -205,7 +207,7 @@ async def test_a_pause_outlives_a_restart_and_no_pause_is_longer_than_the_limit(
         await until(is_written)
     began, receiver.answer = time.monotonic(), lambda _: 200
     async with running(Outbox(database, chosen)):
-        await until(lambda: len(receiver.nonces) == 4, seconds=8)
+        await until(lambda: len(receiver.nonces) == 4, seconds=20)
         assert time.monotonic() - began > 1.5
         await until(lambda: _no_backoffs(database))
     # The clock was set back since.
@@ -213,7 +215,7 @@ async def test_a_pause_outlives_a_restart_and_no_pause_is_longer_than_the_limit(
     await database.write(lambda c: c.execute(backoffs.insert().values(row)) and None)
     await store(database, await add_round(database, receiver.url, node_count=1), range(4))
     async with running(Outbox(database, chosen)):
-        await until(lambda: len(receiver.nonces) == 8, seconds=8)
+        await until(lambda: len(receiver.nonces) == 8, seconds=20)
 
 
 async def _no_backoffs(database: Database) -> bool:

@@ -23,6 +23,7 @@ from httpx import AsyncClient
 from sqlalchemy import select, update
 
 from hack.images.site import ROOT
+from poc_gateway import __main__ as program
 from poc_gateway import metrics
 from poc_gateway.ingest.deliveries import CheckedArtifact, Delivery
 from poc_gateway.ingest.storing import store as take
@@ -684,6 +685,31 @@ def interrupt(process: int, *, main_thread: bool) -> None:
     assert ctypes.CDLL(None, use_errno=True).tgkill(process, thread, int(signal.SIGINT)) == 0, ctypes.get_errno()
 
 
+def ended(process: subprocess.Popen[bytes]) -> bytes:
+    """Wait for the end, for less than S3 hangs, and return the log; with what all threads do, if it does not come."""
+    try:
+        return process.communicate(b"x", 40)[1]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # faulthandler's
+        return process.communicate(timeout=10)[1]
+
+
+def test_what_was_cancelled_with_the_signal_leaves_as_what_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = list[int]()
+
+    def cancelled(_: object, __: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(sys, "argv", ["poc_gateway", "archive", "uid-1"])
+    monkeypatch.setattr(program, "_settings", Settings)
+    monkeypatch.setattr("vllm_poc.logs.configure", lambda *_: None)
+    monkeypatch.setattr(program, "_perform", cancelled)
+    monkeypatch.setattr(program, "leave", lambda _, status: left.append(status))
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert (end.value.code, left) == (128 + signal.SIGINT, [128 + signal.SIGINT])
+
+
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("how", ["an error", "by hand", "by hand, told in another thread"])
 async def test_a_process_ends_while_the_server_hangs_however_it_ends(
@@ -701,6 +727,7 @@ async def test_a_process_ends_while_the_server_hangs_however_it_ends(
     by_hand = how.startswith("by hand")
     path = os.pathsep.join(str(ROOT / folder) for folder in ("operator", "image", "."))
     variables = {**os.environ, **s3.settings, "PYTHONPATH": path, "POC_GATEWAY_DATABASE": database_url}
+    variables["PYTHONFAULTHANDLER"] = "1"
     arguments = ["-m", "poc_gateway", "archive", "uid-1"] if by_hand else ["-c", _FAILS]
     pipe = subprocess.PIPE
     # A shell lets what it runs in the background ignore SIGINT, and so these tests.
@@ -710,8 +737,8 @@ async def test_a_process_ends_while_the_server_hangs_however_it_ends(
         await until(hangs.is_set, seconds=60)
         if by_hand:
             interrupt(process.pid, main_thread="another" not in how)
-        _, log = await asyncio.to_thread(process.communicate, b"x", 30)
-        assert process.returncode == (130 if by_hand else 1)
+        log = await asyncio.to_thread(ended, process)
+        assert process.returncode == (130 if by_hand else 1), log.decode()
         assert b"S3 does not answer" in log
     finally:
         go_on.set()

@@ -36,8 +36,8 @@ def test_lines_name_round_slot_and_request(tmp_path: Path) -> None:
     private = {"POC_GATEWAY_RECEIVER_PRIVATE": "127.0.0.0/8"}
     with gateway(f"sqlite:///{tmp_path}/gateway.db", rounds, log, private) as running:
         for request, body in (("r-1", artifacts([1])), ("r-2", artifacts([1], block_hash="cd" * 32))):
-            httpx.post(running.url + path(), content=body, headers={"X-Request-Id": request})
-        httpx.post(running.url + path(), content=b"[]", headers={"X-Request-Id": "no id"})
+            httpx.post(running.url + path(), content=body, headers={"X-Request-Id": request}, timeout=30)
+        httpx.post(running.url + path(), content=b"[]", headers={"X-Request-Id": "no id"}, timeout=30)
         refused = line_about(log, "a delivery is refused: block_hash")
         unread = line_about(log, "a delivery is refused: body")
         failed = line_about(log, "forwarding failed")

@@ -26,11 +26,13 @@ def test_it_counts_and_ends_in_order(database_url: str, tmp_path: Path) -> None:
     with gateway(database_url, rounds, tmp_path / "log", ENVIRONMENT) as running:
         credential = pod_headers()
         for _ in range(2):
-            httpx.post(running.url + path(), content=artifacts(range(9)), headers=credential).raise_for_status()
-        refused = httpx.post(running.url + path(), content=artifacts([10**9]), headers=credential)
+            httpx.post(
+                running.url + path(), content=artifacts(range(9)), headers=credential, timeout=30
+            ).raise_for_status()
+        refused = httpx.post(running.url + path(), content=artifacts([10**9]), headers=credential, timeout=30)
         assert refused.status_code == 425
         told = refused.text
-        series = parse(httpx.get(running.metrics_url).text)
+        series = parse(httpx.get(running.metrics_url, timeout=30).text)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(10) == 0
     assert (series["poc_gateway_received_total"], series["poc_gateway_stored_total"]) == (18, 9)

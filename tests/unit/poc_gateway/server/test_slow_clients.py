@@ -4,6 +4,7 @@
 import asyncio
 import json
 import resource
+import select
 import socket
 import ssl
 import statistics
@@ -95,6 +96,27 @@ def is_closed(connection: socket.socket, seconds: float) -> bool:
         return False
 
 
+def opened_of(connections: list[socket.socket], *, closed: int) -> list[socket.socket]:
+    """Wait until so many are closed by the server, and a moment longer; return the others."""
+    end = time.monotonic() + 20
+    while len(select.select(connections, [], [], 0)[0]) < closed:
+        assert time.monotonic() < end, f"fewer than {closed} are closed"
+        time.sleep(0.02)
+    time.sleep(0.3)
+    over = set(select.select(connections, [], [], 0)[0])
+    assert all(is_closed(connection, 1) for connection in over)
+    return [connection for connection in connections if connection not in over]
+
+
+def admitted(stack: ExitStack, running: GatewayProcess, *, network: bool = False) -> socket.socket:
+    """Connect until the server keeps a connection: it learns of closed ones a moment later."""
+    end = time.monotonic() + 20
+    while is_closed(found := connect(stack, running, "127.0.0.2", network=network), 0.5):
+        assert time.monotonic() < end, "no connection is kept"
+    found.settimeout(20)
+    return found
+
+
 @pytest.mark.parametrize("peer_connections", ["1000", "100000"])
 def test_half_open_connections_hold_up_no_delivery(tmp_path: Path, peer_connections: str) -> None:
     with serving(tmp_path, peer_connections=peer_connections) as running, ExitStack() as stack:
@@ -138,28 +160,28 @@ def test_half_open_handshakes_hold_up_no_delivery(tmp_path: Path, peer_connectio
 
 
 def test_a_handshake_has_the_headers_deadline(tmp_path: Path) -> None:
-    with serving_tls(tmp_path, header_seconds="2") as running, ExitStack() as stack:
+    with serving_tls(tmp_path, header_seconds="4") as running, ExitStack() as stack:
         silent, slow, late = (connect(stack, running, "127.0.0.1", network=True) for _ in range(3))
         began = time.monotonic()
         slow.sendall(HALF_OF_A_HELLO)
-        time.sleep(1)
+        time.sleep(2.5)
         # It shakes hands in time, and asks for nothing: the deadline is of both together.
         shaken = stack.enter_context(trusting(tmp_path).wrap_socket(late, server_hostname="127.0.0.1"))
         for connection in (silent, slow, shaken):
-            assert is_closed(connection, 5)
-            assert 1.8 < time.monotonic() - began < 2.8
+            assert is_closed(connection, 20)
+            assert 3.8 < time.monotonic() - began < 6.4
 
 
 def test_handshakes_count_among_the_connections_of_a_peer(tmp_path: Path) -> None:
     with serving_tls(tmp_path, peer_connections="5") as running, ExitStack() as stack:
         # At either port: which one accepts first is open.
         opened = [connect(stack, running, "127.0.0.2", network=index % 2 == 0) for index in range(8)]
-        kept = [connection for connection in opened if not is_closed(connection, 0.3)]
+        kept = opened_of(opened, closed=3)
         assert len(kept) == 5
         kept[0].close()
-        time.sleep(0.2)
-        left = connect(stack, running, "127.0.0.2", network=True)
+        left = admitted(stack, running, network=True)
         with trusting(tmp_path).wrap_socket(left, server_hostname="127.0.0.1") as shaken:
+            shaken.settimeout(20)
             shaken.sendall(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert shaken.recv(65_536).startswith(b"HTTP/1.1 200 ")
 
@@ -182,11 +204,11 @@ async def test_when_there_are_too_many_who_waits_longest_makes_room() -> None:
     await until(lambda: server.started)
     opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(7)]
     for reader, _ in opened[:2]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await reader.read() == b""
     for reader, writer in opened[2:]:
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
     server.should_exit = True
     await task
@@ -195,14 +217,13 @@ async def test_when_there_are_too_many_who_waits_longest_makes_room() -> None:
 def test_a_peer_has_so_many_connections_and_others_have_theirs(tmp_path: Path) -> None:
     with serving(tmp_path, peer_connections="5") as running, ExitStack() as stack:
         connections = [connect(stack, running, "127.0.0.2") for _ in range(8)]
-        assert [is_closed(connection, 0.5) for connection in connections[5:]] == [True] * 3
+        assert [is_closed(connection, 20) for connection in connections[5:]] == [True] * 3
         assert [is_closed(connection, 0.1) for connection in connections[:5]] == [False] * 5
-        client = stack.enter_context(httpx.Client())
+        client = stack.enter_context(httpx.Client(timeout=30))
         deliver(client, running.url, 0, 1)
         for connection in connections:
             connection.close()
-        time.sleep(0.2)
-        assert not is_closed(connect(stack, running, "127.0.0.2"), 0.5)
+        admitted(stack, running)
     assert "127.0.0.2 has 5 connections" in (tmp_path / "log").read_text()
 
 
@@ -216,8 +237,8 @@ def test_a_header_has_a_deadline(tmp_path: Path, sent: bytes) -> None:
             if sent:
                 connection.sendall(b"x")
             time.sleep(0.2)
-        assert is_closed(connection, 5)
-        assert 0.9 < time.monotonic() - began < 3
+        assert is_closed(connection, 20)
+        assert 0.9 < time.monotonic() - began < 10
         # The second request of a connection has one too; between two requests it may rest.
         kept = connect(stack, running, "127.0.0.1")
         kept.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\n")
@@ -232,7 +253,7 @@ def test_a_body_has_a_deadline(tmp_path: Path) -> None:
     with serving(tmp_path, body_seconds="1") as running, ExitStack() as stack:
         connection = connect(stack, running, "127.0.0.1")
         connection.sendall(HEAD % (path().encode(), 1_000) + b"{")
-        connection.settimeout(5)
+        connection.settimeout(30)
         answer = b""
         while more := connection.recv(65_536):
             answer += more
@@ -254,4 +275,4 @@ def test_stalled_bodies_hold_up_no_delivery(tmp_path: Path) -> None:
         large = artifacts(range(1_000, 31_000))
         began = time.monotonic()
         client.post(running.url + path(), content=large, headers=JSON).raise_for_status()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 25

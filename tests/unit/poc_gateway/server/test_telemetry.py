@@ -35,7 +35,7 @@ def ml_nodes(folder: Path) -> dict[str, str]:
 
 def ask_all(running: GatewayProcess, credential: dict[str, str]) -> None:
     """Ask with paths, methods, queries and tokens that must not be told."""
-    with httpx.Client() as client:
+    with httpx.Client(timeout=30) as client:
         client.post(running.url + path(), content=artifacts(range(9)), headers=credential)
         client.post(running.url + path(), content=artifacts([1]), headers={"Authorization": "Basic c2VjcmV0"})
         for number in range(20):
@@ -77,7 +77,7 @@ def run_with(mode: AccessLogMode, folder: Path) -> tuple[dict[str, float], Path,
     credential = pod_headers(a_grant(rate=1_000))
     with gateway(f"sqlite:///{folder}/gateway.db", rounds, log, settings) as running:
         ask_all(running, credential)
-        series = parse(httpx.get(running.metrics_url).text)
+        series = parse(httpx.get(running.metrics_url, timeout=30).text)
         running.process.terminate()
         assert running.process.wait(20) == 0
     return series, log, credential["Authorization"].removeprefix("Basic ")
@@ -98,7 +98,8 @@ def test_requests_are_told_by_their_routes_and_without_secrets(tmp_path: Path) -
         ("POST", "network", "/v1/{path}", "503"): 20,
     }
     count = "poc_gateway_http_request_seconds_count"
-    assert series[f'{count}{{port="network",route="{network}"}}'] == 20
+    assert series[f'{count}{{port="network",route="{network}",status="2xx"}}'] == 20
+    assert series[f'{count}{{port="network",route="/v1/{{path}}",status="5xx"}}'] == 20
     assert series['poc_gateway_http_refusals_total{reason="Unauthorized"}'] == 1
     assert series['poc_gateway_http_refusals_total{reason="NoBackends"}'] == 20
     assert series['poc_gateway_http_refusals_total{reason="Busy"}'] == 0

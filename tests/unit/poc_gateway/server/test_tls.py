@@ -34,11 +34,11 @@ def running(tmp_path: Path) -> Iterator[GatewayProcess]:
 def test_the_networks_port_alone_speaks_tls(running: GatewayProcess, tmp_path: Path) -> None:
     address = running.network_url.removeprefix("http://")
     trust = ssl.create_default_context(cafile=str(tmp_path / "tls.crt"))
-    with httpx.Client(verify=trust, trust_env=False) as client:
+    with httpx.Client(timeout=30, verify=trust, trust_env=False) as client:
         assert client.get(f"https://{address}/nodes/a/api/v1/state").json()["state"] == "STOPPED"
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://{address}/readyz", trust_env=False)
-    assert httpx.get(f"{running.url}/readyz", trust_env=False).status_code == 200
+        httpx.get(f"http://{address}/readyz", trust_env=False, timeout=30)
+    assert httpx.get(f"{running.url}/readyz", trust_env=False, timeout=30).status_code == 200
 
 
 def test_a_server_ends_in_order_with_both_ports(running: GatewayProcess) -> None:

@@ -159,7 +159,7 @@ async def test_a_copy_of_a_gateway_in_use_loses_nothing_and_repeats_little(
         del receiver.accepted[:]
         owner = await asyncio.to_thread(epoch_of, restored)
         with gateway(restored, rounds, tmp_path / "second", settings) as second:
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=30) as client:
                 new = range(max(kept) + 1, max(kept) + 1 + BATCH)
                 answer = await client.post(second.url + path(), content=artifacts(new), headers=JSON)
                 assert answer.json()["stored"] == BATCH

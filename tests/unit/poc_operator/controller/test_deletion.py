@@ -274,4 +274,4 @@ async def test_a_time_to_live_that_is_set_late_counts(monkeypatch: pytest.Monkey
         assert await made.released(UID, 5.0), "it rests"
         store.round = finished(ttlSecondsAfterFinished=60)
         made.work_changed(RoundPlanner, body(store.round, generation=3), lambda _: None)
-        await asyncio.wait_for(deleted.wait(), 5)
+        await asyncio.wait_for(deleted.wait(), 20)

@@ -24,6 +24,7 @@ from poc_operator.controller.logs import ObjectRef
 from poc_operator.controller.manager import Manager
 from poc_operator.controller.reconciler import Reconciler
 from poc_operator.planning.snapshot import WorkEvent
+from tests.support.builders.forwarding import until
 from tests.support.checks.cancellation import TURNS, ends_cancelled
 from tests.support.fakes.lease_api import lease_api
 from tests.support.fakes.without_pods import WithoutPods
@@ -150,7 +151,7 @@ async def failed(rounds: Rounds) -> list[WorkEvent]:
     """Drive both until the bad one has told, and a while on; return the bad one's Events."""
     events = list[WorkEvent]()
     async with driven(rounds, events) as operator:
-        await asyncio.wait_for(rounds.reported.wait(), 5)
+        await asyncio.wait_for(rounds.reported.wait(), 20)
         assert rounds.conditions == {
             "Progressing": ("bad", "False", "InternalError"),
             "Degraded": ("bad", "True", "InternalError"),
@@ -195,7 +196,7 @@ async def test_another_spec_is_tried_at_once() -> None:
     rounds = Rounds(a_round(callback_url="http://[zz]/"))
     events = list[WorkEvent]()
     async with driven(rounds, events) as operator:
-        await asyncio.wait_for(rounds.reported.wait(), 5)
+        await asyncio.wait_for(rounds.reported.wait(), 20)
         await asyncio.sleep(0.5)
         turns = len(rounds.turns["bad"])
         operator.work_changed(RoundPlanner, body("bad", generation=1), events.append)
@@ -203,7 +204,7 @@ async def test_another_spec_is_tried_at_once() -> None:
         await asyncio.sleep(0)
         assert len(rounds.turns["bad"]) == turns
         operator.work_changed(RoundPlanner, body("bad", generation=2), events.append)
-        await asyncio.sleep(0.02)
+        await until(lambda: len(rounds.turns["bad"]) > turns)
         assert len(rounds.turns["bad"]) == turns + 1
 
 
@@ -219,7 +220,7 @@ async def test_a_reconciliation_that_hangs_is_given_up(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(rounds, "get", get)
     async with driven(rounds, []):
-        await asyncio.wait_for(rounds.reported.wait(), 5)
+        await asyncio.wait_for(rounds.reported.wait(), 20)
 
 
 async def test_the_api_servers_failure_is_no_round_s() -> None:

@@ -71,7 +71,7 @@ async def looked(health: FleetHealth, pods: Pods, *seen: PodView) -> None:
     """Look once, and wait until it is done."""
     before = len(pods.asked)
     health.see("f", seen, 8000)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while len(pods.asked) < before + sum(pod.ready for pod in seen):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0)
     for _ in range(20):

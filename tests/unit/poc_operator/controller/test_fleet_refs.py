@@ -18,6 +18,7 @@ from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundSnapshot
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, says
 from tests.unit.poc_operator.fleets.build import a_fleet
+from tests.unit.poc_operator.fleets.test_groups import spanning, templates_of
 
 
 def of_fleet(**spec: Any) -> PoCRound:  # noqa: ANN401
@@ -111,6 +112,24 @@ def test_a_rounds_groups_follow_the_size_that_the_fleet_is_to_have(
     found = with_fleet(round_, a_fleet(replicas=replicas, port=9000), [])
     assert (found.spec.nodes.groups, found.spec.port) == (groups, 9000)
     assert round_.spec.port == 8000
+
+
+def test_a_round_of_a_spanning_fleet_has_a_group_for_each_leader() -> None:
+    """Workers follow their leaders: neither the groups nor the slots of a round know of them."""
+    fleet = spanning(replicas=3)
+    leader, worker = (template["metadata"]["labels"] for template in templates_of(fleet))
+    made = [
+        a_pod(f"demo-{group}{'-1' if follows else ''}", labels=worker if follows else leader)
+        for group in range(2)  # the third group has yet to come
+        for follows in (False, True)
+    ]
+    round_ = with_fleet(of_fleet(nodes={"first": 0, "last": 0, "count": 1}), fleet, made)
+    assert round_.spec.nodes.groups == 3
+    selected = [pod for pod in made if round_.spec.pods.matches(pod.labels)]
+    assert [pod.name for pod in selected] == ["demo-0", "demo-1"]
+    seen = RoundSnapshot(work=round_, pods=selected, reports={pod.uid: says() for pod in selected}, now=NOW)
+    slots = plan(seen).status.assignments
+    assert [slot.uid for slot in slots] == ["demo-0", "demo-1", None]
 
 
 def test_groups_that_are_fixed_stay_when_the_fleet_is_scaled() -> None:

@@ -62,7 +62,7 @@ async def test_a_cancelled_task_ends_nothing() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 async def test_health_is_told_over_both_protocols(host: str) -> None:
     findings, port = list[str](), free_port()
-    async with serve_health(lambda: findings, port), httpx.AsyncClient() as client:
+    async with serve_health(lambda: findings, port), httpx.AsyncClient(timeout=30) as client:
         answer = await client.get(f"http://{host}:{port}/healthz")
         assert (answer.status_code, answer.text) == (200, "ok")
         findings += ["the Lease is not renewed", "pod ns/a is not what the watch told"]

@@ -93,6 +93,13 @@ def told(operator: Manager, uid: str, generation: int, **fields: object) -> None
     operator.work_changed(RoundPlanner, {"metadata": metadata, **fields}, lambda _: None)
 
 
+async def turns_are(store: GoneRound, count: int) -> None:
+    """Wait until there were so many turns, and see that no other follows."""
+    await until(lambda: len(store.turns) >= count)
+    await asyncio.sleep(0.1)
+    assert len(store.turns) == count
+
+
 @pytest.mark.parametrize(
     ("news", "looks"),
     [
@@ -108,8 +115,7 @@ async def test_a_round_is_looked_at_when_there_is_news_for_it(news: News, looks:
     store = StandingRound()
     async with driving(store) as (operator, _):
         news(operator)
-        await asyncio.sleep(0.1)
-        assert len(store.turns) == 1 + looks
+        await turns_are(store, 1 + looks)
 
 
 @pytest.mark.parametrize("turns", TURNS)
@@ -132,22 +138,19 @@ async def test_a_suspended_round_waits_for_another_spec_alone() -> None:
     async with driving(store) as (operator, _):
         operator.pod_changed(a_pod("a"))
         told(operator, UID, 1)
-        await asyncio.sleep(0.1)
-        assert len(store.turns) == 1
+        await turns_are(store, 1)
         told(operator, UID, 2)
-        await asyncio.sleep(0.1)
-        assert len(store.turns) == 2
+        await turns_are(store, 2)
 
 
 async def test_a_deleted_pod_is_news_for_its_round() -> None:
     store = StandingRound()
     async with driving(store) as (operator, _):
         operator.pod_changed(a_pod("a"))
-        await asyncio.sleep(0.1)
+        await turns_are(store, 2)
         operator.pod_deleted(a_pod("a"))
         operator.pod_deleted(a_pod("unknown"))
-        await asyncio.sleep(0.1)
-        assert len(store.turns) == 3
+        await turns_are(store, 3)
 
 
 class RunningRound(GoneRound):
@@ -197,7 +200,7 @@ async def test_a_pod_that_the_watch_has_yet_to_tell_of_is_not_lost(
         await until(lambda: store.lists > 2)
         assert not store.written.is_set()
         store.there = successors
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await store.written.wait()
         assert store.attempts == 2
 
@@ -208,7 +211,7 @@ async def test_a_pod_that_the_watch_tells_of_later_goes_on(monkeypatch: pytest.M
     async with driving(store) as (operator, _):
         await until(lambda: store.lists > 2)
         operator.pod_changed(a_pod("a", ip=None))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await store.written.wait()
         assert store.attempts == 1
         lists = store.lists
@@ -273,9 +276,10 @@ async def test_the_more_there_is_to_do_the_longer_turns_wait_within_bounds(
         for number in range(pods):
             operator.pod_changed(a_pod(f"p{number}", ip="127.0.0.3"))
         await asyncio.sleep(0.2)
-        begun = len(store.turns)
+        begun, began = len(store.turns), time.monotonic()
         await asyncio.sleep(1.5)
-        assert least <= len(store.turns) - begun <= most
+        slept = time.monotonic() - began  # longer on a busy machine
+        assert least <= len(store.turns) - begun <= most * slept / 1.5
 
 
 class Naming:

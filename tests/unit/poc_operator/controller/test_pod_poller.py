@@ -94,7 +94,7 @@ async def test_a_hung_pod_is_waited_for_once(world: World) -> None:
     assert (found, seconds >= TIMEOUT) == ({"good"}, True)
     for _ in range(3):
         found, seconds = await world.poll()
-        assert (found, seconds < TIMEOUT / 2) == ({"good"}, True)
+        assert (found, seconds < TIMEOUT) == ({"good"}, True)
     assert {type(error) for error in world.failures} == {PodTimeout}
 
 
@@ -169,7 +169,9 @@ async def test_a_poll_beside_the_turns_renews_nothing(world: World) -> None:
     world.hung.set()
     await world.poll()
     world.hung.clear()
-    await asyncio.sleep(0.1)  # the probe arrives
+    async with asyncio.timeout(20):
+        while len(world.renewed) < 2:  # noqa: ASYNC110 - the probe arrives, and nobody sets an event
+            await asyncio.sleep(0.01)
     assert world.renewed == ["r1", None]
 
 

@@ -11,7 +11,7 @@ import pytest
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, Fingerprint, FleetPod
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
-from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, check_pods, finding, serving_port, with_bars
+from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, check_pods, finding, with_bars
 from poc_operator.fleets.resolve import GoldenVectors, PresetError, Resolved, parse_preset
 from poc_operator.fleets.self_check import Vectors, packed
 from poc_operator.observed import Container, PodView, served_model
@@ -303,12 +303,6 @@ def test_only_a_pod_whose_server_has_passed_may_take_part(
     deleted = PoCFleet.parse({**fleet.model_dump(mode="json", by_alias=True), "metadata": going})
     for other in (None, fleet_of(CheckedPods(pods=entries), enabled=False), deleted):
         assert with_bars(other, [a_pod(0)]) == [a_pod(0)]
-
-
-def test_the_port_of_a_pod_that_was_made_before_the_port_changed() -> None:
-    assert serving_port(a_pod(0), 9000) == 8000
-    assert serving_port(a_pod(0), 8000) == 8000
-    assert serving_port(a_pod(0, containers=()), 9000) == 9000
 
 
 @pytest.mark.parametrize(

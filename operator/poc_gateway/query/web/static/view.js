@@ -76,7 +76,7 @@ export class View {
       ["Results stored", count(sum(held.map((one) => one.results))), `rounds with results: ${held.length}`],
       ["To be forwarded", count(sum(held.map((one) => one.backlog))), `${count(sum(held.map((one) => one.forwarded)))} accepted`],
       ["Dead or expired", count(sum(held.map((one) => one.dead + one.expired))), "results that did not arrive"],
-      ["Chat", point && point.chat_rate ? `${figure(point.chat_p95)} s` : NONE, point && point.chat_rate ? `95 % begin sooner; ${figure(point.chat_rate)} requests/s` : "none through this gateway"],
+      ["Chat", point && point.chat_rate ? `${figure(point.chat_p95)} s` : NONE, point && point.chat_rate ? `95 % begin sooner; ${figure(point.chat_rate)} answers/s` : "no answers through this gateway"],
     ];
     if (!this.tileCells) {
       this.tileCells = tiles.map(([title]) => ({ title, value: document.createTextNode(""), note: h("small") }));

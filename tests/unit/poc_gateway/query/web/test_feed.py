@@ -157,7 +157,7 @@ async def test_streams_end_with_the_server_and_beyond_the_limit(feed: Feed, view
         await following(stream)
     assert [text async for text in feed.stream(None)] == []
     viewers.end()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         for stream in streams:
             assert [parsed(text) async for text in stream if parsed(text) is not None] == []
     assert viewers.now == 0

@@ -57,9 +57,11 @@ def test_quantiles_are_those_of_prometheus(buckets: dict[float, float], share: f
     assert quantile(buckets, share) == expected
 
 
-def test_chat_is_what_the_networks_port_has_counted() -> None:
+def test_chat_is_what_the_networks_port_has_answered() -> None:
     before = chat_buckets().get(inf, 0.0)
-    HTTP_SECONDS.labels("network", "/v1/{path}").observe(0.2)
-    HTTP_SECONDS.labels("inside", "/v1/{path}").observe(0.2)
-    HTTP_SECONDS.labels("network", "/health").observe(0.2)
+    HTTP_SECONDS.labels("network", "/v1/{path}", "2xx").observe(0.2)
+    HTTP_SECONDS.labels("inside", "/v1/{path}", "2xx").observe(0.2)
+    HTTP_SECONDS.labels("network", "/health", "2xx").observe(0.2)
+    for refused in ("4xx", "5xx"):
+        HTTP_SECONDS.labels("network", "/v1/{path}", refused).observe(0.001)
     assert chat_buckets()[inf] == before + 1
