@@ -29,7 +29,7 @@ from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.observed import PodView
-from vllm_poc.wire.messages import CallbackRequest
+from vllm_poc.wire.messages import CallbackRequest, Protocol
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class NodeApi:
 
     async def init_generate(self, request: NetworkInit) -> tuple[PoCRound, list[PodView]]:
         """Create the round; return it and the pods that are ready for it."""
+        _check_scheme(request)
         _check_receiver(request, self._settings)
         found = await self.pods.poll()
         round_ = await self.rounds.start(request, self._model(request, found))
@@ -112,6 +113,7 @@ class NodeApi:
 
     def check(self, request: NetworkGenerate) -> NetworkGenerate:
         """Return the request with its whole fraud test; refused if its result could not be delivered."""
+        _check_scheme(request)
         _check_receiver(request, self._settings)
         if request.validation is None:
             return request
@@ -176,6 +178,12 @@ async def running_ml_nodes(
 def models_of(found: Sequence[ReadyPod]) -> list[str]:
     """Return the names of the models that the pods serve, each once."""
     return list(dict.fromkeys(name for one in found for name in one.models))
+
+
+def _check_scheme(request: CallbackRequest) -> None:
+    if request.protocol is Protocol.DECODE:
+        message = "asks for the decode scheme, which this cluster does not offer: send work of the prefill scheme"
+        raise field_refusal("params.decode", message)
 
 
 def _check_receiver(request: CallbackRequest, settings: Settings) -> None:
