@@ -79,6 +79,11 @@ class Scheme(StrEnum):
     DECODE = "decode"
 
 
+def scheme_of(protocol: Protocol) -> Scheme | None:
+    """Return the scheme of artifacts that a protocol stands for; None for distances."""
+    return {Protocol.ARTIFACT: Scheme.PREFILL, Protocol.DECODE: Scheme.DECODE}.get(protocol)
+
+
 class WireMessage(BaseModel):
     """Base of the messages. Unknown keys are ignored, as clients of the protocol rely on."""
 

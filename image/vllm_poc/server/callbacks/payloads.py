@@ -10,7 +10,7 @@ from vllm_poc.wire.answers import RoundConfig
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.messages import RoundRequest, Scheme, SlotRequest, WireMessage
+from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage, scheme_of
 
 Items = Sequence[Item]
 
@@ -71,19 +71,13 @@ def round_config(request: SlotRequest) -> RoundConfig:
     params = request.params.model_dump() if request.params is not None else {}
     in_effect = {
         "protocol": request.protocol,
-        "scheme": _scheme(request),
+        "scheme": scheme_of(request.protocol),
         "seq_len": request.effective_seq_len,
         "url": shown(request.receiver) if request.receiver is not None else None,
         "use_layer_hooks": request.layer_hooks,
         "use_sign_flips": request.sign_flips,
     }
     return RoundConfig.model_validate(request.model_dump() | params | in_effect)
-
-
-def _scheme(request: SlotRequest) -> Scheme | None:
-    if request.params is None:
-        return None
-    return Scheme.DECODE if request.params.decodes else Scheme.PREFILL
 
 
 def _artifacts(items: Items) -> list[Artifact]:

@@ -129,7 +129,6 @@ async def test_a_stop_of_nothing_is_fine(podless: World, prefix: str) -> None:
         ({"node_id": 3}, "", "node_id 3 must be below node_count 3"),
         ({"block_hash": None}, "block_hash", "valid string"),
         ({"url": "chain"}, "url", "must be an http:// or https:// URL"),
-        ({"params": PARAMS | {"decode": True, "max_tokens": 256}}, "params.decode", "asks for the decode scheme"),
         ({"params": PARAMS | {"scheme": "decode"}}, "params.max_tokens", "must be at least 1"),
         ({"params": PARAMS | {"max_tokens": -1}}, "params.max_tokens", "greater than or equal to 0"),
         ({"params": PARAMS | {"max_tokens": 256}}, "params.max_tokens", "asks for decode steps"),
