@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from poc_operator.basic_auth import BasicAuth
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
-from vllm_poc.wire.messages import ShortText
+from vllm_poc.wire.messages import Scheme, ShortText
 from vllm_poc.wire.partition import MAX_NONCE
 
 
@@ -258,7 +258,8 @@ class PodReport:
     progress that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
     ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it can begin a
     slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is what this process
-    last told it for the receiver, and it took. ``listens`` is False if nothing answered on the port, or something that
+    last told it for the receiver, and it took. ``schemes`` are those of artifacts that it offers, None if it was not
+    asked or did not tell. ``listens`` is False if nothing answered on the port, or something that
     does not speak the protocol. ``heard`` says whether it has answered since this process first looked at the round.
     """
 
@@ -273,6 +274,7 @@ class PodReport:
     resumes: bool = True
     answer: Answer | None = None
     told_auth: BasicAuth | None = None
+    schemes: frozenset[Scheme] | None = None
     listens: bool = True
     heard: bool = False
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's loop against pods with the reference implementation, which has none of our additions."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -37,6 +38,7 @@ class ReferenceFleet(RoundFleet):
 
     containers = 0
     servers: dict[str, ReferencePod]
+    releases: Mapping[str, str] = MappingProxyType({})  # by host
 
     async def start_pod(self, host: str) -> None:  # type: ignore[override]
         """Start a pod, or restart its container."""
@@ -44,7 +46,7 @@ class ReferenceFleet(RoundFleet):
             await self._servers[host].aclose()
         self.containers += 1
         stack = self._servers[host] = await self._stack.enter_async_context(AsyncExitStack())
-        self.servers[host] = await stack.enter_async_context(reference_pod())
+        self.servers[host] = await stack.enter_async_context(reference_pod(self.releases.get(host, "0.1.7")))
         await stack.enter_async_context(serve(self.servers[host].app, host, self.port))
         sidecar = Container(id="sidecar#0")
         vllm = Container(id=f"vllm{self.containers}#0", ports=frozenset([self.port]))

@@ -16,6 +16,8 @@ from vllm_poc.wire.messages import API_PREFIX
 START = DISTANCE | SLOT
 GENERATE = DISTANCE | {"nonces": [5, 3, 9], "wait": True}
 PARAMS = ARTIFACT["params"]
+DECODE_PARAMS = PARAMS | {"decode": True, "max_tokens": 256}
+DECODE_GENERATE = ROUND | {"params": DECODE_PARAMS, "nonces": [5, 3, 9], "wait": True}
 
 
 def without(body: dict[str, Any], field: str) -> dict[str, Any]:
@@ -60,25 +62,20 @@ BAD_STARTS: list[tuple[dict[str, Any], str]] = [
     (ARTIFACT | SLOT | {"params": PARAMS | {"k_dim": 0}}, "params.k_dim"),
     (ARTIFACT | SLOT | {"params": PARAMS | {"k_dim": 65}}, "params.k_dim: 65 exceeds the hidden size of 64"),
     (ARTIFACT | SLOT | {"params": PARAMS | {"seq_len": 4096}}, "params.seq_len: 4096 exceeds"),
-    (ARTIFACT | SLOT | {"params": PARAMS | {"decode": True}}, "params.decode: asks for the decode scheme"),
+    (ARTIFACT | SLOT | {"params": PARAMS | {"decode": True}}, "params.max_tokens: must be at least 1 in the decode"),
     (
-        ARTIFACT | SLOT | {"params": PARAMS | {"decode": True, "max_tokens": 256}},
-        "params.decode: asks for the decode scheme",
+        ARTIFACT | SLOT | {"params": PARAMS | {"scheme": "decode", "max_tokens": 0}},
+        "params.max_tokens: must be at least 1 in the decode",
     ),
-    (
-        ARTIFACT | SLOT | {"params": PARAMS | {"scheme": "decode", "max_tokens": 256}},
-        "params.scheme: asks for the decode scheme",
-    ),
+    (ARTIFACT | SLOT | {"params": PARAMS | {"decode": True, "max_tokens": 4097}}, "params.max_tokens: Input should be"),
     (ARTIFACT | SLOT | {"params": PARAMS | {"scheme": "both"}}, "params.scheme: Input should be 'prefill' or 'decode'"),
     (ARTIFACT | SLOT | {"params": PARAMS | {"max_tokens": 256}}, "params.max_tokens: 256 asks for decode steps"),
 ]
 BAD_GENERATES: list[tuple[dict[str, Any], str]] = [
-    (
-        without(GENERATE, "r_target") | {"params": PARAMS | {"decode": True, "max_tokens": 256}},
-        "params.decode: asks for the decode scheme",
-    ),
-    (GENERATE | {"per_nonce_reflection": True}, "per_nonce_reflection: belongs to the decode scheme"),
-    (GENERATE | {"enforced_k_steps": {"0": [1, 2]}}, "enforced_k_steps: belongs to the decode scheme"),
+    (GENERATE | {"per_nonce_reflection": True}, "per_nonce_reflection: is not supported"),
+    (GENERATE | {"enforced_k_steps": {"0": [1, 2]}}, "enforced_k_steps belongs to the decode scheme"),
+    (DECODE_GENERATE | {"enforced_k_steps": {"5": [1, 2]}}, "enforced_k_steps must have a chain for each of nonces"),
+    (DECODE_GENERATE | {"enforced_k_steps": {"5": [2**63]}}, "enforced_k_steps.5"),
     (without(GENERATE, "nonces"), "nonces: Field required"),
     (GENERATE | {"nonces": []}, "nonces"),
     (GENERATE | {"nonces": [1, 1]}, "nonces must be unique"),

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from vllm_poc.maths.artifact import pick_indices
 from vllm_poc.maths.sampling import fill_normal, hashes, murmur, normalise, seed, seed_tensor, unit_normal
-from vllm_poc.wire.stat_test import CODEBOOK_POINTS, OUT_OF_RANGE_MARGIN
+from vllm_poc.wire.artifacts import CODEBOOK_POINTS
+from vllm_poc.wire.stat_test import OUT_OF_RANGE_MARGIN
 
 #: Coordinates of a hidden state that meet the codebook, which is float32 ``[16, 256]``.
 PICKED_COORDINATES = 256

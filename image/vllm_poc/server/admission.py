@@ -22,7 +22,7 @@ from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, RoundRequest
+from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, Protocol, RoundRequest, Scheme
 
 _log = get_logger(__name__)
 
@@ -30,6 +30,8 @@ _log = get_logger(__name__)
 _FROM_ELSEWHERE = ("x-forwarded-", "x-real-ip", "forwarded", "via", "x-envoy-", "l5d-", "origin")
 #: How many nonces a message names.
 _NAMED = 5
+#: And of artifacts without a chain: as many as the reference does.
+_CLAIMS_NAMED = 8
 # Options of vLLM that make several API servers or engines, with the values that do not.
 _SEVERAL: Mapping[str, tuple[object, ...]] = {
     "api_server_count": (None, 1),
@@ -172,9 +174,23 @@ def check_round(request: RoundRequest, facts: ModelFacts, served_names: frozense
     """Refuse what the model does not allow: 409 for another model, 422 for a number beyond a limit."""
     if facts["refusal"] is not None:
         raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", facts["refusal"])
+    if request.protocol is Protocol.DECODE and (why := decode_refusal(facts)) is not None:
+        message = f"asks for the decode scheme, which this server does not offer: {why}"
+        raise field_refusal("params.decode", message, reason="SchemeNotOffered")
     _check_seq_len(request, facts)
     if request.params is not None:
         _check_params(request.params, facts, served_names)
+
+
+def decode_refusal(facts: ModelFacts) -> str | None:
+    """Return why this server does not offer the decode scheme; None if it does. Nothing else decides that."""
+    return facts.get("decode_refusal", "its engine computes the prefill scheme alone, so ask a server that offers both")
+
+
+def offered_schemes(facts: ModelFacts | None) -> list[Scheme]:
+    """Return the schemes that a client may order; the prefill scheme alone while the engine has not told."""
+    decodes = facts is not None and facts["refusal"] is None and decode_refusal(facts) is None
+    return [Scheme.PREFILL, Scheme.DECODE] if decodes else [Scheme.PREFILL]
 
 
 def check_callback(request: CallbackRequest, access: Access) -> None:
@@ -191,7 +207,12 @@ def check_callback(request: CallbackRequest, access: Access) -> None:
 
 
 def check_validation(request: GenerateRequest) -> None:
-    """Refuse with 400 artifacts that are not of exactly the request's nonces."""
+    """Refuse with 400 artifacts that are not of exactly the request's nonces, or lack what is compared."""
+    if unclaimed := request.unclaimed():
+        message = (
+            f"must each have k_points_steps in the decode scheme: {_some(set(unclaimed), _CLAIMS_NAMED)} have none"
+        )
+        raise field_refusal("validation.artifacts", message, status=HTTPStatus.BAD_REQUEST)
     missing, foreign = request.unmatched()
     if missing or foreign:
         message = (
@@ -232,8 +253,8 @@ def _check_params(params: ArtifactParams, facts: ModelFacts, served_names: froze
         raise field_refusal("params.k_dim", f"{params.k_dim} exceeds the hidden size of {facts['hidden_size']}")
 
 
-def _some(nonces: Set[int]) -> str:
+def _some(nonces: Set[int], most: int = _NAMED) -> str:
     if not nonces:
         return "none"
-    named = ", ".join(str(nonce) for nonce in sorted(nonces)[:_NAMED])
-    return f"{named} and {len(nonces) - _NAMED} more" if len(nonces) > _NAMED else named
+    named = ", ".join(str(nonce) for nonce in sorted(nonces)[:most])
+    return f"{named} and {len(nonces) - most} more" if len(nonces) > most else named

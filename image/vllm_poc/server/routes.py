@@ -171,9 +171,9 @@ async def stop(service: Service, round_id: str | None = None) -> CommandResponse
 
 
 @router.get("/versions")
-async def versions() -> VersionsResponse:
-    """Tell what runs here. Validation never aborts inference."""
-    return VersionsResponse(vllm_version=vllm_version())
+async def versions(service: Service) -> VersionsResponse:
+    """Tell what runs here, and which schemes it computes. Validation never aborts inference."""
+    return await service.versions(vllm_version())
 
 
 @router.get("/gpus")

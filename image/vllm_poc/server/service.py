@@ -23,11 +23,19 @@ from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
-from vllm_poc.server.status import model_limits, status_response
+from vllm_poc.server.status import known_facts, model_limits, status_response
 from vllm_poc.server.vllm_routes import Pauses
-from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse
+from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse, VersionsResponse
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
-from vllm_poc.wire.messages import CallbackRequest, ExtendRequest, InitGenerateRequest, InitRequest, LeaseRenewal
+from vllm_poc.wire.messages import (
+    CallbackRequest,
+    ExtendRequest,
+    InitGenerateRequest,
+    InitRequest,
+    LeaseRenewal,
+    Protocol,
+    Scheme,
+)
 
 _log = get_logger(__name__)
 
@@ -67,6 +75,15 @@ class PocService:
         """Find out what the model allows, before anybody asks. What goes wrong is in the log and in the status."""
         with suppress(EngineError, ServerEndsError):
             await self.scheduler.model.facts()
+
+    async def versions(self, vllm_version: str) -> VersionsResponse:
+        """Return what runs here, and what a client may order."""
+        facts = await known_facts(self.scheduler.model, paused_by=self._gate.pauses.reason)
+        schemes = admission.offered_schemes(facts)
+        protocols = [Protocol.DISTANCE, Protocol.ARTIFACT]
+        if Scheme.DECODE in schemes:
+            protocols.append(Protocol.DECODE)
+        return VersionsResponse(vllm_version=vllm_version, protocols=protocols, schemes=schemes)
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""

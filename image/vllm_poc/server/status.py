@@ -3,6 +3,7 @@
 
 from time import monotonic
 
+from vllm_poc.rpc import ModelFacts
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.callbacks.payloads import round_config
@@ -71,6 +72,13 @@ def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
     }
 
 
+async def known_facts(model: ModelDescription, *, paused_by: str | None) -> ModelFacts | None:
+    """Return what the engine says of the model; None if it does not say so now."""
+    if model.known is not None or paused_by is not None:
+        return model.known
+    return await model.glance(_GLANCE_SECONDS)
+
+
 async def model_limits(
     served_names: frozenset[str], model: ModelDescription, *, paused_by: str | None, shortage: str | None
 ) -> ModelLimits:
@@ -78,9 +86,7 @@ async def model_limits(
 
     ``shortage`` says what found no room in the device's memory.
     """
-    names, facts = sorted(served_names), model.known
-    if facts is None and paused_by is None:
-        facts = await model.glance(_GLANCE_SECONDS)
+    names, facts = sorted(served_names), await known_facts(model, paused_by=paused_by)
     if facts is None:
         return ModelLimits(names=names, error=paused_by or model.error)
     return ModelLimits(

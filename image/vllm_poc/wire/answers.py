@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vllm_poc.wire.messages import Protocol, ShortText, WireMessage
+from vllm_poc.wire.messages import Protocol, Scheme, ShortText, WireMessage
 
 #: Index of a slot's nonce, or a count of them.
 Index = Annotated[int, Field(ge=0, le=2**31)]
@@ -65,6 +65,9 @@ class RoundConfig(WireMessage):
     k_dim: int | None = None
     # Ours.
     protocol: Protocol
+    # Artifact protocol; null in the distance protocol. ``max_tokens`` counts decode steps, null without any.
+    scheme: Scheme | None = None
+    max_tokens: int | None = None
     model: str | None = None
     batch_size: int
     url: str | None = None
@@ -193,9 +196,9 @@ class VersionsResponse(WireMessage):
     vllm_version: str
     poc_validation_inference: Literal[True] = True
     # Ours.
-    protocols: list[Protocol] = Field(default_factory=lambda: list(Protocol))
+    protocols: list[Protocol]
     #: Of the artifact protocol. A client that needs another scheme knows before it orders work.
-    schemes: tuple[Literal["prefill"], ...] = ("prefill",)
+    schemes: list[Scheme]
 
 
 class FieldError(WireMessage):

@@ -1,30 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts on the wire: fp16 little-endian vectors in standard base64 with padding."""
+"""Artifacts on the wire: fp16 little-endian vectors in standard base64 with padding, or chains of indices.
+
+In the decode scheme an artifact has one index for the prefill and one for each decode step. On the wire they are a JSON
+array, and the vector is the empty string. The network's receiver, and ours, keep them as one byte each: a leaf.
+"""
 
 import base64
 import binascii
 import math
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from vllm_poc.wire.messages import Nonce, WireMessage
+from vllm_poc.wire.messages import MAX_TOKENS, Nonce, WireMessage
 
 _EXPONENT = 0x7C  # in the second byte of an fp16 number; all bits set in NaN and the infinities
 _FINITE = bytes(byte for byte in range(256) if byte & _EXPONENT != _EXPONENT)
 
+#: Points of the codebook: the indices of a chain lie in 0..15.
+CODEBOOK_POINTS = 16
+_POINTS = bytes(range(CODEBOOK_POINTS))
+#: A claimed chain. A claim may hold any number: what is no index is a mismatch, not an error.
+Chain = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(min_length=1, max_length=MAX_TOKENS + 1)]
+
 
 class Artifact(TypedDict):
-    """What the artifact protocol delivers for one nonce.
+    """What the artifact protocol delivers for one nonce: a vector, or in the decode scheme ``k_points_steps``.
 
     A dictionary, since a message may have a hundred thousand: the garbage collector does not look at these.
     """
 
     nonce: Nonce
     vector_b64: str
+    # Decode scheme.
+    k_points_steps: NotRequired[Chain | None]
+    # In its answers to ``generate``: steps that disagree with the reference (-1: nothing was compared), steps that were
+    # not finite, and the largest margin of a disagreement.
+    n_sphere_mismatches: NotRequired[int]
+    n_nan_steps: NotRequired[int]
+    mismatch_margin_max: NotRequired[float]
 
 
 class Encoding(WireMessage):
@@ -67,6 +84,30 @@ def vector_bytes(text: str, k_dim: int) -> bytes:
     if packed[1::2].translate(None, _FINITE):
         _refuse_not_finite(struct.unpack(_format(k_dim), packed))
     return packed
+
+
+def chain_bytes(steps: Sequence[int] | None, max_tokens: int) -> bytes:
+    """Return the leaf of a chain: one byte for the prefill and one for each of ``max_tokens`` steps.
+
+    ValueError if it has another length, or a step that is no index of the codebook.
+    """
+    if not steps:
+        raise ValueError("k_points_steps is missing, which every artifact of the decode scheme has")
+    if len(steps) != max_tokens + 1:
+        raise ValueError(f"k_points_steps has {len(steps)} steps, but max_tokens {max_tokens} takes {max_tokens + 1}")
+    try:
+        leaf = bytes(steps)
+    except ValueError:
+        leaf = b"\xff"
+    if leaf.translate(None, _POINTS):
+        place, wrong = next((at, step) for at, step in enumerate(steps) if not 0 <= step < CODEBOOK_POINTS)
+        raise ValueError(f"k_points_steps holds {wrong} at step {place}: indices are 0 to {CODEBOOK_POINTS - 1}")
+    return leaf
+
+
+def chain_artifact(nonce: int, leaf: bytes) -> Artifact:
+    """Return the artifact of a leaf, as the network's pods send it."""
+    return Artifact(nonce=nonce, vector_b64="", k_points_steps=list(leaf))
 
 
 def _format(k_dim: int) -> str:

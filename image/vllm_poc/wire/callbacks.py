@@ -5,7 +5,7 @@ from http import HTTPStatus
 
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.messages import Nonce, WireMessage
-from vllm_poc.wire.stat_test import Verdict
+from vllm_poc.wire.stat_test import ArtifactVerdict, Verdict
 
 #: Realm of the gateway's 401: the address is not valid now, as while keys are changed, and may be replaced.
 GATEWAY_REALM = "poc-gateway"
@@ -32,7 +32,10 @@ class Callback(WireMessage):
 
 
 class GeneratedArtifacts(Callback):
-    """``/generated`` of the artifact protocol: every computed nonce with its vector."""
+    """``/generated`` of the artifact protocol: every computed nonce with its vector, or with its chain.
+
+    In the decode scheme the vector is the empty string, and the encoding says nothing.
+    """
 
     node_id: int
     artifacts: list[Artifact]
@@ -52,7 +55,7 @@ class GeneratedDistances(Callback):
     request_id: str | None = None
 
 
-class ValidatedArtifacts(Callback, Verdict):
+class ValidatedArtifacts(Callback, ArtifactVerdict):
     """``/validated`` of the artifact protocol: the verdict of queued work."""
 
     request_id: str

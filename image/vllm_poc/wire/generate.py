@@ -4,15 +4,16 @@
 The answer to ``generate`` is its result, or the state of its job.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
 from pydantic import FailFast, Field, field_validator, model_validator
 
-from vllm_poc.wire.artifacts import Artifact, Encoding
+from vllm_poc.wire.artifacts import Artifact, Chain, Encoding
+from vllm_poc.wire.chains import NonceVerdict
 from vllm_poc.wire.messages import CallbackRequest, Nonce, Protocol, WireMessage
-from vllm_poc.wire.stat_test import StatTest, Verdict
+from vllm_poc.wire.stat_test import ArtifactVerdict, StatTest, Verdict
 
 #: Largest number of nonces that one request may name.
 MAX_REQUEST_NONCES = 100_000
@@ -48,25 +49,49 @@ class GenerateRequest(CallbackRequest):
     stat_test: StatTest | None = None
     # Ours, with ``wait``: compute at once, between the slices of a round that generates, not after its end.
     beside_round: bool = False
-    # Of the decode scheme, and not passed on: they are here to be refused, since ignoring them gives other results.
+    # Decode scheme: the chains whose steps are repeated, instead of those in ``validation``.
+    enforced_k_steps: dict[Nonce, Chain] | None = None
+    # Not passed on: it is here to be refused, since ignoring it gives other results.
     per_nonce_reflection: bool = Field(default=False, exclude=True)
-    enforced_k_steps: dict[str, object] | None = Field(default=None, exclude=True)
 
-    @field_validator("per_nonce_reflection", "enforced_k_steps")
+    @field_validator("per_nonce_reflection")
     @classmethod
-    def _prefill_only(cls, value: object) -> object:
+    def _no_other_reflections(cls, value: object) -> object:
         if value:
-            raise ValueError("belongs to the decode scheme, which is not supported: leave it out")
+            raise ValueError("is not supported: leave it out, as the network does")
         return value
 
     @model_validator(mode="after")
     def _nonces_are_unique(self) -> Self:
         refuse_duplicates("nonces", self.nonces)
-        if self.validation is not None and self.protocol is not Protocol.ARTIFACT:
+        if self.validation is not None and self.protocol is Protocol.DISTANCE:
             raise ValueError("validation compares artifacts and needs params; distances are compared by POST validate")
         if self.beside_round and not self.wait:
             raise ValueError("beside_round needs wait: queued work waits for the end of a round")
+        if self.enforced_k_steps is not None:
+            self._check_enforced(self.enforced_k_steps)
         return self
+
+    def _check_enforced(self, chains: Mapping[int, object]) -> None:
+        if self.protocol is not Protocol.DECODE:
+            raise ValueError("enforced_k_steps belongs to the decode scheme: leave it out, or send params.decode")
+        if chains.keys() != set(self.nonces):
+            raise ValueError("enforced_k_steps must have a chain for each of nonces and no other")
+
+    @property
+    def claims(self) -> Mapping[int, Sequence[int]]:
+        """The chains whose steps are repeated, by nonce: of the decode scheme, and none where the steps are free."""
+        if self.enforced_k_steps is not None or self.validation is None or self.protocol is not Protocol.DECODE:
+            return self.enforced_k_steps or {}
+        found = ((artifact["nonce"], artifact.get("k_points_steps")) for artifact in self.validation.artifacts)
+        return {nonce: chain for nonce, chain in found if chain is not None}
+
+    def unclaimed(self) -> list[int]:
+        """Return the nonces whose artifact has no chain to compare with, as each must have in the decode scheme."""
+        if self.validation is None or self.protocol is not Protocol.DECODE:
+            return []
+        claims = self.claims
+        return [nonce for nonce in self.nonces if nonce not in claims]
 
     def unmatched(self) -> tuple[Set[int], Set[int]]:
         """Return the nonces without an artifact to compare, and those of artifacts that are not among the nonces."""
@@ -117,8 +142,11 @@ class GeneratedResponse(Completed):
     valid_distances: list[float] | None = None
 
 
-class ValidatedResponse(Completed, Verdict):
+class ValidatedResponse(Completed, ArtifactVerdict):
     """The verdict on received artifacts."""
+
+    # Decode scheme: the comparison of each nonce.
+    per_nonce: list[NonceVerdict] | None = None
 
 
 class JobResponse(WireMessage):

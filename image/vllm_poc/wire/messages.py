@@ -3,16 +3,16 @@
 
 The answers are in `vllm_poc.wire.answers`.
 
-One body serves both protocols. ``r_target`` selects the distance protocol, ``params`` the artifact
-protocol, and exactly one of them must be there. Fields after "ours" are additions to the protocol,
-which its clients may leave out and ignore.
+One body serves all protocols. ``r_target`` selects the distance protocol, ``params`` the artifact
+protocol, and exactly one of them must be there. ``params.decode`` makes it the decode scheme of that protocol. Fields
+after "ours" are additions to the protocol, which its clients may leave out and ignore.
 """
 
 import re
 from email.message import Message as Headed
 from enum import StrEnum
 from ipaddress import IPv6Address
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -22,8 +22,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -63,10 +65,23 @@ def is_json(content_type: str) -> bool:
 
 
 class Protocol(StrEnum):
-    """What a round delivers per nonce."""
+    """What a round delivers per nonce: a distance, a vector (prefill scheme), or a chain (decode scheme)."""
 
     DISTANCE = "distance"
     ARTIFACT = "artifact"
+    DECODE = "decode"
+
+
+class Scheme(StrEnum):
+    """The network's word for how artifacts are computed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def scheme_of(protocol: Protocol) -> Scheme | None:
+    """Return the scheme of artifacts that a protocol stands for; None for distances."""
+    return {Protocol.ARTIFACT: Scheme.PREFILL, Protocol.DECODE: Scheme.DECODE}.get(protocol)
 
 
 class WireMessage(BaseModel):
@@ -81,6 +96,8 @@ DEFAULT_DISTANCE_SEQ_LEN = 256
 DEFAULT_BATCH_SIZE = 32
 #: Length of an artifact where the request names none.
 DEFAULT_K_DIM = 12
+#: Most decode steps of a nonce; the network takes 256.
+MAX_TOKENS = 4_096
 #: Value of ``node_id`` and ``node_count`` that were not told.
 UNKNOWN = -1
 #: Longest lease: a week.
@@ -172,8 +189,8 @@ MAX_BLOCK_HEIGHT = 2**63 - 1
 class ArtifactParams(WireMessage):
     """``params`` of the artifact protocol. Unknown keys are refused, as the protocol says.
 
-    Newer clients also name the scheme. The prefill scheme is the one that is meant by its absence; the decode scheme is
-    refused, since no pod computes it. ``max_tokens`` counts decode steps, of which the prefill scheme has none.
+    ``decode`` and ``scheme`` both select the decode scheme, and ``max_tokens`` is its number of decode steps. The
+    network sends ``decode`` alone, and neither of them in the prefill scheme: so it is passed on.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -181,25 +198,34 @@ class ArtifactParams(WireMessage):
     model: str = Field(min_length=1)
     seq_len: int = Field(ge=1)
     k_dim: int = Field(default=DEFAULT_K_DIM, ge=1)
-    # Left out of what is compared and passed on: they say no more than that the work is of the prefill scheme.
-    scheme: Literal["prefill", "decode"] = Field(default="prefill", exclude=True)
-    decode: bool = Field(default=False, exclude=True)
-    max_tokens: int = Field(default=0, ge=0, exclude=True)
-
-    @field_validator("scheme", "decode")
-    @classmethod
-    def _prefill_only(cls, value: str | bool) -> str | bool:
-        if value in ("decode", True):
-            raise ValueError("asks for the decode scheme, which is not supported: send work of the prefill scheme")
-        return value
+    scheme: Scheme = Field(default=Scheme.PREFILL, exclude=True)
+    decode: bool = False
+    max_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS, validate_default=True)
 
     @field_validator("max_tokens")
     @classmethod
-    def _no_steps_without_decode(cls, value: int, info: ValidationInfo) -> int:
-        # Where the scheme is refused, that is the one thing to tell.
-        if value > 0 and {"scheme", "decode"} <= info.data.keys():
+    def _steps_fit_the_scheme(cls, value: int, info: ValidationInfo) -> int:
+        if not {"scheme", "decode"} <= info.data.keys():
+            return value  # what is wrong with them is the one thing to tell
+        decodes = info.data["decode"] or info.data["scheme"] is Scheme.DECODE
+        if decodes and value < 1:
+            # The reference computes a vector then that no validator accepts.
+            raise ValueError("must be at least 1 in the decode scheme: send the number of decode steps")
+        if value > 0 and not decodes:
             raise ValueError(f"{value} asks for decode steps, which the prefill scheme does not have: leave it out")
         return value
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the work is of the decode scheme."""
+        return self.decode or self.scheme is Scheme.DECODE
+
+    @model_serializer(mode="wrap")
+    def _as_the_network_does(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        told: dict[str, Any] = handler(self)
+        if self.decodes:
+            return told | {"decode": True}
+        return {name: value for name, value in told.items() if name not in {"decode", "max_tokens"}}
 
 
 class RoundRequest(WireMessage):
@@ -232,8 +258,15 @@ class RoundRequest(WireMessage):
 
     @property
     def protocol(self) -> Protocol:
-        """Which of the two protocols the request is of."""
-        return Protocol.ARTIFACT if self.params is not None else Protocol.DISTANCE
+        """Which protocol the request is of."""
+        if self.params is None:
+            return Protocol.DISTANCE
+        return Protocol.DECODE if self.params.decodes else Protocol.ARTIFACT
+
+    @property
+    def max_tokens(self) -> int:
+        """Decode steps per nonce; 0 in other protocols."""
+        return self.params.max_tokens if self.params is not None else 0
 
     @property
     def effective_seq_len(self) -> int:
@@ -245,12 +278,12 @@ class RoundRequest(WireMessage):
     @property
     def layer_hooks(self) -> bool:
         """Whether every decoder layer's output is reflected: always in the artifact protocol."""
-        return self.protocol is Protocol.ARTIFACT or self.use_layer_hooks
+        return self.params is not None or self.use_layer_hooks
 
     @property
     def sign_flips(self) -> bool:
         """Whether the last hidden state gets random signs: the distance protocol's alternative to hooks."""
-        if self.protocol is Protocol.ARTIFACT:
+        if self.params is not None:
             return False
         return not self.use_layer_hooks if self.use_sign_flips is None else self.use_sign_flips
 

@@ -18,16 +18,16 @@ from typing import NamedTuple
 from pydantic import Field
 
 from vllm_poc.wire.artifacts import decode_vector
-from vllm_poc.wire.messages import Probability, WireMessage
+from vllm_poc.wire.messages import Probability, ShortText, WireMessage
 
 # Below this share of the sum, later and ever smaller terms no longer change its digits.
 _NEGLIGIBLE = 1e-18
-#: Points of the codebook: the indices of a chain lie in 0..15.
-CODEBOOK_POINTS = 16
 #: Margin of a claim that is no index; those of indices are below.
 OUT_OF_RANGE_MARGIN = 2.0
 #: Tau of a request without ``stat_test``. One that only leaves out ``dist_threshold`` gets that field's default.
 DEFAULT_TAU = 0.025
+#: What the network's nodes send as ``dist_threshold`` where the chain has none. No honest tau is as large.
+UNSET_DIST_THRESHOLD = 0.4
 
 
 class StatTest(WireMessage):
@@ -57,6 +57,18 @@ class Verdict(WireMessage):
     fraud_detected: bool
     # Ours.
     not_computed: list[int]
+
+
+class ArtifactVerdict(Verdict):
+    """The outcome for artifacts. In the decode scheme it names those of ``not_computed`` by the network's words, too.
+
+    ``warning`` says for people what makes the verdict worth little.
+    """
+
+    n_excluded: int | None = None
+    excluded_nonces: list[int] | None = None
+    # Ours.
+    warning: ShortText | None = None
 
 
 def is_mismatch(computed: Sequence[float], received_b64: str, dist_threshold: float) -> bool:
@@ -117,9 +129,24 @@ def allows_verdict(*, requested: int, compared: int) -> bool:
     return compared > 0 and requested - compared <= most_missing(requested)
 
 
+def effective_test(stat_test: StatTest | None) -> StatTest:
+    """Return the test of a request of the decode scheme, whose ``dist_threshold`` is tau."""
+    return StatTest(dist_threshold=DEFAULT_TAU) if stat_test is None else stat_test
+
+
 def effective_tau(stat_test: StatTest | None) -> float:
     """Return the threshold of a request's test, or of a request without one."""
-    return DEFAULT_TAU if stat_test is None else stat_test.dist_threshold
+    return effective_test(stat_test).dist_threshold
+
+
+def tau_warning(tau: float) -> str | None:
+    """Say so if a tau is so large that it looks like the default of vectors: hardly any claim mismatches then."""
+    if tau < UNSET_DIST_THRESHOLD:
+        return None
+    return (
+        f"stat_test.dist_threshold is {tau:g}, which looks like the default of vectors: hardly any wrong chain exceeds "
+        "it. Set the chain's stat_test for the decode scheme"
+    )
 
 
 def p_value(n_mismatch: int, n_total: int, p_mismatch: float) -> float:

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from poc_gateway.errors import Refusal, invalid
 from poc_gateway.store.rounds import KnownRound, RoundTerms
 from poc_operator.credentials import Grant
-from vllm_poc.wire.artifacts import Artifact, vector_bytes
+from vllm_poc.wire.artifacts import Artifact, chain_bytes, vector_bytes
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 from vllm_poc.wire.messages import Nonce, Protocol
 
@@ -28,6 +28,8 @@ GRANT = "grant"
 NOT_GRANTED = frozenset({"OtherSlot", "BeyondReach"})
 #: Values of one message: four lists of 100 000, the nonces that one request may name, with room to spare.
 MOST_VALUES = 500_000
+#: The same where each nonce has a chain, whose small numbers take hardly more than their digits.
+MOST_CHAIN_VALUES = 5_000_000
 #: Entries of one message that may be unreadable. A pod halves what is refused, until those are alone that are bad.
 MOST_MALFORMED = 1_000
 
@@ -43,6 +45,7 @@ class Fault(StrEnum):
     UNKNOWN_SLOT = "UnknownSlot"
     WRONG_NODE = "WrongNode"
     BAD_VECTOR = "BadVector"
+    BAD_CHAIN = "BadChain"
     BAD_DISTANCE = "BadDistance"
 
 
@@ -54,7 +57,7 @@ class Refused(NamedTuple):
 
 
 class CheckedArtifact(NamedTuple):
-    """An artifact that may be stored: the row of its slot, its nonce, and its vector or distance."""
+    """An artifact that may be stored: the row of its slot, its nonce, and its vector, chain or distance."""
 
     slot_id: int
     nonce: int
@@ -89,7 +92,9 @@ def read_generated(known: KnownRound, body: bytes, grant: Grant | None = None) -
 
 def parse_generated(protocol: Protocol, body: bytes) -> Generated:
     """Return the ``/generated`` message in ``body``; Refusal if it is none of the protocol."""
-    return Generated(*(parse_artifacts(body) if protocol is Protocol.ARTIFACT else parse_distances(body)))
+    if protocol is Protocol.DISTANCE:
+        return Generated(*parse_distances(body))
+    return Generated(*parse_artifacts(body, MOST_CHAIN_VALUES if protocol is Protocol.DECODE else MOST_VALUES))
 
 
 def check_generated(known: KnownRound, generated: Generated, grant: Grant | None = None) -> Delivery:
@@ -97,7 +102,12 @@ def check_generated(known: KnownRound, generated: Generated, grant: Grant | None
     terms, message = known.terms, generated.message
     delivery = Delivery(known, grant, refused=list(generated.refused))
     require_same_round(terms, message)
-    if isinstance(message, GeneratedArtifacts):
+    if isinstance(message, GeneratedArtifacts) and terms.max_tokens is not None:
+        # What a pod may send of a vector beside its chain is evidence for itself, and no result.
+        chain, steps = partial(chain_bytes, max_tokens=terms.max_tokens), "k_points_steps"
+        chains = ((artifact["nonce"], artifact.get(steps)) for artifact in message.artifacts)
+        _check_each(delivery, message.node_id, chains, chain, Fault.BAD_CHAIN)
+    elif isinstance(message, GeneratedArtifacts):
         _require_same("encoding.k_dim", message.encoding.k_dim, terms.k_dim)
         vector = partial(vector_bytes, k_dim=message.encoding.k_dim)
         items = ((artifact["nonce"], artifact["vector_b64"]) for artifact in message.artifacts)
@@ -200,9 +210,9 @@ _ARTIFACT = TypeAdapter(tuple[Artifact])
 _DISTANCE = TypeAdapter(tuple[Nonce, float], config=ConfigDict(allow_inf_nan=False))
 
 
-def parse_artifacts(body: bytes) -> tuple[GeneratedArtifacts, list[Refused]]:
+def parse_artifacts(body: bytes, most_values: int = MOST_VALUES) -> tuple[GeneratedArtifacts, list[Refused]]:
     """Return the message without the artifacts that cannot be read, and these; Refusal if it is none."""
-    return _parse(_Artifacts, ("artifacts",), _ARTIFACT, body)
+    return _parse(_Artifacts, ("artifacts",), _ARTIFACT, body, most_values)
 
 
 def parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
@@ -210,19 +220,21 @@ def parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
     return _parse(_Distances, ("nonces", "dist"), _DISTANCE, body)
 
 
-def _require_few_values(body: bytes) -> None:
+def _require_few_values(body: bytes, most: int = MOST_VALUES) -> None:
     # Vectors, hashes and numbers have none of these characters, and every value but the first comes after one.
-    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        detail = f"the message has more than {MOST_VALUES} values: send fewer results at once"
+    if sum(map(body.count, (b",", b"[", b"{"))) > most:
+        detail = f"the message has more than {most} values: send fewer results at once"
         raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
 
 
 Entry = TypeAdapter[tuple[Artifact]] | TypeAdapter[tuple[Nonce, float]]
 
 
-def _parse(model: type[Message], lists: Sequence[str], entry: Entry, body: bytes) -> tuple[Message, list[Refused]]:
+def _parse(
+    model: type[Message], lists: Sequence[str], entry: Entry, body: bytes, most_values: int = MOST_VALUES
+) -> tuple[Message, list[Refused]]:
     """Return the message, whose ``lists`` run parallel, without the entries that cannot be read."""
-    _require_few_values(body)
+    _require_few_values(body, most_values)
     try:
         message = model.model_validate_json(body)
     except ValidationError as error:

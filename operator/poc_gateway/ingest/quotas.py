@@ -52,14 +52,14 @@ class Quota:
         """Whether there is any limit."""
         return bool(self._results) or (bool(self._percent) and self._room.has_volume)
 
-    def limit(self, k_dim: int | None) -> Limit:
-        """Return the limit of a round with vectors of ``k_dim`` numbers, or with distances. It may wait for a disk."""
+    def limit(self, value_bytes: int | None) -> Limit:
+        """Return the limit of a round with results of ``value_bytes``, or with distances. It may wait for a disk."""
         found = [Limit(sys.maxsize, "nothing limits it")]
         if self._results:
             setting = "gateway.limits.resultsPerRound (POC_GATEWAY_ROUND_RESULTS)"
             found.append(Limit(self._results, f"{setting} allows {self._results}"))
         if self._percent and (volume := self._room.volume_bytes()) is not None:
-            most = volume * self._percent // 100 // result_bytes(k_dim)
+            most = volume * self._percent // 100 // result_bytes(value_bytes)
             setting = "gateway.limits.volumePercentPerRound (POC_GATEWAY_ROUND_VOLUME_PERCENT)"
             found.append(Limit(most, f"{setting} allows {self._percent} % of the volume, which are about {most}"))
         return min(found)
@@ -160,7 +160,7 @@ class Allowances:
             query.join(schema.slots, slots.round_id == of_round.id).where(of_round.id.in_(rounds))
         ):
             if (one := found.get(id_)) is None:
-                limit, full = self._quota.limit(rounds[id_].k_dim), self._full.get(id_, set())
+                limit, full = self._quota.limit(rounds[id_].value_bytes), self._full.get(id_, set())
                 one = found[id_] = Allowance(limit, told, now, full=set(full))
             one.slots[slot_id], one.stored[slot_id] = slot, count
         return found

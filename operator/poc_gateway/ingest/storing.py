@@ -24,6 +24,7 @@ from poc_gateway.outbox.ledger import SlotArrivals
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError, DatabaseUnavailable
+from vllm_poc.wire.messages import Protocol
 
 #: Artifacts of one commit, unless a single delivery has more: so few that the first need not wait long.
 COMMIT_ARTIFACTS = 4_096
@@ -276,7 +277,10 @@ class _Transaction:
             result.duplicates += 1
         else:
             self._conflicts.append(_row(found, self._now, delivery.author))
-            if delivery.known.terms.receiver is not None:
+            terms = delivery.known.terms
+            if terms.receiver is not None and terms.protocol is not Protocol.DECODE:
+                # Chains of honest pods differ near borders, and then all later steps do: the first one counts, as for
+                # the network.
                 self._forwards.add(found.slot_id)
             slot.conflicts += 1
             result.conflicts.append(found.nonce)

@@ -27,7 +27,8 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load
 from poc_operator.apis.v1alpha1.round import PoCRound
-from vllm_poc.wire.callbacks import Callback, GeneratedDistances
+from vllm_poc.wire.artifacts import chain_artifact
+from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 from vllm_poc.wire.messages import Protocol
 
 GENERATED, VALIDATED = "generated", "validated"
@@ -212,6 +213,10 @@ def _rewritten(known: KnownRound, results: Generated) -> str:
     own: dict[str, object] = {"request_id": None}
     if isinstance(results.message, GeneratedDistances):
         own["r_target"] = known.terms.r_target
+    if known.terms.protocol is Protocol.DECODE and isinstance(results.message, GeneratedArtifacts):
+        found = results.message.artifacts
+        chains = [(artifact["nonce"], artifact.get("k_points_steps") or ()) for artifact in found]
+        own["artifacts"] = [chain_artifact(nonce, bytes(chain)) for nonce, chain in chains]
     return results.message.model_copy(update=own).model_dump_json(exclude_none=True)
 
 

@@ -171,7 +171,9 @@ def asked_of(request: InitGenerateRequest, model: str) -> dict[str, Any]:
         "nodes": {"first": node, "last": node, "count": request.node_count},
         "model": {"name": model, "seqLen": request.effective_seq_len, "strongRng": request.poc_stronger_rng},
     }
-    if request.params is not None:
+    if request.params is not None and request.params.decodes:
+        asked["decode"] = {"maxTokens": request.params.max_tokens}
+    elif request.params is not None:
         asked["artifact"] = {"kDim": request.params.k_dim}
     else:
         asked["rTarget"] = format(Decimal(repr(request.r_target)), "f")

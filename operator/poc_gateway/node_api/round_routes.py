@@ -29,8 +29,9 @@ from poc_gateway.node_api.messages import (
 )
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed import PodView
+from poc_operator.planning.snapshot import artifact_params
 from vllm_poc.wire.answers import PowState, RoundConfig, RoundStats
-from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.messages import Protocol, scheme_of
 
 Overall = Literal["GENERATING", "MIXED", "IDLE"]
 
@@ -161,7 +162,7 @@ def _elapsed(round_: PoCRound) -> float:
 
 
 def _config(round_: PoCRound) -> RoundConfig:
-    spec = round_.spec
+    spec, params = round_.spec, artifact_params(round_.spec)
     return RoundConfig(
         block_hash=spec.block_hash,
         block_height=spec.block_height,
@@ -171,13 +172,15 @@ def _config(round_: PoCRound) -> RoundConfig:
         group_id=0,
         n_groups=round_.status.groups,
         seq_len=spec.model.seq_len,
-        k_dim=spec.artifact.k_dim if spec.artifact is not None else None,
+        k_dim=None if params is None else params.k_dim,
         protocol=spec.protocol,
+        scheme=scheme_of(spec.protocol),
+        max_tokens=params.max_tokens if params is not None and params.decodes else None,
         model=spec.model.name,
         batch_size=spec.batch_size,
         url=spec.callback_url,
         poc_stronger_rng=spec.model.strong_rng,
-        use_layer_hooks=spec.protocol is Protocol.ARTIFACT,
+        use_layer_hooks=spec.protocol is not Protocol.DISTANCE,
         use_sign_flips=spec.protocol is Protocol.DISTANCE,
     )
 

@@ -29,10 +29,12 @@ from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.observed import PodView
-from vllm_poc.wire.messages import CallbackRequest
+from vllm_poc.wire.messages import CallbackRequest, Protocol, Scheme
 
 _log = logging.getLogger(__name__)
 
+#: Pods that a message names.
+_NAMED = 3
 #: What an ML node's rounds and pods are looked up in.
 ClusterOf = Callable[[MlNode], Cluster]
 
@@ -86,6 +88,8 @@ class NodeApi:
         """Create the round; return it and the pods that are ready for it."""
         _check_receiver(request, self._settings)
         found = await self.pods.poll()
+        if request.protocol is Protocol.DECODE:
+            await self._require_decode([one.pod for one in found])
         round_ = await self.rounds.start(request, self._model(request, found))
         return round_, [one.pod for one in found]
 
@@ -112,6 +116,7 @@ class NodeApi:
 
     def check(self, request: NetworkGenerate) -> NetworkGenerate:
         """Return the request with its whole fraud test; refused if its result could not be delivered."""
+        _check_scheme(request)
         _check_receiver(request, self._settings)
         if request.validation is None:
             return request
@@ -121,6 +126,14 @@ class NodeApi:
         """Return the one of the model's names that clients know: the template's, else one that is no path."""
         by_kind = sorted(served, key=lambda name: name.startswith("/"))
         return self.ml_node.template.model or next(iter(by_kind), None)
+
+    async def _require_decode(self, pods: Sequence[PodView]) -> None:
+        """Refuse work of the decode scheme if every ready pod says that it does not offer it."""
+        told = await self.pods.versions(pods)
+        if pods and all(one is not None and Scheme.DECODE not in one.offers for one in told):
+            names = ", ".join(pod.name for pod in pods[:_NAMED])
+            message = f"asks for the decode scheme, which none of the ready pods offers ({names}): update their image"
+            raise field_refusal("params.decode", message)
 
     def _model(self, request: NetworkInit, found: Sequence[ReadyPod]) -> str:
         """Return the model's name; a distance request has none, so it is the template's, or what the pods serve."""
@@ -176,6 +189,12 @@ async def running_ml_nodes(
 def models_of(found: Sequence[ReadyPod]) -> list[str]:
     """Return the names of the models that the pods serve, each once."""
     return list(dict.fromkeys(name for one in found for name in one.models))
+
+
+def _check_scheme(request: CallbackRequest) -> None:
+    if request.protocol is Protocol.DECODE:
+        message = "named nonces of the decode scheme are not computed here: let a PoCValidation check chains"
+        raise field_refusal("params.decode", message)
 
 
 def _check_receiver(request: CallbackRequest, settings: Settings) -> None:

@@ -25,9 +25,9 @@ from poc_gateway.store.database import Database, FenceLost
 from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.rounds import RoundTerms
 from vllm_poc.logs import bound
-from vllm_poc.wire.artifacts import Artifact, Encoding
+from vllm_poc.wire.artifacts import Artifact, Encoding, chain_artifact
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances
-from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.messages import DEFAULT_K_DIM, Protocol
 
 _log = logging.getLogger(__name__)
 
@@ -197,21 +197,25 @@ async def record(database: Database, work: Callable[[Connection], object], slot_
 
 def _generated(terms: RoundTerms, part: Part) -> str:
     """Return the JSON of ``/generated`` for a part, as a pod would have sent it."""
-    payload = _artifacts(terms, part) if terms.protocol is Protocol.ARTIFACT else _distances(terms, part)
+    payload = _distances(terms, part) if terms.protocol is Protocol.DISTANCE else _artifacts(terms, part)
     return payload.model_dump_json(exclude_none=True)
 
 
 def _artifacts(terms: RoundTerms, part: Part) -> GeneratedArtifacts:
-    assert terms.k_dim is not None  # noqa: S101 - the artifact protocol has it
-    vectors = [(item.nonce, item.vector) for item in part.items if item.vector is not None]
+    values = [(item.nonce, item.vector) for item in part.items if item.vector is not None]
+    artifact = chain_artifact if terms.protocol is Protocol.DECODE else _vector_artifact
     return GeneratedArtifacts(
         public_key=terms.public_key,
         block_hash=terms.block_hash,
         block_height=terms.block_height,
         node_id=part.node_id,
-        artifacts=[Artifact(nonce=nonce, vector_b64=b64encode(vector).decode()) for nonce, vector in vectors],
-        encoding=Encoding(k_dim=terms.k_dim),
+        artifacts=[artifact(nonce, value) for nonce, value in values],
+        encoding=Encoding(k_dim=terms.k_dim or DEFAULT_K_DIM),
     )
+
+
+def _vector_artifact(nonce: int, vector: bytes) -> Artifact:
+    return Artifact(nonce=nonce, vector_b64=b64encode(vector).decode())
 
 
 def _distances(terms: RoundTerms, part: Part) -> GeneratedDistances:

@@ -23,17 +23,17 @@ from sqlalchemy import Connection, and_, func, or_, select
 from poc_gateway.errors import Refusal
 from poc_gateway.query.cursor import BEGIN, Position, Positions
 from poc_gateway.query.messages import ArtifactsQuery, Format
+from poc_gateway.query.queries import value_name
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseUnavailable
 from poc_gateway.store.rounds import KnownRound, RoundTerms
-from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.messages import Protocol, scheme_of
 
 #: Artifacts that are read, held in memory and written at once.
 CHUNK_ROWS = 65_536
 #: And fewer of long vectors: so many bytes of them, of which writing makes several copies.
 CHUNK_BYTES = 8 * 2**20
-_BYTES_PER_NUMBER = 2
 
 #: Rows that the driver hands over at once: fewer than make Python's collector of garbage run, which would take more
 #: time than everything else if tens of thousands of tuples lived at a time.
@@ -134,7 +134,7 @@ class Scan:
 
     def _fetch(self, connection: Connection, stretch: _Stretch, room: int) -> Columns:
         table = schema.artifacts.c
-        value = table.vector if self._round.terms.protocol is Protocol.ARTIFACT else table.distance
+        value = table.distance if self._round.terms.protocol is Protocol.DISTANCE else table.vector
         query = select(table.nonce, value, table.received_at).where(table.slot_id == stretch.slot_id)
         if stretch.below is None:
             query = query.where(table.nonce > stretch.after, table.nonce <= stretch.last).limit(room)
@@ -199,7 +199,8 @@ async def chunks(
     """Yield the artifacts that ``query`` asks for, as tables of nonce, slot, node_id, received_at and value.
 
     Those are left out that were read up to ``begin``, or have arrived since ``end``.
-    ``received_at`` is in milliseconds, ``value`` a vector's bytes or a distance. DatabaseError if the database fails.
+    ``received_at`` is in milliseconds, ``value`` a vector's or a chain's bytes, or a distance. DatabaseError if the
+    database fails.
     """
     scan, left = Scan(known, query, begin, end), query.limit
 
@@ -216,18 +217,19 @@ async def chunks(
 
 def chunk_rows(terms: RoundTerms) -> int:
     """Return how many artifacts of the round are read, held in memory and written at once."""
-    return CHUNK_ROWS if terms.k_dim is None else min(CHUNK_ROWS, rows_within(CHUNK_BYTES, terms.k_dim))
+    value_bytes = terms.value_bytes
+    return CHUNK_ROWS if value_bytes is None else min(CHUNK_ROWS, rows_within(CHUNK_BYTES, value_bytes))
 
 
-def rows_within(size: int, k_dim: int) -> int:
-    """Return how many vectors have ``size`` bytes together, but at least one."""
-    return max(1, size // (_BYTES_PER_NUMBER * k_dim))
+def rows_within(size: int, value_bytes: int) -> int:
+    """Return how many results of ``value_bytes`` have ``size`` bytes together, but at least one."""
+    return max(1, size // value_bytes)
 
 
 def tabulate(terms: RoundTerms, parts: Sequence[tuple[int, Columns]]) -> Table:
     """Return the rows of ``parts``, each the first nonce of a slot and its columns, as a table without gaps."""
     pa = arrow()
-    value = pa.float64() if terms.k_dim is None else pa.binary(_BYTES_PER_NUMBER * terms.k_dim)
+    value = pa.float64() if terms.value_bytes is None else pa.binary(terms.value_bytes)
     names = {"nonce": pa.int32(), "slot": pa.int32(), "node_id": pa.int32(), "received_at": pa.int64(), "value": value}
     schema_ = pa.schema(list(names.items()))
     batches = [_batch(terms, offset, columns, schema_) for offset, columns in parts]
@@ -269,7 +271,8 @@ def accepted(accept: str) -> Format:
 
 def public_terms(terms: RoundTerms) -> dict[str, object]:
     """Return the terms of a round that those may know who read its results."""
-    return {name: value for name, value in asdict(terms).items() if not name.startswith("receiver")}
+    told = {name: value for name, value in asdict(terms).items() if not name.startswith("receiver")}
+    return told | {"scheme": scheme_of(terms.protocol)}
 
 
 def writer(format_: Format, terms: RoundTerms) -> "Writer":
@@ -305,7 +308,7 @@ class Writer(ABC):
         # A zone would make Arrow look for the machine's time zone database.
         moments = pa.compute.strftime(table["received_at"].cast(pa.timestamp("ms")), format="%Y-%m-%dT%H:%M:%SZ")
         values = table["value"].to_pylist()
-        if self._terms.k_dim is not None:
+        if self._terms.value_bytes is not None:
             values = [b2a_base64(vector, newline=False).decode() for vector in values]
         columns = (table[name].to_pylist() for name in ("nonce", "slot", "node_id"))
         return zip(*columns, moments.to_pylist(), values, strict=True)
@@ -314,8 +317,8 @@ class Writer(ABC):
 class _JsonLines(Writer):
     def chunk(self, table: Table) -> bytes:
         # Neither base64 nor a moment has a character that JSON escapes, and repr writes a float as JSON does.
-        name = "distance" if self._terms.k_dim is None else "vector_b64"
-        mark = "" if self._terms.k_dim is None else '"'
+        name = value_name(self._terms) or "distance"
+        mark = "" if self._terms.value_bytes is None else '"'
         lines = [
             f'{{"nonce":{nonce},"slot":{slot},"node_id":{node},"received_at":"{moment}","{name}":{mark}{value}{mark}}}\n'
             for nonce, slot, node, moment, value in self._rows(table)
@@ -325,7 +328,7 @@ class _JsonLines(Writer):
 
 class _Csv(Writer):
     def begin(self) -> bytes:
-        name = "distance" if self._terms.k_dim is None else "vector_b64"
+        name = value_name(self._terms) or "distance"
         return f"nonce,slot,node_id,received_at,{name}\r\n".encode()
 
     def chunk(self, table: Table) -> bytes:
@@ -342,7 +345,7 @@ class _Parquet(Writer):
         pa = arrow()
         small, moment = pa.int32(), pa.timestamp("ms", "UTC")
         fields = [("nonce", small), ("slot", small), ("node_id", small), ("received_at", moment)]
-        fields.append(("distance", pa.float64()) if terms.k_dim is None else ("vector", _vectors(terms.k_dim)))
+        fields.append(_value_field(terms))
         self._schema = pa.schema(fields, {TERMS_KEY: json.dumps(public_terms(terms))})
         self._writer = pa.parquet.ParquetWriter(
             self._sink,
@@ -356,7 +359,7 @@ class _Parquet(Writer):
 
     def chunk(self, table: Table) -> bytes:
         value = table["value"].combine_chunks()
-        if self._terms.k_dim is not None:
+        if self._terms.protocol is Protocol.ARTIFACT and self._terms.k_dim is not None:
             value = _as_vectors(value, self._terms.k_dim)
         columns = [table["nonce"], table["slot"], table["node_id"], table["received_at"], value]
         moments = columns[3].cast(self._schema.field("received_at").type)
@@ -367,6 +370,13 @@ class _Parquet(Writer):
     def end(self) -> bytes:
         self._writer.close()
         return self._sink.take()
+
+
+def _value_field(terms: RoundTerms) -> tuple[str, Arrow]:
+    """Return name and type of the results: of chains the leaf, one byte for each step."""
+    if terms.max_tokens is not None:
+        return "chain", arrow().binary(terms.value_bytes)
+    return ("distance", arrow().float64()) if terms.k_dim is None else ("vector", _vectors(terms.k_dim))
 
 
 def _vectors(k_dim: int) -> Arrow:

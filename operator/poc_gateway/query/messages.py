@@ -2,7 +2,7 @@
 """What the routes are asked with, and what they answer.
 
 A parameter that does not exist is refused: a filter misspelt must not be ignored. Moments of answers are RFC 3339 in
-UTC; a vector is base64 of its fp16 numbers, as on the wire.
+UTC; a vector is base64 of its fp16 numbers, as on the wire, and a chain base64 of its steps, one byte each.
 """
 
 from datetime import datetime
@@ -12,7 +12,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from poc_operator.observed import Truth
-from vllm_poc.wire.messages import Nonce, Protocol
+from vllm_poc.wire.messages import Nonce, Protocol, Scheme
 
 #: Most entries of one page.
 PAGE_LIMIT = 1_000
@@ -114,7 +114,7 @@ class RoundEntry(BaseModel):
 
     ``limit_reached`` says for which limit its last new results were refused; null if they were stored. ``archived_at``
     is when its last archive was complete, ``archiving_since`` since when another is written, ``archive_error`` why the
-    last try failed.
+    last try failed. ``scheme`` is that of artifacts, ``max_tokens`` their decode steps; null without any.
     """
 
     uid: str
@@ -126,6 +126,8 @@ class RoundEntry(BaseModel):
     protocol: Protocol
     k_dim: int | None
     r_target: float | None
+    scheme: Scheme | None
+    max_tokens: int | None
     model: str
     seq_len: int
     node_count: int
@@ -186,7 +188,7 @@ class Histogram(BaseModel):
     """How many values lie in each of equally wide bins.
 
     A bin includes its lower edge; ``above`` counts values from the last edge on. ``counted`` of the round's ``stored``
-    artifacts were looked at: all distances, of vectors and of more than a million distances an even sample.
+    artifacts were looked at: all distances, of vectors, chains and of more than a million distances an even sample.
     """
 
     quantity: str
@@ -220,9 +222,11 @@ class Conflict(BaseModel):
     node_id: int
     received_at: datetime
     vector_b64: str | None = None
+    chain_b64: str | None = None
     distance: float | None = None
     pod: str | None = None
     stored_vector_b64: str | None = None
+    stored_chain_b64: str | None = None
     stored_distance: float | None = None
     stored_pod: str | None = None
     truth: Truth | None = None

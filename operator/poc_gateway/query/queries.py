@@ -22,7 +22,7 @@ from poc_gateway.query.messages import (
 from poc_gateway.store.rounds import KnownRound, RoundTerms, terms_of
 from poc_gateway.store.schema import ROUND_IS_KEPT, artifacts, authors, conflicts, late_items, rounds, slots
 from poc_operator.observed import CollectedRound, CollectedSlot, RefusedPod, Rivals
-from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.messages import Protocol, scheme_of
 
 #: So many slots with rivals, pairs of rivals of a slot, and refused pods are told to the operator.
 MOST_NAMED = 20
@@ -38,6 +38,12 @@ def moment(milliseconds: int) -> datetime:
 def base64_of(vector: bytes | None) -> str | None:
     """Return a stored vector as it is on the wire."""
     return b2a_base64(vector, newline=False).decode() if vector is not None else None
+
+
+def value_name(terms: RoundTerms) -> str | None:
+    """Return the name of the field with a round's vectors or chains in base64; None if it has distances."""
+    names = {Protocol.ARTIFACT: "vector_b64", Protocol.DECODE: "chain_b64"}
+    return names.get(terms.protocol)
 
 
 def round_page(connection: Connection, query: RoundsQuery) -> RoundPage:
@@ -69,6 +75,8 @@ def progress(connection: Connection, namespace: str, name: str, uid: str | None)
     collected = [_collected_slot(terms, slot, rivals.get(slot["id"], [])) for slot in rows]
     found = _collected(terms.uid, collected, _refused_pods(connection, row["id"]), row["limit_reached"])
     if not found.conflicts:
+        return found
+    if terms.protocol is Protocol.DECODE:  # nothing is decided about chains: the first one counts
         return found
     undecided, lied = count_undecided(connection, row["id"]), forgers(connection, row["id"], MOST_NAMED)
     return found.model_copy(update={"undecided": undecided, "forgers": lied})
@@ -132,7 +140,7 @@ def conflict_page(connection: Connection, known: KnownRound, query: ConflictsQue
     )
     found = connection.execute(select_).mappings().all()
     page = found[: query.limit]
-    entries = [_conflict(row) for row in page]
+    entries = [_conflict(known.terms, row) for row in page]
     return ConflictPage(conflicts=entries, next=page[-1]["id"] if len(found) > len(page) else None)
 
 
@@ -152,11 +160,9 @@ def _collected_slot(terms: RoundTerms, row: RowMapping, rivals: list[Rivals]) ->
 def _delivered_index(terms: RoundTerms, row: RowMapping) -> int:
     # Distances are delivered below the target alone: what is missing may have been computed. How far a pod can say
     # that it is, its credential bounds.
-    nonce = row["missing_nonce"] if terms.protocol is Protocol.ARTIFACT else row["last_nonce"]
-    slot = terms.slot(row["slot"])
-    if nonce < 0:
-        return 0
-    return slot.index(nonce) + (terms.protocol is not Protocol.ARTIFACT)
+    is_distance = terms.protocol is Protocol.DISTANCE
+    nonce = row["last_nonce"] if is_distance else row["missing_nonce"]
+    return terms.slot(row["slot"]).index(nonce) + is_distance if nonce >= 0 else 0
 
 
 def _rivals(connection: Connection, slot_ids: Sequence[int]) -> Mapping[int, list[Rivals]]:
@@ -211,12 +217,12 @@ def _collected(
     )
 
 
-def _conflict(row: RowMapping) -> Conflict:
+def _conflict(terms: RoundTerms, row: RowMapping) -> Conflict:
+    name = value_name(terms)
     fields: Mapping[str, Any] = {
         **row,
         "received_at": moment(row["received_at"]),
-        "vector_b64": base64_of(row["vector"]),
-        "stored_vector_b64": base64_of(row["stored_vector"]),
+        **({name: base64_of(row["vector"]), f"stored_{name}": base64_of(row["stored_vector"])} if name else {}),
     }
     return Conflict.model_validate(fields)
 
@@ -232,6 +238,7 @@ def _entries(connection: Connection, found: Sequence[RowMapping]) -> list[RoundE
             {
                 **row,
                 **totals[row["id"]],
+                "scheme": scheme_of(Protocol(row["protocol"])),
                 "created_at": moment(row["created_at"]),
                 **{name: moment(row[name]) for name in _ARCHIVE_MOMENTS if row[name] is not None},
                 "dead": deaths.get(row["id"], 0),

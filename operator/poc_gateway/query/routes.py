@@ -75,7 +75,7 @@ class Results:
         return self._told(found)
 
     async def summary(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> Summary:
-        """Tell a round's counts and arrivals, and how its distances or its vectors' norms are spread."""
+        """Tell a round's counts and arrivals, and how its distances, its vectors' norms or its indices are spread."""
         found = await summarise(self._database, await self._known(namespace, name, query))
         return found.model_copy(update={"round": self._told(found.round)})
 
@@ -91,11 +91,14 @@ class Results:
         """Draw proofs for a PoCValidation; the same seed draws the same while nothing more is stored."""
 
         def read(connection: Connection) -> list[Proof]:
-            drawn = draw(connection, _find(connection, namespace, name, query), query.nonces, query.seed)
+            known = _find(connection, namespace, name, query)
+            drawn = draw(connection, known, query.nonces, query.seed)
+            is_chain = known.terms.protocol is Protocol.DECODE
             return [
                 Proof(
                     nonce=each.nonce,
-                    vector=queries.base64_of(each.vector),
+                    vector=None if is_chain else queries.base64_of(each.vector),
+                    chain=queries.base64_of(each.vector) if is_chain else None,
                     distance=repr(each.distance) if each.distance is not None else None,
                 )
                 for each in drawn
@@ -189,5 +192,5 @@ def _unknown(namespace: str, name: str, query: RoundQuery) -> Refusal:
 def _refuse_foreign_filters(known: KnownRound, query: ArtifactsQuery) -> None:
     if query.slot is not None and query.slot not in known.slots:
         raise field_refusal("slot", f"{query.slot} is no slot of this round: GET the round to see them")
-    if query.below is not None and known.terms.protocol is Protocol.ARTIFACT:
-        raise field_refusal("below", "the round has vectors and no distances: leave it out")
+    if query.below is not None and known.terms.protocol is not Protocol.DISTANCE:
+        raise field_refusal("below", "the round has artifacts and no distances: leave it out")

@@ -79,6 +79,9 @@ async def _histogram(database: Database, known: KnownRound, stored: int) -> Hist
     drawn = await database.read(lambda connection: draw(connection, known, SAMPLED_VALUES, "summary"))
     if r_target is not None:
         return _sampled("distance", [each.distance or 0.0 for each in drawn], r_target)
+    if known.terms.max_tokens is not None:
+        points = [float(point) for each in drawn for point in each.vector or b""]
+        return _sampled("index of the codebook", points, _BINS)  # one bin for each, and some to spare
     norms = [math.hypot(*struct.unpack(f"<{known.terms.k_dim}e", each.vector or b"")) for each in drawn]
     return _sampled("vector norm", norms, _LARGEST_NORM)
 
@@ -105,8 +108,8 @@ def draw(connection: Connection, known: KnownRound, count: int, seed: str) -> Se
 
     The same seed draws the same from the same artifacts. Every slot gives as many as every other, or all it has.
     """
-    if known.terms.k_dim is not None:
-        count = min(count, rows_within(SAMPLE_BYTES, known.terms.k_dim))
+    if known.terms.value_bytes is not None:
+        count = min(count, rows_within(SAMPLE_BYTES, known.terms.value_bytes))
     random = Random(f"{known.terms.uid}/{seed}")  # noqa: S311 - a sample that can be drawn again, not a secret
     slots = schema.slots.c
     stored = connection.execute(select(slots.slot, slots.stored).where(slots.round_id == known.id))

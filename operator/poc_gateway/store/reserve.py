@@ -40,7 +40,6 @@ VACUUM_PAGES = 1_000
 #: What PostgreSQL takes for an artifact and its key in the index, beside the vector or distance itself.
 _ROW_BYTES = 85
 _DISTANCE_BYTES = 8
-_BYTES_PER_NUMBER = 2
 
 
 class Reserve:
@@ -176,9 +175,9 @@ class Room:
             return None
 
 
-def result_bytes(k_dim: int | None) -> int:
-    """Return about how many bytes one result takes: a vector of ``k_dim`` numbers, or a distance."""
-    return _ROW_BYTES + (_DISTANCE_BYTES if k_dim is None else _BYTES_PER_NUMBER * k_dim)
+def result_bytes(value_bytes: int | None) -> int:
+    """Return about how many bytes one result takes: a vector or a chain of ``value_bytes``, or a distance."""
+    return _ROW_BYTES + (_DISTANCE_BYTES if value_bytes is None else value_bytes)
 
 
 def size_bytes(connection: Connection) -> int:
@@ -195,7 +194,8 @@ def used_bytes(connection: Connection) -> int:
         return pages * _pragma(connection, "page_size")
     # A table of PostgreSQL keeps the space of deleted rows for new ones, so that its size says nothing of its rows.
     slots, rounds = schema.slots, schema.rounds
-    each = _ROW_BYTES + func.coalesce(_BYTES_PER_NUMBER * rounds.c.k_dim, _DISTANCE_BYTES)
+    value = func.coalesce(rounds.c.max_tokens + 1, schema.BYTES_PER_NUMBER * rounds.c.k_dim, _DISTANCE_BYTES)
+    each = _ROW_BYTES + value
     rows = slots.join(rounds, rounds.c.id == slots.c.round_id)
     return int(connection.scalar(select(func.sum(slots.c.stored * each)).select_from(rows)) or 0)
 

@@ -49,6 +49,7 @@ class RoundTerms:
     protocol: Protocol
     k_dim: int | None
     r_target: float | None
+    max_tokens: int | None
     model: str
     seq_len: int
     node_count: int
@@ -70,6 +71,7 @@ class RoundTerms:
             protocol=spec.protocol,
             k_dim=spec.artifact.k_dim if spec.artifact is not None else None,
             r_target=float(spec.r_target) if spec.r_target is not None else None,
+            max_tokens=spec.decode.max_tokens if spec.decode is not None else None,
             model=spec.model.name,
             seq_len=spec.model.seq_len,
             node_count=spec.nodes.count,
@@ -77,6 +79,13 @@ class RoundTerms:
             receiver=spec.callback_url,
             receiver_secret=spec.callback_secret_ref.name if spec.callback_secret_ref is not None else None,
         )
+
+    @property
+    def value_bytes(self) -> int | None:
+        """Bytes of each result, a vector or a chain; None if they are distances."""
+        if self.max_tokens is not None:
+            return self.max_tokens + 1
+        return None if self.k_dim is None else schema.BYTES_PER_NUMBER * self.k_dim
 
     def slot(self, offset: int) -> NonceSlot:
         """Return the residue class whose first nonce is ``offset``."""

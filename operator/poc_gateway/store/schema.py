@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables. One schema for SQLite and PostgreSQL; ``migrations`` makes it.
 
-Moments are integers, milliseconds since 1970. A vector is kept as its fp16 little-endian bytes.
+Moments are integers, milliseconds since 1970. A vector is kept as its fp16 little-endian bytes, and so is, in the same
+column, a chain of the decode scheme as one byte per step: which of the two, the round says.
 """
 
 from sqlalchemy import (
@@ -21,6 +22,9 @@ from sqlalchemy import (
 from sqlalchemy import UniqueConstraint as Unique
 
 metadata = MetaData()
+
+#: Of a vector.
+BYTES_PER_NUMBER = 2
 
 _ID = BigInteger().with_variant(Integer(), "sqlite")  # only an INTEGER key counts itself there
 
@@ -48,6 +52,7 @@ rounds = Table(
     Column("protocol", Text, nullable=False),
     Column("k_dim", Integer),  # of the artifact protocol
     Column("r_target", Double),  # of the distance protocol
+    Column("max_tokens", Integer),  # of the decode scheme
     Column("model", Text, nullable=False),
     Column("seq_len", Integer, nullable=False),
     Column("node_count", Integer, nullable=False),
@@ -111,7 +116,7 @@ authors = Table(
     sqlite_autoincrement=True,  # ids are kept in memory
 )
 
-#: What was computed for one nonce: a vector or a distance, as the round's protocol has it.
+#: What was computed for one nonce: a vector, a chain or a distance, as the round's protocol has it.
 artifacts = Table(
     "artifacts",
     metadata,

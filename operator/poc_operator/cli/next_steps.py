@@ -50,6 +50,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.MODEL_MISMATCH: "kubectl -n {namespace} get pocfleets -o wide",
     Reason.SEQUENCE_TOO_LONG: _GET,
     Reason.K_DIM_TOO_LARGE: _GET,
+    Reason.SCHEME_NOT_OFFERED: _GET,
     Reason.MODEL_UNSUPPORTED: _LOG,
     Reason.REQUEST_REFUSED: _LOG,
     Reason.PROOFS_UNAVAILABLE: _GET,

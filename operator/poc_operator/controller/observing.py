@@ -16,9 +16,10 @@ from datetime import UTC, datetime
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.work import ProtocolSpec
 from poc_operator.clients.errors import GatewayError, PodError, PodRefused, PodTimeout
 from poc_operator.clients.gateway import GatewayClient
-from poc_operator.clients.pods.client import ClientOf, base_url
+from poc_operator.clients.pods.client import ClientOf, PodClient, base_url
 from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
 from poc_operator.controller.event_loop import FewRequests
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
@@ -26,7 +27,7 @@ from poc_operator.leases import Renewal
 from poc_operator.observed import Decision, GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import Work
 from vllm_poc.wire.answers import PowState, StatusResponse
-from vllm_poc.wire.messages import LeaseRenewal
+from vllm_poc.wire.messages import LeaseRenewal, Protocol, Scheme
 
 #: Seconds for which a deleted pod is remembered that the cluster took away: often it says so and deletes the pod in
 #: one breath, and the rounds must learn of both. Less than the time between two checks of the watches.
@@ -119,6 +120,11 @@ _PROBES = 50
 #: A silent pod that no turn has asked for since so many seconds is forgotten.
 SILENT_SECONDS = 60.0
 
+#: So long a server counts as one without the decode scheme before it is asked again: its engine may have yet to tell.
+SCHEMES_SECONDS = 30.0
+#: Servers whose schemes are remembered.
+MOST_SERVERS = 20_000
+
 PollFailed = Callable[[PodError], None]
 
 
@@ -130,6 +136,14 @@ class _Silent:
     error: PodError
     probe: asyncio.Task[PodError | None]
     asked: float
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """The schemes that a server offers, and when it is asked again if the decode scheme is not among them."""
+
+    schemes: frozenset[Scheme]
+    due: float
 
 
 class PodPoller:
@@ -147,6 +161,7 @@ class PodPoller:
         self._clients = clients
         self._clock = clock
         self._silent: dict[tuple[str, int], _Silent] = {}  # by uid and port
+        self._schemes: dict[str, _Offer] = {}  # by server
         self._probes = asyncio.Semaphore(_PROBES)
         self._few = FewRequests()
 
@@ -170,7 +185,9 @@ class PodPoller:
                 async with self._few.one():
                     # Not before it is sent: it may have waited.
                     client = await self._clients.of(pod.namespace)
-                    return _report(await client.status(base_url(ip, port), _renewed(renewal, pod)), pod, work)
+                    answer = await client.status(base_url(ip, port), _renewed(renewal, pod))
+                    report, schemes = _report(answer, pod, work), await self._schemes_for(work, pod, client)
+                    return report if schemes is None else replace(report, schemes=schemes)
             except PodError as error:
                 failed(error)
                 if isinstance(error, PodTimeout):
@@ -185,6 +202,24 @@ class PodPoller:
         rest = iter(asked)
         await asyncio.gather(*(ask_in_turn() for _ in range(min(_CONCURRENCY, len(asked)))))
         return reports
+
+    async def _schemes_for(self, work: Work, pod: PodView, client: PodClient) -> frozenset[Scheme] | None:
+        """Return what the pod offers; None if the work does not depend on it, or the pod does not tell."""
+        if not isinstance(work.spec, ProtocolSpec) or work.spec.protocol is not Protocol.DECODE:
+            return None
+        server, now = pod.server(work.spec.port), self._clock()
+        known = self._schemes.get(server)
+        if known is None or (Scheme.DECODE not in known.schemes and now >= known.due):
+            try:
+                told = await client.versions(base_url(pod.ip or "", work.spec.port))
+            except PodError:
+                return known.schemes if known is not None else None
+            known = _Offer(told.offers, now + SCHEMES_SECONDS)
+            self._schemes.pop(server, None)
+            self._schemes[server] = known
+            if len(self._schemes) > MOST_SERVERS:
+                del self._schemes[next(iter(self._schemes))]
+        return known.schemes
 
     async def close(self) -> None:
         """Give up what is under way."""

@@ -19,6 +19,7 @@ from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.queue import may_take, other_round
 from poc_operator.planning.snapshot import Snapshot, Work
 from vllm_poc.wire.answers import ModelLimits, PowState
+from vllm_poc.wire.messages import Protocol, Scheme
 
 Finding = tuple[Reason, str]
 
@@ -52,6 +53,23 @@ def _k_dim_too_large(spec: WorkSpec, model: ModelLimits) -> Finding | None:
     )
 
 
+def _scheme_not_offered(spec: WorkSpec, report: PodReport) -> Finding | None:
+    """Return why the pod takes no part in work of the decode scheme: it is told none on trial."""
+    if not isinstance(spec, ProtocolSpec) or spec.protocol is not Protocol.DECODE:
+        return None
+    if report.schemes is None:
+        return Reason.SCHEME_NOT_OFFERED, (
+            "spec.decode needs pods that offer the decode scheme, and the pod does not tell its schemes by GET "
+            "versions: update its image"
+        )
+    if Scheme.DECODE in report.schemes:
+        return None
+    return Reason.SCHEME_NOT_OFFERED, (
+        "spec.decode needs pods that offer the decode scheme, and the pod offers the prefill scheme alone: update its "
+        "image to one that offers both, or create a new one with artifact"
+    )
+
+
 _CHECKS = (_wrong_model, _sequence_too_long, _k_dim_too_large)
 _REFUSALS = {reason.value: reason for reason in Reason}
 
@@ -68,7 +86,8 @@ def incompatibility(spec: WorkSpec, report: PodReport) -> Finding | None:
     if report.status is None:
         return None
     findings = (check(spec, report.status.model) for check in _CHECKS)
-    return next((finding for finding in findings if finding), _refused(report))
+    known = next((finding for finding in findings if finding), None)
+    return known or _scheme_not_offered(spec, report) or _refused(report)
 
 
 def computes_other_work(snapshot: Snapshot[Work], report: PodReport) -> bool:

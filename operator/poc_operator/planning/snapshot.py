@@ -259,8 +259,13 @@ LARGEST_DISTANCE = 2.0
 
 
 def artifact_params(spec: WorkSpec) -> ArtifactParams | None:
-    """Return the parameters of the artifact protocol, if the work is of it."""
-    if not isinstance(spec, ProtocolSpec) or spec.artifact is None:
+    """Return the parameters of the artifact protocol, if the work is of it, in either scheme."""
+    if not isinstance(spec, ProtocolSpec):
+        return None
+    if spec.decode is not None:
+        steps = spec.decode.max_tokens
+        return ArtifactParams(model=spec.model.name, seq_len=spec.model.seq_len, decode=True, max_tokens=steps)
+    if spec.artifact is None:
         return None
     return ArtifactParams(model=spec.model.name, seq_len=spec.model.seq_len, k_dim=spec.artifact.k_dim)
 

@@ -17,6 +17,7 @@ from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.planning.snapshot import WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot
 from vllm_poc.wire.answers import StatusResponse
+from vllm_poc.wire.messages import Protocol
 
 
 def contradiction(
@@ -146,7 +147,7 @@ def _is_of(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse) ->
 
 def _confirmed(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse, rejected: int) -> int:
     """Return up to which index the pod's deliveries are confirmed by what the gateway has."""
-    if snapshot.round.spec.artifact is not None:  # every nonce has a result, unless it is rejected
+    if snapshot.round.spec.protocol is not Protocol.DISTANCE:  # every nonce has a result, unless it is rejected
         return min(status.delivered_index, _stored(snapshot, slot)[0] + rejected)
     return status.delivered_index if _lack(snapshot, slot, status) is None else 0
 
@@ -158,7 +159,7 @@ def _lack(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse) -> 
     """
     stored, end = _stored(snapshot, slot)
     results, start = status.delivered_valid, status.start_index
-    if snapshot.round.spec.artifact is not None:
+    if snapshot.round.spec.protocol is not Protocol.DISTANCE:
         results = max(results, status.delivered_index - start - status.delivered_rejected)
     if not results or (results <= stored and start + results <= end):
         return None

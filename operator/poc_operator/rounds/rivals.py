@@ -15,6 +15,7 @@ from poc_operator.observed import Decision, PodView, RivalNonce, RivalResult, Tr
 from poc_operator.planning.snapshot import AskPod, DecideRivals, WorkEvent, named_nonces
 from poc_operator.rounds.cross_check import PATIENCE, alike, max_difference, may_be_asked, values_of, vector_of
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
+from vllm_poc.wire.messages import Protocol
 
 #: Nonces of one question.
 MOST_NONCES = 16
@@ -26,7 +27,8 @@ Values = Mapping[int, Sequence[float] | None]
 
 def decide_rivals(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Let a pod compute what others disagree about, and tell the gateway what follows."""
-    if snapshot.gateway is None:
+    if snapshot.gateway is None or snapshot.round.spec.protocol is Protocol.DECODE:
+        # Chains of honest pods fork: the first one counts, as for the network.
         return step
     check = step.status.rivals
     if check is not None and check.decisions:

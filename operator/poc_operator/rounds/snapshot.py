@@ -19,6 +19,7 @@ from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport
 from poc_operator.planning.eligibility import Finding
 from poc_operator.planning.snapshot import Snapshot, Step
 from vllm_poc.wire.answers import StatusResponse
+from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.partition import NonceSlot
 
 RoundStep = Step[RoundStatus]
@@ -155,7 +156,7 @@ def _contradiction(round_: PoCRound, told: CollectedSlot, reach: int) -> str | N
 def _disorder(round_: PoCRound, told: CollectedSlot, end: int) -> str | None:
     if max(told.stored, told.delivered_index) > end:
         return f"{told.stored} are stored and delivered up to index {told.delivered_index}, of {end} that there can be"
-    if round_.spec.artifact is not None and told.delivered_index > told.stored:
+    if round_.spec.protocol is not Protocol.DISTANCE and told.delivered_index > told.stored:
         return f"it is delivered up to index {told.delivered_index}, and {told.stored} are stored"
     if told.forwarded > told.stored:
         return f"{told.forwarded} are forwarded, and {told.stored} are stored"

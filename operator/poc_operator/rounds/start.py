@@ -20,7 +20,7 @@ from poc_operator.rounds.counters import PATIENCE, counted
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import computed_slots
 from vllm_poc.wire.answers import PowState, StatusResponse
-from vllm_poc.wire.messages import InitGenerateRequest
+from vllm_poc.wire.messages import InitGenerateRequest, Protocol
 
 
 def catch_up(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
@@ -162,6 +162,6 @@ def start_request(snapshot: RoundSnapshot, groups: int, slot: Assignment) -> Ini
         url=AnyHttpUrl(callback) if callback else None,
         poc_stronger_rng=spec.model.strong_rng,
         r_target=float(spec.r_target) if spec.r_target is not None else None,
-        seq_len=spec.model.seq_len if spec.artifact is None else None,
+        seq_len=spec.model.seq_len if spec.protocol is Protocol.DISTANCE else None,
         params=artifact_params(spec),
     )

@@ -6,6 +6,7 @@ Its proofs stand in the object, in a ConfigMap, or in the gateway's answer.
 
 import hashlib
 import json
+from base64 import b64decode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ from poc_operator.planning.samples import (
     samples_failed,
 )
 from poc_operator.planning.snapshot import Snapshot, Step, named_nonces
-from vllm_poc.wire.artifacts import Artifact
+from vllm_poc.wire.artifacts import Artifact, chain_artifact
 from vllm_poc.wire.generate import GenerateRequest, ValidatedResponse, Validation
 from vllm_poc.wire.messages import Protocol
 from vllm_poc.wire.stat_test import StatTest, is_distance_mismatch, p_value
@@ -60,7 +61,7 @@ def parse_proofs(where: str, text: str | bytes | None, protocol: Protocol) -> Se
 def _flaw(where: str, proofs: Sequence[Proof], protocol: Protocol) -> str | None:
     if not proofs:
         return f"{where} has no proof"
-    field = "vector" if protocol is Protocol.ARTIFACT else "distance"
+    field = {Protocol.ARTIFACT: "vector", Protocol.DECODE: "chain", Protocol.DISTANCE: "distance"}[protocol]
     lacking = next((proof for proof in proofs if getattr(proof, field) is None), None)
     if lacking is not None:
         return f"{where}: nonce {lacking.nonce} has no {field}, which the validation's protocol needs"
@@ -79,6 +80,7 @@ def digest(proofs: Sequence[Proof]) -> str:
     return hashlib.sha256(json.dumps([proof.model_dump() for proof in proofs]).encode()).hexdigest()
 
 
+_NO_INDEX = b"\xff"
 #: Proofs that a pod is asked to recompute in one request.
 SAMPLE_NONCES = 200
 
@@ -210,11 +212,22 @@ def ask(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
 def _request(spec: ValidationSpec, proofs: Sequence[Proof]) -> GenerateRequest:
     """Return what a pod is asked: a verdict on artifacts, or the distances themselves."""
     asked = named_nonces(spec, [proof.nonce for proof in proofs])
-    if spec.artifact is None:
+    if spec.protocol is Protocol.DISTANCE:
         return asked
-    artifacts = [Artifact(nonce=proof.nonce, vector_b64=proof.vector or "") for proof in proofs]
+    artifacts = [_artifact(proof) for proof in proofs]
     test = StatTest(dist_threshold=spec.thresholds.dist_threshold)
     return asked.model_copy(update={"validation": Validation(artifacts=artifacts), "stat_test": test})
+
+
+def _artifact(proof: Proof) -> Artifact:
+    if proof.chain is None:
+        return Artifact(nonce=proof.nonce, vector_b64=proof.vector or "")
+    try:
+        leaf = b64decode(proof.chain, validate=True)
+    except ValueError:
+        leaf = b""
+    # What is no chain is a claim of no index, which mismatches.
+    return chain_artifact(proof.nonce, leaf or _NO_INDEX)
 
 
 def _part(proofs: Sequence[Proof], sample: Sample) -> Sequence[Proof]:

@@ -12,6 +12,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 
 K_DIM = 12
 R_TARGET = 1.4
+MAX_TOKENS = 5
 BLOCK_HASH, BLOCK_HEIGHT, PUBLIC_KEY = "ab" * 32, 7, "key"
 #: aiohttp would label bytes as application/octet-stream.
 JSON = {"Content-Type": "application/json"}
@@ -30,7 +31,7 @@ def round_body(
 
     The cluster serves the first ``nodes`` of ``of_nodes``, or all.
     """
-    artifact = None if "rTarget" in spec else {"kDim": K_DIM}
+    artifact = None if {"rTarget", "decode"} & spec.keys() else {"kDim": K_DIM}
     fields = {
         "blockHash": BLOCK_HASH,
         "blockHeight": BLOCK_HEIGHT,
@@ -77,6 +78,18 @@ def artifacts(nonces: Iterable[int], *, node: int = 0, **fields: Any) -> bytes: 
     items = [{"nonce": nonce, "vector_b64": encoded(nonce)} for nonce in nonces]
     message = {"node_id": node, "artifacts": items, "encoding": {"k_dim": K_DIM}, **ROUND, **fields}
     return json.dumps(message).encode()
+
+
+def chain(nonce: int) -> list[int]:
+    """A chain of the decode scheme that few other nonces have."""
+    return [(nonce >> 4 * step) % 16 for step in range(MAX_TOKENS + 1)]
+
+
+def chains(nonces: Iterable[int], *, node: int = 0, **fields: Any) -> bytes:  # noqa: ANN401
+    """What a pod delivers in the decode scheme, with ``fields`` instead of the right ones."""
+    items = [{"nonce": nonce, "vector_b64": "", "k_points_steps": chain(nonce)} for nonce in nonces]
+    encoding = {"dtype": "f16", "k_dim": 12, "endian": "le"}
+    return json.dumps({"node_id": node, "artifacts": items, "encoding": encoding, **ROUND, **fields}).encode()
 
 
 def distances(pairs: Iterable[tuple[int, float]], **fields: Any) -> bytes:  # noqa: ANN401

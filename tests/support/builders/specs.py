@@ -42,9 +42,13 @@ _ROUND: Spec = {
 }
 
 
+def _without(spec: Spec, field: str) -> Spec:
+    return {name: value for name, value in spec.items() if name != field}
+
+
 def _without_selector(spec: Spec) -> Spec:
     """Return the spec with a fleet instead of a selector."""
-    return {name: value for name, value in spec.items() if name != "selector"} | {"fleetRef": {"name": "demo"}}
+    return _without(spec, "selector") | {"fleetRef": {"name": "demo"}}
 
 
 _CONFIG_MAP = {"configMap": {"name": "claims", "key": "proofs.json"}}
@@ -75,12 +79,14 @@ FULL: Mapping[type[Resource], tuple[Spec, ...]] = {
     PoCRound: (
         {**_ROUND, "rTarget": "1.405", "stop": {"afterValid": 100}},
         {**_ROUND, "artifact": {"kDim": 12}, "stop": {"afterNonces": 100}},
+        {**_without(_ROUND, "crossCheck"), "decode": {"maxTokens": 256}, "stop": {"afterNonces": 100}},
         {**_without_selector(_ROUND), "rTarget": "1.405", "stop": {"afterSeconds": 30}},
     ),
     PoCValidation: (
         {**_COMMON, "rTarget": "1.4", "proofs": {"inline": [{"nonce": 1, "distance": "1.3"}]}},
         {**_COMMON, "artifact": {}, "proofs": {"inline": [{"nonce": 1, "vector": "AAAA"}]}, "statTest": _TEST},
         {**_COMMON, "artifact": {}, "proofs": _CONFIG_MAP},
+        {**_COMMON, "decode": {"maxTokens": 2}, "proofs": {"inline": [{"nonce": 1, "chain": "AQID"}]}},
         {**_COMMON, "artifact": {}, "proofs": _SAMPLE},
     ),
     PoCCalibration: ({**_COMMON, "validRate": "0.1", "nonces": 2000},),
@@ -258,20 +264,20 @@ _OWN: dict[str, st.SearchStrategy[Json]] = {
 
 def _with_protocol(spec: Spec) -> st.SearchStrategy[Spec]:
     """Keep one protocol, and what fits to it."""
-    distance = {name: value for name, value in spec.items() if name != "artifact"}
-    distance |= {"rTarget": spec.get("rTarget", "1.4"), "model": {**spec["model"], "strongRng": False}}
-    artifact = {name: value for name, value in spec.items() if name != "rTarget"}
-    artifact |= {"artifact": spec.get("artifact", {})}
-    if "afterValid" in artifact.get("stop", {}):
-        del artifact["stop"]
-    if "statTest" in distance:
-        distance["statTest"] = {name: value for name, value in distance["statTest"].items() if name != "distThreshold"}
-    return st.sampled_from([distance, artifact])
+    neutral = {name: value for name, value in spec.items() if name not in {"rTarget", "artifact", "decode"}}
+    without_valid = _without(neutral, "stop") if "afterValid" in neutral.get("stop", {}) else neutral
+    test = {"statTest": _without(neutral["statTest"], "distThreshold")} if "statTest" in neutral else {}
+    model = {**spec["model"], "strongRng": False}
+    distance = neutral | test | {"rTarget": spec.get("rTarget", "1.4"), "model": model}
+    artifact = without_valid | {"artifact": spec.get("artifact", {})}
+    decode = _without(without_valid, "crossCheck") | test | {"decode": spec.get("decode", {"maxTokens": 256})}
+    return st.sampled_from([distance, artifact, decode])
 
 
 def _with_proofs(spec: Spec) -> st.SearchStrategy[Spec]:
     """Keep one source of proofs, each of the spec's protocol."""
-    field = "vector" if "artifact" in spec else "distance"
+    fields = {"artifact": "vector", "decode": "chain", "rTarget": "distance"}
+    field = next(fields[name] for name in fields if name in spec)
     nonces = st.lists(
         st.sampled_from([0, 2**31 - 1]) | st.integers(0, 2**31 - 1), min_size=1, max_size=200, unique=True
     )

@@ -4,7 +4,8 @@
 It refuses a start while it computes, with 409; begins at index 0; reports nothing
 but the state, the round's parameters while it computes, and how many nonces it has processed; sends its results in
 batches and drops what waits at a stop; ignores unknown fields and query parameters; answers requests for named nonces
-only after its round. Its errors are vLLM's, byte by byte.
+only after its round. Its errors are vLLM's, byte by byte. From release 0.2 on it computes the decode scheme, too: its
+artifacts have chains then, and a stop is answered when the last passes have run, while it says that it is idle.
 """
 
 import asyncio
@@ -39,6 +40,9 @@ class Params(BaseModel):
     model: str
     seq_len: int
     k_dim: int = 12
+    scheme: str = "prefill"
+    decode: bool = False
+    max_tokens: int = 0
 
 
 class InitGenerate(BaseModel):
@@ -59,7 +63,12 @@ class InitGenerate(BaseModel):
 class ReferencePod:
     """One server process; a restart is a new one."""
 
-    def __init__(self) -> None:
+    def __init__(self, release: str = "0.1.7") -> None:
+        self.release = release
+        self.tried = 0  # starts of a scheme that it does not know
+        self.drain_seconds = 0.0
+        self.draining = False
+        self.overlapped = False  # whether something was started while passes of the round before still ran
         self.request: InitGenerate | None = None
         self.processed = 0
         self.starts = 0
@@ -75,6 +84,7 @@ class ReferencePod:
         self.app.post(f"{API_PREFIX}/init/generate")(self.start)
         self.app.post(f"{API_PREFIX}/stop")(self.stop)
         self.app.get(f"{API_PREFIX}/status")(self.status)
+        self.app.get(f"{API_PREFIX}/versions")(self.versions)
         self.app.post(f"{API_PREFIX}/generate")(self.generate)
 
     async def start(self, body: InitGenerate) -> dict[str, Any]:
@@ -85,6 +95,10 @@ class ReferencePod:
             raise HTTPException(409, "Already generating")
         if body.params.model != MODEL:
             raise HTTPException(409, {"error": "params mismatch", "requested": body.params.model_dump()})
+        if body.params.decode and self.release < "0.2":
+            self.tried += 1
+            raise HTTPException(422, "params.decode: Extra inputs are not permitted")
+        self.overlapped |= self.draining
         self.request, self.processed, self.starts = body, 0, self.starts + 1
         self._tasks = [asyncio.create_task(self._compute(body)), asyncio.create_task(self._send(body))]
         return {"status": "OK", "pow_status": {"status": "GENERATING"}}
@@ -94,9 +108,13 @@ class ReferencePod:
         if self.request is None:
             return {"status": "IDLE", "config": None, "stats": None}
         config = self.request.model_dump(exclude={"batch_size", "params", "url"})
-        config |= self.request.params.model_dump(exclude={"model"})
+        config |= self.request.params.model_dump(exclude={"model", "scheme", "decode", "max_tokens"})
         stats = {"total_processed": self.processed, "nonces_per_second": 1.5}
         return {"status": "GENERATING", "config": config, "stats": stats}
+
+    async def versions(self) -> dict[str, Any]:
+        """What runs here; the schemes are a matter of the release."""
+        return {"vllm_version": "0.30.0", "gonka_poc_version": self.release, "poc_validation_inference": True}
 
     async def generate(self, request: Request) -> dict[str, Any]:
         """Named nonces: they wait until the round is over."""
@@ -108,6 +126,9 @@ class ReferencePod:
     async def stop(self) -> dict[str, Any]:
         """Stop whatever runs; what was not sent is lost."""
         await self.end()
+        self.draining = True
+        await asyncio.sleep(self.drain_seconds)
+        self.draining = False
         return {"status": "OK", "pow_status": {"status": "STOPPED"}}
 
     async def end(self) -> None:
@@ -134,11 +155,21 @@ class ReferencePod:
             while True:
                 await asyncio.sleep(CALLBACK_SECONDS)
                 sent, self._buffer = self._buffer, []
-                artifacts = [{"nonce": nonce, "vector_b64": ""} for nonce in sent]
+                artifacts = [_artifact(body.params, nonce) for nonce in sent]
                 if sent and body.url:
                     await client.post(
                         f"{body.url}/generated", json=shown | {"artifacts": artifacts, "encoding": encoding}
                     )
+
+
+def chain(nonce: int, max_tokens: int) -> list[int]:
+    """The chain that the fake gives a nonce."""
+    return [(nonce * 7 + step) % 16 for step in range(max_tokens + 1)]
+
+
+def _artifact(params: Params, nonce: int) -> dict[str, Any]:
+    told: dict[str, Any] = {"nonce": nonce, "vector_b64": ""}
+    return told | {"k_points_steps": chain(nonce, params.max_tokens)} if params.decode else told
 
 
 def _wrapped(message: str, kind: str, code: int, param: str | None = None) -> JSONResponse:
@@ -167,9 +198,9 @@ async def _failure(_: Request, error: Any) -> JSONResponse:  # noqa: ANN401
 
 
 @contextlib.asynccontextmanager
-async def reference_pod() -> AsyncIterator[ReferencePod]:
-    """Run a server process."""
-    pod = ReferencePod()
+async def reference_pod(release: str = "0.1.7") -> AsyncIterator[ReferencePod]:
+    """Run a server process of a release."""
+    pod = ReferencePod(release)
     try:
         yield pod
     finally:

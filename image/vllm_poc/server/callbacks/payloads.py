@@ -10,7 +10,7 @@ from vllm_poc.wire.answers import RoundConfig
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
+from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage, scheme_of
 
 Items = Sequence[Item]
 
@@ -71,6 +71,7 @@ def round_config(request: SlotRequest) -> RoundConfig:
     params = request.params.model_dump() if request.params is not None else {}
     in_effect = {
         "protocol": request.protocol,
+        "scheme": scheme_of(request.protocol),
         "seq_len": request.effective_seq_len,
         "url": shown(request.receiver) if request.receiver is not None else None,
         "use_layer_hooks": request.layer_hooks,

@@ -213,6 +213,12 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Use a smaller `kDim`.",
         _ROUND | _VALIDATION,
     ),
+    Reason.SCHEME_NOT_OFFERED: Explanation(
+        "Accepted, Progressing=False",
+        "The pods do not offer the decode scheme, or do not say so by `GET versions`.",
+        "Give the pods an image that offers it, or create a new one with `artifact`.",
+        _ROUND | _VALIDATION,
+    ),
     Reason.MODEL_UNSUPPORTED: Explanation(
         "Accepted, Progressing=False",
         "PoC cannot run on this model, or with one of vLLM's flags. The message names it.",

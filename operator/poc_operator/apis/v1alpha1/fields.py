@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32
-from vllm_poc.wire.messages import DEFAULT_K_DIM
+from vllm_poc.wire.messages import DEFAULT_K_DIM, MAX_TOKENS
 from vllm_poc.wire.partition import MAX_NONCE
 
 #: Longest period that a spec may name, in seconds: a year.
@@ -74,3 +74,10 @@ class Artifact(ApiModel):
 
     k_dim: Annotated[Int32, Field(ge=1, le=4096)] = DEFAULT_K_DIM
     """Numbers per vector. At most the model's hidden size."""
+
+
+class Decode(ApiModel):
+    """The decode scheme of artifacts: each nonce yields a chain of indices."""
+
+    max_tokens: Annotated[Int32, Field(ge=1, le=MAX_TOKENS)]
+    """Decode steps per nonce, after the prefill. The network takes 256."""

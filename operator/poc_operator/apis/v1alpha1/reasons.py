@@ -65,6 +65,7 @@ class Reason(StrEnum):
     RESULTS_REJECTED = "ResultsRejected"
     ROUND_FULL = "RoundFull"
     RUNNING = "Running"
+    SCHEME_NOT_OFFERED = "SchemeNotOffered"
     SELF_CHECKS_PENDING = "SelfChecksPending"
     SELF_CHECK_FAILED = "SelfCheckFailed"
     SEQUENCE_TOO_LONG = "SequenceTooLong"

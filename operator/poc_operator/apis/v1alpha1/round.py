@@ -166,6 +166,12 @@ class RoundSpec(ProtocolSpec):
             message="stop.afterValid needs rTarget: in the artifact protocol every nonce counts, use stop.afterNonces",
         ),
         Rule(
+            rule="!has(self.crossCheck) || !has(self.decode)",
+            message="crossCheck cannot compare chains, since those of honest GPUs fork: remove it, and check results "
+            "by a PoCValidation",
+            field_path=".crossCheck",
+        ),
+        Rule(
             rule="!has(self.callbackSecretRef) || has(self.callbackURL)",
             message="callbackSecretRef needs callbackURL: set it, or remove callbackSecretRef",
             field_path=".callbackSecretRef",

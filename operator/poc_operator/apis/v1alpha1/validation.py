@@ -12,16 +12,22 @@ from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, ListMap,
 from poc_operator.apis.v1alpha1.status import Share, WorkStatus
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec, SampleRetry
 from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.stat_test import DEFAULT_TAU
 
+#: A tau that is not the unset default of vectors: a decimal below 0.4.
+_TAU = "^0+([.][0-3][0-9]*)?$"
 #: So many mismatching nonces are named in the status.
 MAX_NAMED_MISMATCHES = 100
 
 
 class Proof(ApiModel):
-    """What a prover claims for one nonce: a vector or a distance, as the protocol has it."""
+    """What a prover claims for one nonce: a vector, a distance or a chain, as the protocol has it."""
 
     RULES: ClassVar[tuple[Rule, ...]] = (
-        Rule(rule="has(self.vector) != has(self.distance)", message="set exactly one of vector and distance"),
+        Rule(
+            rule="[has(self.vector), has(self.distance), has(self.chain)].filter(x, x).size() == 1",
+            message="set exactly one of vector, distance and chain",
+        ),
     )
 
     nonce: Nonce
@@ -30,6 +36,8 @@ class Proof(ApiModel):
     """Its artifact as delivered: base64 of little-endian fp16."""
     distance: Distance | None = None
     """Its distance, as decimal text."""
+    chain: Annotated[str, Field(max_length=5_464)] | None = None
+    """Its chain in the decode scheme: base64 of one byte for each step, the first of the prefill."""
 
 
 class ConfigMapKey(ApiModel):
@@ -85,10 +93,11 @@ class Thresholds:
     p_value_threshold: float
 
 
-#: What the network uses. Artifacts: the chain's default for models without a value of their own. Distances: the
-#: protocol's reference implementation, which has no distance threshold.
+#: What the network uses. Artifacts: the chain's default for models without a value of their own. Chains and distances:
+#: the protocol's reference implementation, which has no distance threshold for the latter.
 NETWORK_THRESHOLDS = {
     Protocol.ARTIFACT: Thresholds(dist_threshold=0.4, p_mismatch=0.1, p_value_threshold=0.05),
+    Protocol.DECODE: Thresholds(dist_threshold=DEFAULT_TAU, p_mismatch=0.001, p_value_threshold=0.01),
     Protocol.DISTANCE: Thresholds(dist_threshold=0.0, p_mismatch=5e-4, p_value_threshold=0.01),
 }
 
@@ -99,13 +108,14 @@ class StatTest(ApiModel):
 
     dist_threshold: Decimal | None = None
     """L2 distance beyond which two vectors mismatch. Default: 0.4, the chain's for models without a value of their own
-    (MiniMax-M2.7 has 0.75). Artifact protocol only: a distance mismatches that is not below `rTarget`."""
+    (MiniMax-M2.7 has 0.75). In the decode scheme it is tau, the margin beyond which a chain mismatches: 0.025 unless
+    told otherwise. Not in the distance protocol: a distance mismatches that is not below `rTarget`."""
     p_mismatch: Probability | None = None
     """Probability that an honest prover's nonce mismatches. Default: 0.1 in the artifact protocol as on the chain,
-    0.0005 in the distance protocol."""
+    0.001 in the decode scheme, 0.0005 in the distance protocol."""
     p_value_threshold: Probability | None = None
-    """A p-value below it is fraud. Default: 0.05 in the artifact protocol as on the chain, 0.01 in the distance
-    protocol. The network's nodes judge by 0.01, since they do not read the chain's value."""
+    """A p-value below it is fraud. Default: 0.05 in the artifact protocol as on the chain, 0.01 in the others.
+    The network's nodes judge by 0.01, since they do not read the chain's value."""
 
     def thresholds(self, protocol: Protocol) -> Thresholds:
         """Return the numbers of the test: those of the spec, else the network's."""
@@ -122,13 +132,21 @@ class ValidationSpec(ProtocolSpec):
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            rule="!has(self.proofs.inline) || self.proofs.inline.all(proof, has(proof.vector) == has(self.artifact))",
-            message="each proof needs vector in the artifact protocol, distance in the distance protocol",
+            rule="!has(self.proofs.inline) || self.proofs.inline.all(proof, "
+            "has(proof.vector) == has(self.artifact) && has(proof.chain) == has(self.decode))",
+            message="each proof needs vector in the artifact protocol, distance in the distance protocol, and chain in "
+            "the decode scheme",
             field_path=".proofs",
         ),
         Rule(
-            rule="!has(self.statTest.distThreshold) || has(self.artifact)",
+            rule="!has(self.statTest.distThreshold) || !has(self.rTarget)",
             message="statTest.distThreshold needs the artifact protocol: remove it",
+        ),
+        Rule(
+            rule="!has(self.statTest.distThreshold) || !has(self.decode) || "
+            f"self.statTest.distThreshold.matches('{_TAU}')",
+            message="statTest.distThreshold must be below 0.4 in the decode scheme: 0.4 is the default of vectors, "
+            "under which hardly any wrong chain mismatches",
         ),
     )
 

@@ -11,6 +11,7 @@ from poc_operator.apis.v1alpha1.fields import (
     MAX_EXACT,
     MAX_SECONDS,
     Artifact,
+    Decode,
     Model,
     ObjectName,
     Seconds,
@@ -162,12 +163,13 @@ def _is_same(name: str, *, optional: bool) -> str:
 
 
 class ProtocolSpec(WorkSpec):
-    """What the kinds ask that know both protocols."""
+    """What the kinds ask that know all protocols."""
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            rule="has(self.rTarget) != has(self.artifact)",
-            message="set exactly one of rTarget (distance protocol) and artifact (artifact protocol)",
+            rule="[has(self.rTarget), has(self.artifact), has(self.decode)].filter(x, x).size() == 1",
+            message="set exactly one of rTarget (distance protocol), artifact (artifact protocol) and decode "
+            "(artifacts of the decode scheme)",
         ),
         Rule(
             rule="!has(self.rTarget) || !self.model.strongRng",
@@ -182,8 +184,13 @@ class ProtocolSpec(WorkSpec):
     """Selects the distance protocol: a nonce is valid when its distance is below this number. Decimal text."""
     artifact: Artifact | None = None
     """Selects the artifact protocol: each nonce yields a vector. `artifact: {}` will do."""
+    decode: Decode | None = None
+    """Selects the decode scheme of artifacts: each nonce yields a chain of indices. Pods that do not offer it take no
+    part."""
 
     @property
     def protocol(self) -> Protocol:
         """Which protocol the work is of."""
+        if self.decode is not None:
+            return Protocol.DECODE
         return Protocol.ARTIFACT if self.artifact is not None else Protocol.DISTANCE

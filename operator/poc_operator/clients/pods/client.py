@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed calls to one pod. Every call has a time limit, every answer a size limit."""
 
+import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Protocol, Self, TypeVar
@@ -96,6 +97,7 @@ class PodClient:
     ) -> None:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._owns_session = session is None
+        self._stopping: dict[str, asyncio.Event] = {}  # by the pod's address
         self._session = session or new_session(connections)
 
     async def of(self, namespace: str) -> Self:
@@ -144,7 +146,13 @@ class PodClient:
         return min(99, 100 * told.done // told.total) if told.total else 0
 
     async def start(self, base: str, request: InitGenerateRequest) -> Command:
-        """Start a slot; safe to repeat, since the request carries the round's id."""
+        """Start a slot; safe to repeat, since the request carries the round's id.
+
+        A stop of the pod that is under way comes first: a reference pod says that it is idle while its last passes
+        still run, and what begins beside them comes out wrong.
+        """
+        if (stopping := self._stopping.get(base)) is not None:
+            await stopping.wait()
         body = request.model_dump(mode="json", exclude_none=True)
         return await self._call("POST", URL(f"{base}/init/generate"), START_SECONDS, _COMMAND, body)
 
@@ -158,7 +166,13 @@ class PodClient:
         Results are flushed first.
         """
         url = URL(f"{base}/stop").with_query({"round_id": round_id} if round_id is not None else {})
-        return await self._call("POST", url, STOP_SECONDS, _COMMAND)
+        stopped = self._stopping[base] = asyncio.Event()
+        try:
+            return await self._call("POST", url, STOP_SECONDS, _COMMAND)
+        finally:
+            stopped.set()
+            if self._stopping.get(base) is stopped:
+                del self._stopping[base]
 
     async def generate(self, base: str, request: GenerateRequest) -> GeneratedResponse | ValidatedResponse:
         """Compute named nonces. The pod drops the work when this call is cancelled."""

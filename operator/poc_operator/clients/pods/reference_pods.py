@@ -18,7 +18,10 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import PodBusy, PodRefused
 from poc_operator.observed import PodView
 from vllm_poc.wire.answers import CommandResponse, Index, PowState, RoundConfig, RoundStats, StatusResponse
-from vllm_poc.wire.messages import MAX_TEXT, Protocol, ShortText, WireMessage
+from vllm_poc.wire.messages import DEFAULT_K_DIM, MAX_TEXT, Protocol, Scheme, ShortText, WireMessage
+
+#: The first release of the reference's plugin with the decode scheme.
+_DECODE_RELEASE = (0, 2)
 
 
 class ReferenceConfig(WireMessage):
@@ -44,10 +47,24 @@ class ReferenceStatus(WireMessage):
 
 
 class PodVersions(WireMessage):
-    """``GET versions`` of any pod. A pod that does not say that it validates beside inference does not."""
+    """``GET versions`` of any pod. A pod that does not say that it validates beside inference does not.
+
+    Ours say which ``schemes`` they offer. The reference does not: from release 0.2 on its plugin computes both.
+    """
 
     vllm_version: ShortText = ""
+    gonka_poc_version: ShortText = ""
     poc_validation_inference: bool = False
+    schemes: list[ShortText] | None = None
+
+    @property
+    def offers(self) -> frozenset[Scheme]:
+        """The schemes of artifacts that may be ordered; words of later releases are left out."""
+        if self.schemes is not None:
+            return frozenset(scheme for scheme in Scheme if scheme in self.schemes)
+        release = re.match(r"(\d+)[.](\d+)", self.gonka_poc_version)
+        decodes = release is not None and (int(release[1]), int(release[2])) >= _DECODE_RELEASE
+        return frozenset(Scheme) if decodes else frozenset({Scheme.PREFILL})
 
 
 class ReferenceCommand(WireMessage):
@@ -87,16 +104,19 @@ def as_ours(answer: ReferenceStatus, pod: PodView, port: int, round_: PoCRound |
     """
     stats, config = answer.stats or RoundStats(), answer.config
     processed = stats.total_processed
+    # It does not say which scheme it computes: that of the round which it was told, for all that is known.
+    is_ours = round_ is not None and config is not None and _is_of(round_, config)
+    protocol = round_.spec.protocol if round_ is not None and is_ours else Protocol.ARTIFACT
     return StatusResponse(
         status=answer.status,
         state=answer.status,
-        config=RoundConfig(**config.model_dump(), protocol=Protocol.ARTIFACT, batch_size=0) if config else None,
+        config=RoundConfig(**config.model_dump(), protocol=protocol, batch_size=0) if config else None,
         stats=stats,
         total_checked=processed,
         total_valid=processed,
         rate_per_second=stats.nonces_per_second,
         session_id=pod.server(port),
-        round_id=round_.id if round_ is not None and config is not None and _is_of(round_, config) else None,
+        round_id=round_.id if round_ is not None and is_ours else None,
         next_index=processed,
         delivered_index=processed,
         delivered_valid=processed,
@@ -108,8 +128,10 @@ def _is_of(round_: PoCRound, config: ReferenceConfig) -> bool:
     spec = round_.spec
     wanted = (spec.block_hash, spec.block_height, spec.public_key, spec.nodes.count, round_.status.groups)
     runs = (config.block_hash, config.block_height, config.public_key, config.node_count, config.n_groups)
-    artifact = spec.artifact is not None and (spec.model.seq_len, spec.artifact.k_dim)
-    return wanted == runs and artifact == (config.seq_len, config.k_dim)
+    if wanted != runs or spec.protocol is Protocol.DISTANCE:
+        return False
+    k_dim = spec.artifact.k_dim if spec.artifact is not None else DEFAULT_K_DIM
+    return (spec.model.seq_len, k_dim) == (config.seq_len, config.k_dim)
 
 
 _REASONS = {

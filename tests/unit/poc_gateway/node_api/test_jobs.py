@@ -288,7 +288,11 @@ async def test_results_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> 
         ({"nonces": [*NONCES, 2]}, 400, "validation.artifacts: must have one artifact for each of nonces"),
         ({"nonces": [1, 1]}, 422, "nonces must be unique"),
         ({"nonces": [-1]}, 422, "nonces.0"),
-        ({"params": PARAMS | {"decode": True}}, 422, "params.decode: asks for the decode scheme"),
+        (
+            {"params": PARAMS | {"decode": True, "max_tokens": 256}},
+            422,
+            "params.decode: named nonces of the decode scheme are not computed here",
+        ),
         ({"params": {"model": "tiny", "seq_len": 5000}}, 422, "params.seq_len: 5000 exceeds"),
         ({"params": {"model": "huge", "seq_len": 64}}, 409, "params.model: huge"),
     ],

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schemes of artifacts: what a pod offers, and what it refuses that does not offer the decode scheme."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.servers.pod import ARTIFACT, SLOT, Pod
+from tests.wire.test_requests import DECODE_GENERATE, DECODE_PARAMS, error_of
+from vllm_poc.wire.messages import API_PREFIX
+
+WITHOUT = "params.decode: asks for the decode scheme, which this server does not offer: "
+NO_ENGINE = "its engine computes the prefill scheme alone, so ask a server that offers both"
+CHAINS = [{"nonce": nonce, "vector_b64": "", "k_points_steps": [3] * 257} for nonce in DECODE_GENERATE["nonces"]]
+
+
+async def schemes(pod: Pod) -> tuple[list[str], list[str]]:
+    told = (await pod.http.get(f"{API_PREFIX}/versions")).json()
+    return told["schemes"], told["protocols"]
+
+
+@pytest.mark.parametrize("why", [None, "sphere_codebook.pt is not there: mount it"], ids=["no engine", "no codebook"])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("init/generate", ARTIFACT | SLOT | {"params": DECODE_PARAMS}),
+        ("init/generate", ARTIFACT | SLOT | {"params": DECODE_PARAMS | {"decode": False, "scheme": "decode"}}),
+        ("generate", DECODE_GENERATE),
+        ("generate", DECODE_GENERATE | {"validation": {"artifacts": CHAINS}}),
+    ],
+    ids=["mining", "by its name", "named nonces", "validation"],
+)
+async def test_a_pod_without_the_decode_scheme_says_so(pod: Pod, route: str, body: Any, why: str | None) -> None:  # noqa: ANN401
+    if why is not None:
+        pod.engine.facts["decode_refusal"] = why
+    error = error_of(await pod.post(route, body), 422, "SchemeNotOffered")
+    assert error.detail == WITHOUT + (why or NO_ENGINE)
+    assert await schemes(pod) == (["prefill"], ["distance", "artifact"])
+    assert pod.engine.computed == []
+    assert (await pod.status()).config is None
+
+
+async def test_the_engine_alone_decides_what_is_offered(pod: Pod) -> None:
+    pod.engine.facts["decode_refusal"] = None
+    assert await schemes(pod) == (["prefill", "decode"], ["distance", "artifact", "decode"])
+
+
+@pytest.mark.parametrize("chain", [None, []], ids=["none", "empty"])
+async def test_claims_without_chains_are_named(pod: Pod, chain: list[int] | None) -> None:
+    nonces = list(range(10))
+    artifacts = [
+        {"nonce": nonce, "vector_b64": ""} | ({} if chain is None else {"k_points_steps": None}) for nonce in nonces
+    ]
+    body = DECODE_GENERATE | {"nonces": nonces, "validation": {"artifacts": artifacts}}
+    error = error_of(await pod.post("generate", body), 400, "InvalidRequest")
+    assert "k_points_steps" in error.detail
+    assert "0, 1, 2, 3, 4, 5, 6, 7 and 2 more have none" in error.detail
+
+
+async def test_the_status_names_the_scheme(pod: Pod) -> None:
+    assert (await pod.start(ARTIFACT | SLOT)).status_code == 200
+    config = (await pod.status()).config
+    assert config is not None
+    assert (config.protocol, config.scheme, config.max_tokens) == ("artifact", "prefill", None)
