@@ -29,7 +29,6 @@ from poc_gateway.node_api.messages import (
 )
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed import PodView
-from poc_operator.planning.snapshot import artifact_params
 from vllm_poc.wire.answers import PowState, RoundConfig, RoundStats
 from vllm_poc.wire.messages import Protocol, scheme_of
 
@@ -162,7 +161,7 @@ def _elapsed(round_: PoCRound) -> float:
 
 
 def _config(round_: PoCRound) -> RoundConfig:
-    spec, params = round_.spec, artifact_params(round_.spec)
+    spec, params = round_.spec, round_.spec.artifact_params
     return RoundConfig(
         block_hash=spec.block_hash,
         block_height=spec.block_height,

@@ -19,7 +19,7 @@ from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import Grant
 from poc_operator.observed import Decision, PodReport, PodView
 from vllm_poc.wire.generate import GenerateRequest
-from vllm_poc.wire.messages import ArtifactParams, ExtendRequest, InitGenerateRequest
+from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest
 
 #: An object that asks pods to work.
 Work = PoCRound | PoCValidation | PoCCalibration
@@ -258,24 +258,11 @@ class Step(Generic[StatusT]):
 LARGEST_DISTANCE = 2.0
 
 
-def artifact_params(spec: WorkSpec) -> ArtifactParams | None:
-    """Return the parameters of the artifact protocol, if the work is of it, in either scheme."""
-    if not isinstance(spec, ProtocolSpec):
-        return None
-    if spec.decode is not None:
-        steps = spec.decode.max_tokens
-        return ArtifactParams(model=spec.model.name, seq_len=spec.model.seq_len, decode=True, max_tokens=steps)
-    if spec.artifact is None:
-        return None
-    return ArtifactParams(model=spec.model.name, seq_len=spec.model.seq_len, k_dim=spec.artifact.k_dim)
-
-
 def named_nonces(
     spec: WorkSpec, nonces: Sequence[int], *, block_hash: str | None = None, beside_round: bool = False
 ) -> GenerateRequest:
     """Ask for the artifacts or distances of these nonces, and wait for them."""
-    artifact = artifact_params(spec)
-    told = spec.r_target if isinstance(spec, ProtocolSpec) else None
+    artifact, told = (spec.artifact_params, spec.r_target) if isinstance(spec, ProtocolSpec) else (None, None)
     r_target = float(told) if told is not None else LARGEST_DISTANCE
     return GenerateRequest(
         block_hash=block_hash or spec.block_hash,

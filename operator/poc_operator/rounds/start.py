@@ -15,7 +15,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.credentials import Grant
 from poc_operator.observed import PodView
-from poc_operator.planning.snapshot import StartPod, artifact_params
+from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE, counted
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import computed_slots
@@ -163,5 +163,5 @@ def start_request(snapshot: RoundSnapshot, groups: int, slot: Assignment) -> Ini
         poc_stronger_rng=spec.model.strong_rng,
         r_target=float(spec.r_target) if spec.r_target is not None else None,
         seq_len=spec.model.seq_len if spec.protocol is Protocol.DISTANCE else None,
-        params=artifact_params(spec),
+        params=spec.artifact_params,
     )

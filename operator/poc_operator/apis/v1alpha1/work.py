@@ -31,7 +31,7 @@ from poc_operator.apis.v1alpha1.schema import (
     aliases,
     cel_text,
 )
-from vllm_poc.wire.messages import DEFAULT_BATCH_SIZE, Protocol
+from vllm_poc.wire.messages import DEFAULT_BATCH_SIZE, ArtifactParams, Protocol
 
 #: Port of vLLM's server.
 DEFAULT_PORT = 8000
@@ -194,3 +194,13 @@ class ProtocolSpec(WorkSpec):
         if self.decode is not None:
             return Protocol.DECODE
         return Protocol.ARTIFACT if self.artifact is not None else Protocol.DISTANCE
+
+    @property
+    def artifact_params(self) -> ArtifactParams | None:
+        """The parameters of the artifact protocol as pods take them, in either scheme; None for distances."""
+        model, seq_len = self.model.name, self.model.seq_len
+        if self.decode is not None:
+            return ArtifactParams(model=model, seq_len=seq_len, decode=True, max_tokens=self.decode.max_tokens)
+        if self.artifact is not None:
+            return ArtifactParams(model=model, seq_len=seq_len, k_dim=self.artifact.k_dim)
+        return None
