@@ -4,7 +4,8 @@
 A batch of chains takes as many slices as it needs, each of some forward passes. Chat runs between them, and other PoC
 work when the batch is done. The workers keep what a chain needs for its next step.
 
-`ChainScheduler.facts` is the one place that says whether this server can compute the decode scheme.
+No route orders chains yet: `vllm_poc.server.admission` refuses the scheme. `ChainScheduler.facts` says whether the
+workers can compute it.
 """
 
 from __future__ import annotations
@@ -76,10 +77,6 @@ class ChainScheduler:
                         continue
                     self._facts_of = weights
         return self._facts
-
-    async def schemes(self) -> list[str]:
-        """Return the schemes that this server computes, in the network's words. EngineError as from the engine."""
-        return ["prefill"] if (await self.facts())["refusal"] is not None else ["prefill", "decode"]
 
     async def most_nonces(self, spec: ChainSpec) -> int:
         """Return how many chains can be computed at a time, at least one.

@@ -69,13 +69,6 @@ class Work:
         return await self.clock.passes(self.chains.run(SPEC, *args))
 
 
-@pytest.mark.parametrize(
-    ("facts", "schemes"), [(FACTS, ["prefill", "decode"]), (REFUSED, ["prefill"])], ids=["able", "refused"]
-)
-async def test_a_server_computes_decode_only_if_its_workers_do(facts: DecodeFacts, schemes: list[str]) -> None:
-    assert await Work(facts).chains.schemes() == schemes
-
-
 async def test_memory_is_set_aside_once_for_the_same_weights_and_anew_for_others() -> None:
     work = Work()
     await asyncio.gather(*(work.chains.facts() for _ in range(3)))
