@@ -91,7 +91,8 @@ def lock() -> None:
 def _newest(architecture: str) -> list[dict[str, str]]:
     index = f"main/binary-{architecture}/Packages.xz"
     content = _download(f"dists/{SUITE}/{index}")
-    if f" {hashlib.sha256(content).hexdigest()} " not in _signed_release():
+    signed = [line.split() for line in _signed_release().splitlines()]
+    if [hashlib.sha256(content).hexdigest(), str(len(content)), index] not in signed:
         raise UserError(f"{index} is not the file that Debian has signed: the mirror changes now, try again later.")
     found = {}
     for paragraph in lzma.decompress(content).decode().split("\n\n"):

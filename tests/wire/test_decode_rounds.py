@@ -97,23 +97,23 @@ async def test_without_any_pod_of_the_scheme_the_round_says_what_to_do(start: St
 
         status = await fleet.reconcile_until(told)
         messages = [one.message for one in status.own_conditions if one.reason == Reason.SCHEME_NOT_OFFERED]
-        assert "update its image to one that offers both" in messages[0]
+        assert "take pods of the network's plugin 0.2 or later" in messages[0]
         assert [server.tried + server.starts for server in fleet.servers.values()] == [0, 0]
 
 
 async def test_a_start_waits_until_a_stop_is_answered() -> None:
-    """A reference pod says that it is idle while its last passes run."""
+    """A reference pod says that it is idle while its last passes run. The reaper stops by a client of its own."""
     params = {"model": "tiny", "seq_len": 64, "decode": True, "max_tokens": STEPS}
     request = InitGenerateRequest.model_validate(
         SLOT | {"block_hash": "b", "block_height": 1, "public_key": "k", "params": params}
     )
-    async with reference_pod("0.2.0") as pod, PodClient() as client:
+    async with reference_pod("0.2.0") as pod, PodClient() as client, PodClient() as reaper:
         port = free_port()
         async with serve(pod.app, HOSTS[0], port):
             base = base_url(HOSTS[0], port)
             await client.start(base, request)
             pod.drain_seconds = 0.2
-            stopping = asyncio.create_task(client.stop(base, None))
+            stopping = asyncio.create_task(reaper.stop(base, None))
             async with httpx.AsyncClient() as http:
                 while (await http.get(f"{base}/status")).json()["status"] != "IDLE":  # noqa: ASYNC110 - as the operator polls
                     await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import FailFast, Field, field_validator, model_validator
 
 from vllm_poc.wire.artifacts import Artifact, Chain, Encoding
-from vllm_poc.wire.chains import NonceVerdict
+from vllm_poc.wire.chain_verdict import NonceVerdict
 from vllm_poc.wire.messages import CallbackRequest, Nonce, Protocol, WireMessage
 from vllm_poc.wire.stat_test import ArtifactVerdict, StatTest, Verdict
 

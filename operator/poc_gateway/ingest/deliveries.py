@@ -28,8 +28,8 @@ GRANT = "grant"
 NOT_GRANTED = frozenset({"OtherSlot", "BeyondReach"})
 #: Values of one message: four lists of 100 000, the nonces that one request may name, with room to spare.
 MOST_VALUES = 500_000
-#: The same where each nonce has a chain, whose small numbers take hardly more than their digits.
-MOST_CHAIN_VALUES = 5_000_000
+#: The same where each nonce has a chain: 5 000 chains of 256 steps. They take up to 80 MB for a moment.
+MOST_CHAIN_VALUES = 1_500_000
 #: Entries of one message that may be unreadable. A pod halves what is refused, until those are alone that are bad.
 MOST_MALFORMED = 1_000
 

@@ -27,7 +27,7 @@ from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load
 from poc_operator.apis.v1alpha1.round import PoCRound
-from vllm_poc.wire.artifacts import chain_artifact
+from vllm_poc.wire.artifacts import Artifact, chain_artifact
 from vllm_poc.wire.callbacks import Callback, GeneratedArtifacts, GeneratedDistances
 from vllm_poc.wire.messages import Protocol
 
@@ -213,11 +213,18 @@ def _rewritten(known: KnownRound, results: Generated) -> str:
     own: dict[str, object] = {"request_id": None}
     if isinstance(results.message, GeneratedDistances):
         own["r_target"] = known.terms.r_target
-    if known.terms.protocol is Protocol.DECODE and isinstance(results.message, GeneratedArtifacts):
-        found = results.message.artifacts
-        chains = [(artifact["nonce"], artifact.get("k_points_steps") or ()) for artifact in found]
-        own["artifacts"] = [chain_artifact(nonce, bytes(chain)) for nonce, chain in chains]
+    if isinstance(results.message, GeneratedArtifacts):
+        is_chain = known.terms.protocol is Protocol.DECODE
+        own["artifacts"] = [(_chain if is_chain else _vector)(artifact) for artifact in results.message.artifacts]
     return results.message.model_copy(update=own).model_dump_json(exclude_none=True)
+
+
+def _chain(artifact: Artifact) -> Artifact:
+    return chain_artifact(artifact["nonce"], bytes(artifact.get("k_points_steps") or ()))
+
+
+def _vector(artifact: Artifact) -> Artifact:
+    return Artifact(nonce=artifact["nonce"], vector_b64=artifact["vector_b64"])
 
 
 def _status_of(answer: Answer) -> int:

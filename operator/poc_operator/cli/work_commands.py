@@ -50,7 +50,7 @@ def validate(
     cluster = connect(context, namespace, kubeconfig)
     _check_source(file, round_)
     if round_ is not None:
-        spec = of_round(_spec(cluster, round_), ("rTarget", "artifact"))
+        spec = of_round(_spec(cluster, round_), ("rTarget", "artifact", "decode"))
         proofs = {"round": {"name": round_, "nonces": nonces}}
         manifest = _manifest(PoCValidation, f"{round_}-", {**spec, "proofs": proofs})
     else:

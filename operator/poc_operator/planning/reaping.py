@@ -84,7 +84,7 @@ class WorkRecord:
 
     def port_of(self, pod: PodView) -> int:
         """Return the port of the pod's server."""
-        return self.port if self.port is not None else pod.serving_port(DEFAULT_PORT)
+        return self.port if self.port is not None else pod.serving_port(pod.http_port or DEFAULT_PORT)
 
     def selects(self, pod: PodView) -> bool:
         """Whether the pod is one of the object's."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
+from poc_operator.apis.v1alpha1.fields import Decode
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.apis.v1alpha1.validation import (
@@ -107,10 +108,16 @@ def observe(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationSte
     def take(sample: Sample, result: PodResult) -> Sample:
         found = _mismatches(snapshot.work.spec, _part(proofs, sample), result)
         mismatches.extend(found)
-        return sample.model_copy(update={"mismatches": len(found), "not_computed": len(result.not_computed)})
+        return sample.model_copy(update={"mismatches": len(found), "not_computed": len(_left_out(result))})
 
     samples, events = observe_samples(snapshot, status.samples, take)
     return step.extended(samples=samples, events=events, mismatch_nonces=mismatches[:MAX_NAMED_MISMATCHES])
+
+
+def _left_out(result: PodResult) -> Sequence[int]:
+    """Return the nonces without a result. Reference pods name those whose chains they could not compare."""
+    excluded = result.excluded_nonces if isinstance(result, ValidatedResponse) else None
+    return result.not_computed or excluded or ()
 
 
 def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult) -> list[int]:
@@ -126,7 +133,7 @@ def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult
             if proof.nonce in found
             and is_distance_mismatch(float(proof.distance or "inf"), found[proof.nonce], r_target)
         ]
-    if computed + len(result.not_computed) != len(proofs):
+    if computed + len(_left_out(result)) != len(proofs):
         raise ValueError(f"its answer is about {computed} nonces instead of {len(proofs)}")
     return mismatches
 
@@ -214,20 +221,20 @@ def _request(spec: ValidationSpec, proofs: Sequence[Proof]) -> GenerateRequest:
     asked = named_nonces(spec, [proof.nonce for proof in proofs])
     if spec.protocol is Protocol.DISTANCE:
         return asked
-    artifacts = [_artifact(proof) for proof in proofs]
+    artifacts = [_artifact(proof, spec.decode) for proof in proofs]
     test = StatTest(dist_threshold=spec.thresholds.dist_threshold)
     return asked.model_copy(update={"validation": Validation(artifacts=artifacts), "stat_test": test})
 
 
-def _artifact(proof: Proof) -> Artifact:
-    if proof.chain is None:
+def _artifact(proof: Proof, decode: Decode | None) -> Artifact:
+    if decode is None:
         return Artifact(nonce=proof.nonce, vector_b64=proof.vector or "")
     try:
-        leaf = b64decode(proof.chain, validate=True)
+        leaf = b64decode(proof.chain or "", validate=True)
     except ValueError:
         leaf = b""
-    # What is no chain is a claim of no index, which mismatches.
-    return chain_artifact(proof.nonce, leaf or _NO_INDEX)
+    # Pods compare the steps that a claim has. What is no whole chain is a claim of no index, which mismatches.
+    return chain_artifact(proof.nonce, leaf if len(leaf) == decode.max_tokens + 1 else _NO_INDEX)
 
 
 def _part(proofs: Sequence[Proof], sample: Sample) -> Sequence[Proof]:

@@ -216,7 +216,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.SCHEME_NOT_OFFERED: Explanation(
         "Accepted, Progressing=False",
         "The pods do not offer the decode scheme, or do not say so by `GET versions`.",
-        "Give the pods an image that offers it, or create a new one with `artifact`.",
+        "Take pods of the network's plugin 0.2 or later, or create a new one with `artifact`. The worker image of this "
+        "release computes the prefill scheme alone.",
         _ROUND | _VALIDATION,
     ),
     Reason.MODEL_UNSUPPORTED: Explanation(

@@ -65,6 +65,10 @@ _PROGRESS: TypeAdapter[_DownloadProgress] = TypeAdapter(_DownloadProgress)
 _RESULT: TypeAdapter[GeneratedResponse | ValidatedResponse] = TypeAdapter(GeneratedResponse | ValidatedResponse)
 
 
+#: Stops that are under way, of all clients of this process, by the pod's address.
+_STOPPING: dict[str, asyncio.Event] = {}
+
+
 class ClientOf(Protocol):
     """Has a client for the pods of each namespace. Errors are of ``clients.errors``."""
 
@@ -97,7 +101,6 @@ class PodClient:
     ) -> None:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._owns_session = session is None
-        self._stopping: dict[str, asyncio.Event] = {}  # by the pod's address
         self._session = session or new_session(connections)
 
     async def of(self, namespace: str) -> Self:
@@ -151,7 +154,7 @@ class PodClient:
         A stop of the pod that is under way comes first: a reference pod says that it is idle while its last passes
         still run, and what begins beside them comes out wrong.
         """
-        if (stopping := self._stopping.get(base)) is not None:
+        if (stopping := _STOPPING.get(base)) is not None:
             await stopping.wait()
         body = request.model_dump(mode="json", exclude_none=True)
         return await self._call("POST", URL(f"{base}/init/generate"), START_SECONDS, _COMMAND, body)
@@ -166,13 +169,13 @@ class PodClient:
         Results are flushed first.
         """
         url = URL(f"{base}/stop").with_query({"round_id": round_id} if round_id is not None else {})
-        stopped = self._stopping[base] = asyncio.Event()
+        stopped = _STOPPING[base] = asyncio.Event()
         try:
             return await self._call("POST", url, STOP_SECONDS, _COMMAND)
         finally:
             stopped.set()
-            if self._stopping.get(base) is stopped:
-                del self._stopping[base]
+            if _STOPPING.get(base) is stopped:
+                del _STOPPING[base]
 
     async def generate(self, base: str, request: GenerateRequest) -> GeneratedResponse | ValidatedResponse:
         """Compute named nonces. The pod drops the work when this call is cancelled."""

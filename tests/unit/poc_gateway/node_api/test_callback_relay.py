@@ -93,6 +93,15 @@ async def test_what_pods_delivered_is_sent_and_the_receivers_status_returned(rel
     assert relay.receiver.payloads == ([generated(NONCES), generated([7])] if status < 300 else [])
 
 
+async def test_what_is_not_compared_with_the_ledger_is_not_sent(relay: Relay) -> None:
+    """A receiver that reads steps beside a vector would take a round of vectors for one of chains."""
+    beside = {"k_points_steps": [1, 2], "n_sphere_mismatches": 0, "mismatch_margin_max": 0.0}
+    body = generated(NONCES)
+    body["artifacts"] = [artifact | beside for artifact in body["artifacts"]]
+    assert (await relay.send("generated", body)).status_code == 200
+    assert relay.receiver.payloads == [generated(NONCES)]
+
+
 @pytest.mark.parametrize("written", ["{}", "{}/"], ids=["as it is", "with a slash"])
 async def test_the_token_is_of_the_address_as_the_network_wrote_it(relay: Relay, written: str) -> None:
     token = token_of(written.format(relay.receiver.url))
@@ -253,9 +262,9 @@ async def test_a_message_is_read_once_however_many_rounds_have_its_address(
         assert started.status_code == 200, started.text
     read, looked = list[str](), list[str]()
 
-    def parsed(body: bytes) -> tuple[GeneratedArtifacts, list[deliveries.Refused]]:
+    def parsed(body: bytes, most_values: int) -> tuple[GeneratedArtifacts, list[deliveries.Refused]]:
         read.append(threading.current_thread().name)
-        return parse_artifacts(body)
+        return parse_artifacts(body, most_values)
 
     def loaded(connection: Connection, uid: str) -> KnownRound | None:
         looked.append(uid)

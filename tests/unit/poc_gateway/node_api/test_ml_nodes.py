@@ -54,6 +54,13 @@ def test_ml_nodes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (second.template.port, second.template.model) == (8000, None)
 
 
+def test_chains_are_not_compared_between_pods(tmp_path: Path) -> None:
+    (one,) = load(tmp_path, of_spec(SPEC | {"crossCheck": {}}))
+    nodes = {"first": 1, "last": 1, "count": 2}
+    assert "crossCheck" in one.template.spec_of({"nodes": nodes, "artifact": {}})
+    assert "crossCheck" not in one.template.spec_of({"nodes": nodes, "decode": {"maxTokens": 256}})
+
+
 def of_spec(spec: dict[str, Any], **fields: object) -> list[dict[str, Any]]:
     return [ENTRY | {"template": {"namespace": "ns", "spec": spec}} | fields]
 

@@ -241,6 +241,16 @@ def test_a_validation_of_a_round_takes_its_terms(run: Run, api: ApiPaths) -> Non
     assert run("validate").code == 2
 
 
+def test_a_validation_of_a_round_of_chains_takes_their_length(run: Run, api: ApiPaths) -> None:
+    round_ = seen.a_round()
+    round_["spec"] = {name: value for name, value in round_["spec"].items() if name != "artifact"}
+    round_["spec"]["decode"] = {"maxTokens": 256}
+    api.answers[f"{seen.ROUNDS}/round-1"] = round_
+    run("validate", "--round", "round-1", "--no-wait")
+    (sent,) = [one.body for one in api.asked if one.method == "POST"]
+    assert (sent["spec"]["decode"], "artifact" in sent["spec"]) == ({"maxTokens": 256}, False)
+
+
 def _validation_spec() -> dict[str, object]:
     spec = seen.a_round()["spec"]
     return {field: spec[field] for field in ("blockHash", "blockHeight", "publicKey", "model", "fleetRef", "artifact")}

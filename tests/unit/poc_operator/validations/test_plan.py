@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validations: what pods are asked, and what follows from their answers."""
 
+import base64
 import dataclasses
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ from poc_operator.validations.plan import ValidationSnapshot, ValidationStep, pl
 from tests.unit.poc_operator.build import NOW, a_pod, a_validation, says
 from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
+from vllm_poc.wire.messages import Scheme
 
 PROOFS = [Proof(nonce=nonce, vector="AAAA") for nonce in range(250)]
 
@@ -240,3 +242,41 @@ def test_a_sample_whose_pod_was_taken_by_a_round_is_withdrawn_and_asked_of_anoth
     assert "a (round another)" in held_up.status.message
     moved = plan(seen(a_validation(step.status), ("a", taken), ("b", says())))
     assert [ask.pod.name for ask in asks(moved)] == ["b"]
+
+
+BOTH = dataclasses.replace(says(), schemes=frozenset({Scheme.PREFILL, Scheme.DECODE}))
+CHAINS: dict[str, Any] = {"artifact": None, "decode": {"maxTokens": 3}}
+
+
+def chain(nonce: int, *steps: int) -> Proof:
+    return Proof(nonce=nonce, chain=base64.b64encode(bytes(steps)).decode())
+
+
+def test_a_chain_that_is_not_whole_claims_no_index() -> None:
+    """Pods compare the steps that a claim has: who claims the first one alone would pass for an honest prover."""
+    proofs = [chain(0, 1, 2, 3, 4), chain(1, 1), chain(2, 1, 2, 3, 4, 5), Proof(nonce=3, chain="no base64")]
+    (ask,) = asks(plan(seen(a_validation(**CHAINS), ("a", BOTH), proofs=proofs)))
+    assert ask.request.validation is not None
+    claimed = [artifact.get("k_points_steps") for artifact in ask.request.validation.artifacts]
+    assert claimed == [[1, 2, 3, 4], [255], [255], [255]]
+
+
+def test_chains_that_a_reference_pod_leaves_out_are_not_counted() -> None:
+    validation = a_validation(**CHAINS)
+    step = plan(seen(validation, ("a", BOTH), proofs=[chain(nonce, 1, 2, 3, 4) for nonce in range(20)]))
+    (ask,) = asks(step)
+    verdict = ValidatedResponse(
+        request_id="x",
+        n_total=19,
+        n_mismatch=0,
+        mismatch_nonces=[],
+        p_value=1.0,
+        fraud_detected=False,
+        n_excluded=1,
+        excluded_nonces=[7],
+    )
+    told = dataclasses.replace(BOTH, answer=Answer(key=ask.key, result=verdict))
+    work = a_validation(step.status, **CHAINS)
+    over = plan(seen(work, ("a", told), proofs=[chain(nonce, 1, 2, 3, 4) for nonce in range(20)])).status
+    assert over.verdict is not None
+    assert (over.verdict.total, over.verdict.not_computed, over.verdict.fraud) == (19, 1, False)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from vllm_poc.wire.artifacts import Artifact, chain_artifact, chain_bytes
 from vllm_poc.wire.callbacks import GeneratedArtifacts
-from vllm_poc.wire.chains import NonceVerdict, NoVerdictError, chain_verdict
+from vllm_poc.wire.chain_verdict import NonceVerdict, NoVerdictError, chain_verdict
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ArtifactParams, InitGenerateRequest, Protocol
 from vllm_poc.wire.stat_test import StatTest, compare_chain, effective_test, tau_warning
