@@ -189,6 +189,7 @@ class _Transaction:
         self._artifacts: list[Row] = []
         self._conflicts: list[Row] = []
         self._forwards = set[int]()  # slots of conflicts that are to be forwarded
+        self._chains = set[int]()  # slots of conflicts of the decode scheme
         self._filled = dict[int, int]()  # slots whose first missing nonce has come, with their strides
 
     def take(self, delivery: Delivery) -> Outcome:
@@ -258,12 +259,18 @@ class _Transaction:
                 connection.execute(_TELLS_LIMIT, {"of": round_id, "told": told})
 
     def _kept_conflicts(self, connection: Connection) -> list[Row]:
-        """Return the conflicts that are kept: `MOST_CONFLICTS` of a slot, and each author's first one for a nonce."""
+        """Return the conflicts that are kept: `MOST_CONFLICTS` of a slot, and each author's first one for a nonce.
+
+        Of chains those of the first are enough: nobody decides between them.
+        """
         counts = Counter({slot_id: slot.conflicts_before for slot_id, slot in self._slots.items()})
         kept, beyond = list[Row](), list[Row]()
         for row in self._conflicts:
             counts[row[0]] += 1
-            (kept if counts[row[0]] <= MOST_CONFLICTS else beyond).append(row)
+            if counts[row[0]] <= MOST_CONFLICTS:
+                kept.append(row)
+            elif row[0] not in self._chains:
+                beyond.append(row)
         if beyond:
             known = _conflict_keys(connection, {row[:2] for row in beyond}) | {_conflict_key(row) for row in kept}
             first = {_conflict_key(row): row for row in reversed(beyond)}
@@ -278,9 +285,11 @@ class _Transaction:
         else:
             self._conflicts.append(_row(found, self._now, delivery.author))
             terms = delivery.known.terms
-            if terms.receiver is not None and terms.protocol is not Protocol.DECODE:
+            if terms.protocol is Protocol.DECODE:
                 # Chains of honest pods differ near borders, and then all later steps do: the first one counts, as for
-                # the network.
+                # the network, and nobody decides.
+                self._chains.add(found.slot_id)
+            elif terms.receiver is not None:
                 self._forwards.add(found.slot_id)
             slot.conflicts += 1
             result.conflicts.append(found.nonce)

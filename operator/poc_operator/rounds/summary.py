@@ -17,6 +17,7 @@ from poc_operator.rounds.rivals import under_way
 from poc_operator.rounds.slots import free_pods
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import is_left
+from vllm_poc.wire.messages import Protocol
 
 
 def note_times(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
@@ -131,6 +132,8 @@ def _conflicts(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     collected = snapshot.gateway.collected if snapshot.gateway is not None else None
     if collected is not None and collected.forgers and not collected.undecided:
         return None  # who lied is known
+    if snapshot.round.spec.protocol is Protocol.DECODE:
+        return None  # chains of honest pods fork, and a reference pod that starts again computes all of its slot again
     found = [(slot, stored) for slot in status.assignments if (stored := snapshot.collected_of(slot))]
     named = [
         f"node {slot.node} group {slot.group} ({_rivals(slot, stored)})" for slot, stored in found if stored.conflicts

@@ -14,14 +14,17 @@ from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import func, select
 
 from poc_gateway.errors import Refusal
+from poc_gateway.ingest import storing
 from poc_gateway.ingest.deliveries import read_generated
 from poc_gateway.ingest.storing import store
 from poc_gateway.outbox.ledger import next_in_order, slots_with_work
 from poc_gateway.outbox.round_sender import _generated
 from poc_gateway.query.export import TERMS_KEY
 from poc_gateway.query.routes import router
+from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, RoundTerms, write_down
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -126,3 +129,14 @@ async def test_another_chain_is_kept_beside_the_first_and_holds_nothing_back(
     slots = await database.read(lambda connection: slots_with_work(connection, written.id))
     part = await database.read(lambda connection: next_in_order(connection, slots[0], 10))
     assert [item.nonce for item in part.items] == list(range(5))
+
+
+async def test_other_chains_take_no_more_room_than_the_first_of_them(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference pod that starts again computes all of its slot again, and honest chains fork."""
+    monkeypatch.setattr(storing, "MOST_CONFLICTS", 2)
+    others = [chains(range(5)).replace(b", 0]", f", {last}]".encode()) for last in (1, 2)]
+    await stored_round(database, [chains(range(5)), *others])
+    kept = await database.read(lambda connection: connection.scalar(select(func.count()).select_from(schema.conflicts)))
+    assert kept == 2
