@@ -25,7 +25,7 @@ HEX = "must be the block's hash: 64 hexadecimal digits, without 0x"
 DECIMAL = 'must be a decimal above 0 and below 2 in quotes, for example "1.405"'
 KEY = "must be the key's text (hexadecimal or base64), without spaces or line breaks"
 URL = "without user name, password, query or fragment"
-ONE_PROTOCOL = "set exactly one of rTarget (distance protocol) and artifact (artifact protocol)"
+ONE_PROTOCOL = "set exactly one of rTarget (distance protocol), artifact (artifact protocol) and decode"
 ONE_STOP = "set exactly one of afterSeconds, afterNonces and afterValid"
 ONE_SOURCE = "set exactly one of inline, configMap and round"
 IMMUTABLE = "cannot be changed: delete the object and create a new one"
@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a proof of both protocols": (
         VALIDATION,
         {"proofs": {"inline": [{**DISTANCE, "vector": "AAAA"}]}},
-        ("spec.proofs.inline[0]", "set exactly one of vector and distance"),
+        ("spec.proofs.inline[0]", "set exactly one of vector, distance and chain"),
     ),
     "a nonce proved twice": (VALIDATION, {"proofs": {"inline": [DISTANCE, DISTANCE]}}, ("Duplicate value",)),
     "a proof beyond int32": (

@@ -201,7 +201,7 @@ async def test_uninstalling_suspends_what_runs_and_leaves_no_finalizer(
     path = path_of("PoCRound", "suspended")
     await read_until(api, path, is_running)
     assert api.request("GET", path)[1]["metadata"]["finalizers"] == ["poc.gonka.ai/operator"]
-    assert await uninstall(environment, 30) < 30
+    assert await uninstall(environment, 60) < 60
     body = api.request("GET", path)[1]
     assert (body["spec"]["suspend"], body["status"]["state"]) == (True, "Suspended")
     assert not body["metadata"].get("finalizers")

@@ -380,7 +380,7 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
         vocabulary=None,
         reflects=False,
         ranks=ONE_RANK,
-        positions=lambda shape: shape.positions(CPU),
+        positions=lambda shape, before=0: shape.positions(CPU, before),
         borders=frozenset({BLOCK}),
         _input_prep=nullcontext,
         forward=forward,
