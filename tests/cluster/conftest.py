@@ -17,8 +17,8 @@ from tests.support.fakes.receiver import Receiver, receiving
 from tests.support.servers.api_server import ApiServer, api_server
 from tests.support.servers.cluster import deployed
 
-#: The work of one process.
-THE_CLUSTER = "the cluster"
+#: The work of one process, and that of another. Modules with an API server share it, in the order of their names.
+THE_CLUSTER, THE_API_SERVER = "the cluster", "the API server"
 #: Modules whose tests have an API server of their own.
 ALONE = (
     *("test_bad_specs", "test_fleet_controllers", "test_fleet_groups", "test_fleet_rights", "test_fleet_specs"),
@@ -43,7 +43,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def _cluster_of(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     folder, _, name = file.removesuffix(".py").rpartition("/")
-    return file if folder == "tests/cluster" and name in ALONE else THE_CLUSTER
+    return THE_API_SERVER if folder == "tests/cluster" and name in ALONE else THE_CLUSTER
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
