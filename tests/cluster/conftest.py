@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from hack.cluster.layout import HOST_ADDRESS
 from hack.deploy.kube import Kube
@@ -14,6 +13,7 @@ from hack.generate.__main__ import KINDS
 from hack.generate.crds import crd
 from tests.cluster.objects import Rounds
 from tests.support.fakes.receiver import Receiver, receiving
+from tests.support.scopes import scheduling
 from tests.support.servers.api_server import ApiServer, api_server
 from tests.support.servers.cluster import deployed
 
@@ -33,11 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:  # noqa: ANN401 - untyped
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:  # noqa: ANN401 - xdist ships no types
     """Give all tests of the one cluster to one process. They mostly wait, so another takes what needs no cluster."""
-    scheduling = LoadScopeScheduling(config, log)
-    scheduling._split_scope = _cluster_of  # as the schedulers of xdist override it
-    return scheduling
+    return scheduling(config, log, _cluster_of)
 
 
 def _cluster_of(nodeid: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.fakes.receiver import Receiver, receiving
+from tests.support.scopes import scheduling
 from tests.vllm.device import PATIENCE
 from tests.vllm.families import FAMILIES, Family, is_servable
 from tests.vllm.server import serving
@@ -41,11 +42,7 @@ ALONE = (
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:  # noqa: ANN401 - xdist ships no types
     """Give all tests of shared servers to one process, so that no two start the same server."""
-    from xdist.scheduler.loadscope import LoadScopeScheduling  # noqa: PLC0415 - not everywhere
-
-    scheduling = LoadScopeScheduling(config, log)
-    scheduling._split_scope = _servers_of  # as the schedulers of xdist override it
-    return scheduling
+    return scheduling(config, log, _servers_of)
 
 
 def _servers_of(nodeid: str) -> str:

@@ -51,7 +51,7 @@ from vllm_poc.wire.generate import (
     ValidatedResponse,
 )
 from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
-from vllm_poc.wire.stat_test import StatTest, Verdict, is_distance_mismatch, is_mismatch, p_value
+from vllm_poc.wire.stat_test import StatTest, Verdict, is_distance_mismatch, is_mismatch
 
 _log = get_logger(__name__)
 
@@ -354,12 +354,4 @@ def _verdict(
     n_total = len(nonces) - len(not_computed)
     if not n_total:
         raise EngineError("no verdict: every nonce came out NaN or infinite on this server; check its GPU")
-    probability = p_value(len(mismatches), n_total, test.p_mismatch)
-    return Verdict(
-        n_total=n_total,
-        n_mismatch=len(mismatches),
-        mismatch_nonces=mismatches,
-        p_value=probability,
-        fraud_detected=probability < test.fraud_threshold,
-        not_computed=not_computed,
-    )
+    return Verdict.of(test, mismatches, n_total, not_computed)

@@ -16,7 +16,6 @@ from vllm_poc.wire.stat_test import (
     StatTest,
     allows_verdict,
     most_missing,
-    p_value,
     tau_warning,
 )
 
@@ -61,15 +60,12 @@ def chain_verdict(nonces: Sequence[int], compared: Iterable[NonceVerdict], test:
             "may: look at the GPUs and the log of the pods that computed them"
         )
     mismatches = [nonce for nonce in nonces if nonce in found and found[nonce].mismatch]
-    probability = p_value(len(mismatches), total, test.p_mismatch)
-    return ArtifactVerdict(
-        n_total=total,
-        n_mismatch=len(mismatches),
-        mismatch_nonces=mismatches,
-        p_value=probability,
-        fraud_detected=probability < test.fraud_threshold,
+    return ArtifactVerdict.of(
+        test,
+        mismatches,
+        total,
+        excluded,
         n_excluded=len(excluded),
         excluded_nonces=excluded,
-        not_computed=excluded,
         warning=tau_warning(test.dist_threshold),
     )

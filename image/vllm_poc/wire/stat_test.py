@@ -13,12 +13,12 @@ threshold, tau.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pydantic import Field
 
 from vllm_poc.wire.artifacts import decode_vector
-from vllm_poc.wire.messages import Probability, ShortText, WireMessage
+from vllm_poc.wire.messages import Probability, ShortText, SlotRequest, WireMessage
 
 # Below this share of the sum, later and ever smaller terms no longer change its digits.
 _NEGLIGIBLE = 1e-18
@@ -57,6 +57,30 @@ class Verdict(WireMessage):
     fraud_detected: bool
     # Ours.
     not_computed: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        test: StatTest | SlotRequest,
+        mismatches: list[int],
+        n_total: int,
+        not_computed: list[int],
+        **others: Any,  # noqa: ANN401 - those of a subclass
+    ) -> Self:
+        """Return the outcome for these mismatches of ``n_total`` nonces; ``others`` are further fields.
+
+        ValueError as for `p_value`.
+        """
+        probability = p_value(len(mismatches), n_total, test.p_mismatch)
+        return cls(
+            n_total=n_total,
+            n_mismatch=len(mismatches),
+            mismatch_nonces=mismatches,
+            p_value=probability,
+            fraud_detected=probability < test.fraud_threshold,
+            not_computed=not_computed,
+            **others,
+        )
 
 
 class ArtifactVerdict(Verdict):

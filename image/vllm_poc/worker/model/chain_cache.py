@@ -7,14 +7,14 @@ each layer wrote before, so here each layer has a cache of its own. As there, ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vllm_poc.worker.model.scratch import BatchShape, CacheForm, CacheGroup, UnsupportedModelError
+from vllm_poc.worker.model.scratch import BatchShape, CacheForm, CacheGroup, UnsupportedModelError, bound_caches
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -81,17 +81,9 @@ class ChainCache:
     def __init__(self, layers: Sequence[tuple[Attention, Tensor]]) -> None:
         self._layers = layers
 
-    @contextmanager
-    def bound(self) -> Iterator[None]:
+    def bound(self) -> AbstractContextManager[None]:
         """Make the layers use these caches, and give them back their own at the end."""
-        own = [layer.kv_cache for layer, _ in self._layers]
-        try:
-            for layer, cache in self._layers:
-                layer.kv_cache = cache
-            yield
-        finally:
-            for (layer, _), cache in zip(self._layers, own, strict=True):
-                layer.kv_cache = cache
+        return bound_caches(self._layers)
 
 
 def _form(name: str, group: CacheGroup, blocks: int) -> CacheForm:

@@ -243,14 +243,21 @@ class ScratchCache:
         # Kernels read whole blocks: a NaN that an earlier batch left behind a sequence's end would spread.
         for tensor in self._tensors.values():
             tensor.zero_()
-        own = [layer.kv_cache for layer, _ in self._layers]
-        try:
-            for layer, cache in self._layers:
-                layer.kv_cache = cache
+        with bound_caches(self._layers):
             yield
-        finally:
-            for (layer, _), cache in zip(self._layers, own, strict=True):
-                layer.kv_cache = cache
+
+
+@contextmanager
+def bound_caches(layers: Sequence[tuple[Attention, _Cache]]) -> Iterator[None]:
+    """Make each layer use the cache beside it, and give the layers back their own at the end."""
+    own = [layer.kv_cache for layer, _ in layers]
+    try:
+        for layer, cache in layers:
+            layer.kv_cache = cache
+        yield
+    finally:
+        for (layer, _), cache in zip(layers, own, strict=True):
+            layer.kv_cache = cache
 
 
 class Held(NamedTuple):
