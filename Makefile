@@ -10,6 +10,12 @@ WAITING ?= --numprocesses $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist l
 # One process takes the tests of the servers that several files share, the other all others (tests/vllm/conftest.py).
 SERVERS ?= --numprocesses 2 --dist loadfile
 
+# What failed runs once more: one test among thousands that a busy machine held up shall not hide that all else passed.
+define tests
+$(1) || { test $$? = 1 && echo 'These failed, and run once more. One that passes now is a defect of the test:' && \
+	$(1) --last-failed --last-failed-no-failures none; }
+endef
+
 # Whatever the environment says: processes that tests start would compile all their modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -63,7 +69,7 @@ check: .venv/.lock verify ## Format, lint, types, layers, generated files, links
 
 .PHONY: test-unit
 test-unit: .venv/.lock postgresql chromium ## Tests that need neither torch nor a cluster; both sides of the REST contract; the web page
-	.venv/bin/pytest $(WAITING) tests/unit tests/wire tests/browser --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
+	@$(call tests,.venv/bin/pytest $(WAITING) tests/unit tests/wire tests/browser --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker)
 
 .PHONY: postgresql
 postgresql:
@@ -79,7 +85,7 @@ screenshots: .venv/.lock chromium ## Take the docs' pictures of the web page ane
 
 .PHONY: test-docs
 test-docs: .venv/.lock ## Blocks of README and docs/, the chart, alerts, dashboards; builds Helm and promtool where they are missing
-	.venv/bin/pytest tests/docs tests/monitoring tests/chart -m 'not cluster'
+	@$(call tests,.venv/bin/pytest tests/docs tests/monitoring tests/chart -m 'not cluster')
 
 .PHONY: fuzz
 fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's routes, and as many to the gateway's
@@ -90,10 +96,12 @@ fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's route
 histories: .venv/.lock ## Ten thousand random histories for each property of the plans (HISTORIES=10000)
 	HISTORIES=$(or $(HISTORIES),10000) .venv/bin/pytest tests/unit/poc_operator/rounds -k 'histories or Histories or every_combination or take_turns'
 
+worker_tests = "$$python" -m pytest $(SERVERS) tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
+
 .PHONY: test-worker
 test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)
-	OMP_NUM_THREADS=1 "$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python" -m pytest $(SERVERS) \
-		tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm $(if $(REPORT),--junitxml $(REPORT))
+	@export OMP_NUM_THREADS=1; python="$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python"; \
+	$(if $(REPORT),$(worker_tests) --junitxml $(REPORT),$(call tests,$(worker_tests)))
 
 .PHONY: test-versions
 test-versions: ## The same as test-worker on each supported release (VERSIONS='0.25 0.28'); keeps what ran for the table of releases
@@ -110,7 +118,7 @@ test-long: toolchain ## Chat, faults, rates and fuzz at length on real vLLM, in 
 
 .PHONY: test-cluster
 test-cluster: .venv/.lock toolchain ## The chart, real rounds, bad input and the pages of docs/ on a real cluster
-	.venv/bin/pytest --numprocesses 2 --durations 40 -m 'cluster and not long' tests/chart tests/cluster tests/docs
+	@$(call tests,.venv/bin/pytest --numprocesses 2 --durations 40 -m 'cluster and not long' tests/chart tests/cluster tests/docs)
 
 .PHONY: test-upgrade
 test-upgrade: .venv/.lock toolchain ## Upgrade and rollback under a round, fleets that span nodes, and what idle fleets cost, on a real cluster

@@ -50,7 +50,7 @@ async def test_errors_of_the_delivery_do_not_show_it(pod: Pod, receiver: Callbac
 async def test_results_of_queued_work_are_delivered_with_it(pod: Pod, receiver: CallbackReceiver) -> None:
     receiver.faults = [500]
     job = (await pod.post("generate", ARTIFACT | {"nonces": [1, 2], "url": with_password(receiver.url)})).json()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not receiver.payloads:
             answer = await pod.http.get(f"{API_PREFIX}/generate/{job['request_id']}")
             assert PASSWORD not in answer.text

@@ -53,7 +53,7 @@ async def test_a_failed_start_names_object_slot_and_pod(
         stack.push_async_callback(fleet.operator.close)
         await fleet.start_pod(HOST, face=failing_starts)
         with bound(round=UID):  # as the handler does
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not (starts := [one for one in lines.records if one.getMessage().startswith("start: ")]):
                     await fleet.operator.reconcile()
                     await asyncio.sleep(0.01)

@@ -121,7 +121,7 @@ async def test_the_round_stops_and_its_lease_runs_out_in_a_pause(pod: Pod, clock
     await pod.reach(lambda s: s.total_checked > 0)
     await call(pod, ["/pause"])
     assert (await pod.status()).activity == Activity.PAUSED
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert (await pod.post("stop")).status_code == 200
     await pod.start(ARTIFACT | SLOT | {"round_id": "b", "lease_seconds": 60})
     before = len(pod.engine.batches)

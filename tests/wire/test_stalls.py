@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with 100 000 nonces hold up the event loop, which chat's streams share, for less than 20 ms at a time."""
+"""Requests with 100 000 nonces are handled in pieces, so that chat's streams, which share the event loop, go on.
+
+How long a piece may take is measured on the same machine: less than it takes to read such a request at once.
+"""
 
 import asyncio
 import gc
@@ -21,7 +24,8 @@ from vllm_poc.wire.callbacks import GeneratedArtifacts
 from vllm_poc.wire.generate import MAX_REQUEST_NONCES, GenerateRequest
 from vllm_poc.wire.messages import API_PREFIX
 
-LONGEST_SECONDS = 0.020
+#: Of the time that it takes to read a request with as many nonces at once.
+LONGEST_SHARE = 2 / 3
 #: The best of so many tries counts: a collection of all that the tests have made takes long, too.
 TRIES = 6
 NONCES = list(range(MAX_REQUEST_NONCES))
@@ -35,6 +39,16 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "verdict": ("generate", ARTIFACT | {"nonces": NONCES, "wait": True, "validation": {"artifacts": CLAIMS}}, 200),
     "wrong at the end": ("generate", DISTANCE | {"nonces": [*NONCES[:-1], True], "wait": True}, 422),
 }
+
+
+def longest_seconds() -> float:
+    """Return how long a piece may take on this machine, as busy as it is now (20 to 30 ms on a common one)."""
+    body, took = json.dumps(DISTANCE | {"nonces": NONCES}), list[float]()
+    for _ in range(3):
+        began = process_time()
+        GenerateRequest.model_validate_json(body)
+        took.append(process_time() - began)
+    return LONGEST_SHARE * min(took)
 
 
 @contextmanager
@@ -92,7 +106,7 @@ async def test_a_large_request_holds_nobody_up(pod: Pod, name: str) -> None:
             answer = await pod.http.post(f"{API_PREFIX}/{route}", content=content, timeout=60)
         assert answer.status_code == status, answer.text[:200]
         found.append(longest.seconds)
-        if longest.seconds < LONGEST_SECONDS:
+        if longest.seconds < longest_seconds():
             return
     raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
 
@@ -108,7 +122,7 @@ async def test_callbacks_of_a_large_request_hold_nobody_up(pod: Pod, receiver: C
             while len(receiver.nonces) < len(NONCES):  # noqa: ASYNC110 - the receiver has no event
                 await asyncio.sleep(0.1)
         found.append(longest.seconds)
-        if longest.seconds < 2 * LONGEST_SECONDS:  # the receiver, of this process too, parses 5 000 results at once
+        if longest.seconds < 2 * longest_seconds():  # the receiver, of this process too, parses 5 000 results at once
             return
     raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
 
@@ -125,7 +139,7 @@ async def test_results_of_any_length_are_written_beside_others(k_dim: int) -> No
                 body = await written(message)
             assert json.loads(body) == message.model_dump(mode="json", exclude_none=True)
             found.append(longest.seconds)
-            if longest.seconds < LONGEST_SECONDS:
+            if longest.seconds < longest_seconds():
                 return
     raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
 

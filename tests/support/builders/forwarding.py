@@ -163,7 +163,7 @@ async def running(outbox: Outbox) -> AsyncIterator[Outbox]:
         assert task.cancelled()
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 15.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 30.0) -> None:
     """Wait until the condition holds; TimeoutError if it does not."""
     async with asyncio.timeout(seconds):
         while True:

@@ -87,7 +87,7 @@ class Pod:
         assert answer.status_code == 200, answer.text
         return StatusResponse.model_validate(answer.json())
 
-    async def reach(self, reached: Callable[[StatusResponse], bool], seconds: float = 10) -> StatusResponse:
+    async def reach(self, reached: Callable[[StatusResponse], bool], seconds: float = 30) -> StatusResponse:
         """Poll the status until ``reached``."""
         deadline = monotonic() + seconds
         while not reached(status := await self.status()):

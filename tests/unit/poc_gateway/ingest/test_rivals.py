@@ -63,7 +63,7 @@ def sent(receiver: Receiver) -> list[tuple[int, str]]:
     return [(one["nonce"], one["vector_b64"]) for post in receiver.accepted for one in post.body["artifacts"]]
 
 
-async def forwarded(gateway: Gateway, seconds: float = 15) -> None:
+async def forwarded(gateway: Gateway, seconds: float = 30) -> None:
     """Forward until nothing is left to send."""
 
     async def idle() -> bool:

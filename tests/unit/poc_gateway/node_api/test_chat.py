@@ -72,7 +72,7 @@ async def pair(tmp_path: Path, stack: AsyncExitStack) -> Chats:
 
 
 async def test_each_piece_comes_when_the_pod_sends_it(pair: Chats) -> None:
-    async with asyncio.timeout(10), pair.http.post(COMPLETIONS, json=BODY) as answer:
+    async with asyncio.timeout(30), pair.http.post(COMPLETIONS, json=BODY) as answer:
         assert (answer.status, answer.content_type) == (200, "text/event-stream")
         assert await answer.content.readexactly(len(PIECE)) == PIECE  # the pod holds the others back
         pair.release()

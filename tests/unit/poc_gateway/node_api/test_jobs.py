@@ -89,7 +89,7 @@ async def test_a_chunk_of_a_pod_that_fails_goes_to_another(world: World) -> None
 async def _looks(world: World, count: int) -> None:
     """Wait until the pods were looked at so often."""
     seen = set[float]()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len(seen) <= count:
             seen.add(world.service.jobs._dispatcher._polled)
             await asyncio.sleep(0.01)

@@ -30,7 +30,7 @@ from tests.support.servers.http_server import free_port
 
 HALF_OPEN, STALLED = 2_000, 50
 #: What slow clients may add to an honest delivery.
-MOST_SECONDS = 0.1
+MOST_SECONDS = 1.0
 #: The begin of a TLS record with a ClientHello that never ends.
 HALF_OF_A_HELLO = bytes.fromhex("160301020001")
 HEAD = b"POST %s HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

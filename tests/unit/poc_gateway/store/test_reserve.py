@@ -30,7 +30,7 @@ async def look(path: Path) -> int:
     """Let the retention look once; return how many bytes are free afterwards."""
     database = Database.open(f"sqlite:///{path}")
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await Retention(database, Settings(), lambda _: None).sweep()
         return await database.read(size_bytes) - await database.read(used_bytes)
     finally:

@@ -156,7 +156,7 @@ async def kept(cluster: Cluster) -> AsyncIterator[Fleets]:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not holds():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
 

@@ -24,7 +24,7 @@ from tests.unit.poc_operator.controller.test_other_rounds import Store
 from tests.unit.poc_operator.rounds.test_queue import a_named_round
 
 PODS = 400
-PLAN_SECONDS = 0.4
+PLAN_SECONDS = 1.0
 
 
 class Plans:

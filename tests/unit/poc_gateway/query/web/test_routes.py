@@ -85,7 +85,7 @@ async def ask_for_events(app: FastAPI, *, headers: dict[str, str], query: str = 
         "client": ("192.0.2.1", 1),
         "server": ("127.0.0.1", 80),
     }
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await app(scope, receive, send)
     return told["status"], {name.decode(): value.decode() for name, value in told["headers"]}
 
