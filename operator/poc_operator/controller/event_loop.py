@@ -18,9 +18,11 @@ from typing import TypeVar
 #: What is made of so many shares or pods would hold up the event loop for tens of milliseconds.
 MANY = 300
 #: Seconds of each iteration of the event loop that computations may take. One takes about a millisecond.
-BUDGET_SECONDS = 0.008
-#: Requests that wait for an answer which may come at any moment. With its answer, each takes about a millisecond.
-MOST = 25
+BUDGET_SECONDS = 0.004
+#: Polls, and orders, that wait for an answer which may come at any moment. With its answer, a poll takes about half a
+#: millisecond and an order a whole one.
+MOST_POLLS = 25
+MOST_ORDERS = 10
 #: After so many seconds a request counts no more as one of them: pods that do not answer must not hold up the others.
 FRESH_SECONDS = 0.05
 
@@ -29,6 +31,8 @@ FRESH_SECONDS = 0.05
 GARBAGE_SECONDS = 0.05
 OLDER_STEPS = 10
 ALL_STEPS = 36_000
+#: So many new objects at once are a list of pods, which stay: looking through those of 5 000 pods takes half a second.
+KEPT_OBJECTS = 50_000
 
 T = TypeVar("T")
 
@@ -75,10 +79,10 @@ def _settle(found: "asyncio.Future[T]", compute: Callable[[], T]) -> None:
 
 
 class FewRequests:
-    """Requests of one purpose: one per process for polls, and another for orders, which must not wait for polls."""
+    """At most ``most`` fresh requests of one purpose: polls, or orders, which must not wait for polls."""
 
-    def __init__(self) -> None:
-        self._fresh = asyncio.Semaphore(MOST)
+    def __init__(self, most: int) -> None:
+        self._fresh = asyncio.Semaphore(most)
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
@@ -103,6 +107,9 @@ async def collect_garbage() -> None:
     for step in itertools.count(1):
         await asyncio.sleep(GARBAGE_SECONDS)
         if step % ALL_STEPS == 0:
+            gc.unfreeze()
             gc.collect()
+        elif gc.get_count()[0] > KEPT_OBJECTS:
+            gc.freeze()
         else:
             gc.collect(1 if step % OLDER_STEPS == 0 else 0)

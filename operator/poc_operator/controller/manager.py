@@ -23,7 +23,7 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.clients.pods.tokens import PodClients
 from poc_operator.controller.actions import Emit
-from poc_operator.controller.event_loop import Computing, FewRequests
+from poc_operator.controller.event_loop import MOST_ORDERS, Computing, FewRequests
 from poc_operator.controller.fleet_health import FleetHealth
 from poc_operator.controller.fleet_refs import FleetRefs
 from poc_operator.controller.fleet_surroundings import FleetOptions
@@ -140,7 +140,7 @@ class Manager:
         self._others = OtherRounds(time.monotonic)
         self._untold = UntoldPods(store, self._pods)
         self._computing = Computing()
-        self._orders = FewRequests()
+        self._orders = FewRequests(MOST_ORDERS)
         # By the objects' uid. What needs to be done lives in the loop alone: deletion too.
         self._reconcilers: dict[str, Reconciler[Any]] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}

@@ -21,7 +21,7 @@ from poc_operator.clients.errors import GatewayError, PodError, PodRefused, PodT
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import ClientOf, PodClient, base_url
 from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
-from poc_operator.controller.event_loop import FewRequests
+from poc_operator.controller.event_loop import MOST_POLLS, FewRequests
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.leases import Renewal
 from poc_operator.observed import Decision, GatewayReport, PodReport, PodView
@@ -163,7 +163,7 @@ class PodPoller:
         self._silent: dict[tuple[str, int], _Silent] = {}  # by uid and port
         self._schemes: dict[str, _Offer] = {}  # by server
         self._probes = asyncio.Semaphore(_PROBES)
-        self._few = FewRequests()
+        self._few = FewRequests(MOST_POLLS)
 
     async def poll(
         self, pods: Iterable[PodView], work: Work, failed: PollFailed, renewal: Renewal | None = None

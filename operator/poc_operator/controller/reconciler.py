@@ -20,7 +20,7 @@ from poc_operator.apis.v1alpha1.status import State, WorkStatus
 from poc_operator.clients.errors import ObjectGone, StaleObject, UnreadableObject
 from poc_operator.clients.pods.client import ClientOf
 from poc_operator.controller.actions import Emit, PodActions, PodAsks
-from poc_operator.controller.event_loop import MANY, Computing, FewRequests
+from poc_operator.controller.event_loop import MANY, MOST_ORDERS, Computing, FewRequests
 from poc_operator.controller.failing_objects import RELEASE_SECONDS, FailureBackoff, pods_left
 from poc_operator.controller.fleet_refs import missing_fleet, with_fleet
 from poc_operator.controller.kinds import Planner, Sources, WorkT
@@ -105,7 +105,7 @@ class Reconciler(Generic[WorkT]):
         self.rest_seconds = 0.0
         #: Set when there is news; whoever calls `reconcile` in a loop waits for it, and clears it.
         self.wake = asyncio.Event()
-        few = orders or FewRequests()
+        few = orders or FewRequests(MOST_ORDERS)
         self._actions = PodActions(sources=sources, clients=clients, few=few, emit=emit, wake=self.wake, log=self.log)
         self._asks = PodAsks(clients=ask_clients or clients, wake=self.wake)
         self._deleted_since: float | None = None  # by the monotonic clock

@@ -20,7 +20,14 @@ from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import event_loop
 from poc_operator.controller.actions import PodActions
-from poc_operator.controller.event_loop import BUDGET_SECONDS, MANY, MOST, Computing, FewRequests, collect_garbage
+from poc_operator.controller.event_loop import (
+    BUDGET_SECONDS,
+    MANY,
+    MOST_ORDERS,
+    Computing,
+    FewRequests,
+    collect_garbage,
+)
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.planning.snapshot import StopPod
@@ -73,7 +80,7 @@ async def test_a_computation_that_fails_holds_up_no_other() -> None:
 
 
 async def test_few_orders_of_all_rounds_at_a_time_may_be_answered_at_any_moment() -> None:
-    now, most, stopped, few = 0, 0, list[str](), FewRequests()
+    now, most, stopped, few = 0, 0, list[str](), FewRequests(MOST_ORDERS)
 
     class Client(PodClient):
         async def stop(self, base: str, round_id: str | None) -> CommandResponse:
@@ -99,11 +106,11 @@ async def test_few_orders_of_all_rounds_at_a_time_may_be_answered_at_any_moment(
             for _ in range(20)
         ]
         for orders in rounds:
-            orders.begin(8000, [StopPod(pod=a_pod(f"p{number}"), round_id="a") for number in range(MOST)])
+            orders.begin(8000, [StopPod(pod=a_pod(f"p{number}"), round_id="a") for number in range(MOST_ORDERS)])
         for orders in rounds:
             await orders.finish()
-    assert len(stopped) == 20 * MOST
-    assert most == MOST
+    assert len(stopped) == 20 * MOST_ORDERS
+    assert most == MOST_ORDERS
 
 
 @asynccontextmanager
@@ -127,6 +134,31 @@ async def test_garbage_is_searched_for_by_time_alone(monkeypatch: pytest.MonkeyP
         await until(lambda: len(searched) >= 25)
         assert not gc.isenabled(), "Python would search through all objects within a turn"
     assert searched[:25] == [*[0] * 9, 1, *[0] * 9, 1, *[0] * 4, 2]
+
+
+async def test_a_list_of_thousands_of_pods_is_set_aside_until_all_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays, and looking through it would hold up the event loop."""
+    monkeypatch.setattr(event_loop, "GARBAGE_SECONDS", 0.0)
+    monkeypatch.setattr(event_loop, "ALL_STEPS", 1_000)
+    done, collect, freeze = list[str](), gc.collect, gc.freeze
+
+    def counted(generation: int = 2) -> int:
+        done.append(f"searched {generation}")
+        return collect(generation)
+
+    def set_aside() -> None:
+        done.append("set aside")
+        freeze()
+
+    monkeypatch.setattr(gc, "freeze", set_aside)
+    monkeypatch.setattr(gc, "collect", counted)
+    gc.disable()  # as it is in the operator, when a list arrives
+    listed = [[number] for number in range(event_loop.KEPT_OBJECTS + 1)]
+    async with collecting():
+        await until(lambda: "searched 2" in done)
+    assert len(listed) > event_loop.KEPT_OBJECTS
+    assert done.count("set aside") == 1
+    assert gc.get_freeze_count() == 0
 
 
 async def test_what_refers_to_itself_does_not_stay() -> None:

@@ -247,7 +247,7 @@ async def test_few_polls_at_a_time_may_be_answered_at_any_moment() -> None:
         poller = PodPoller(client, monotonic)
         found = await asyncio.gather(*(poller.poll(many(1000), round_, lambda _: None) for round_ in rounds))
     assert [len(reports) for reports in found] == [1000, 1000]
-    assert most == event_loop.MOST
+    assert most == event_loop.MOST_POLLS
 
 
 async def test_pods_that_do_not_answer_hold_up_no_others() -> None:
@@ -260,7 +260,7 @@ async def test_pods_that_do_not_answer_hold_up_no_others() -> None:
             await go_on.wait()
             raise PodUnreachable(f"nobody listens at {base}, {renewal}")
 
-    pods = 3 * event_loop.MOST
+    pods = 3 * event_loop.MOST_POLLS
     async with Client() as client:
         poller = PodPoller(client, monotonic)
         polling = asyncio.create_task(poller.poll(many(pods), a_round(port=free_port()), lambda _: None))

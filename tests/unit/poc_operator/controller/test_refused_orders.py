@@ -12,7 +12,7 @@ from poc_operator.clients.errors import EvictionRefused, StoreError, StoreForbid
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.actions import MOST_REFUSED_SECONDS, REFUSED_SECONDS, PodActions, Refusals
-from poc_operator.controller.event_loop import FewRequests
+from poc_operator.controller.event_loop import MOST_ORDERS, FewRequests
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.observed import PodView
@@ -49,7 +49,7 @@ async def test_a_pod_that_may_not_be_evicted_is_told_of_once_and_tried_again_lat
     orders = PodActions(
         sources=Sources(store=cast(ObjectStore, store)),
         clients=cast(PodClient, None),
-        few=FewRequests(),
+        few=FewRequests(MOST_ORDERS),
         emit=events.append,
         wake=asyncio.Event(),
         log=log,
