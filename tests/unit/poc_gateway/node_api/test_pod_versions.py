@@ -66,9 +66,7 @@ def test_answers_end() -> None:
     assert (cache.get(FIRST), cache.get(SECOND)) == (None, NEW)
 
 
-async def test_a_pod_that_has_another_image_is_asked_again(
-    podless: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pod_that_has_another_image_is_asked_again(podless: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the API server tells of the same container, as where a sidecar comes first and no port is declared."""
     init = INIT | {"params": PARAMS | {"decode": True, "max_tokens": 256}}
     async with reference_pod("0.1.7") as pod, serve(pod.app, "127.0.0.1", podless.port):
