@@ -106,7 +106,7 @@ class NodeApi:
         return await self.rounds.active(), await self.pods.poll()
 
     async def versions(self) -> NodeVersions:
-        """Return what runs here. Inference goes on in a validation, and a scheme is offered, if all ready pods say so."""
+        """Return what runs here. Chat goes on in a validation, and a scheme is offered, if all ready pods say so."""
         pods = await self.pods.ready()
         told = await self.pods.versions(pods)
         first = next((one.vllm_version for one in told if one is not None and one.vllm_version), None)
