@@ -105,27 +105,22 @@ def _make(role: Role, machine: Machine, folder: Path) -> None:
     unfinished.rename(folder)
 
 
-def compile_bytecode(folder: Path) -> None:
+def compile_bytecode(folder: Path, target: str | None = None) -> None:
     """Write the bytecode of all modules beside them: the image's user cannot, and each start would compile them anew.
 
-    It is taken as it is, since a copy into an image may change when a file was written. UserError without a Python of
-    the images' version.
+    It is taken as it is, since a copy into an image may change when a file was written, and it is the same whenever it
+    is made. It names the files as they lie in ``folder``, or below ``target``, an absolute path of the image. UserError
+    without a Python of the images' version.
     """
-    argv: list[str | Path] = [
-        python_path(),
-        "-m",
-        "compileall",
-        "-q",
-        "-j",
-        "0",
-        "--invalidation-mode",
-        "unchecked-hash",
-        folder,
-    ]
-    run(argv, limit=LIMIT)
+    argv: list[str | Path] = [_python(), "-m", "compileall", "-q", "-j", "0"]
+    if target is not None:
+        argv += ["-s", folder, "-p", target]
+    argv += ["--invalidation-mode", "unchecked-hash", folder]
+    # Sets of constants are stored in the order of their hashes.
+    run(argv, limit=LIMIT, env={**uv_environment(), "PYTHONHASHSEED": "0"})
 
 
-def python_path() -> str:
+def _python() -> str:
     """Return a Python of the images' version, which compiles what they have. UserError without one."""
     if ".".join(map(str, sys.version_info[:2])) == PYTHON_VERSION:
         return sys.executable

@@ -7,7 +7,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from hack.images.site import BUILD_LOCK, ROOT, Machine, Role, python_path, site
+from hack.images.site import BUILD_LOCK, ROOT, Machine, Role, compile_bytecode, site
 from hack.release.oci import Entry, Tree
 from hack.toolchain.common import UserError, run
 from hack.uv import uv_environment, uv_path
@@ -48,19 +48,11 @@ def application_tree(role: Role, architecture: str, wheel: Path) -> Tree:
             content.extractall(folder)
         for record in folder.glob("*.dist-info/RECORD"):
             record.unlink()
-        compile_modules(folder, target)
+        compile_bytecode(folder, f"/{target}")
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         tree = {f"{target}/{path.relative_to(folder)}": Entry(content=path.read_bytes()) for path in files}
     check_machine(tree, architecture)
     return tree
-
-
-def compile_modules(folder: Path, target: str) -> None:
-    """Write bytecode that names the files as the image has them, and that is the same whenever it is made."""
-    argv: list[str | Path] = [python_path(), "-m", "compileall", "-q", "-s", folder, "-p", f"/{target}"]
-    argv += ["--invalidation-mode", "unchecked-hash", folder]
-    # Sets of constants are stored in the order of their hashes.
-    run(argv, limit=LIMIT, env={**uv_environment(), "PYTHONHASHSEED": "0"})
 
 
 def check_machine(tree: Tree, architecture: str) -> None:

@@ -121,7 +121,7 @@ async def test_a_container_that_restarts_between_two_polls_is_noticed(endless: R
     await fleet.reconcile_until(lambda status: status.totals.retries == 1)
     assert reasons(fleet) == ["Started", "WorkLost"]
     await fleet.reconcile_until(lambda status: status.assignments[0].session == "vllm3#0")
-    assert fleet.servers[HOSTS[0]].starts == 1
+    assert fleet.servers[HOSTS[0]].starts == 2  # what nobody recorded may be of another scheme
 
 
 async def test_a_new_operator_adopts_what_runs(fleet: ReferenceFleet) -> None:

@@ -94,7 +94,12 @@ def parse_generated(protocol: Protocol, body: bytes) -> Generated:
     """Return the ``/generated`` message in ``body``; Refusal if it is none of the protocol."""
     if protocol is Protocol.DISTANCE:
         return Generated(*parse_distances(body))
-    return Generated(*parse_artifacts(body, MOST_CHAIN_VALUES if protocol is Protocol.DECODE else MOST_VALUES))
+    return Generated(*parse_artifacts(body, most_values(protocol)))
+
+
+def most_values(protocol: Protocol) -> int:
+    """Return how many values a message of the protocol may have."""
+    return MOST_CHAIN_VALUES if protocol is Protocol.DECODE else MOST_VALUES
 
 
 def check_generated(known: KnownRound, generated: Generated, grant: Grant | None = None) -> Delivery:
@@ -131,9 +136,9 @@ def _require_same(name: str, value: object, expected: object) -> None:
         raise Refusal(HTTPStatus.BAD_REQUEST, "WrongRound", detail)
 
 
-def parse(model: type[Message], body: bytes) -> Message:
-    """Return the message in ``body``; Refusal if it is none."""
-    _require_few_values(body)
+def parse(model: type[Message], body: bytes, most: int = MOST_VALUES) -> Message:
+    """Return the message in ``body``; Refusal if it is none, or has more than ``most`` values."""
+    require_few_values(body, most)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -210,9 +215,9 @@ _ARTIFACT = TypeAdapter(tuple[Artifact])
 _DISTANCE = TypeAdapter(tuple[Nonce, float], config=ConfigDict(allow_inf_nan=False))
 
 
-def parse_artifacts(body: bytes, most_values: int = MOST_VALUES) -> tuple[GeneratedArtifacts, list[Refused]]:
+def parse_artifacts(body: bytes, most: int = MOST_VALUES) -> tuple[GeneratedArtifacts, list[Refused]]:
     """Return the message without the artifacts that cannot be read, and these; Refusal if it is none."""
-    return _parse(_Artifacts, ("artifacts",), _ARTIFACT, body, most_values)
+    return _parse(_Artifacts, ("artifacts",), _ARTIFACT, body, most)
 
 
 def parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
@@ -220,7 +225,8 @@ def parse_distances(body: bytes) -> tuple[GeneratedDistances, list[Refused]]:
     return _parse(_Distances, ("nonces", "dist"), _DISTANCE, body)
 
 
-def _require_few_values(body: bytes, most: int = MOST_VALUES) -> None:
+def require_few_values(body: bytes, most: int = MOST_VALUES) -> None:
+    """Raise Refusal if the message has more values."""
     # Vectors, hashes and numbers have none of these characters, and every value but the first comes after one.
     if sum(map(body.count, (b",", b"[", b"{"))) > most:
         detail = f"the message has more than {most} values: send fewer results at once"
@@ -231,10 +237,10 @@ Entry = TypeAdapter[tuple[Artifact]] | TypeAdapter[tuple[Nonce, float]]
 
 
 def _parse(
-    model: type[Message], lists: Sequence[str], entry: Entry, body: bytes, most_values: int = MOST_VALUES
+    model: type[Message], lists: Sequence[str], entry: Entry, body: bytes, most: int = MOST_VALUES
 ) -> tuple[Message, list[Refused]]:
     """Return the message, whose ``lists`` run parallel, without the entries that cannot be read."""
-    _require_few_values(body, most_values)
+    require_few_values(body, most)
     try:
         message = model.model_validate_json(body)
     except ValidationError as error:

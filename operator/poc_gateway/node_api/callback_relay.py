@@ -17,7 +17,16 @@ from typing import NamedTuple
 from sqlalchemy import Connection
 
 from poc_gateway.errors import Refusal
-from poc_gateway.ingest.deliveries import Delivery, Generated, check_generated, parse, parse_generated
+from poc_gateway.ingest.deliveries import (
+    MOST_VALUES,
+    Delivery,
+    Generated,
+    check_generated,
+    most_values,
+    parse,
+    parse_generated,
+    require_few_values,
+)
 from poc_gateway.ingest.storing import stored_values
 from poc_gateway.node_api.create_pocround import NetworkRounds
 from poc_gateway.node_api.jobs import Jobs
@@ -101,7 +110,8 @@ class CallbackRelay:
             return await self._send(token, suffix, body)
 
     async def _send(self, token: str, suffix: str, body: bytes) -> int:
-        about = parse(Callback, body)
+        # Of which scheme it is only its round tells, and chains have the most values.
+        about = parse(Callback, body, most_values(Protocol.DECODE))
         rounds = await self._rounds.all()
         receivers = {round_.spec.callback_url for round_ in rounds if round_.spec.callback_url}
         receivers |= await self._jobs.receivers()
@@ -114,7 +124,9 @@ class CallbackRelay:
             raise Refusal(HTTPStatus.NOT_FOUND, "CallbackUnknown", detail)
         # The network has one address for all its rounds.
         same = [round_ for round_ in rounds if round_.spec.callback_url == url and _is_about(round_, about)]
-        results = _results({round_.spec.protocol for round_ in same}, body) if suffix == GENERATED else {}
+        protocols = {round_.spec.protocol for round_ in same} if suffix == GENERATED else set[Protocol]()
+        require_few_values(body, max(map(most_values, protocols), default=MOST_VALUES))
+        results = _results(protocols, body)
         found = Found(f"{url}/{suffix}", [round_.id for round_ in same], results, self._jobs.has)
         content = await self._database.read(partial(_content, found=found, text=body.decode()))
         return _status_of(await self._post(found.target, content))

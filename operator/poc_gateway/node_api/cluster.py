@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from poc_gateway.node_api.pod_versions import PodVersionsCache
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.work import DEFAULT_PORT
@@ -87,7 +88,7 @@ class ReadyPods:
         self._client = client
         self._selector = selector
         self._port = port
-        self._versions: dict[str, PodVersions] = {}
+        self._versions = PodVersionsCache()
 
     async def ready(self) -> list[PodView]:
         """Return the ready pods, by name. StoreError if the API server cannot be asked."""
@@ -105,16 +106,13 @@ class ReadyPods:
         return [ReadyPod(pod, answer) for pod, answer in zip(pods, answers, strict=True)]
 
     async def versions(self, pods: Sequence[PodView]) -> Sequence[PodVersions | None]:
-        """Return what runs in these pods; None for one that has never answered. A server is asked once."""
-        servers = [pod.server(self._port_of(pod)) for pod in pods]
-        unknown = [pod for pod, server in zip(pods, servers, strict=True) if server not in self._versions]
-        answers = await self._ask(self._client.versions, unknown)
-        known = {server: versions for server, versions in self._versions.items() if server in servers}
-        for pod, answer in zip(unknown, answers, strict=True):
-            if answer is not None:
-                known[pod.server(self._port_of(pod))] = answer
-        self._versions = known
-        return [known.get(server) for server in servers]
+        """Return what runs in these pods; None for one that does not tell. A server is asked once in a while."""
+        servers = [(pod.uid, pod.server(self._port_of(pod))) for pod in pods]
+        due = self._versions.due(servers)
+        asked = {server: pod for pod, server in zip(pods, servers, strict=True) if server in due}
+        answers = await self._ask(self._client.versions, list(asked.values()))
+        self._versions.put(dict(zip(asked, answers, strict=True)), servers=servers)
+        return [self._versions.get(server) for server in servers]
 
     async def gpus(self) -> Sequence[GpusResponse | None]:
         """Return the GPUs of each ready pod; None for one that does not tell of them."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from vllm_poc.wire.answers import RoundConfig, RoundStats
 from vllm_poc.wire.generate import GenerateRequest, JobState
-from vllm_poc.wire.messages import InitGenerateRequest, WireMessage
+from vllm_poc.wire.messages import InitGenerateRequest, Scheme, WireMessage
 
 #: The reference's node numbers its backends from this port on; clients show it and ask for jobs by it.
 FIRST_PORT = 5001
@@ -215,16 +215,23 @@ class NodeState(WireMessage):
 
 
 class NodeVersions(WireMessage):
-    """``GET /api/v1/versions``. vLLM's release is that of the first pod that answers."""
+    """``GET /api/v1/versions``. vLLM's release is that of the first pod that answers.
+
+    The release of the network's plugin is that of the pod which offers least; null if that pod is one of ours.
+    ``schemes``, which is ours, are those that every ready pod offers.
+    """
 
     version: str
     vllm_version: str | None
+    gonka_poc_version: str | None = None
     poc_validation_inference: bool
+    schemes: list[Scheme]
 
 
 class PowVersions(WireMessage):
-    """``GET pow/versions``, as a pod answers it."""
+    """``GET pow/versions``, as a pod answers it. Our pods name no release of the network's plugin."""
 
     vllm_version: str
-    gonka_poc_version: str
+    gonka_poc_version: str | None = None
     poc_validation_inference: bool
+    schemes: list[Scheme]

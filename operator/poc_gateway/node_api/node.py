@@ -67,7 +67,7 @@ async def versions(service: Service) -> NodeVersions:
     try:
         return await service.versions()
     except StoreError:
-        return NodeVersions(version=__version__, vllm_version=None, poc_validation_inference=False)
+        return NodeVersions(version=__version__, vllm_version=None, poc_validation_inference=False, schemes=[])
 
 
 @routes.post("/stop", response_model_exclude_none=True)

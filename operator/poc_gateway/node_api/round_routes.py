@@ -60,16 +60,15 @@ async def get_node_status(service: Service) -> NodeStatus:
     return node_status(*await service.observe())
 
 
-@node.get("/versions", responses=documented(503))
-@pod.get("/versions", responses=documented(503))
+@node.get("/versions", responses=documented(503), response_model_exclude_none=True)
+@pod.get("/versions", responses=documented(503), response_model_exclude_none=True)
 async def get_versions(service: Service) -> PowVersions:
-    """Tell what runs in the pods, as a pod does."""
+    """Tell what runs in the pods, and what all of them offer, as a pod does."""
     versions = await service.versions()
     if versions.vllm_version is None:
         detail = "no ready pod tells what runs in it: wait for one, or look at the pods"
         raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NoBackends", detail, headers={"Retry-After": "10"})
-    fields = versions.model_dump(exclude={"version"})
-    return PowVersions(gonka_poc_version=versions.version, **fields)
+    return PowVersions.model_validate(versions.model_dump(exclude={"version"}))
 
 
 @pod.post("/init/generate", responses=CHANGES, response_model_exclude_none=True)

@@ -24,6 +24,7 @@ from poc_gateway.node_api.jobs import Jobs
 from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit, NodeVersions
 from poc_gateway.node_api.ml_nodes import MlNode, load_ml_nodes
 from poc_gateway.node_api.node_metrics import NodeMetrics
+from poc_gateway.node_api.pod_versions import common_schemes, plugin_release
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 #: Pods that a message names.
 _NAMED = 3
+#: What helps where no pod offers the decode scheme.
+DECODE_REMEDY = "add pods of the network's plugin 0.2 or later, or others whose GET versions lists decode in schemes"
 #: What an ML node's rounds and pods are looked up in.
 ClusterOf = Callable[[MlNode], Cluster]
 
@@ -103,12 +106,18 @@ class NodeApi:
         return await self.rounds.active(), await self.pods.poll()
 
     async def versions(self) -> NodeVersions:
-        """Return what runs here. Inference goes on during a validation if every ready pod says so."""
+        """Return what runs here. Chat goes on in a validation, and a scheme is offered, if all ready pods say so."""
         pods = await self.pods.ready()
         told = await self.pods.versions(pods)
         first = next((one.vllm_version for one in told if one is not None and one.vllm_version), None)
         proven = bool(pods) and all(one is not None and one.poc_validation_inference for one in told)
-        return NodeVersions(version=__version__, vllm_version=first, poc_validation_inference=proven)
+        return NodeVersions(
+            version=__version__,
+            vllm_version=first,
+            gonka_poc_version=plugin_release(told),
+            poc_validation_inference=proven,
+            schemes=common_schemes(told),
+        )
 
     async def relay(self, token: str, suffix: str, body: bytes) -> int:
         """Send a callback of this ML node once more; return its receiver's status. Refusal if it is none."""
@@ -132,7 +141,7 @@ class NodeApi:
         told = await self.pods.versions(pods)
         if pods and all(one is not None and Scheme.DECODE not in one.offers for one in told):
             names = ", ".join(pod.name for pod in pods[:_NAMED])
-            message = f"asks for the decode scheme, which none of the ready pods offers ({names}): update their image"
+            message = f"asks for the decode scheme, which none of the ready pods offers ({names}): {DECODE_REMEDY}"
             raise field_refusal("params.decode", message)
 
     def _model(self, request: NetworkInit, found: Sequence[ReadyPod]) -> str:

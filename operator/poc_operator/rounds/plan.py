@@ -12,6 +12,7 @@ from poc_operator.rounds.end import end, finish, suspend
 from poc_operator.rounds.leaving import record_leases, stop_leaving_pods
 from poc_operator.rounds.loss import heal_stalls
 from poc_operator.rounds.observe import observe
+from poc_operator.rounds.ownership import attributed
 from poc_operator.rounds.rivals import decide_rivals
 from poc_operator.rounds.slots import bind_pods, fix_slots
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
@@ -53,6 +54,7 @@ def plan(snapshot: RoundSnapshot) -> RoundStep:
     step: RoundStep = Step(status=snapshot.round.status)
     if step.status.state.finished:
         return expire(snapshot, step)
+    snapshot = attributed(snapshot)
     for policy in POLICIES:
         step = policy(snapshot, step)
     return replace(step, events=condensed(step.events))

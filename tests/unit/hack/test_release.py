@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from hack.images.build import DOCKERFILES
-from hack.images.site import ROOT, Role
+from hack.images.site import ROOT, Role, compile_bytecode
 from hack.release import environment
 from hack.release.build import ROLES, chart_tree, check_versions, crds, image_config
 from hack.release.debian import ARCHITECTURES, LOCK, PACKAGES
 from hack.release.oci import Entry, Tree, chart, compress, image, tar, write_archive
-from hack.release.python_packages import check_machine, compile_modules, version
+from hack.release.python_packages import check_machine, version
 from hack.release.statements import SUMS, license_of, write_sums
 from hack.toolchain.common import UserError
 
@@ -133,7 +133,7 @@ def test_bytecode_names_the_place_in_the_image(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "module.py").write_text("WORDS = {'a', 'b', 'c'} \ndef f(x): return x in {'d', 'e', 'f'}\n")
-        compile_modules(folder, "opt/program")
+        compile_bytecode(folder, "/opt/program")
         (compiled,) = folder.rglob("*.pyc")
         written.append(compiled.read_bytes())
     assert written[0] == written[1]
@@ -175,6 +175,16 @@ def test_an_audit_tells_a_finding_from_missing_data(output: str, said: str, monk
     monkeypatch.setattr(environment, "tool", Path)
     with pytest.raises(UserError, match=said):
         environment.audit()
+
+
+def test_the_workflows_pin_what_they_use_by_commit() -> None:
+    """A tag may be moved to other code."""
+    texts = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yaml")]
+    used = [line for text in texts for line in re.findall(r"uses: (.+)$", text, re.MULTILINE)]
+    assert len(used) >= 5
+    assert [line for line in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+[.]\d+[.]\d+", line)] == []
+    names = [line.split("@")[0] for line in set(used)]
+    assert len(names) == len(set(names))  # one commit of each
 
 
 def test_the_workflows_run_targets_of_the_makefile() -> None:

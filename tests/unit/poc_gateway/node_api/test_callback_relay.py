@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import Connection, insert
 
 from poc_gateway.ingest import deliveries
-from poc_gateway.ingest.deliveries import parse_artifacts, read_generated
+from poc_gateway.ingest.deliveries import MOST_VALUES, parse_artifacts, read_generated
 from poc_gateway.ingest.storing import store as store_deliveries
 from poc_gateway.node_api import callback_relay
 from poc_gateway.outbox import endings
@@ -26,10 +26,12 @@ from poc_gateway.store.rounds import KnownRound, load, write_down
 from poc_gateway.store.schema import callbacks
 from tests.support.fakes.callback_receiver import CallbackReceiver, callback_receiver
 from tests.support.fakes.engine import vector
-from tests.support.servers.http_server import free_port
+from tests.support.fakes.reference_pod import reference_pod
+from tests.support.servers.http_server import free_port, serve
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
-from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, error_of, validation
+from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, error_of, validation
 from tests.unit.poc_gateway.node_api.test_replay import finished
+from vllm_poc.wire.artifacts import CODEBOOK_POINTS
 from vllm_poc.wire.callbacks import GeneratedArtifacts
 
 PATH = "inference/pow/callback-relay"
@@ -175,6 +177,44 @@ async def test_distances_are_sent_with_the_target_of_their_round(tmp_path: Path)
         assert receiver.payloads == [body]
         twice = body | {"nonces": [1, 1], "dist": [0.5, 0.5]}
         error_of(await relay.send("generated", twice), 403, "NotDelivered")
+
+
+STEPS = 256
+
+
+def generated_chains(nonces: Sequence[int]) -> dict[str, Any]:
+    """What a pod delivers in the decode scheme."""
+    chain = [step % CODEBOOK_POINTS for step in range(STEPS + 1)]
+    artifacts = [{"nonce": nonce, "vector_b64": "", "k_points_steps": chain} for nonce in nonces]
+    return generated([]) | {"artifacts": artifacts}
+
+
+async def test_values_are_counted_as_the_scheme_of_the_round_has_them(tmp_path: Path) -> None:
+    """A message of chains may have three times the values of one of vectors."""
+    params = PARAMS | {"decode": True, "max_tokens": STEPS}
+    async with (
+        running_world(tmp_path, pods=0, **PRIVATE) as world,
+        callback_receiver() as receiver,
+        reference_pod("0.2.0") as pod,
+        serve(pod.app, "127.0.0.1", world.port),
+    ):
+        world.announce("127.0.0.1")
+        started = await world.post("inference/pow/init/generate", INIT | {"url": receiver.url, "params": params})
+        assert started.status_code == 200, started.text
+        body = generated_chains(range(1, 3 * (MOST_VALUES // STEPS + 1), 3))
+        relay = Relay(world, receiver, await stored(world, body))
+        text = json.dumps(body, separators=(",", ":")).encode()
+        assert text.count(b",") > MOST_VALUES
+        assert (await relay.send("generated", text)).status_code == 200
+        assert receiver.payloads == [body]
+        # A verdict has as few as ever, and so has what is of no round.
+        for suffix, sent in (("validated", text), ("generated", text.replace(b'"AqBX"', b'"other"'))):
+            error_of(await relay.send(suffix, sent), 413, "BodyTooLarge")
+
+
+async def test_many_values_are_too_many_where_no_round_has_chains(relay: Relay) -> None:
+    text = json.dumps(generated(NONCES) | {"more": [0] * MOST_VALUES}, separators=(",", ":")).encode()
+    error_of(await relay.send("generated", text), 413, "BodyTooLarge")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"public_key": 1}', b"\xff\xfe{\x00}\x00", b"\x00"])

@@ -83,7 +83,8 @@ async def test_without_pods_the_node_is_well_and_stopped(podless: World) -> None
     assert (told["status"], told["service_state"]) == ("healthy", "STOPPED")
     assert told["managers"]["inference"] == {"running": False, "healthy": False}
     versions = (await podless.get("versions")).json()
-    assert versions == {"version": __version__, "vllm_version": None, "poc_validation_inference": False}
+    told = {"vllm_version": None, "gonka_poc_version": None, "poc_validation_inference": False, "schemes": []}
+    assert versions == {"version": __version__} | told
     error_of(await podless.get("pow/versions"), 503, "NoBackends")
     up = (await podless.get("inference/up/status")).json()
     assert up == {"is_running": False, "status": "not_started", "error": None}

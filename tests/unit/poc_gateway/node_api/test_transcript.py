@@ -130,8 +130,7 @@ async def test_state_and_versions(client: GoClient) -> None:
     assert (versions["vllm_version"], versions["poc_validation_inference"]) == (VLLM_VERSION, True)
     for prefix in (NODE, "/api/v1/pow"):
         told = await client.get(f"{prefix}/versions")
-        assert (told["vllm_version"], told["gonka_poc_version"]) == (VLLM_VERSION, versions["version"])
-        assert told["poc_validation_inference"] is True
+        assert told == {"vllm_version": VLLM_VERSION, "poc_validation_inference": True, "schemes": ["prefill"]}
 
 
 async def test_a_round(client: GoClient) -> None:
