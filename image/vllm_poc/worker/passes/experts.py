@@ -29,7 +29,7 @@ from vllm_poc.kernels.packed_experts import (
     multiply_weighted,
     unpack,
 )
-from vllm_poc.worker.passes.operations import Patch
+from vllm_poc.worker.passes.plain import Patch
 
 if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import ModelAdapter

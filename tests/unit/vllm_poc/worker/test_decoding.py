@@ -21,9 +21,13 @@ REQUEST = DecodeRequest(
 )
 
 
-def an_adapter(*, alone: bool = True, model: str = "qwen3", attention: str = "CPUAttentionBackendImpl") -> Any:  # noqa: ANN401
+def an_adapter(
+    *, alone: bool = True, stages: int = 1, model: str = "qwen3", attention: str = "CPUAttentionBackendImpl"
+) -> Any:  # noqa: ANN401
     return SimpleNamespace(
-        ranks=SimpleNamespace(alone=alone), model_type=model, attention_kernels=[attention] if attention else []
+        ranks=SimpleNamespace(alone=alone, stages=stages),
+        model_type=model,
+        attention_kernels=[attention] if attention else [],
     )
 
 
@@ -37,7 +41,9 @@ def an_adapter(*, alone: bool = True, model: str = "qwen3", attention: str = "CP
         ({"alone": False}, {}, 256, "one rank"),
         ({"model": "minimax_m2"}, {}, 256, "not proven with minimax_m2"),
         ({"model": ""}, {}, 256, "not proven with this model"),
-        ({"attention": "FlashAttentionImpl"}, {}, 256, "not proven with FlashAttentionImpl"),
+        ({"attention": "FlashAttentionImpl"}, {}, 256, None),
+        ({"attention": "TritonAttentionImpl"}, {}, 256, "not proven with TritonAttentionImpl"),
+        ({"stages": 2}, {}, 256, "without --pipeline-parallel-size"),
         ({}, {}, 255, "hidden size is 255"),
     ],
 )
