@@ -21,10 +21,13 @@ from typing import TypedDict
 from benchmarks.gpu import options_of, served
 from benchmarks.gpu_pod import call
 from benchmarks.gpu_shapes import SHAPES
+from benchmarks.gpu_worker import Profile
 from vllm import LLM
 from vllm_poc.rpc import DecodeFacts, DecodeRequest, DecodeSetup
 
 _GIB = 2**30
+#: Steps of a profile, and how many kernels are printed.
+_PROFILED, _KERNELS = 8, 30
 
 
 class Row(TypedDict):
@@ -80,13 +83,23 @@ def _extrapolated(options: argparse.Namespace, few: Row, more: Row) -> Row:
     def whole(name: str) -> float:
         return float(more[name] + times * (more[name] - few[name]))  # type: ignore[literal-required]
 
-    parts = {name: whole(name) for name in Row.__annotations__ if name not in {"nonces", "experts"}}
-    return {"nonces": more["nonces"], "experts": more["experts"], **parts}  # type: ignore[typeddict-item]
+    return Row(
+        nonces=more["nonces"],
+        prefill=whole("prefill"),
+        step=whole("step"),
+        one_by_one=whole("one_by_one"),
+        limit=whole("limit"),
+        weights=whole("weights"),
+        keys_and_values=whole("keys_and_values"),
+        experts=more["experts"],
+    )
 
 
 def _measured(options: argparse.Namespace) -> list[Row]:
     model, _ = served(options, extension="benchmarks.gpu_decode_worker.DecodeExtension")
     call(model, "poc_bench_weights")
+    if options.vllms_tiles:
+        call(model, "poc_bench_vllms_tiles")
     facts = call(model, "poc_describe")
     if not facts["fused"]:
         raise SystemExit(f"the pass is not fused: {facts['findings']}")
@@ -114,14 +127,42 @@ def _row(model: LLM, options: argparse.Namespace, nonces: int, prefills: int, ba
     steps = _seconds(model, {**other, "passes": options.max_tokens})
     read = call(model, "poc_bench_step_bytes", request)
     limit = (read["weights"] + read["keys_and_values"]) / bandwidth
-    return Row(nonces=nonces, prefill=prefill, step=steps / options.max_tokens, one_by_one=0.0, limit=limit, **read)
+    if options.profile:
+        _profile(model, {**request, "passes": prefills}, nonces)
+    return Row(
+        nonces=nonces,
+        prefill=prefill,
+        step=steps / options.max_tokens,
+        one_by_one=0.0,
+        limit=limit,
+        weights=read["weights"],
+        keys_and_values=read["keys_and_values"],
+        experts=read["experts"],
+    )
+
+
+def _profile(model: LLM, request: DecodeRequest, nonces: int) -> None:
+    """Print which kernels take how much of a step."""
+    call(model, "poc_decode", request)
+    found: Profile = call(model, "poc_bench_steps_profile", {**request, "passes": _PROFILED})
+    print(f"{nonces} chains, a step of {1000 * found['seconds'] / _PROFILED:.3f} ms")
+    rows = sorted(
+        ((kernel["seconds"], kernel["calls"], name) for name, kernel in found["kernels"].items()), reverse=True
+    )
+    for taken, calls, name in rows[:_KERNELS]:
+        share = taken / found["seconds"]
+        print(
+            f"  {1000 * taken / _PROFILED:9.3f} ms  {share:6.1%}  {calls // _PROFILED:5} times  {name[:110]}",
+            flush=True,
+        )
 
 
 def _one_by_one(model: LLM, options: argparse.Namespace, nonces: int, prefills: int) -> float:
     """Return the mean seconds of some steps in the middle of the chains that are not captured."""
     request = _request(options, nonces)
     call(model, "poc_decode", {**request, "passes": prefills + 2})
-    return _seconds(model, {**request, "passes": options.eager_steps}) / options.eager_steps
+    steps: int = options.eager_steps
+    return _seconds(model, {**request, "passes": steps}) / steps
 
 
 def _seconds(model: LLM, request: DecodeRequest) -> float:
@@ -167,6 +208,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256, help="steps of a chain")
     parser.add_argument("--eager-steps", type=int, default=16, help="steps that are measured one by one")
     parser.add_argument("--reserve", type=float, default=20.0, help="GiB for keys and values of chains")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
+    parser.add_argument("--vllms-tiles", action="store_true", help="leave the experts' tiles as vLLM has them")
     parser.add_argument("--out", type=Path, help="file for the rows")
     return parser.parse_args()
 

@@ -9,9 +9,10 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from benchmarks.gpu_worker import MeasuringExtension
+from benchmarks.gpu_worker import MeasuringExtension, Profile, profiled
 from vllm_poc.maths import decode
 from vllm_poc.rpc import DecodeRequest
+from vllm_poc.worker.passes import fused
 
 _COPIED, _TIMES = 2**32, 10
 #: Dimensions of a weight that has one matrix for each expert.
@@ -32,7 +33,17 @@ class StepBytes(TypedDict):
 
 
 class DecodeExtension(MeasuringExtension):
-    """The measuring extension with two methods more."""
+    """The measuring extension with a few methods more."""
+
+    def poc_bench_vllms_tiles(self) -> None:
+        """Let experts have vLLM's own tiles in steps, too."""
+        fused.tile_patches = lambda: iter(())
+
+    def poc_bench_steps_profile(self, request: DecodeRequest) -> Profile:
+        """Return what the GPU does while chains that have begun take the next steps."""
+        decoder = self._poc_decoder
+        assert decoder is not None  # noqa: S101 - prepared before
+        return profiled(lambda: decoder.run(request))
 
     def poc_bench_bandwidth(self) -> float:
         """Return the bytes per second, read and written, of a large copy on the device."""
@@ -64,7 +75,7 @@ class DecodeExtension(MeasuringExtension):
             return 1.0
         routers = range(sum(hasattr(getattr(layer, "mlp", layer), "experts") for layer in adapter.own_layers) or 1)
         seeds = [[decode.route_seed(request["block_hash"], n, router) for n in request["nonces"]] for router in routers]
-        shares = []
+        shares = list[float]()
         for step in _LOOKED_AT:
             steps = torch.full((len(request["nonces"]),), step, device=adapter.device)
             logits = decode.seeded_logits(
@@ -73,13 +84,11 @@ class DecodeExtension(MeasuringExtension):
                 experts=adapter.experts,
                 top_k=adapter.experts_per_token,
             )
-            shares.append((logits > 0).any(dim=1).float().mean().item())
+            shares.append(float((logits > 0).any(dim=1).float().mean()))
         return sum(shares) / len(shares)
 
 
 def _weights(layer: nn.Module, experts: float) -> float:
     """Return the bytes of a layer's weights that are read, when this share of its experts has work."""
-    return sum(
-        weight.numel() * weight.element_size() * (experts if weight.ndim == _OF_EXPERTS else 1.0)
-        for weight in layer.parameters()
-    )
+    sizes = ((weight.numel() * weight.element_size(), weight.ndim) for weight in layer.parameters())
+    return sum(float(size * (experts if ndim == _OF_EXPERTS else 1.0)) for size, ndim in sizes)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch", reason="needs the worker environment")
 
-from tests.vllm.device import ON_GPU  # noqa: E402
+from tests.vllm.device import ON_GPU, WHY_NOT_PARALLEL  # noqa: E402
 from vllm_poc.rpc import DecodeRequest, DecodeSetup  # noqa: E402
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ SERVED = {
     "qwen3": ("qwen3-0.6b", []),
     "qwen3-fp8-cache": ("qwen3-0.6b", ["--layers", "8", "--kv-cache-dtype", "fp8"]),
     "minimax": ("minimax-m2.7", ["--layers", "3", "--kv-cache-dtype", "fp8"]),
+    "minimax-tp": ("minimax-m2.7", ["--layers", "3", "--tensor-parallel", "2"]),
 }
 
 
@@ -61,8 +62,12 @@ def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
     from benchmarks.gpu import options_of, served  # noqa: PLC0415 - needs vLLM
 
     shape, arguments = SERVED[request.param]
+    if request.param.endswith("-tp") and WHY_NOT_PARALLEL is not None:
+        pytest.skip(WHY_NOT_PARALLEL)
     arguments = ["--shape", shape, "--memory", "0.3", "--sequences", "256", *arguments]
-    model, _ = served(options_of(None).parse_args(arguments), extension="benchmarks.gpu_worker.MeasuringExtension")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used the GPU
+        model, _ = served(options_of(None).parse_args(arguments), extension="benchmarks.gpu_worker.MeasuringExtension")
     asked(model, "poc_bench_weights")
     assert asked(model, "poc_describe")["fused"]
     yield model

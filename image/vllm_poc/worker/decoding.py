@@ -40,8 +40,7 @@ _ONE_BY_ONE = "the operations of its decode steps are started one by one, which 
 class Decoder:
     """Computes chains on the served model by the given pass. UnsupportedModelError if it cannot.
 
-    The first chains are computed here, to see whether chat's caches stay as they are, and whether captured steps give
-    what others give. A server that is not ``proven`` is refused, except in tests and benchmarks.
+    A server that is not ``proven`` is refused, except in tests and benchmarks. `tried` comes before all other chains.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Decoder:
         self._graphs = self._step_graphs()
         self._sizes = OrderedDict[_Size, Chains]()
         self._chains: Chains | None = None
-        self._require_harmless()
 
     @property
     def facts(self) -> DecodeFacts:
@@ -126,7 +124,11 @@ class Decoder:
             return None
         return StepGraphs(self._adapter.ranks, self._adapter.device)
 
-    def _require_harmless(self) -> None:
+    def tried(self) -> Decoder:
+        """Compute the first chains together with all ranks, and return this. UnsupportedModelError if they do harm.
+
+        They show whether chat's caches stay as they are, and whether captured steps give what others give.
+        """
         nonces = min(_TRIED_NONCES, self._limits["max_batch_nonces"])
         if chain_nonces(self.facts, _TRIED_TOKENS + _TRIED_STEPS) < nonces:
             raise UnsupportedModelError(
@@ -143,6 +145,7 @@ class Decoder:
                 f"The decode scheme changes what chat's attention holds here ({named}): restart "
                 "vLLM with another --attention-backend."
             )
+        return self
 
     def _try(self, nonces: int) -> None:
         """Compute chains, and once more with captured steps; use these only if they give the same."""

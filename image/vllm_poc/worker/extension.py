@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_poc.logs import get_logger
@@ -113,7 +112,7 @@ class PocWorkerExtension:
     def _poc_decode_facts(self, setup: DecodeSetup) -> DecodeFacts:
         self._poc_decoder = None  # whose memory is free for the next
         try:
-            self._poc_decoder = self._poc_together(lambda runner: partial(self._poc_new_decoder, runner.stage, setup))
+            self._poc_decoder = self._poc_together(lambda runner: self._poc_new_decoder(runner.stage, setup).tried)
         except (UnsupportedModelError, OtherRankError) as error:
             reason = str(error) if isinstance(error, UnsupportedModelError) else None  # the other rank says why
             return DecodeFacts(

@@ -108,7 +108,7 @@ ATTENTION_BY_CACHE_DTYPE = {
 _OWN_OPERATIONS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
 #: Types of models whose chains of decode steps have been compared with another implementation, step by step. All others
 #: are refused: a chain that goes wrong somewhere still looks like a chain.
-_COMPARED_CHAINS = {"qwen3", "qwen3_moe"}
+_COMPARED_CHAINS = {"qwen3", "qwen3_moe", "minimax_m2"}
 #: Attention that has been compared where sequences go on, by the class of the layer's ``impl``.
 _COMPARED_STEPS = {"CPUAttentionBackendImpl", "FlashAttentionImpl"}
 _PARALLEL_SIZES = {
@@ -203,8 +203,6 @@ def _setup_refusal(setup: DecodeSetup) -> str | None:
 
 
 def _chains_refusal(adapter: ModelAdapter) -> str | None:
-    if not adapter.ranks.alone:
-        return "The decode scheme is not proven on several GPUs: start vLLM with one rank."
     if adapter.model_type not in _COMPARED_CHAINS:
         return f"The decode scheme is not proven with {adapter.model_type or 'this model'}: serve another model."
     unknown = set(adapter.attention_kernels) - _COMPARED_STEPS

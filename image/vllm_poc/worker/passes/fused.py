@@ -25,7 +25,7 @@ from vllm_poc.worker.passes.attention import (
     prefill_patches,
     prefill_plan,
 )
-from vllm_poc.worker.passes.experts import expert_layout, expert_patches, unpacked_bytes
+from vllm_poc.worker.passes.experts import expert_layout, expert_patches, tile_patches, unpacked_bytes
 from vllm_poc.worker.passes.operations import is_plain_norm, operation_patches, operations
 from vllm_poc.worker.passes.plain import Patch, patched, reflected_layers
 from vllm_poc.worker.passes.quantisation import quantisation_patches
@@ -80,7 +80,7 @@ class FusedPass:
 
     def continuing(self, vectors: Mapping[nn.Module, Tensor]) -> AbstractContextManager[None]:
         """Do the same where sequences go on from a cache, by the server's own attention."""
-        return self._fused(vectors, cache_patches())
+        return self._fused(vectors, [*cache_patches(), *tile_patches()])
 
     @contextmanager
     def _fused(self, vectors: Mapping[nn.Module, Tensor], others: Iterable[Patch]) -> Iterator[None]:

@@ -21,11 +21,9 @@ REQUEST = DecodeRequest(
 )
 
 
-def an_adapter(
-    *, alone: bool = True, stages: int = 1, model: str = "qwen3", attention: str = "CPUAttentionBackendImpl"
-) -> Any:  # noqa: ANN401
+def an_adapter(*, stages: int = 1, model: str = "qwen3", attention: str = "CPUAttentionBackendImpl") -> Any:  # noqa: ANN401
     return SimpleNamespace(
-        ranks=SimpleNamespace(alone=alone, stages=stages),
+        ranks=SimpleNamespace(stages=stages),
         model_type=model,
         attention_kernels=[attention] if attention else [],
     )
@@ -38,8 +36,7 @@ def an_adapter(
         ({}, {"codebook": None, "rebuild": True}, 256, None),
         ({}, {"codebook": None}, 256, "give the path of its sphere_codebook.pt"),
         ({}, {"reserve_bytes": 0}, 256, "set some aside"),
-        ({"alone": False}, {}, 256, "one rank"),
-        ({"model": "minimax_m2"}, {}, 256, "not proven with minimax_m2"),
+        ({"model": "llama"}, {}, 256, "not proven with llama"),
         ({"model": ""}, {}, 256, "not proven with this model"),
         ({"attention": "FlashAttentionImpl"}, {}, 256, None),
         ({"attention": "TritonAttentionImpl"}, {}, 256, "not proven with TritonAttentionImpl"),
