@@ -122,7 +122,7 @@ def _measured(options: argparse.Namespace) -> list[Row]:
 def _row(model: LLM, options: argparse.Namespace, nonces: int, prefills: int, bandwidth: float) -> Row:
     request = _request(options, nonces)
     call(model, "poc_decode", {**request, "passes": prefills + 2})  # compiles kernels, and captures a step
-    other = {**request, "nonces": [nonce + nonces for nonce in request["nonces"]]}
+    other: DecodeRequest = {**request, "nonces": [nonce + nonces for nonce in request["nonces"]]}
     prefill = _seconds(model, {**other, "passes": prefills})
     steps = _seconds(model, {**other, "passes": options.max_tokens})
     read = call(model, "poc_bench_step_bytes", request)

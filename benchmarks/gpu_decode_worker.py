@@ -37,7 +37,7 @@ class DecodeExtension(MeasuringExtension):
 
     def poc_bench_vllms_tiles(self) -> None:
         """Let experts have vLLM's own tiles in steps, too."""
-        fused.tile_patches = lambda: iter(())
+        vars(fused)["tile_patches"] = lambda: ()
 
     def poc_bench_steps_profile(self, request: DecodeRequest) -> Profile:
         """Return what the GPU does while chains that have begun take the next steps."""

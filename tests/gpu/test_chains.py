@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 SEQ_LEN, STEPS = 61, 27
 NONCES = [*range(20), 2**31 - 1]
 SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=2**30)
-#: What another pass of 16 bits, or one over an FP8 cache, changes of a margin: a quarter of the network's tau.
-MARGIN = 0.025 / 4
+#: What rounding to 16 bits, or in an FP8 cache, changes of a margin: on average, and at most half of the network's tau.
+MEAN_MARGIN, MARGIN = 0.025 / 8, 0.025 / 2
 #: How many indices may differ from those of another pass: points are near each other in few places.
 OTHERS = 0.05
 #: Shape, arguments.
@@ -119,6 +119,7 @@ def test_chains_are_those_of_one_pass_over_all_tokens(model: LLM) -> None:
     apart = (torch.tensor(found["margins"]) - torch.tensor(expected["margins"])).abs()
     other = (torch.tensor(found["indices"]) != torch.tensor(expected["indices"])).float().mean()
     _log.info("margins: mean %.5f, largest %.5f apart; %.2f %% other indices", apart.mean(), apart.max(), 100 * other)
+    assert apart.mean() <= MEAN_MARGIN
     assert apart.max() <= MARGIN
     assert other <= OTHERS
 
