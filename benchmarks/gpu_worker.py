@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TypedDict
 
 import torch
@@ -76,20 +77,7 @@ class MeasuringExtension(UnfusedExtension):
 
     def poc_bench_profile(self, request: BatchRequest, calls: int) -> Profile:
         """Return what the GPU does while the request is computed in so many calls."""
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        with profiler:
-            for _ in range(calls):
-                self._poc().prepare(request)()
-            torch.cuda.synchronize()
-        events = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
-        kernels: dict[str, Kernel] = {}
-        for event in events:
-            kernel = kernels.setdefault(event.name, Kernel(calls=0, seconds=0.0))
-            kernel["calls"] += 1
-            kernel["seconds"] += event.time_range.elapsed_us() / 1e6
-        began = min((event.time_range.start for event in events), default=0.0)
-        ended = max((event.time_range.end for event in events), default=0.0)
-        return Profile(seconds=(ended - began) / 1e6, kernels=kernels)
+        return profiled(lambda: [self._poc().prepare(request)() for _ in range(calls)])
 
     def poc_bench_naive(self, request: BatchRequest, seconds: float) -> float:
         """Return the nonces per second of the plain way, on one GPU.
@@ -113,6 +101,23 @@ class MeasuringExtension(UnfusedExtension):
                 _naive_batch(stage, spec, request)
                 count += len(request["nonces"])
             return count / (time.perf_counter() - started)
+
+
+def profiled(work: Callable[[], object]) -> Profile:
+    """Return what the GPU does while the work is done."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with profiler:
+        work()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels: dict[str, Kernel] = {}
+    for event in events:
+        kernel = kernels.setdefault(event.name, Kernel(calls=0, seconds=0.0))
+        kernel["calls"] += 1
+        kernel["seconds"] += event.time_range.elapsed_us() / 1e6
+    began = min((event.time_range.start for event in events), default=0.0)
+    ended = max((event.time_range.end for event in events), default=0.0)
+    return Profile(seconds=(ended - began) / 1e6, kernels=kernels)
 
 
 def _make_of_weights_again(model: nn.Module, dtype: torch.dtype) -> None:

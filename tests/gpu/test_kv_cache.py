@@ -13,7 +13,7 @@ flash_attn = pytest.importorskip("vllm.v1.attention.backends.flash_attn", reason
 from torch import dtype as DType  # noqa: E402, N812
 
 from vllm_poc.worker.passes.attention import cache_patches  # noqa: E402
-from vllm_poc.worker.passes.operations import patched  # noqa: E402
+from vllm_poc.worker.passes.plain import patched  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ from vllm.scalar_type import scalar_types  # noqa: E402
 
 from vllm_poc.kernels.packed_experts import unpack  # noqa: E402
 from vllm_poc.worker.passes.experts import expert_layout, expert_patches  # noqa: E402
-from vllm_poc.worker.passes.operations import patched  # noqa: E402
+from vllm_poc.worker.passes.plain import patched  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ fp8_utils = pytest.importorskip(
 
 from torch import dtype as DType  # noqa: E402, N812
 
-from vllm_poc.worker.passes.operations import patched  # noqa: E402
+from vllm_poc.worker.passes.plain import patched  # noqa: E402
 from vllm_poc.worker.passes.quantisation import quantisation_patches  # noqa: E402
 
 

@@ -8,16 +8,17 @@ import torch
 from torch import nn
 from vllm.model_executor.custom_op import CustomOp
 
+from tests.gpu.chain_checks import ChainExtension
 from tests.gpu.memory import MemoryExtension
 from tests.vllm.worker_checks import CheckingExtension
 from vllm import ir
 from vllm_poc.rpc import BatchRequest, BatchResult
 from vllm_poc.worker.model.capabilities import model_facts
 from vllm_poc.worker.model_runner import PocModelRunner
-from vllm_poc.worker.passes.operations import Patch, patched
+from vllm_poc.worker.passes.plain import Patch, patched
 
 
-class UnfusedExtension(MemoryExtension, CheckingExtension):
+class UnfusedExtension(ChainExtension, MemoryExtension, CheckingExtension):
     """PoC's extension with a few methods more."""
 
     def poc_test_own(self, request: BatchRequest) -> BatchResult | None:

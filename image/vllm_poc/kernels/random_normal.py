@@ -35,13 +35,18 @@ def _rotate_left(words, bits: tl.constexpr):
 
 
 @triton.jit
-def _uniform(keys, seed):
+def hashed(keys, seed):
+    """Return `vllm_poc.maths.sampling.murmur` of keys under a seed of type uint32."""
     mixed = _rotate_left(keys.to(tl.uint32) * 0xCC9E2D51, 15) * 0x1B873593
     words = _rotate_left(seed ^ mixed, 13) * 5 + 0xE6546B64
     words = (words ^ (words >> 16)) * 0x85EBCA6B
     words = (words ^ (words >> 13)) * 0xC2B2AE35
-    words = words ^ (words >> 16)
-    return words.to(tl.float32) * 2.3283064365386963e-10  # 2^-32
+    return words ^ (words >> 16)
+
+
+@triton.jit
+def _uniform(keys, seed):
+    return hashed(keys, seed).to(tl.float32) * 2.3283064365386963e-10  # 2^-32
 
 
 @triton.jit

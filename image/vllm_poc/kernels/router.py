@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product of a router whose weights are float32, on units that multiply 16-bit numbers.
+"""Routers' logits: the product of one whose weights are float32, on units that multiply 16-bit numbers.
 
 A float32 number is the sum of three bfloat16 numbers: 24 bits are three times 8. Their products with bfloat16 inputs
 are exact in float32. The units cut off digits of long sums, so those of a few columns are added up outside of them.
 Only the order of sums differs from a product in float32, which takes several times as long.
+
+In the decode scheme seeds take the place of that product: logits of all routers at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+
+from vllm_poc.kernels.random_normal import hashed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +48,38 @@ def in_parts(weight: Tensor) -> Tensor:
     count = weight.numel()
     _split[(triton.cdiv(count, _BLOCK),)](weight, parts, count, BLOCK=_BLOCK, num_warps=_WARPS)
     return parts
+
+
+def seeded_logits(seeds: Tensor, steps: Tensor, *, experts: int, top_k: int, base: int, others: float) -> Tensor:
+    """Return float32 ``[routers, nonces, experts]``: `vllm_poc.maths.decode.seeded_logits`.
+
+    ``seeds`` is int64 ``[routers, nonces]``, ``steps`` int64 ``[nonces]``. The chosen experts get ``base`` and more.
+    """
+    out = torch.empty(*seeds.shape, experts, dtype=torch.float32, device=seeds.device)
+    sizes = {"EXPERTS": experts, "TOP_K": top_k, "BASE": base, "OTHERS": others}
+    block = triton.next_power_of_2(experts)
+    _ladder[(seeds.numel(),)](seeds.contiguous(), steps.contiguous(), out, len(steps), **sizes, BLOCK=block)
+    return out
+
+
+@triton.jit(do_not_specialize=["nonces"])
+def _ladder(
+    seeds,
+    steps,
+    out,
+    nonces,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BASE: tl.constexpr,
+    OTHERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start = hashed(tl.load(steps + row % nonces), tl.load(seeds + row).to(tl.uint32)) % EXPERTS
+    expert = tl.arange(0, BLOCK)
+    rank = (expert + EXPERTS - start.to(tl.int32)) % EXPERTS
+    logits = tl.where(rank < TOP_K, (BASE + TOP_K - rank).to(tl.float32), OTHERS)
+    tl.store(out + row.to(tl.int64) * EXPERTS + expert, logits, mask=expert < EXPERTS)
 
 
 @triton.jit(do_not_specialize=["count"])

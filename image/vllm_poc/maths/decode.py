@@ -170,6 +170,22 @@ def route_logits(starts: Tensor, *, experts: int, top_k: int, dtype: torch.dtype
     return torch.where(ranks < top_k, ladder, _NOT_CHOSEN).to(dtype)
 
 
+def seeded_logits(seeds: Tensor, steps: Tensor, *, experts: int, top_k: int) -> Tensor:
+    """Return float32 ``[routers, nonces, experts]``: `route_logits` of all routers.
+
+    ``seeds`` is int64 ``[routers, nonces]``, ``steps`` int64 ``[nonces]``.
+    """
+    if not seeds.numel():  # no layer has a router
+        return torch.zeros(*seeds.shape, experts, device=seeds.device)
+    if seeds.is_cuda:
+        from vllm_poc.kernels import router  # noqa: PLC0415 - needs a GPU's Triton
+
+        sizes = {"experts": experts, "top_k": top_k, "base": LADDER_BASE}
+        return router.seeded_logits(seeds, steps, **sizes, others=_NOT_CHOSEN)
+    starts = route_starts(seeds, steps.expand_as(seeds), experts=experts)
+    return route_logits(starts, experts=experts, top_k=top_k, dtype=torch.float32)
+
+
 def nonce_layer_vectors(
     *, block_hash: str, nonces: Sequence[int], num_layers: int, hidden: int, device: torch.device
 ) -> Tensor:

@@ -9,43 +9,53 @@ chains need for their next step is in memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_poc.logs import get_logger
 from vllm_poc.maths import decode
 from vllm_poc.maths.decode import Codebook, open_codebook
 from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors
 from vllm_poc.rpc import DecodeFacts, DecodeRequest, DecodeResult, DecodeSetup, ModelFacts, chain_nonces
-from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs
+from vllm_poc.worker.graphs import StepGraphs
+from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter, StageInputs
 from vllm_poc.worker.model.capabilities import decode_refusal
-from vllm_poc.worker.model.chain_cache import ChainCache, ChainReserve
+from vllm_poc.worker.model.chain_cache import ChainCache, ChainReserve, StepPlan, moves_in_place
 from vllm_poc.worker.model.scratch import BatchShape, Placement, UnsupportedModelError
-from vllm_poc.worker.passes.plain import Router, find_routers, reflected_layers, seeded_routers
+from vllm_poc.worker.passes.plain import Pass, SeededRouters, find_routers
+
+_log = get_logger(__name__)
 
 #: Nonces, tokens and steps of the chains that are computed once before any others.
-_TRIED_NONCES, _TRIED_TOKENS, _TRIED_STEPS = 2, 3, 2
+_TRIED_NONCES, _TRIED_TOKENS, _TRIED_STEPS = 2, 3, 3
+#: Sizes of batches whose captured steps are kept.
+_MAX_SIZES = 4
+_ONE_BY_ONE = "the operations of its decode steps are started one by one, which takes longer"
 
 
 class Decoder:
-    """Computes chains on the served model by vLLM's own forward pass. UnsupportedModelError if it cannot.
+    """Computes chains on the served model by the given pass. UnsupportedModelError if it cannot.
 
-    The first chains are computed here, to see whether chat's caches stay as they are.
+    A server that is not ``proven`` is refused, except in tests and benchmarks. `tried` comes before all other chains.
     """
 
-    def __init__(self, adapter: ModelAdapter, limits: ModelFacts, setup: DecodeSetup) -> None:
-        reason = decode_refusal(adapter, limits, setup)
+    def __init__(
+        self, adapter: ModelAdapter, limits: ModelFacts, setup: DecodeSetup, pass_: Pass, *, proven: bool = True
+    ) -> None:
+        reason = decode_refusal(adapter, limits, setup, proven=proven)
         if reason is not None:
             raise UnsupportedModelError(reason)
         self._adapter = adapter
         self._limits = limits
-        self._model = _model(adapter, limits["hidden_size"], setup)
+        self._model = _model(adapter, pass_, limits["hidden_size"], setup)
         self._reserve = ChainReserve(adapter.groups, setup["reserve_bytes"], adapter.device)
+        self._graphs = self._step_graphs()
+        self._sizes = OrderedDict[_Size, Chains]()
         self._chains: Chains | None = None
-        self._require_harmless()
 
     @property
     def facts(self) -> DecodeFacts:
@@ -59,29 +69,66 @@ class Decoder:
             max_batch_nonces=self._limits["max_batch_nonces"],
         )
 
-    def run(self, request: DecodeRequest) -> DecodeResult:
-        """Do the next forward passes of these chains. ValueError if the request exceeds the limits."""
+    @property
+    def captures(self) -> bool:
+        """Whether steps become CUDA graphs."""
+        return self._graphs is not None
+
+    def run(self, request: DecodeRequest) -> DecodeResult | None:
+        """Do the next forward passes of these chains. ValueError if the request exceeds the limits.
+
+        The result is None on every rank but one.
+        """
         chains, self._chains = self._chains, None  # after a failure nothing is continued
+        if chains is None or not chains.continues_with(request):
+            check_request(request, self._limits)
+            chains = None
         with torch.inference_mode():
-            if chains is None or not chains.continues_with(request):
-                chains = self._begun(request)
-            for _ in range(request["passes"]):
-                if not chains.done:
-                    chains.advance()
-            if self._adapter.device.type == "cuda":
-                torch.cuda.synchronize(self._adapter.device)  # a slice ends when its work does
-            if chains.done:
-                return chains.result()
-        self._chains = chains
-        return DecodeResult(complete=False, indices=[], margins=[], rebuilt=self._model.codebook.rebuilt)
+            chains = chains or self._begun(request)
+            with self._adapter.ranks.together():
+                for _ in range(request["passes"]):
+                    if not chains.done:
+                        chains.advance()
+                if self._adapter.device.type == "cuda":
+                    torch.cuda.synchronize(self._adapter.device)  # a slice ends when its work does
+            self._chains = None if chains.done else chains
+            result = chains.result() if chains.done else self._nothing_yet()
+        return result if self._adapter.ranks.answers else None
+
+    def start_steps_one_by_one(self) -> None:
+        """Capture no more steps, and drop those that were."""
+        self._graphs = self._chains = None
+        self._sizes.clear()
 
     def _begun(self, request: DecodeRequest) -> Chains:
-        check_request(request, self._limits)
-        shape = BatchShape(len(request["nonces"]), request["seq_len"] + request["max_tokens"])
-        together = max(1, self._limits["max_batch_tokens"] // request["seq_len"])
-        return Chains(self._model, request, self._reserve.cache(shape), together)
+        size = _Size.of(request)
+        cache = self._reserve.cache(size.shape)
+        if size not in self._sizes:
+            together = max(1, self._limits["max_batch_tokens"] // size.seq_len)
+            self._sizes[size] = Chains(self._model, size, self._graphs, together)
+            if len(self._sizes) > _MAX_SIZES:
+                self._sizes.popitem(last=False)
+        self._sizes.move_to_end(size)
+        chains = self._sizes[size]
+        chains.begin(request, cache)
+        return chains
 
-    def _require_harmless(self) -> None:
+    def _nothing_yet(self) -> DecodeResult:
+        return DecodeResult(complete=False, indices=[], margins=[], rebuilt=self._model.codebook.rebuilt)
+
+    def _step_graphs(self) -> StepGraphs | None:
+        if self._adapter.device.type != "cuda":
+            return None
+        if not moves_in_place(self._adapter.groups):
+            _log.warning("this attention's metadata cannot change within a CUDA graph: %s", _ONE_BY_ONE)
+            return None
+        return StepGraphs(self._adapter.ranks, self._adapter.device)
+
+    def tried(self) -> Decoder:
+        """Compute the first chains together with all ranks, and return this. UnsupportedModelError if they do harm.
+
+        They show whether chat's caches stay as they are, and whether captured steps give what others give.
+        """
         nonces = min(_TRIED_NONCES, self._limits["max_batch_nonces"])
         if chain_nonces(self.facts, _TRIED_TOKENS + _TRIED_STEPS) < nonces:
             raise UnsupportedModelError(
@@ -90,6 +137,18 @@ class Decoder:
             )
         chat = self._adapter.chat_memory
         before = chat.held()
+        self._try(nonces)
+        changed = chat.changes(before, self._reserve.storages)
+        if not self._adapter.ranks.agreed(not changed):
+            named = changed[0] if changed else "on another rank"
+            raise UnsupportedModelError(
+                f"The decode scheme changes what chat's attention holds here ({named}): restart "
+                "vLLM with another --attention-backend."
+            )
+        return self
+
+    def _try(self, nonces: int) -> None:
+        """Compute chains, and once more with captured steps; use these only if they give the same."""
         tried = DecodeRequest(
             block_hash="",
             public_key="",
@@ -99,53 +158,99 @@ class Decoder:
             forced=[],
             passes=nonces + _TRIED_STEPS,
         )
-        self.run(tried)
-        changed = chat.changes(before, self._reserve.storages)
-        if changed:
-            raise UnsupportedModelError(
-                f"The decode scheme changes what chat's attention holds here ({changed[0]}): "
-                "restart vLLM with another --attention-backend."
-            )
+        graphs, self._graphs = self._graphs, None
+        found = self.run(tried)
+        self._sizes.clear()
+        if graphs is None:
+            return
+        self._graphs = graphs
+        same = self.run(tried) == found
+        self._sizes.clear()
+        if not self._adapter.ranks.agreed(same):
+            _log.warning("captured steps give other indices than others: %s", _ONE_BY_ONE)
+            self._graphs = None
 
 
 class _Model(NamedTuple):
     """What all chains share. ``points`` are the codebook's, on the device."""
 
     adapter: ModelAdapter
+    pass_: Pass
     hidden: int
-    routers: list[Router]
+    routers: SeededRouters
     codebook: Codebook
     points: Tensor
 
 
-class Chains:
-    """Chains of some nonces, between their forward passes.
+class _Size(NamedTuple):
+    """How many chains there are, and of how many tokens and steps: what a captured step is for."""
 
-    ``together`` nonces are prefilled at a time. ``cache`` must be nobody else's until all is done.
+    nonces: int
+    seq_len: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, request: DecodeRequest) -> _Size:
+        """Return that of a request."""
+        return cls(len(request["nonces"]), request["seq_len"], request["max_tokens"])
+
+    @property
+    def steps(self) -> int:
+        """How many indices a chain has."""
+        return self.max_tokens + 1
+
+    @property
+    def shape(self) -> BatchShape:
+        """What the caches have room for."""
+        return BatchShape(self.nonces, self.seq_len + self.max_tokens)
+
+
+class Chains:
+    """Chains of one size, between their forward passes: first of some nonces, then of others in the same memory.
+
+    ``together`` nonces are prefilled at a time. With ``graphs``, steps are captured once, and the CPU then only starts
+    them: what differs from step to step, and from nonces to nonces, is in tensors that stay where they are.
     """
 
-    def __init__(self, model: _Model, request: DecodeRequest, cache: ChainCache, together: int) -> None:
+    def __init__(self, model: _Model, size: _Size, graphs: StepGraphs | None, together: int) -> None:
         self._model = model
+        self._size = size
+        self._graphs = graphs
+        self._captured: torch.cuda.CUDAGraph | None = None
+        self._workspace: object = None
+        self._plan: StepPlan | None = None
+        nonces, device, routers = size.nonces, model.adapter.device, model.routers.routers
+        self._prefills = [range(first, min(first + together, nonces)) for first in range(0, nonces, together)]
+        self._bases, self._first_picks = (torch.zeros(nonces, dtype=torch.int64, device=device) for _ in range(2))
+        self._routes = torch.zeros(len(routers), nonces, dtype=torch.int64, device=device)
+        self._claims = torch.zeros(nonces, size.steps, dtype=torch.int64, device=device)
+        self._claimed = torch.zeros_like(self._claims, dtype=torch.bool)
+        self._points = torch.zeros_like(self._claims)
+        self._margins = torch.zeros(nonces, size.steps, device=device)
+        self._vectors = torch.zeros(len(model.adapter.layers), model.hidden, device=device)
+        self._step_taken = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def begin(self, request: DecodeRequest, cache: ChainCache) -> None:
+        """Begin the chains of the request. The ``cache`` must be nobody else's until all is done."""
+        model = self._model
         self._request = request
         self._cache = cache
-        nonces, steps = request["nonces"], request["max_tokens"] + 1
-        self._prefills = [range(first, min(first + together, len(nonces))) for first in range(0, len(nonces), together)]
         self._passes = 0
-        self._bases, self._first_picks, self._routes = self._seeds()
-        self._claims, self._claimed = self._forced(steps)
-        self._points = torch.full((len(nonces), steps), decode.NO_POINT, device=model.adapter.device)
-        self._margins = torch.zeros(len(nonces), steps, device=model.adapter.device)
-        self._vectors = layer_vectors(
-            block_hash=request["block_hash"],
-            num_layers=len(model.adapter.layers),
-            hidden=model.hidden,
-            device=model.adapter.device,
+        for tensor, values in zip((self._bases, self._first_picks, self._routes), self._seeds(), strict=True):
+            tensor.copy_(torch.tensor(values, dtype=torch.int64).view_as(tensor))
+        self._load_claims()
+        self._points.fill_(decode.NO_POINT)
+        self._margins.zero_()
+        self._step_taken.zero_()
+        layers, device = len(model.adapter.layers), model.adapter.device
+        self._vectors.copy_(
+            layer_vectors(block_hash=request["block_hash"], num_layers=layers, hidden=model.hidden, device=device)
         )
 
     @property
     def done(self) -> bool:
         """Whether all steps were taken."""
-        return self._passes == len(self._prefills) + self._request["max_tokens"]
+        return self._passes == len(self._prefills) + self._size.max_tokens
 
     def continues_with(self, request: DecodeRequest) -> bool:
         """Whether these are the chains of the request."""
@@ -155,96 +260,110 @@ class Chains:
         """Do one forward pass: the prefill of some nonces, or a step of all."""
         if self._passes < len(self._prefills):
             self._prefill(self._prefills[self._passes])
+        elif self._captured is not None:
+            self._captured.replay()
         else:
-            self._step(self._passes - len(self._prefills) + 1)
+            with self._cache.bound():
+                self._step()
+            self._capture()
         self._passes += 1
 
     def result(self) -> DecodeResult:
         """Return all indices, and the margins of the claims."""
         claims, margins = self._request["forced"], self._margins.tolist()
-        steps = self._points.shape[1]
         return DecodeResult(
             complete=True,
             indices=self._points.tolist(),
-            margins=[row[: min(len(claim), steps)] for row, claim in zip(margins, claims, strict=False)],
+            margins=[row[: min(len(claim), len(row))] for row, claim in zip(margins, claims, strict=False)],
             rebuilt=self._model.codebook.rebuilt,
         )
 
     def _prefill(self, rows: range) -> None:
-        request, (adapter, hidden) = self._request, self._model[:2]
-        shape = BatchShape(len(rows), request["seq_len"])
+        adapter, hidden = self._model.adapter, self._model.hidden
+        shape = BatchShape(len(rows), self._size.seq_len)
         part = slice(rows.start, rows.stop)
         inputs = torch.empty(*shape, hidden, dtype=adapter.dtype, device=adapter.device)
         fill_inputs(inputs, self._bases[part, None])
-        place = Placement(self._capacity, first=rows.start)
-        last = self._forward(inputs, shape, place, self._starts(part, step=0)).view(*shape, -1)[:, -1]
-        self._snap(0, part, last, decode.picks(self._first_picks[part], hidden=hidden))
-
-    def _step(self, step: int) -> None:
-        adapter, hidden = self._model[:2]
-        nonces, everyone = len(self._points), slice(None)
-        previous = torch.where(self._claimed, self._claims, self._points)[:, step - 1]
-        inputs = torch.empty(nonces, 1, hidden, dtype=adapter.dtype, device=adapter.device)
-        decode.fill_step_inputs(inputs[:, 0], self._bases, previous, step=step)
-        place = Placement(self._capacity, before=self._request["seq_len"] + step - 1)
-        last = self._forward(inputs, BatchShape(nonces, 1), place, self._starts(everyone, step))
-        self._snap(step, everyone, last, decode.step_picks(self._bases, previous, step=step, hidden=hidden))
-
-    def _forward(self, inputs: Tensor, shape: BatchShape, place: Placement, starts: Sequence[Tensor]) -> Tensor:
-        """Return the final norm's output of all tokens."""
-        adapter = self._model.adapter
-        reflected = dict(zip(adapter.layers, self._vectors, strict=True))
         with self._cache.bound():  # before the plan, which may tell kernels where to write
-            plan = adapter.plan(shape, place)
-            with reflected_layers(reflected), seeded_routers(self._model.routers, starts, shape.seq_len):
-                output = adapter.forward(StageInputs(inputs, None), {}, plan)
+            plan = adapter.plan(shape, Placement(self._size.shape.seq_len, first=rows.start))
+            last = self._forward(inputs, plan, part).view(*shape, -1)[:, -1]
+        self._snap(part, last, decode.picks(self._first_picks[part], hidden=hidden))
+
+    def _step(self) -> None:
+        """Enqueue the next step of all chains, whose number is on the device. The layers have the chains' caches."""
+        adapter, hidden, nonces = self._model.adapter, self._model.hidden, self._size.nonces
+        previous = torch.where(self._claimed, self._claims, self._points).index_select(1, self._step_taken).squeeze(1)
+        self._step_taken.add_(1)
+        inputs = torch.empty(nonces, 1, hidden, dtype=adapter.dtype, device=adapter.device)
+        decode.fill_step_inputs(inputs[:, 0], self._bases, previous, step=self._step_taken)
+        last = self._forward(inputs, self._step_plan(), slice(None))
+        picks = decode.step_picks(self._bases, previous, step=self._step_taken, hidden=hidden)
+        self._snap(slice(None), last, picks)
+
+    def _step_plan(self) -> AttentionPlan:
+        adapter, size = self._model.adapter, self._size
+        if adapter.device.type != "cuda" or not moves_in_place(adapter.groups):
+            before = size.seq_len + self._passes - len(self._prefills)
+            return adapter.plan(BatchShape(size.nonces, 1), Placement(size.shape.seq_len, before=before))
+        if self._plan is None:
+            self._plan = StepPlan(adapter, size.nonces, size.shape.seq_len)
+        self._plan.move(self._step_taken + (size.seq_len - 1))
+        return self._plan.plan
+
+    def _capture(self) -> None:
+        """Make what `_step` does a CUDA graph, once a step has run."""
+        if self._graphs is None:
+            return
+        try:
+            with self._cache.bound():
+                captured = self._graphs.capture(self._step)
+        except RuntimeError:
+            _log.exception("a step of this model cannot be made a CUDA graph: %s", _ONE_BY_ONE)
+            captured = None
+        ready = self._model.adapter.ranks.agreed(captured is not None)
+        self._captured = captured if ready else None
+        self._workspace = self._model.pass_.workspace()
+        self._graphs = None  # no second try
+
+    def _forward(self, inputs: Tensor, plan: AttentionPlan, rows: slice) -> Tensor:
+        """Return the final norm's output of all tokens."""
+        model, steps = self._model, self._step_taken.expand(self._size.nonces)
+        routers = model.routers
+        reflected = dict(zip(model.adapter.layers, self._vectors, strict=True))
+        logits = decode.seeded_logits(self._routes[:, rows], steps[rows], experts=routers.experts, top_k=routers.top_k)
+        with model.pass_.continuing(reflected), routers.choosing(logits, inputs.shape[1]):
+            output = model.adapter.forward(StageInputs(inputs, None), {}, plan)
         assert isinstance(output, Tensor)  # noqa: S101 - there is a single stage
         return output
 
-    def _snap(self, step: int, rows: slice, last: Tensor, picks: Tensor) -> None:
+    def _snap(self, rows: slice, last: Tensor, picks: Tensor) -> None:
         points, scores = decode.snap(last, picks, self._model.points)
-        self._points[rows, step] = points
-        self._margins[rows, step] = decode.claimed_margins(scores, self._claims[rows, step])
+        step = self._step_taken
+        claims = self._claims[rows].index_select(1, step).squeeze(1)
+        self._points[rows].index_copy_(1, step, points.unsqueeze(1))
+        self._margins[rows].index_copy_(1, step, decode.claimed_margins(scores, claims).unsqueeze(1))
 
-    def _starts(self, rows: slice, step: int) -> list[Tensor]:
-        """Return the first expert of each nonce, for each router."""
-        steps = torch.full_like(self._bases[rows], step)
-        return [
-            decode.route_starts(seeds[rows], steps, experts=router.experts)
-            for seeds, router in zip(self._routes, self._model.routers, strict=True)
-        ]
-
-    @property
-    def _capacity(self) -> int:
-        return self._request["seq_len"] + self._request["max_tokens"]
-
-    def _seeds(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _seeds(self) -> tuple[list[int], list[int], list[list[int]]]:
         """Return the seeds of inputs and of the first picks ``[nonces]``, and those of ``[routers, nonces]``."""
         block_hash, public_key = self._request["block_hash"], self._request["public_key"]
         nonces = self._request["nonces"]
-        bases = [input_seeds(block_hash, public_key, nonce, strong_rng=False)[0] for nonce in nonces]
-        picks = [decode.prefill_pick_seed(block_hash, public_key, nonce) for nonce in nonces]
-        routes = [
-            [decode.route_seed(block_hash, nonce, router) for nonce in nonces]
-            for router in range(len(self._model.routers))
-        ]
-        device = self._model.adapter.device
+        routers = range(len(self._model.routers.routers))
         return (
-            torch.tensor(bases, device=device),
-            torch.tensor(picks, device=device),
-            torch.tensor(routes, device=device),
+            [input_seeds(block_hash, public_key, nonce, strong_rng=False)[0] for nonce in nonces],
+            [decode.prefill_pick_seed(block_hash, public_key, nonce) for nonce in nonces],
+            [[decode.route_seed(block_hash, nonce, router) for nonce in nonces] for router in routers],
         )
 
-    def _forced(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Return the claims int64 ``[nonces, steps]``, and where there is one."""
-        claims = torch.zeros(len(self._request["nonces"]), steps, dtype=torch.int64)
+    def _load_claims(self) -> None:
+        """Load the claims, and where there is one."""
+        claims = torch.zeros(self._claims.shape, dtype=torch.int64)
         claimed = torch.zeros_like(claims, dtype=torch.bool)
         for row, chain in enumerate(self._request["forced"]):
-            known = min(len(chain), steps)
+            known = min(len(chain), self._size.steps)
             claims[row, :known] = torch.tensor(chain[:known], dtype=torch.int64)
             claimed[row, :known] = True
-        device = self._model.adapter.device
-        return claims.to(device), claimed.to(device)
+        self._claims.copy_(claims)
+        self._claimed.copy_(claimed)
 
 
 def check_request(request: DecodeRequest, limits: ModelFacts) -> None:
@@ -268,14 +387,15 @@ def check_request(request: DecodeRequest, limits: ModelFacts) -> None:
         raise ValueError(f"passes {request['passes']} must be 1 or more")
 
 
-def _model(adapter: ModelAdapter, hidden: int, setup: DecodeSetup) -> _Model:
+def _model(adapter: ModelAdapter, pass_: Pass, hidden: int, setup: DecodeSetup) -> _Model:
     path = Path(setup["codebook"]) if setup["codebook"] is not None else None
     try:
         codebook = open_codebook(path, rebuild=setup["rebuild"])
     except ValueError as error:
         raise UnsupportedModelError(f"The decode scheme cannot run here: {error}.") from error
     experts, top_k = adapter.experts, adapter.experts_per_token
-    routers = find_routers(adapter.layers, experts, top_k)
+    routers = find_routers(adapter.layers)
     if bool(experts) != bool(routers) or (routers and not 1 <= top_k <= experts):
         raise UnsupportedModelError("The decode scheme does not find this model's routers: serve another model.")
-    return _Model(adapter, hidden, routers, codebook, codebook.points.to(adapter.device))
+    seeded = SeededRouters(routers, experts, top_k)
+    return _Model(adapter, pass_, hidden, seeded, codebook, codebook.points.to(adapter.device))

@@ -31,7 +31,7 @@ from vllm_poc.worker.model.capabilities import (
 )
 from vllm_poc.worker.model.ranks import OtherRankError, Ranks
 from vllm_poc.worker.model.scratch import UnsupportedModelError
-from vllm_poc.worker.model_runner import PocModelRunner
+from vllm_poc.worker.model_runner import PocModelRunner, Stage
 from vllm_poc.worker.passes.parity_check import (
     SECONDS,
     Deadline,
@@ -99,10 +99,10 @@ class PocWorkerExtension:
         """Set memory aside for the decode scheme, and say what it allows, or why it cannot run here."""
         return _answer(lambda: self._poc_decode_facts(setup))
 
-    def poc_decode(self, request: DecodeRequest) -> DecodeResult | Failure:
+    def poc_decode(self, request: DecodeRequest) -> DecodeResult | Failure | None:
         """Do the next forward passes of the request's chains."""
 
-        def decode() -> DecodeResult:
+        def decode() -> DecodeResult | None:
             if self._poc_decoder is None:
                 raise UnsupportedModelError("The decode scheme was not prepared on this worker: prepare it first.")
             return self._poc_decoder.run(request)
@@ -112,15 +112,16 @@ class PocWorkerExtension:
     def _poc_decode_facts(self, setup: DecodeSetup) -> DecodeFacts:
         self._poc_decoder = None  # whose memory is free for the next
         try:
-            self._poc_decoder = self._poc_together(
-                lambda runner: lambda: Decoder(runner.stage.adapter, runner.stage.limits, setup)
-            )
+            self._poc_decoder = self._poc_together(lambda runner: self._poc_new_decoder(runner.stage, setup).tried)
         except (UnsupportedModelError, OtherRankError) as error:
             reason = str(error) if isinstance(error, UnsupportedModelError) else None  # the other rank says why
             return DecodeFacts(
                 refusal=reason, rebuilt=False, reserve_bytes=0, block_tokens=[], block_bytes=[], max_batch_nonces=0
             )
         return self._poc_decoder.facts
+
+    def _poc_new_decoder(self, stage: Stage, setup: DecodeSetup) -> Decoder:
+        return Decoder(stage.adapter, stage.limits, setup, stage.pass_, proven=self._poc_refuses_unproven)
 
     def _poc_facts(self) -> ModelFacts:
         try:

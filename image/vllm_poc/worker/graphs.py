@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,26 @@ class GraphCache:
             return pool
         new: tuple[int, int] = torch.cuda.graph_pool_handle()
         return new
+
+
+class StepGraphs:
+    """Graphs of operations that are captured in one go. They share memory, so they never run at the same time."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._alive = WeakSet[torch.cuda.CUDAGraph]()
+
+    def capture(self, operations: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture what ``operations`` enqueue. RuntimeError if the device's graphs cannot hold it."""
+        alive = next(iter(self._alive), None)  # a pool ends with its last graph
+        recording = _Recording(alive.pool() if alive is not None else torch.cuda.graph_pool_handle(), self._device)
+        with self._ranks.graph_capture(self._stream), recording.running():
+            operations()
+        (graph,) = recording.graphs
+        self._alive.add(graph)
+        return graph
 
 
 class _Recording:

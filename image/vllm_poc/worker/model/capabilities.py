@@ -108,9 +108,9 @@ ATTENTION_BY_CACHE_DTYPE = {
 _OWN_OPERATIONS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
 #: Types of models whose chains of decode steps have been compared with another implementation, step by step. All others
 #: are refused: a chain that goes wrong somewhere still looks like a chain.
-_COMPARED_CHAINS = {"qwen3", "qwen3_moe"}
+_COMPARED_CHAINS = {"qwen3", "qwen3_moe", "minimax_m2"}
 #: Attention that has been compared where sequences go on, by the class of the layer's ``impl``.
-_COMPARED_STEPS = {"CPUAttentionBackendImpl"}
+_COMPARED_STEPS = {"CPUAttentionBackendImpl", "FlashAttentionImpl"}
 _PARALLEL_SIZES = {
     "data_parallel_size": "--data-parallel-size",
     "decode_context_parallel_size": "--decode-context-parallel-size",
@@ -179,9 +179,19 @@ def refusal(config: VllmConfig, model: nn.Module) -> str | None:
     )
 
 
-def decode_refusal(adapter: ModelAdapter, facts: ModelFacts, setup: DecodeSetup) -> str | None:
-    """Return one sentence that says why the decode scheme cannot run here, or None; the one place that decides it."""
-    return _setup_refusal(setup) or _chains_refusal(adapter, facts)
+def decode_refusal(adapter: ModelAdapter, facts: ModelFacts, setup: DecodeSetup, *, proven: bool = True) -> str | None:
+    """Return one sentence that says why the decode scheme cannot run here, or None; the one place that decides it.
+
+    If not ``proven``, servers are taken whose chains have not been compared with others.
+    """
+    if facts["hidden_size"] < PICKED_COORDINATES:
+        return (
+            f"The decode scheme picks {PICKED_COORDINATES} coordinates, and the model's hidden size is "
+            f"{facts['hidden_size']}: serve a larger model."
+        )
+    if adapter.ranks.stages > 1:
+        return "The decode scheme does not run in a pipeline: start vLLM without --pipeline-parallel-size."
+    return _setup_refusal(setup) or (_chains_refusal(adapter) if proven else None)
 
 
 def _setup_refusal(setup: DecodeSetup) -> str | None:
@@ -192,19 +202,12 @@ def _setup_refusal(setup: DecodeSetup) -> str | None:
     return None
 
 
-def _chains_refusal(adapter: ModelAdapter, facts: ModelFacts) -> str | None:
-    if not adapter.ranks.alone:
-        return "The decode scheme is not proven on several GPUs: start vLLM with one rank."
+def _chains_refusal(adapter: ModelAdapter) -> str | None:
     if adapter.model_type not in _COMPARED_CHAINS:
         return f"The decode scheme is not proven with {adapter.model_type or 'this model'}: serve another model."
     unknown = set(adapter.attention_kernels) - _COMPARED_STEPS
     if unknown:
         return f"The decode scheme is not proven with {min(unknown)}: choose another --attention-backend."
-    if facts["hidden_size"] < PICKED_COORDINATES:
-        return (
-            f"The decode scheme picks {PICKED_COORDINATES} coordinates, and the model's hidden size is "
-            f"{facts['hidden_size']}: serve a larger model."
-        )
     return None
 
 

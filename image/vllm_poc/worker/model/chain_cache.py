@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache of the decode scheme's chains: memory set aside, in which keys and values stay from step to step.
+"""What the decode scheme's chains have on the device from step to step: a KV cache, and what tells attention of a step.
 
 The scratch cache of a prefill is shared by the layers, since no layer needs another's. A chain's next step reads what
 each layer wrote before, so here each layer has a cache of its own. As there, chat's blocks are never written.
+
+Attention's metadata of a step differs from that of the step before in a few numbers. Where a backend lets these change
+in place, a CUDA graph can read them.
 """
 
 from __future__ import annotations
@@ -14,10 +17,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_poc.worker.model.scratch import BatchShape, CacheForm, CacheGroup, UnsupportedModelError, bound_caches
+from vllm_poc.worker.model.scratch import (
+    BatchShape,
+    CacheForm,
+    CacheGroup,
+    Placement,
+    UnsupportedModelError,
+    bound_caches,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
+
+    from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter
 
 #: Caches begin at multiples of so many bytes, as kernels may expect.
 _ALIGNMENT = 4096
@@ -88,3 +100,33 @@ class ChainCache:
 
 def _form(name: str, group: CacheGroup, blocks: int) -> CacheForm:
     return CacheForm.of(name, group.layers[name].kv_cache, group, blocks)
+
+
+class StepPlan:
+    """The plan of a step of ``nonces`` chains, each with room for ``capacity`` tokens, for one step after the other.
+
+    Attention is told the longest length that a chain will have, so kernels split their work the same way in each step.
+    """
+
+    def __init__(self, adapter: ModelAdapter, nonces: int, capacity: int) -> None:
+        place = Placement(capacity, before=capacity - 1)
+        self.plan: AttentionPlan = adapter.plan(BatchShape(nonces, 1), place)
+        self._groups = adapter.groups
+        slots = {next(iter(group.layers)): self.plan.slot_mapping[next(iter(group.layers))] for group in adapter.groups}
+        # A sequence's blocks lie in a row, so its slots do.
+        self._first_slots = {name: mapping - place.before for name, mapping in slots.items()}
+
+    def move(self, before: Tensor) -> None:
+        """Make it the plan of the step behind so many tokens, int64 ``[1]`` on the device, without asking the CPU."""
+        self.plan.positions.copy_(before.expand_as(self.plan.positions))
+        for group in self._groups:
+            name = next(iter(group.layers))
+            metadata = self.plan.metadata[name]
+            metadata.seq_lens.copy_((before + 1).expand_as(metadata.seq_lens))
+            self.plan.slot_mapping[name].copy_(self._first_slots[name] + before)
+            group.builder.update_draft_decode_metadata(metadata)
+
+
+def moves_in_place(groups: Sequence[CacheGroup]) -> bool:
+    """Whether attention's metadata can go from step to step in place, as vLLM's own graphs of drafts let it."""
+    return all(getattr(group.builder, "supports_draft_decode_metadata_update", False) for group in groups)

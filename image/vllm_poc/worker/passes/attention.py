@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter
 from vllm_poc.worker.model.scratch import BatchShape
-from vllm_poc.worker.passes.operations import Patch, patched
+from vllm_poc.worker.passes.plain import Patch, patched
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention

@@ -29,7 +29,7 @@ from vllm_poc.kernels.packed_experts import (
     multiply_weighted,
     unpack,
 )
-from vllm_poc.worker.passes.operations import Patch
+from vllm_poc.worker.passes.plain import Patch
 
 if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import ModelAdapter
@@ -60,6 +60,9 @@ _N, _K = 128, 128
 _NIBBLES, _WORD = 3, 8
 #: Exponents of two that stand for the columns of a tile.
 _LEAST_POWER = 64
+#: vLLM's Triton experts, and the rows of a tile of theirs where each expert has few: vLLM has 64 from 65 tokens on.
+_TRITON = "vllm.model_executor.layers.fused_moe.fused_moe"
+_FEW_ROWS = 16
 _ARRANGE = "prepare_moe_mxfp4_layer_for_marlin"
 _SLOWER = "PoC uses vLLM's own products for them, which are slower"
 
@@ -95,6 +98,27 @@ def expert_patches(layout: PackedLayout | None) -> Iterator[Patch]:
     original = getattr(module, "fused_marlin_moe", None)
     if layout is not None and original is not None:
         yield Patch(module, "fused_marlin_moe", partial(_experts, original, layout))
+
+
+def tile_patches() -> Iterator[Patch]:
+    """Let vLLM's Triton experts multiply few rows of each expert in small tiles, where it has no tuned sizes.
+
+    That is so in decode steps: weights are read at the rate of the memory then, if nothing else takes longer.
+    """
+    module = sys.modules.get(_TRITON)
+    original = getattr(module, "get_default_config", None)
+    if original is not None:
+        yield Patch(module, "get_default_config", partial(_tile, original))
+
+
+def _tile(original: Callable[..., dict[str, int]], *call: Any, **options: Any) -> dict[str, int]:  # noqa: ANN401
+    config = original(*call, **options)
+    try:
+        tokens, experts, top_k = call[0], call[1], call[4]
+        few = tokens * top_k <= _FEW_ROWS * experts
+    except (IndexError, TypeError):  # another release's arguments
+        return config
+    return config | {"BLOCK_SIZE_M": min(_FEW_ROWS, config["BLOCK_SIZE_M"])} if few else config
 
 
 def _found_layout(arrange: Callable[..., Any], device: torch.device) -> PackedLayout | None:

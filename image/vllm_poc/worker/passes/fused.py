@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,9 @@ from vllm_poc.worker.passes.attention import (
     prefill_patches,
     prefill_plan,
 )
-from vllm_poc.worker.passes.experts import expert_layout, expert_patches, unpacked_bytes
-from vllm_poc.worker.passes.operations import Patch, is_plain_norm, operation_patches, operations, patched
-from vllm_poc.worker.passes.plain import reflected_layers
+from vllm_poc.worker.passes.experts import expert_layout, expert_patches, tile_patches, unpacked_bytes
+from vllm_poc.worker.passes.operations import is_plain_norm, operation_patches, operations
+from vllm_poc.worker.passes.plain import Patch, patched, reflected_layers
 from vllm_poc.worker.passes.quantisation import quantisation_patches
 from vllm_poc.worker.passes.recurrent import Chunks, is_recurrent, recurrent_patches
 
@@ -72,15 +72,23 @@ class FusedPass:
     @contextmanager
     def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> Iterator[None]:
         """Make the model compute this way, and reflect each layer's output along its vector."""
-        norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
-        others = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
-        patches = [*operation_patches(self._operations, norms), *quantisation_patches()]
-        patches += [*index_patches(self._adapter.model), *expert_patches(self._expert_layout)]
+        patches = [*index_patches(self._adapter.model)]
         patches += cache_patches() if self.needs_cache else prefill_patches(self._attention, shape.seq_len)
         patches += recurrent_patches(self._adapter.model, shape, self._chunks) if self._recurrent else ()
-        patches.append(Patch(workspace, "_manager", self._workspace))
-        last = last_tokens_only(self._adapter.layers[-1], shape)
-        with patched(patches), reflected_layers(others, _reflected), last:
+        with self._fused(vectors, patches), last_tokens_only(self._adapter.layers[-1], shape):
+            yield
+
+    def continuing(self, vectors: Mapping[nn.Module, Tensor]) -> AbstractContextManager[None]:
+        """Do the same where sequences go on from a cache, by the server's own attention."""
+        return self._fused(vectors, [*cache_patches(), *tile_patches()])
+
+    @contextmanager
+    def _fused(self, vectors: Mapping[nn.Module, Tensor], others: Iterable[Patch]) -> Iterator[None]:
+        norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
+        rest = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
+        patches = [*operation_patches(self._operations, norms), *quantisation_patches(), *others]
+        patches += [*expert_patches(self._expert_layout), Patch(workspace, "_manager", self._workspace)]
+        with patched(patches), reflected_layers(rest, _reflected):
             yield
 
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's small operations as single kernels, and how a pass puts them in vLLM's place.
+"""vLLM's small operations as single kernels.
 
 vLLM has such kernels of its own only in code that it compiles, which PoC cannot use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 from vllm_poc.kernels import joint_norm
 from vllm_poc.kernels import layers as kernels
 from vllm_poc.kernels.router import exact_product
+from vllm_poc.worker.passes.plain import Patch
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -34,33 +34,6 @@ if TYPE_CHECKING:
 _DEPTH = 3
 #: Both have the same forward pass.
 _NORMED_ATTENTION = (Qwen3Attention, Qwen3MoeAttention)
-
-
-class Patch(NamedTuple):
-    """``owner.name`` is to be ``value``; also in place of a method of the owner's class."""
-
-    owner: object
-    name: str
-    value: Any
-
-
-@contextmanager
-def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Apply patches while the context lasts. Chat, which runs between, never meets one."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    missing = object()
-    try:
-        for owner, name, value in patches:
-            attributes = vars(owner)
-            undo.append((attributes, name, attributes.get(name, missing)))
-            attributes[name] = value
-        yield
-    finally:
-        for attributes, name, before in reversed(undo):
-            if before is missing:
-                del attributes[name]
-            else:
-                attributes[name] = before
 
 
 def is_plain_norm(module: nn.Module | None) -> bool:

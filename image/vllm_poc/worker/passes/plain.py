@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own forward pass, with hooks that reflect each decoder layer's output, and what every pass must do.
 
-In the decode scheme, hooks also replace what routers say of each token. vLLM's own code makes weights of their logits,
-as it does for chat.
+In the decode scheme, what routers say of each token is replaced, too. vLLM's own code makes weights of their logits, as
+it does for chat.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from vllm_poc.maths.decode import route_logits
 from vllm_poc.maths.sampling import reflect
 
 if TYPE_CHECKING:
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 LayerOutput: TypeAlias = Tensor | tuple[Tensor, ...]
 #: Returns the reflection of rows along a vector.
 Reflect: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-
-
-class Router(NamedTuple):
-    """What says for each token which of ``experts`` compute it: the ``top_k`` with the largest logits."""
-
-    gate: nn.Module
-    experts: int
-    top_k: int
 
 
 class Pass(Protocol):
@@ -54,6 +46,37 @@ class Pass(Protocol):
         The forward pass returns all tokens, or the last of each sequence.
         """
         ...
+
+    def continuing(self, vectors: Mapping[nn.Module, Tensor]) -> AbstractContextManager[None]:
+        """Do the same where sequences go on from keys and values in a cache. The forward pass returns all tokens."""
+        ...
+
+
+class Patch(NamedTuple):
+    """``owner.name`` is to be ``value``; also in place of a method of the owner's class."""
+
+    owner: object
+    name: str
+    value: Any
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Apply patches while the context lasts. Chat, which runs between, never meets one."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    missing = object()
+    try:
+        for owner, name, value in patches:
+            attributes = vars(owner)
+            undo.append((attributes, name, attributes.get(name, missing)))
+            attributes[name] = value
+        yield
+    finally:
+        for attributes, name, before in reversed(undo):
+            if before is missing:
+                del attributes[name]
+            else:
+                attributes[name] = before
 
 
 class PlainPass:
@@ -78,6 +101,10 @@ class PlainPass:
         with reflected_layers(vectors):
             yield
 
+    def continuing(self, vectors: Mapping[nn.Module, Tensor]) -> AbstractContextManager[None]:
+        """Do the same: vLLM's own pass always has a cache."""
+        return reflected_layers(vectors)
+
 
 @contextmanager
 def reflected_layers(vectors: Mapping[nn.Module, Tensor], reflect: Reflect = reflect) -> Iterator[None]:
@@ -91,42 +118,74 @@ def reflected_layers(vectors: Mapping[nn.Module, Tensor], reflect: Reflect = ref
         yield
 
 
-def find_routers(layers: Iterable[nn.Module], experts: int, top_k: int) -> list[Router]:
+def find_routers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the routers of the layers, in their order: the gate of the first part with both a gate and experts.
 
-    Dense layers have none. ``experts`` are those of all ranks, by the model's configuration.
+    Dense layers have none.
     """
     gates = (next(filter(None, map(_gate, layer.modules())), None) for layer in layers)
-    return [Router(gate, experts, top_k) for gate in gates if gate is not None]
+    return [gate for gate in gates if gate is not None]
 
 
-@contextmanager
-def seeded_routers(routers: Sequence[Router], starts: Sequence[Tensor], tokens: int) -> Iterator[None]:
-    """Let one forward pass choose experts by seeds while the context lasts.
+class SeededRouters:
+    """Routers whose logits are made of seeds. They choose ``top_k`` of ``experts``, which are those of all ranks.
 
-    ``starts`` has int64 ``[nonces]`` for each router, the first experts of the nonces (`route_starts`). Each nonce has
-    ``tokens`` tokens. RuntimeError if a router was not asked exactly once: its experts would be the model's own choice.
+    Their own answer is asked for once alone, to learn its form.
     """
-    asked = [0] * len(routers)
 
-    def replace(number: int, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        asked[number] += 1
-        logits, *rest = output if isinstance(output, tuple) else (output,)
-        router = routers[number]
-        seeded = route_logits(starts[number], experts=router.experts, top_k=router.top_k, dtype=logits.dtype)
-        seeded = seeded.repeat_interleave(tokens, dim=0)
-        if seeded.shape != logits.shape:
+    def __init__(self, routers: Sequence[nn.Module], experts: int, top_k: int) -> None:
+        self.routers = routers
+        self.experts = experts
+        self.top_k = top_k
+        self._forms: list[_Logits | None] = [None] * len(routers)
+
+    @contextmanager
+    def choosing(self, logits: Tensor, tokens: int) -> Iterator[None]:
+        """Let one forward pass choose experts by ``logits`` while the context lasts.
+
+        ``logits`` are float32 ``[routers, nonces, experts]``, of nonces with so many ``tokens`` each. RuntimeError if a
+        router was not asked exactly once: its experts would be the model's own choice.
+        """
+        asked = [0] * len(self.routers)
+
+        def answer(number: int, own: Callable[..., _Answer], *args: object, **options: object) -> _Answer:
+            asked[number] += 1
+            seeded = logits[number].repeat_interleave(tokens, dim=0) if tokens > 1 else logits[number]
+            form = self._forms[number] or _Logits.of(own(*args, **options), seeded)
+            self._forms[number] = form
+            return form.answer(seeded)
+
+        with patched(
+            Patch(router, "forward", partial(answer, number, router.forward))
+            for number, router in enumerate(self.routers)
+        ):
+            yield
+        if any(count != 1 for count in asked):
+            raise RuntimeError(f"routers were asked {asked} times in a forward pass, not once each")
+
+
+#: What a router returns: logits, or these and others.
+_Answer: TypeAlias = Tensor | tuple[Tensor, ...]
+
+
+class _Logits(NamedTuple):
+    """The form of a router's answer: the type of its logits, and what follows them in a tuple; None if it is none."""
+
+    dtype: torch.dtype
+    others: tuple[Tensor, ...] | None
+
+    @classmethod
+    def of(cls, output: _Answer, seeded: Tensor) -> _Logits:
+        """Return the form of a router's own answer. RuntimeError if it is of other tokens or experts than seeded."""
+        logits, *others = output if isinstance(output, tuple) else (output,)
+        if any(other is not None for other in others) or logits.shape != seeded.shape:
             raise RuntimeError(f"a router gave logits {tuple(logits.shape)} instead of {tuple(seeded.shape)}")
-        return (seeded, *rest) if isinstance(output, tuple) else seeded
+        return cls(logits.dtype, tuple(others) if isinstance(output, tuple) else None)
 
-    with ExitStack() as stack:
-        for number, router in enumerate(routers):
-            stack.enter_context(
-                router.gate.register_forward_hook(lambda _, _inputs, output, number=number: replace(number, output))
-            )
-        yield
-    if any(count != 1 for count in asked):
-        raise RuntimeError(f"routers were asked {asked} times in a forward pass, not once each")
+    def answer(self, logits: Tensor) -> _Answer:
+        """Return logits in this form."""
+        logits = logits.to(self.dtype)
+        return logits if self.others is None else (logits, *self.others)
 
 
 def _reflect_output(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_poc.kernels import layers
-from vllm_poc.worker.passes.operations import Patch
+from vllm_poc.worker.passes.plain import Patch
 
 _NAME = "per_token_group_quant_fp8"
 _EXECUTOR = "vllm.model_executor"

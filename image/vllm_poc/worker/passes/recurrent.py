@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from vllm_poc.worker.model.scratch import BatchShape
 from vllm_poc.worker.passes.attention import MAX_PLANS
-from vllm_poc.worker.passes.operations import Patch, is_exact_router
+from vllm_poc.worker.passes.operations import is_exact_router
+from vllm_poc.worker.passes.plain import Patch
 
 _LINEAR_ATTENTION = "Glm5NextLinearAttention"
 #: Layers with caches: linear and latent attention, and what the index of the latter keeps.

@@ -21,9 +21,11 @@ REQUEST = DecodeRequest(
 )
 
 
-def an_adapter(*, alone: bool = True, model: str = "qwen3", attention: str = "CPUAttentionBackendImpl") -> Any:  # noqa: ANN401
+def an_adapter(*, stages: int = 1, model: str = "qwen3", attention: str = "CPUAttentionBackendImpl") -> Any:  # noqa: ANN401
     return SimpleNamespace(
-        ranks=SimpleNamespace(alone=alone), model_type=model, attention_kernels=[attention] if attention else []
+        ranks=SimpleNamespace(stages=stages),
+        model_type=model,
+        attention_kernels=[attention] if attention else [],
     )
 
 
@@ -34,10 +36,11 @@ def an_adapter(*, alone: bool = True, model: str = "qwen3", attention: str = "CP
         ({}, {"codebook": None, "rebuild": True}, 256, None),
         ({}, {"codebook": None}, 256, "give the path of its sphere_codebook.pt"),
         ({}, {"reserve_bytes": 0}, 256, "set some aside"),
-        ({"alone": False}, {}, 256, "one rank"),
-        ({"model": "minimax_m2"}, {}, 256, "not proven with minimax_m2"),
+        ({"model": "llama"}, {}, 256, "not proven with llama"),
         ({"model": ""}, {}, 256, "not proven with this model"),
-        ({"attention": "FlashAttentionImpl"}, {}, 256, "not proven with FlashAttentionImpl"),
+        ({"attention": "FlashAttentionImpl"}, {}, 256, None),
+        ({"attention": "TritonAttentionImpl"}, {}, 256, "not proven with TritonAttentionImpl"),
+        ({"stages": 2}, {}, 256, "without --pipeline-parallel-size"),
         ({}, {}, 255, "hidden size is 255"),
     ],
 )

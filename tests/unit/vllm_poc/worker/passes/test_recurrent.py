@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hac
 from vllm_poc.worker.model.scratch import BatchShape  # noqa: E402
 from vllm_poc.worker.passes import recurrent  # noqa: E402
 from vllm_poc.worker.passes.attention import MAX_PLANS  # noqa: E402
-from vllm_poc.worker.passes.operations import patched  # noqa: E402
+from vllm_poc.worker.passes.plain import patched  # noqa: E402
 
 
 def starts(shape: BatchShape) -> Any:  # noqa: ANN401 - a tensor

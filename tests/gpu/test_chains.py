@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of the decode scheme in real shapes: captured or not, beside vLLM's own pass, and beside chat."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.vllm.client import Client
+    from vllm import LLM
+
+torch = pytest.importorskip("torch", reason="needs the worker environment")
+
+from tests.vllm.device import ON_GPU, WHY_NOT_PARALLEL  # noqa: E402
+from vllm_poc.rpc import DecodeRequest, DecodeSetup  # noqa: E402
+
+_log = logging.getLogger(__name__)
+
+#: Sequences go on from one block into the next ones.
+SEQ_LEN, STEPS = 61, 27
+NONCES = [*range(20), 2**31 - 1]
+SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=2**30)
+#: What rounding to 16 bits, or in an FP8 cache, changes of a margin: on average, and at most half of the network's tau.
+MEAN_MARGIN, MARGIN = 0.025 / 8, 0.025 / 2
+#: How many indices may differ from those of another pass: points are near each other in few places.
+OTHERS = 0.05
+#: Shape, arguments.
+SERVED = {
+    "qwen3": ("qwen3-0.6b", []),
+    "qwen3-fp8-cache": ("qwen3-0.6b", ["--layers", "8", "--kv-cache-dtype", "fp8"]),
+    "minimax": ("minimax-m2.7", ["--layers", "3", "--kv-cache-dtype", "fp8"]),
+    "minimax-tp": ("minimax-m2.7", ["--layers", "3", "--tensor-parallel", "2"]),
+}
+
+
+def chains_of(nonces: Sequence[int], forced: Sequence[Sequence[int]] = (), *, passes: int = 5) -> DecodeRequest:
+    return DecodeRequest(
+        block_hash="b10c",
+        public_key="key",
+        nonces=list(nonces),
+        seq_len=SEQ_LEN,
+        max_tokens=STEPS,
+        forced=[list(claim) for claim in forced],
+        passes=passes,
+    )
+
+
+def claims_of(nonces: Sequence[int]) -> list[list[int]]:
+    return [[(3 * step + nonce) % 16 for step in range(STEPS + 1)] for nonce in nonces]
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """The model with weights of sensible size, ready for chains."""
+    if not ON_GPU:
+        pytest.skip("needs a CUDA device")
+    from benchmarks.gpu import options_of, served  # noqa: PLC0415 - needs vLLM
+
+    shape, arguments = SERVED[request.param]
+    if request.param.endswith("-tp") and WHY_NOT_PARALLEL is not None:
+        pytest.skip(WHY_NOT_PARALLEL)
+    arguments = ["--shape", shape, "--memory", "0.3", "--sequences", "256", *arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used the GPU
+        model, _ = served(options_of(None).parse_args(arguments), extension="benchmarks.gpu_worker.MeasuringExtension")
+    asked(model, "poc_bench_weights")
+    assert asked(model, "poc_describe")["fused"]
+    yield model
+    model.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _prepared(request: pytest.FixtureRequest) -> None:
+    if "model" in request.fixturenames:
+        assert asked(request.getfixturevalue("model"), "poc_prepare_decode", SETUP)["refusal"] is None
+
+
+def asked(model: LLM, method: str, *args: object) -> Any:  # noqa: ANN401 - each method has its own answer
+    from benchmarks.gpu_pod import call  # noqa: PLC0415 - needs vLLM
+
+    return call(model, method, *args)
+
+
+def decoded(model: LLM, request: DecodeRequest) -> dict[str, Any]:
+    """Repeat the request until it is complete."""
+    for _ in range(STEPS + len(request["nonces"]) + 1):
+        answer: dict[str, Any] = asked(model, "poc_decode", request)
+        if answer["complete"]:
+            return answer
+    raise AssertionError("chains have no end")
+
+
+def test_captured_steps_give_the_same_bits(model: LLM) -> None:
+    """Also for other nonces in the same graph, in slices of any length, and with claims."""
+    assert asked(model, "poc_test_captures")
+    requests = [
+        chains_of(NONCES),
+        chains_of([nonce + 100 for nonce in range(len(NONCES))], passes=1),
+        chains_of(NONCES, claims_of(NONCES), passes=40),
+        chains_of(NONCES[:7], passes=3),
+    ]
+    captured = [decoded(model, request) for request in [*requests, *requests]]
+    assert captured[: len(requests)] == captured[len(requests) :]
+    assert asked(model, "poc_test_steps_one_by_one")
+    assert [decoded(model, request) for request in requests] == captured[: len(requests)]
+    points = {point for row in captured[0]["indices"] for point in row}
+    assert len(points) == 16, "random weights lead everywhere"
+
+
+def test_chains_are_those_of_one_pass_over_all_tokens(model: LLM) -> None:
+    """That pass is vLLM's own, and has neither graphs, nor fused operations, nor keys of steps before in a cache."""
+    request = chains_of(NONCES, claims_of(NONCES))
+    found, expected = decoded(model, request), asked(model, "poc_test_chains_at_once", request)
+    apart = (torch.tensor(found["margins"]) - torch.tensor(expected["margins"])).abs()
+    other = (torch.tensor(found["indices"]) != torch.tensor(expected["indices"])).float().mean()
+    _log.info("margins: mean %.5f, largest %.5f apart; %.2f %% other indices", apart.mean(), apart.max(), 100 * other)
+    assert apart.mean() <= MEAN_MARGIN
+    assert apart.max() <= MARGIN
+    assert other <= OTHERS
+
+
+def test_chat_and_prefill_run_between_steps_and_neither_changes_the_other(model: LLM) -> None:
+    from tests.support.builders.batches import a_batch  # noqa: PLC0415
+
+    request, batch = chains_of(NONCES, passes=1), a_batch(range(8), seq_len=SEQ_LEN)
+    expected = decoded(model, request)
+    chat, artifacts = answer(model), asked(model, "poc_compute", batch)
+    held = asked(model, "poc_test_held")
+    assert decoded(model, request) == expected
+    assert asked(model, "poc_test_held") == held
+    for _ in range(3):
+        assert not asked(model, "poc_decode", request)["complete"]
+        assert answer(model) == chat
+        assert asked(model, "poc_compute", batch) == artifacts
+    assert decoded(model, request) == expected
+    assert answer(model) == chat
+
+
+def answer(model: LLM) -> list[int]:
+    """Return the greedy answer to a prompt that fills several blocks."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    (found,) = model.generate([{"prompt_token_ids": list(range(1000, 1100))}], greedy, use_tqdm=False)
+    return list(found.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("real_client", ["one", "fp8"], indirect=True)
+def test_a_server_as_users_start_it_captures_steps_and_chat_keeps_its_tokens(real_client: Client) -> None:
+    """Compiled and with CUDA graphs of its own, for which attention's metadata is made in another way."""
+
+    def all_of(request: DecodeRequest) -> dict[str, Any]:
+        while not (found := real_client.worker("poc_decode", request)).get("complete"):
+            assert "error" not in found, found
+        return dict(found)
+
+    chat, request = real_client.chat("Tell me about licenses."), chains_of(NONCES, passes=4)
+    assert real_client.worker("poc_prepare_decode", SETUP)["refusal"] is None
+    assert real_client.worker("poc_test_captures")
+    before = real_client.worker("poc_test_kv_checksum")
+    captured = all_of(request)
+    assert real_client.worker("poc_test_kv_checksum") == before
+    assert not real_client.worker("poc_decode", chains_of(NONCES, passes=10))["complete"]
+    assert real_client.chat("Tell me about licenses.") == chat
+    assert all_of(request) == captured
+    assert real_client.worker("poc_test_steps_one_by_one")
+    assert all_of(request) == captured
