@@ -14,6 +14,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -88,7 +89,7 @@ def server_arguments(words: Sequence[str]) -> list[str]:
             "--poc-open is about PoC's routes, which --enable-poc adds: add that, or leave --poc-open out."
         )
     if poc:
-        _check_settings()
+        settings = _checked_settings()
         check_version(_vllm_version())
     parsed = parse_as_server([*options, *positionals])
     model = _model(parsed, options)
@@ -96,6 +97,7 @@ def server_arguments(words: Sequence[str]) -> list[str]:
         return [*options, *model, *positionals]
     _check_options(parsed)
     _check_model(parsed, options)
+    _check_codebook(settings)
     hooks = ["--worker-extension-cls", EXTENSION_CLASS]
     if not parsed.headless:
         hooks += ["--middleware", MIDDLEWARE, *_host(parsed)]
@@ -128,8 +130,9 @@ async def _facts(parsed: argparse.Namespace) -> ModelFacts:
         arguments, usage_context=usage
     )
     try:
-        seconds = Settings.from_environment(os.environ).engine_seconds
-        return await VllmEngine(client, frozenset(), call_seconds=seconds).facts()
+        settings = Settings.from_environment(os.environ)
+        engine = VllmEngine(client, frozenset(), call_seconds=settings.engine_seconds)
+        return await engine.facts(settings.decode_setup)
     finally:
         client.shutdown()
 
@@ -143,6 +146,10 @@ def summary(facts: ModelFacts) -> str:
         *(f"{part} by {', '.join(facts[part])}" for part in ("attention", "experts") if facts[part]),
         f"{facts['scratch_bytes'] / 2**20:.0f} MiB of memory beside vLLM's",
     ]
+    if "decode" in facts:
+        refusal, reserve = facts["decode"]["refusal"], facts["decode"]["reserve_bytes"]
+        kept = f"the decode scheme with {reserve / 2**20:.0f} MiB for its chains"
+        found.append(kept if refusal is None else f"without the decode scheme: {refusal.rstrip('.')}")
     return "; ".join(found)
 
 
@@ -175,12 +182,22 @@ def _vllm_version() -> str:
         raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
 
 
-def _check_settings() -> None:
+def _checked_settings() -> Settings:
     # Here and not only in the server, which would fail after minutes of loading.
     try:
-        Settings.from_environment(os.environ)
+        return Settings.from_environment(os.environ)
     except SettingsError as error:
         raise UsageError(str(error)) from None
+
+
+def _check_codebook(settings: Settings) -> None:
+    # As above. PyTorch is there, since vLLM is.
+    if settings.decode_codebook is None:
+        return
+    try:
+        importlib.import_module("vllm_poc.maths.decode").load_codebook(Path(settings.decode_codebook))
+    except ValueError as error:
+        raise UsageError(f"{PREFIX}DECODE_CODEBOOK: {error}.") from None
 
 
 def _check_options(options: argparse.Namespace) -> None:

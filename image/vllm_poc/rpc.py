@@ -219,8 +219,8 @@ class ModelFacts(TypedDict):
     out about this server before it computed for PoC. ``stages`` is the length of the pipeline. ``attention`` and
     ``experts`` are the names of the kernels that compute these, empty where there are none or they have no name.
     ``dtype``, ``kv_cache_dtype`` and ``quantization`` are vLLM's words for how it computes and stores; the last is
-    empty where weights are not quantized. ``decode_refusal`` is the reason why the decode scheme cannot run on it, None
-    if it can; workers without the key do not compute that scheme.
+    empty where weights are not quantized. ``decode`` is what they say about the decode scheme, if the server is set up
+    for it: the server adds that.
     """
 
     hidden_size: int
@@ -240,7 +240,7 @@ class ModelFacts(TypedDict):
     quantization: str
     findings: list[str]
     refusal: str | None
-    decode_refusal: NotRequired[str | None]
+    decode: NotRequired[DecodeFacts]
 
 
 class Failure(TypedDict):

@@ -97,6 +97,11 @@ class Client:
         with self._open(f"{API_PREFIX}/status") as answer:
             return json.load(answer)
 
+    def versions(self) -> Any:  # noqa: ANN401
+        """Return what runs there."""
+        with self._open(f"{API_PREFIX}/versions") as answer:
+            return json.load(answer)
+
     def metrics(self) -> dict[str, float]:
         """Return the ``poc_*`` series of vLLM's /metrics."""
         with urllib.request.urlopen(f"{self.base}/metrics", timeout=REQUEST_SECONDS) as answer:  # noqa: S310

@@ -34,8 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 #: Modules whose tests take none of the servers that others share.
 ALONE = (
-    *("test_cli", "test_decode", "test_deepseek_v4", "test_download", "test_multimodal", "test_parallel"),
-    *("test_plain_vllm", "test_recurrent", "test_refusals", "test_self_check"),
+    *("test_cli", "test_decode", "test_decode_routes", "test_deepseek_v4", "test_download", "test_multimodal"),
+    *("test_parallel", "test_plain_vllm", "test_recurrent", "test_refusals", "test_self_check"),
 )
 
 

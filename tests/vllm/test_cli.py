@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.fakes.engine import DECODE_FACTS, FACTS
 from tests.vllm.device import PATIENCE
 from tests.vllm.server import FLAGS, command_environment
 from vllm_poc.cli import (
@@ -25,7 +26,9 @@ from vllm_poc.cli import (
     main,
     parse_as_server,
     server_arguments,
+    summary,
 )
+from vllm_poc.rpc import DecodeFacts
 from vllm_poc.server.settings import Settings
 
 
@@ -226,6 +229,36 @@ def test_a_wrong_setting_is_named_before_anything_is_loaded(monkeypatch: pytest.
     monkeypatch.setenv("VLLM_POC_FLUSH_SECONDS", "soon")
     with pytest.raises(UsageError, match=r"VLLM_POC_FLUSH_SECONDS: .*valid number"):
         server_arguments(["m", "--enable-poc"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), (b"PK", "has the SHA-256 .* use the network's file")],
+    ids=["no file", "another file"],
+)
+def test_a_codebook_that_is_not_the_networks_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "sphere_codebook.pt"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv("VLLM_POC_DECODE_CODEBOOK", str(path))
+    monkeypatch.setenv("VLLM_POC_DECODE_RESERVE_BYTES", "1000")
+    with pytest.raises(UsageError, match=f"^VLLM_POC_DECODE_CODEBOOK: codebook {path} {message}"):
+        server_arguments(["m", "--enable-poc"])
+
+
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        (None, "; the decode scheme with 64 MiB for its chains"),
+        ("It is not proven with llama.", "; without the decode scheme: It is not proven with llama"),
+    ],
+)
+def test_a_check_tells_of_the_decode_scheme(refusal: str | None, told: str) -> None:
+    decode: DecodeFacts = {**DECODE_FACTS, "refusal": refusal, "reserve_bytes": 2**26}
+    assert summary({**FACTS, "decode": decode}).endswith(told)
+    assert "decode" not in summary(FACTS)
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.25.1", "0.32.0", "0.32.1.dev3+cpu"])

@@ -167,7 +167,7 @@ async def test_a_new_start_resumes_where_it_is_told(pod: Pod) -> None:
     await pod.start(body)
     await pod.reach(lambda s: s.next_index > 0)
     await pod.post("stop")
-    pod.engine.answered.clear()
+    pod.engine.computed.clear()
     await pod.start(body | {"start_index": 1000})
     status = await pod.reach(lambda s: s.total_checked > 0)
     assert status.start_index == 1000

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.fakes.engine import NO_ROOM
 from tests.support.servers.pod import ARTIFACT, SLOT, Pod
 from tests.wire.test_requests import DECODE_GENERATE, DECODE_PARAMS, error_of
 from vllm_poc.wire.messages import API_PREFIX
 
 WITHOUT = "params.decode: asks for the decode scheme, which this server does not offer: "
-NO_ENGINE = "its engine computes the prefill scheme alone, so ask a server that offers both"
+NO_SETUP = "ask one that does, or start this one with VLLM_POC_DECODE_CODEBOOK and VLLM_POC_DECODE_RESERVE_BYTES"
+NO_CODEBOOK = "codebook /codebook.pt cannot be read (No such file or directory): give the path of a file."
+NO_MEMORY = f"poc_prepare_decode failed: {NO_ROOM}: set fewer bytes aside, or start vLLM with a lower "
+SETUP = {"DECODE_CODEBOOK": "/codebook.pt", "DECODE_RESERVE_BYTES": "1000"}
 CHAINS = [{"nonce": nonce, "vector_b64": "", "k_points_steps": [3] * 257} for nonce in DECODE_GENERATE["nonces"]]
 
 
@@ -19,7 +23,11 @@ async def schemes(pod: Pod) -> tuple[list[str], list[str]]:
     return told["schemes"], told["protocols"]
 
 
-@pytest.mark.parametrize("why", [None, "sphere_codebook.pt is not there: mount it"], ids=["no engine", "no codebook"])
+@pytest.mark.parametrize(
+    ("pod_settings", "why"),
+    [({}, NO_SETUP), (SETUP, NO_CODEBOOK), (SETUP, NO_MEMORY)],
+    ids=["no setup", "no codebook", "no memory"],
+)
 @pytest.mark.parametrize(
     ("route", "body"),
     [
@@ -30,19 +38,29 @@ async def schemes(pod: Pod) -> tuple[list[str], list[str]]:
     ],
     ids=["mining", "by its name", "named nonces", "validation"],
 )
-async def test_a_pod_without_the_decode_scheme_says_so(pod: Pod, route: str, body: Any, why: str | None) -> None:  # noqa: ANN401
-    if why is not None:
-        pod.engine.facts["decode_refusal"] = why
+async def test_a_pod_without_the_decode_scheme_says_so(
+    pod: Pod,
+    route: str,
+    body: Any,  # noqa: ANN401
+    why: str,
+) -> None:
+    pod.engine.decode_facts["refusal"] = NO_CODEBOOK
+    pod.engine.has_room = why != NO_MEMORY
     error = error_of(await pod.post(route, body), 422, "SchemeNotOffered")
-    assert error.detail == WITHOUT + (why or NO_ENGINE)
+    assert error.detail.startswith(WITHOUT + why)
     assert await schemes(pod) == (["prefill"], ["distance", "artifact"])
     assert pod.engine.computed == []
     assert (await pod.status()).config is None
 
 
-async def test_the_engine_alone_decides_what_is_offered(pod: Pod) -> None:
-    pod.engine.facts["decode_refusal"] = None
-    assert await schemes(pod) == (["prefill", "decode"], ["distance", "artifact", "decode"])
+@pytest.mark.parametrize("pod_settings", [SETUP], ids=["no codebook"])
+async def test_without_the_decode_scheme_vectors_are_computed_as_ever(
+    pod: Pod, caplog: pytest.LogCaptureFixture
+) -> None:
+    pod.engine.decode_facts["refusal"] = NO_CODEBOOK
+    answer = await pod.post("generate", ARTIFACT | {"nonces": [1], "wait": True})
+    assert [artifact["nonce"] for artifact in answer.json()["artifacts"]] == [1]
+    assert f"this server does not offer the decode scheme: {NO_CODEBOOK}" in caplog.text
 
 
 @pytest.mark.parametrize("chain", [None, []], ids=["none", "empty"])

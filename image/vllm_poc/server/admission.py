@@ -18,9 +18,9 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from vllm_poc.logs import get_logger
-from vllm_poc.rpc import ModelFacts
+from vllm_poc.rpc import ModelFacts, chain_nonces
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
-from vllm_poc.server.settings import Settings
+from vllm_poc.server.settings import PREFIX, Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, Protocol, RoundRequest, Scheme
 
@@ -32,6 +32,8 @@ _FROM_ELSEWHERE = ("x-forwarded-", "x-real-ip", "forwarded", "via", "x-envoy-", 
 _NAMED = 5
 #: And of artifacts without a chain: as many as the reference does.
 _CLAIMS_NAMED = 8
+#: Why a server that was not told otherwise does not offer the decode scheme.
+_NO_DECODE = f"ask one that does, or start this one with {PREFIX}DECODE_CODEBOOK and {PREFIX}DECODE_RESERVE_BYTES"
 # Options of vLLM that make several API servers or engines, with the values that do not.
 _SEVERAL: Mapping[str, tuple[object, ...]] = {
     "api_server_count": (None, 1),
@@ -174,17 +176,20 @@ def check_round(request: RoundRequest, facts: ModelFacts, served_names: frozense
     """Refuse what the model does not allow: 409 for another model, 422 for a number beyond a limit."""
     if facts["refusal"] is not None:
         raise refusal(HTTPStatus.CONFLICT, "ModelUnsupported", facts["refusal"])
-    if request.protocol is Protocol.DECODE and (why := decode_refusal(facts)) is not None:
+    decodes = request.protocol is Protocol.DECODE
+    if decodes and (why := decode_refusal(facts)) is not None:
         message = f"asks for the decode scheme, which this server does not offer: {why}"
         raise field_refusal("params.decode", message, reason="SchemeNotOffered")
     _check_seq_len(request, facts)
+    if decodes:
+        _check_chains(request, facts)
     if request.params is not None:
         _check_params(request.params, facts, served_names)
 
 
 def decode_refusal(facts: ModelFacts) -> str | None:
     """Return why this server does not offer the decode scheme; None if it does. Nothing else decides that."""
-    return facts.get("decode_refusal", "its engine computes the prefill scheme alone, so ask a server that offers both")
+    return facts["decode"]["refusal"] if "decode" in facts else _NO_DECODE
 
 
 def offered_schemes(facts: ModelFacts | None) -> list[Scheme]:
@@ -224,12 +229,31 @@ def check_validation(request: GenerateRequest) -> None:
 
 def slice_limit(request: RoundRequest, facts: ModelFacts) -> int:
     """Return how many nonces a forward pass holds that is not tuned: at least 1."""
+    if request.protocol is Protocol.DECODE:
+        return _most_chains(request, facts)  # they take each step together, so that more of them cost hardly more
     return min(request.batch_size, most_nonces(request, facts))
 
 
 def most_nonces(request: RoundRequest, facts: ModelFacts) -> int:
     """Return how many nonces one forward pass may hold: at least 1."""
     return max(1, min(facts["max_batch_nonces"], facts["max_batch_tokens"] // request.effective_seq_len))
+
+
+def _most_chains(request: RoundRequest, facts: ModelFacts) -> int:
+    return chain_nonces(facts["decode"], request.effective_seq_len + request.max_tokens) if "decode" in facts else 0
+
+
+def _check_chains(request: RoundRequest, facts: ModelFacts) -> None:
+    tokens, longest = request.effective_seq_len + request.max_tokens, facts["max_model_len"]
+    if tokens > longest:
+        message = f"{request.max_tokens} and seq_len exceed the server's max_model_len of {longest} together"
+        raise field_refusal("params.max_tokens", message, reason="SequenceTooLong")
+    if not _most_chains(request, facts):
+        message = (
+            f"a chain of {tokens} tokens does not fit into the server's memory for chains: take fewer, or start it "
+            f"with more {PREFIX}DECODE_RESERVE_BYTES"
+        )
+        raise field_refusal("params.max_tokens", message, reason="SequenceTooLong")
 
 
 def _check_seq_len(request: RoundRequest, facts: ModelFacts) -> None:

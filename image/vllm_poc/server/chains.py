@@ -1,125 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains of the decode scheme as PoC work: with the same turns, the same chat gate and the same slices as all other.
 
-A batch of chains takes as many slices as it needs, each of some forward passes. Chat runs between them, and other PoC
-work when the batch is done. The workers keep what a chain needs for its next step.
-
-No route orders chains yet: `vllm_poc.server.admission` refuses the scheme. `ChainScheduler.facts` says whether the
-workers can compute it.
+A batch of chains is one slice of a round or a request. It takes many calls, each of some forward passes. Chat runs
+between them, and so does PoC work of other protocols. The workers keep what a chain needs for its next step. They keep
+one batch, so batches come one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from vllm_poc.rpc import DecodeFacts, DecodeRequest, DecodeResult, DecodeSetup, chain_nonces
-from vllm_poc.server.engine import EngineError, VllmEngine, WeightsChangedError
+from vllm_poc.rpc import DecodeRequest, DecodeResult
+from vllm_poc.server.autotune import SliceSize
+from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.gate import BusyShare
-from vllm_poc.server.scheduler import Scheduler
+from vllm_poc.server.scheduler import ComputedChain, Computer, Item, Scheduler, SliceResult
+from vllm_poc.server.settings import Settings
+from vllm_poc.wire.artifacts import chain_bytes
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.messages import Protocol, RoundRequest
+from vllm_poc.wire.stat_test import compare_chain
 
 #: Claimed indices, by nonce.
 Claims = Mapping[int, Sequence[int]]
 
 
-class ChainSpec(NamedTuple):
-    """What all chains of a round have in common: ``seq_len`` tokens of prefill, and ``max_tokens`` steps."""
+class ChainBatch:
+    """The size of a slice: as many chains as fit into their memory, since they take each step together."""
 
-    block_hash: str
-    public_key: str
-    seq_len: int
-    max_tokens: int
+    ahead = 0
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens a chain's keys and values are kept of."""
-        return self.seq_len + self.max_tokens
+    def __init__(self, nonces: int, weights: int) -> None:
+        self.nonces = nonces
+        self.weights = weights
 
+    def batch(self, nonces: int) -> int:
+        """Return all of them."""
+        return nonces
 
-class ChainResult(NamedTuple):
-    """``indices`` has max_tokens + 1 own indices, -1 where a step was not finite; ``margins`` one for each claim."""
-
-    nonce: int
-    indices: list[int]
-    margins: list[float]
-
-
-class DecodeRefusedError(Exception):
-    """One sentence: why this server does not compute the decode scheme, or not this batch of it."""
+    def learn(self, nonces: int, seconds: float) -> None:
+        """Adapt to nothing: calls follow the time budget, and not batches."""
 
 
 class ChainScheduler:
-    """Runs chains on the engine. ``slice_seconds`` is how long a slice aims to be."""
+    """Runs batches of chains on the engine, in the calls of a `Scheduler`."""
 
-    def __init__(self, scheduler: Scheduler, engine: VllmEngine, setup: DecodeSetup, slice_seconds: float) -> None:
+    def __init__(self, scheduler: Scheduler, engine: VllmEngine, settings: Settings) -> None:
+        #: Whether chains are of a codebook that is not the network's.
+        self.rebuilt = settings.decode_rebuild_codebook
         self._scheduler = scheduler
         self._engine = engine
-        self._setup = setup
-        self._slice_seconds = slice_seconds
-        self._facts: DecodeFacts | None = None
-        self._facts_of = -1  # weights
+        self._slice_seconds = settings.slice_seconds
+        self._turn = asyncio.Lock()  # of the batch that the workers keep
 
-    async def facts(self) -> DecodeFacts:
-        """Say whether this server can compute chains, and how many at a time; found once for the model's weights.
+    async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
+        """Let the workers set memory aside, if they have not. EngineError as from the engine, or if they refuse."""
+        facts = await self._scheduler.model.facts()
+        if "decode" not in facts or facts["decode"]["refusal"] is not None:
+            # It was offered when the work was admitted.
+            reason = facts["decode"]["refusal"] if "decode" in facts else facts["refusal"]
+            raise EngineError(f"the decode scheme does not run here any more: {reason}")
 
-        The first call sets memory aside on the workers. EngineError as from the engine.
-        """
-        while self._facts is None or self._facts_of != self._scheduler.weights:
-            async with self._scheduler.turn:
-                weights = self._scheduler.weights
-                if self._facts is None or self._facts_of != weights:  # nobody found them meanwhile
-                    try:
-                        self._facts, _ = await self._scheduler.step(
-                            partial(self._engine.prepare_decode, self._setup), None, weights
-                        )
-                    except WeightsChangedError:
-                        continue
-                    self._facts_of = weights
-        return self._facts
-
-    async def most_nonces(self, spec: ChainSpec) -> int:
-        """Return how many chains can be computed at a time, at least one.
-
-        DecodeRefusedError if there is no room for a single one, or the server does not compute the scheme at all.
-        EngineError as from the engine.
-        """
-        facts = await self.facts()
-        if facts["refusal"] is not None:
-            raise DecodeRefusedError(facts["refusal"])
-        most = chain_nonces(facts, spec.tokens)
-        if not most:
-            raise DecodeRefusedError(
-                f"A chain of {spec.tokens} tokens does not fit into the {facts['reserve_bytes']} bytes that are set "
-                "aside for keys and values: set more aside."
-            )
-        return most
+    def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
+        """Return the size for batches of ``limit`` chains."""
+        return ChainBatch(limit, self._scheduler.weights)
 
     async def run(
-        self, spec: ChainSpec, nonces: Sequence[int], claims: Claims | None = None, *, busy: BusyShare | None = None
-    ) -> list[ChainResult]:
-        """Compute a batch of chains, in the order of ``nonces``, which are at most `most_nonces`.
+        self,
+        request: RoundRequest,
+        nonces: Sequence[int],
+        size: SliceSize,
+        ahead: Iterable[list[int]] = (),
+        *,
+        busy: BusyShare | None = None,
+    ) -> SliceResult:
+        """Compute a batch of chains; those with a step that is not finite get a second try.
 
-        With ``claims``, each step goes on from the claim of the step before. ``busy`` is told of the time on the
-        workers. Errors as from `most_nonces`; WeightsChangedError if the model gets other weights meanwhile;
-        ServerEndsError once the gate is closed.
+        Each step goes on from the claim of the step before, where the request has claims. Errors as of `Scheduler.run`.
         """
-        most = await self.most_nonces(spec)
-        if not 1 <= len(nonces) <= most:
-            raise DecodeRefusedError(f"A batch holds 1..{most} chains of {spec.tokens} tokens, not {len(nonces)}.")
-        forced = [list(claims.get(nonce, ())) for nonce in nonces] if claims is not None else []
-        request = _request(spec, nonces, forced)
-        result = await self._computed(request, self._facts_of, busy)
-        return _chains(request, result)
+        claims = request.claims if isinstance(request, GenerateRequest) else {}
+        found = await self._compute(request, nonces, claims, size.weights, busy)
+        again = [nonce for nonce in nonces if nonce not in found]
+        if again:
+            found |= await self._compute(request, again, claims, size.weights, busy)
+        items: list[Item] = [(nonce, found[nonce]) for nonce in nonces if nonce in found]
+        return SliceResult(items, rejected=len(nonces) - len(items))
 
-    async def _computed(self, request: DecodeRequest, weights: int, busy: BusyShare | None) -> DecodeResult:
-        # Other work in between would do no harm to chains, but they would hold their memory for longer.
-        async with self._scheduler.turn:
-            while True:
-                result, seconds = await self._scheduler.step(partial(self._engine.decode, request), busy, weights)
-                if result["complete"]:
-                    return result
-                request = {**request, "passes": next_passes(request["passes"], seconds, self._slice_seconds)}
+    async def _compute(
+        self, request: RoundRequest, nonces: Sequence[int], claims: Claims, weights: int, busy: BusyShare | None
+    ) -> dict[int, ComputedChain]:
+        """Return the chains whose steps are all finite."""
+        message = _message(request, nonces, claims)
+        async with self._turn:
+            await self.autotune(request)
+            with self._scheduler.shortage.noticed(partial(self._attempted, _message(request, nonces[:1], {}))):
+                result = await self._completed(message, weights, busy)
+        return _chains(message, result)
+
+    async def _completed(self, message: DecodeRequest, weights: int, busy: BusyShare | None) -> DecodeResult:
+        while True:
+            async with self._scheduler.turn:
+                result, seconds = await self._scheduler.step(partial(self._engine.decode, message), busy, weights)
+            if result["complete"]:
+                return result
+            message = {**message, "passes": next_passes(message["passes"], seconds, self._slice_seconds)}
+
+    async def _attempted(self, message: DecodeRequest) -> None:
+        async with self._turn:
+            await self._completed(message, self._scheduler.weights, None)
+
+
+class Computers(NamedTuple):
+    """Who computes work: vectors and distances are the scheduler's own."""
+
+    scheduler: Scheduler
+    chains: ChainScheduler
+
+    def of(self, request: RoundRequest) -> Computer:
+        """Return who computes the request's work."""
+        return self.chains if request.protocol is Protocol.DECODE else self.scheduler
+
+    def rebuilt(self, request: RoundRequest) -> bool:
+        """Whether results of the request depend on a codebook that is not the network's."""
+        return request.protocol is Protocol.DECODE and self.chains.rebuilt
 
 
 def next_passes(passes: int, seconds: float, budget: float) -> int:
@@ -131,24 +137,34 @@ def next_passes(passes: int, seconds: float, budget: float) -> int:
     return max(1, min(2 * passes, fitting))
 
 
-def _request(spec: ChainSpec, nonces: Sequence[int], forced: list[list[int]]) -> DecodeRequest:
-    """Return the message for a batch; its first slice is a single forward pass."""
+def _message(request: RoundRequest, nonces: Sequence[int], claims: Claims) -> DecodeRequest:
+    """Return the message for a batch; its first call is a single forward pass."""
     return DecodeRequest(
-        block_hash=spec.block_hash,
-        public_key=spec.public_key,
+        block_hash=request.block_hash,
+        public_key=request.public_key,
         nonces=list(nonces),
-        seq_len=spec.seq_len,
-        max_tokens=spec.max_tokens,
-        forced=forced,
+        seq_len=request.effective_seq_len,
+        max_tokens=request.max_tokens,
+        forced=[list(claims[nonce]) for nonce in nonces] if claims else [],
         passes=1,
     )
 
 
-def _chains(request: DecodeRequest, result: DecodeResult) -> list[ChainResult]:
-    """Return the chains of the request. EngineError if some of them, or of their steps, are missing."""
-    nonces, steps = request["nonces"], request["max_tokens"] + 1
+def _chains(message: DecodeRequest, result: DecodeResult) -> dict[int, ComputedChain]:
+    """Return the chains whose steps are all finite. EngineError if the answer is not one chain for each nonce."""
+    nonces, steps = message["nonces"], message["max_tokens"] + 1
+    claims = message["forced"] or [[] for _ in nonces]
     margins = result["margins"] or [[] for _ in nonces]
-    wanted = [min(len(claim), steps) for claim in request["forced"]] or [0] * len(nonces)
+    wanted = [min(len(claim), steps) for claim in claims]
     if [len(chain) for chain in result["indices"]] != [steps] * len(nonces) or [*map(len, margins)] != wanted:
         raise EngineError(f"the workers did not answer {len(nonces)} chains of {steps} steps")
-    return [ChainResult(*chain) for chain in zip(nonces, result["indices"], margins, strict=True)]
+    rows = zip(nonces, result["indices"], margins, claims, strict=True)
+    return {nonce: _chain(indices, row, claim) for nonce, indices, row, claim in rows if min(indices) >= 0}
+
+
+def _chain(indices: Sequence[int], margins: Sequence[float], claim: Sequence[int]) -> ComputedChain:
+    try:
+        leaf = chain_bytes(indices, len(indices) - 1)
+    except ValueError as error:
+        raise EngineError(f"the workers answered no chain: {error}") from error
+    return ComputedChain(leaf, compare_chain(indices, margins, claim) if claim else None)

@@ -15,10 +15,13 @@ from vllm_poc.rpc import (
     ModelFacts,
     PassFields,
     PassTiming,
+    chain_nonces,
 )
 
 #: Exceptions of workers whose device has no room.
 _NO_MEMORY = ("MemoryError:", "OutOfMemoryError:")
+#: Tokens of the prefill, and steps, of the network's chains.
+_NETWORKS_CHAIN = (256, 256)
 #: Whoever waits for a call to end looks this often.
 _LOOK_SECONDS = 0.005
 
@@ -83,8 +86,28 @@ class VllmEngine:
         self._call_seconds = call_seconds
         self._calls = 0
 
-    async def facts(self) -> ModelFacts:
-        """Describe the model, which takes seconds the first time. EngineError if the engine does not answer."""
+    async def facts(self, decode: DecodeSetup | None = None) -> ModelFacts:
+        """Describe the model, which takes seconds the first time, and prepare the decode scheme if that is set up.
+
+        EngineError if the engine does not answer. What only keeps the decode scheme from running is a refusal of it.
+        """
+        facts = await self._model_facts()
+        if decode is None or facts["refusal"] is not None:
+            return facts
+        try:
+            found = await self.prepare_decode(decode)
+        except NoMemoryError as error:
+            found = DecodeFacts(
+                refusal=f"{error}: set fewer bytes aside, or start vLLM with a lower --gpu-memory-utilization.",
+                rebuilt=decode["rebuild"],
+                reserve_bytes=0,
+                block_tokens=[],
+                block_bytes=[],
+                max_batch_nonces=0,
+            )
+        return {**facts, "decode": found, "findings": [*facts["findings"], *_findings(found)]}
+
+    async def _model_facts(self) -> ModelFacts:
         ranks: list[ModelFacts] = await self._call("poc_describe")
         facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
         return {
@@ -163,6 +186,21 @@ class VllmEngine:
         if not answers:
             raise EngineError(f"{method} was answered by no worker")
         return answers
+
+
+def _findings(decode: DecodeFacts) -> list[str]:
+    """Return sentences for people about the decode scheme, unless it is refused."""
+    if decode["refusal"] is not None:
+        return []
+    most = chain_nonces(decode, sum(_NETWORKS_CHAIN))
+    seq_len, max_tokens = _NETWORKS_CHAIN
+    found = [f"The decode scheme has memory for {most} chains of {seq_len} tokens and {max_tokens} steps at a time."]
+    if decode["rebuilt"]:
+        found.append(
+            "The decode scheme uses a codebook that was made here, which is for experiments alone: its chains are not "
+            "those of the network."
+        )
+    return found
 
 
 def _only(method: str, results: list[T]) -> T:

@@ -33,6 +33,8 @@ class BusyShare:
     """Share of the last ``window`` seconds that PoC used. ``now`` is in seconds of any clock."""
 
     def __init__(self, window: float, now: Callable[[], float]) -> None:
+        #: Of all spans, also those that have left the window.
+        self.seconds = 0.0
         self._window = window
         self._now = now
         self._spans: deque[tuple[float, float]] = deque()
@@ -40,6 +42,7 @@ class BusyShare:
     def add(self, start: float, end: float) -> None:
         """Count the time from ``start`` to ``end``; spans come in order and do not overlap."""
         self._forget()
+        self.seconds += end - start
         self._spans.append((start, end))
 
     def value(self) -> float:
@@ -166,6 +169,8 @@ class RequestShare:
         self._clock = clock
         self.round_computes = round_computes
         self._share = settings.request_share
+        self._longest = settings.request_share * settings.share_window_seconds
+        self._rests_until = clock.now()
         self._backoff = settings.chat_backoff_seconds
         self._turn = asyncio.Lock()
 
@@ -173,6 +178,19 @@ class RequestShare:
     async def slice(self) -> AsyncIterator[None]:
         """Wait for the turn of a slice, which lasts as long as the context does."""
         async with self._turn:
-            while self.round_computes() and self.busy.value() >= self._share:
+            while self.round_computes() and (self._rests or self.busy.value() >= self._share):
                 await self._clock.sleep(self._backoff)
-            yield
+            before = self.busy.seconds
+            try:
+                yield
+            finally:
+                self._rest(self.busy.seconds - before)
+
+    @property
+    def _rests(self) -> bool:
+        return self._clock.now() < self._rests_until
+
+    def _rest(self, used: float) -> None:
+        # The window forgets a part of what a slice took that is longer, as a batch of chains is.
+        if used > self._longest:
+            self._rests_until = self._clock.now() + used / self._share - used

@@ -25,10 +25,11 @@ from vllm_poc.server import metrics
 from vllm_poc.server.autotune import SliceSize
 from vllm_poc.server.callbacks.delivery import Delivery, Piece, shown
 from vllm_poc.server.callbacks.payloads import callback, valid_items
+from vllm_poc.server.chains import Computers
 from vllm_poc.server.clock import Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.scheduler import Item, Scheduler, SliceResult, look_ahead
+from vllm_poc.server.scheduler import Item, SliceResult, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import Activity, PowState, StopReason
 from vllm_poc.wire.messages import InitGenerateRequest
@@ -84,7 +85,7 @@ class Generation:
         self,
         request: InitGenerateRequest,
         *,
-        scheduler: Scheduler,
+        computers: Computers,
         slice_limit: int,
         session: aiohttp.ClientSession,
         settings: Settings,
@@ -99,16 +100,17 @@ class Generation:
         self.end_index = request.end_index
         self._extended = asyncio.Event()
         self._waits = False  # at end_index
-        self._scheduler = scheduler
+        self._scheduler = computers.scheduler
+        self._computer = computers.of(request)
         self._limit = slice_limit
         self._size: SliceSize  # once its forward pass is tuned
-        self._held_back_before = scheduler.gate.held_back_seconds
+        self._held_back_before = self._scheduler.gate.held_back_seconds
         self._on_idle = on_idle
         self._settings = settings
         self._clock = clock
         self.delivery = Delivery(
             receiver=request.receiver,
-            payload=partial(callback, request),
+            payload=partial(callback, request, rebuilt=computers.rebuilt(request)),
             start_index=request.start_index,
             session=session,
             settings=settings,
@@ -208,7 +210,7 @@ class Generation:
                 nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
                 look_ahead(ahead, self._size, partial(self._following, counters.next_index + len(nonces)))
                 try:
-                    result = await self._scheduler.run(self.request, nonces, self._size, ahead)
+                    result = await self._computer.run(self.request, nonces, self._size, ahead)
                 except WeightsChangedError:
                     continue
                 await self.delivery.add(self._record(len(nonces), result))
@@ -217,8 +219,8 @@ class Generation:
             self._on_idle()  # others need not wait for the receiver
 
     async def _autotune(self) -> None:
-        await self._scheduler.autotune(self.request)
-        self._size = self._scheduler.slice_size(self.request, self._limit)
+        await self._computer.autotune(self.request)
+        self._size = self._computer.slice_size(self.request, self._limit)
 
     async def _allowance(self) -> int:
         """Return how many nonces the next slice may have; waits at ``end_index``."""

@@ -7,15 +7,8 @@ The life of a queued request; with ``wait`` it is computed while its client wait
        |         |----> failed
        +---------+----> cancelled     by a stop
 
-Queued requests are computed one at a time, first come first served, while no round generates.
-
-A verdict comes from the nonces that mismatch. Artifacts do if the two vectors lie further apart than
-``dist_threshold`` (L2), or if the received one does not decode to k_dim finite numbers; distances, if the claim or the
-recomputed distance is not below ``r_target``. One such nonce is no proof: near the target an honest prover on another
-GPU lands on the other side now and then, and in a batch that is large enough this is certain. So the number of
-mismatches is put to the binomial test of `vllm_poc.wire.stat_test`. In small batches (20 nonces, by default) a single
-mismatch still is fraud. A nonce that this server cannot compute leaves the sample: it is neither a mismatch nor a pass.
-If none can be computed there is no verdict, since clients read an empty sample as guilt.
+Queued requests are computed one at a time, first come first served, while no round generates. Verdicts are
+`vllm_poc.server.verdicts`'s.
 """
 
 import asyncio
@@ -30,17 +23,17 @@ from uuid import uuid4
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import SliceSize
-from vllm_poc.server.bodies import PIECE, off_loop
+from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
+from vllm_poc.server.chains import Computers
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import Item, Scheduler, look_ahead
+from vllm_poc.server.scheduler import Item, look_ahead
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.artifacts import Artifact, decode_vector
-from vllm_poc.wire.callbacks import ValidatedDistances
+from vllm_poc.server.verdicts import artifact_verdict, proof_verdict
 from vllm_poc.wire.generate import (
     GeneratedResponse,
     GenerateRequest,
@@ -51,7 +44,6 @@ from vllm_poc.wire.generate import (
     ValidatedResponse,
 )
 from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
-from vllm_poc.wire.stat_test import StatTest, Verdict, is_distance_mismatch, is_mismatch
 
 _log = get_logger(__name__)
 
@@ -207,8 +199,8 @@ class JobQueue:
 class RequestWorker:
     """Computes named nonces slice by slice: while no round generates, for which ``ready`` waits, or beside it."""
 
-    def __init__(self, scheduler: Scheduler, outbox: Outbox, ready: Ready, share: RequestShare) -> None:
-        self._scheduler = scheduler
+    def __init__(self, computers: Computers, outbox: Outbox, ready: Ready, share: RequestShare) -> None:
+        self._computers = computers
         self._outbox = outbox
         self._ready = ready
         self._share = share
@@ -223,9 +215,11 @@ class RequestWorker:
         ready = _at_once if request.beside_round else self._ready
         slices = self._slices(request, request.nonces, limit, ready, progress)
         if request.validation is not None:
-            return await artifact_verdict(request, request_id, slices)
-        items = [item async for part in slices for item in part]
-        return await off_loop(len(items), partial(payloads.generated, request, items, request_id))
+            result: Result = await artifact_verdict(request, request_id, slices)
+        else:
+            items = [item async for part in slices for item in part]
+            result = await off_loop(len(items), partial(payloads.generated, request, items, request_id))
+        return payloads.with_codebook(result, rebuilt=self._computers.rebuilt(request))
 
     async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:
         """Leave the result in the job and send its callback."""
@@ -250,13 +244,15 @@ class RequestWorker:
     def _send(self, receiver: str, request: GenerateRequest, result: Result) -> TrackedCallback:
         if isinstance(result, ValidatedResponse):
             return self._outbox.send(f"{receiver}/validated", [payloads.verdict_callback(request, result)], _only)
-        payload = partial(payloads.callback, request, request_id=result.request_id)
+        rebuilt = self._computers.rebuilt(request)
+        payload = partial(payloads.callback, request, request_id=result.request_id, rebuilt=rebuilt)
         return self._outbox.send(f"{receiver}/generated", payloads.callback_items(result), payload)
 
     async def _slices(
         self, request: RoundRequest, nonces: Sequence[int], limit: int, ready: Ready, progress: Progress
     ) -> AsyncIterator[list[Item]]:
         await ready()
+        computer = self._computers.of(request)
         size, ahead, done = await self._size(request, len(nonces), limit), deque[list[int]](), 0
 
         def following(known: int) -> list[int]:
@@ -269,7 +265,7 @@ class RequestWorker:
             look_ahead(ahead, size, following)
             try:
                 async with self._share.slice():
-                    result = await self._scheduler.run(request, part, size, ahead, busy=self._share.busy)
+                    result = await computer.run(request, part, size, ahead, busy=self._share.busy)
             except WeightsChangedError:
                 if done > len(part):
                     raise
@@ -280,78 +276,11 @@ class RequestWorker:
             yield result.items
 
     async def _size(self, request: RoundRequest, nonces: int, limit: int) -> SliceSize:
+        computer = self._computers.of(request)
         if nonces > limit and not self._share.round_computes():  # which a search would hold up
-            await self._scheduler.autotune(request, nonces)
-        return self._scheduler.slice_size(request, limit)
+            await computer.autotune(request, nonces)
+        return computer.slice_size(request, limit)
 
 
 def _only(callbacks: Sequence[WireMessage]) -> WireMessage:
     return callbacks[0]
-
-
-async def artifact_verdict(
-    request: GenerateRequest, request_id: str, slices: AsyncIterator[Sequence[Item]]
-) -> ValidatedResponse:
-    """Return the verdict on the request's artifacts. EngineError if nothing was computed.
-
-    They are compared a slice at a time, so that chat need not wait for all of them.
-    """
-    assert request.validation is not None  # noqa: S101 - the caller looked
-    assert request.params is not None  # noqa: S101 - by the request's own rules
-    test = request.stat_test or StatTest()
-    artifacts = request.validation.artifacts
-    missing = await off_loop(len(artifacts), partial(_taken, artifacts))
-    mismatches: list[int] = []
-    async for items in slices:
-        for nonce, vector_b64 in items:
-            computed = decode_vector(str(vector_b64), request.params.k_dim)
-            if is_mismatch(computed, missing.pop(nonce), test.dist_threshold):
-                mismatches.append(nonce)
-    not_computed = [nonce for nonce in request.nonces if nonce in missing]
-    judge = partial(_verdict, test, mismatches, nonces=request.nonces, not_computed=not_computed)
-    verdict = await off_loop(len(request.nonces), judge)
-    return ValidatedResponse(request_id=request_id, **verdict.model_dump())
-
-
-def _taken(artifacts: list[Artifact]) -> dict[int, str]:
-    """Return the vectors by nonce, and empty the list bit by bit: to drop it at once would take long."""
-    taken: dict[int, str] = {}
-    while artifacts:
-        taken.update((artifact["nonce"], artifact["vector_b64"]) for artifact in artifacts[-PIECE:])
-        del artifacts[-PIECE:]
-    return taken
-
-
-def proof_verdict(
-    round_: SlotRequest, batch: ProofBatch, items: Sequence[Item]
-) -> tuple[ProofVerdict, ValidatedDistances]:
-    """Return the answer and the callback about a batch. EngineError if nothing was computed."""
-    assert round_.r_target is not None  # noqa: S101 - by the round's protocol
-    received, r_target = dict(zip(batch.nonces, batch.dist, strict=True)), round_.r_target
-    computed = {nonce: float(value) for nonce, value in items}
-    mismatches = [
-        nonce for nonce, distance in computed.items() if is_distance_mismatch(received[nonce], distance, r_target)
-    ]
-    not_computed = [nonce for nonce in batch.nonces if nonce not in computed]
-    verdict = _verdict(round_, mismatches, nonces=batch.nonces, not_computed=not_computed).model_dump()
-    callback = ValidatedDistances(
-        public_key=batch.public_key,
-        block_hash=round_.block_hash,
-        block_height=round_.block_height,
-        nonces=list(computed),
-        computed_distances=list(computed.values()),
-        received_distances=[received[nonce] for nonce in computed],
-        valid=[distance < r_target for distance in computed.values()],
-        **verdict,
-    )
-    distances = [computed.get(nonce) for nonce in batch.nonces]
-    return ProofVerdict(computed_distances=distances, **verdict), callback
-
-
-def _verdict(
-    test: StatTest | SlotRequest, mismatches: list[int], *, nonces: Sequence[int], not_computed: list[int]
-) -> Verdict:
-    n_total = len(nonces) - len(not_computed)
-    if not n_total:
-        raise EngineError("no verdict: every nonce came out NaN or infinite on this server; check its GPU")
-    return Verdict.of(test, mismatches, n_total, not_computed)

@@ -21,10 +21,10 @@ from http import HTTPStatus
 import aiohttp
 
 from vllm_poc.server.callbacks.payloads import round_config
+from vllm_poc.server.chains import Computers
 from vllm_poc.server.clock import Clock, Lease
 from vllm_poc.server.errors import RefusalError, ServerEndsError, field_refusal, refusal
 from vllm_poc.server.generation import Ending, Generation
-from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import Activity, ErrorResponse, PowState, PowStatus, StopReason
 from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest, InitRequest, Protocol, SlotRequest
@@ -37,11 +37,12 @@ _RUNNING = (PowState.GENERATING, PowState.VALIDATING)
 class Phases:
     """Starts and stops the round's phases, one call after the other."""
 
-    def __init__(self, scheduler: Scheduler, session: aiohttp.ClientSession, settings: Settings, clock: Clock) -> None:
+    def __init__(self, computers: Computers, session: aiohttp.ClientSession, settings: Settings, clock: Clock) -> None:
         self.config: SlotRequest | None = None
         self.generation: Generation | None = None
         self._phase = PowState.IDLE
-        self._scheduler = scheduler
+        self._computers = computers
+        self._scheduler = computers.scheduler
         self._session = session
         self._settings = settings
         self._clock = clock
@@ -206,7 +207,7 @@ class Phases:
         self.config, self._phase = request, PowState.GENERATING
         self.generation = Generation(
             request,
-            scheduler=self._scheduler,
+            computers=self._computers,
             slice_limit=slice_limit,
             session=self._session,
             settings=self._settings,

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
@@ -31,11 +31,20 @@ from vllm_poc.server.gate import BusyShare, ChatGate
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import RoundRequest
+from vllm_poc.wire.stat_test import ChainComparison
 
 _log = get_logger(__name__)
 
-#: What one nonce gives: a distance, or a vector in base64.
-Value = float | str
+
+class ComputedChain(NamedTuple):
+    """A chain, one byte for each step, and how it compares with the claim that its steps were repeated from, if any."""
+
+    leaf: bytes
+    compared: ChainComparison | None
+
+
+#: What one nonce gives: a distance, a vector in base64, or a chain.
+Value = float | str | ComputedChain
 #: A nonce with its value.
 Item = tuple[int, Value]
 #: Seconds between two tries whether the device has room again.
@@ -91,26 +100,29 @@ class ModelDescription:
             _log.info("%s", finding)
         if facts["refusal"] is not None:
             _log.error("PoC does not run on this server: %s", facts["refusal"])
+        if "decode" in facts and facts["decode"]["refusal"] is not None:
+            _log.error("this server does not offer the decode scheme: %s", facts["decode"]["refusal"])
         return facts
 
 
 class MemoryShortage:
     """Whether the device had no room for the last work, which is then tried again now and then: a single nonce.
 
-    So the server says that it is ready as soon as it is, also if nobody gives work to one that is not. ``attempt``
-    computes such a batch; EngineError as from the engine.
+    So the server says that it is ready as soon as it is, also if nobody gives work to one that is not.
     """
 
-    def __init__(self, attempt: Callable[[BatchRequest], Awaitable[object]], clock: Clock) -> None:
+    def __init__(self, clock: Clock) -> None:
         #: What found no room; None if the last work did.
         self.error: str | None = None
-        self._attempt = attempt
         self._clock = clock
         self._trying: asyncio.Task[None] | None = None
 
     @contextmanager
-    def noticed(self, request: RoundRequest, nonces: Sequence[int]) -> Iterator[None]:
-        """Learn from what is computed in this context."""
+    def noticed(self, attempt: Callable[[], Awaitable[object]]) -> Iterator[None]:
+        """Learn from what is computed in this context; ``attempt`` computes a single nonce of it.
+
+        EngineError as from the engine.
+        """
         try:
             yield
         except NoMemoryError as error:
@@ -118,7 +130,7 @@ class MemoryShortage:
                 _log.error("PoC finds no memory, and tries again every %g s: %s", _ROOM_AGAIN_SECONDS, error)
             self.error = str(error)
             if self._trying is None:
-                self._trying = asyncio.create_task(self._try(batch_request(request, nonces[:1], 1, ())))
+                self._trying = asyncio.create_task(self._try(attempt))
             raise
         self.end()
 
@@ -131,11 +143,11 @@ class MemoryShortage:
             self._trying.cancel()
             self._trying = None
 
-    async def _try(self, batch: BatchRequest) -> None:
+    async def _try(self, attempt: Callable[[], Awaitable[object]]) -> None:
         while True:
             await self._clock.sleep(_ROOM_AGAIN_SECONDS)
             try:
-                await self._attempt(batch)
+                await attempt()
             except EngineError:
                 continue
             except ServerEndsError:
@@ -150,6 +162,30 @@ class SliceResult(NamedTuple):
 
     items: list[Item]
     rejected: int
+
+
+class Computer(Protocol):
+    """Computes the work of some protocols, slice by slice."""
+
+    async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
+        """Ready the workers for work like this, if that is worth it for so many nonces; a round always is."""
+        ...
+
+    def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
+        """Return the size of slices for work of which ``limit`` nonces may be computed together."""
+        ...
+
+    async def run(
+        self,
+        request: RoundRequest,
+        nonces: Sequence[int],
+        size: SliceSize,
+        ahead: Iterable[list[int]] = (),
+        *,
+        busy: BusyShare | None = None,
+    ) -> SliceResult:
+        """Compute one slice; nonces that are not finite get a second try. Errors as of `Scheduler.run`."""
+        ...
 
 
 class Scheduler:
@@ -169,7 +205,7 @@ class Scheduler:
         self._stages = 1  # as the engine says before anything is tuned
         self._forgotten = 0  # the weights before which the workers have forgotten everything
         self.gate = ChatGate(engine, settings, pauses, clock)
-        self.shortage = MemoryShortage(self._attempted, clock)
+        self.shortage = MemoryShortage(clock)
 
     async def forget(self) -> None:
         """Find out anew what was found of other weights.
@@ -255,7 +291,7 @@ class Scheduler:
             await self._passed()
             started = self.gate.clock.now()
             try:
-                return await self._engine.facts()
+                return await self._engine.facts(self._settings.decode_setup)
             finally:
                 self.gate.busy.add(started, self.gate.clock.now())
 
@@ -297,7 +333,7 @@ class Scheduler:
         longest = 0.0
         async with self.turn:  # other work would make the workers drop what they have begun
             self._autotuner.used(PassSpec.of(message))
-            with self.shortage.noticed(request, nonces):
+            with self.shortage.noticed(partial(self._attempted, batch_request(request, nonces[:1], 1))):
                 while True:
                     result, seconds = await self.step(partial(self._engine.compute, message), busy, size.weights)
                     longest = max(longest, seconds)
@@ -306,6 +342,12 @@ class Scheduler:
         size.learn(len(nonces), longest)
         _check_answer(nonces, result)
         return result
+
+
+def distance_of(value: Value) -> float:
+    """Return what a nonce of the distance protocol gives."""
+    assert not isinstance(value, ComputedChain)  # noqa: S101 - by the protocol
+    return float(value)
 
 
 def look_ahead(ahead: deque[list[int]], size: SliceSize, following: Callable[[int], list[int]]) -> None:

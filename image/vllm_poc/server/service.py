@@ -15,6 +15,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.server import admission
 from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks.outbox import Outbox
+from vllm_poc.server.chains import ChainScheduler, Computers
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import ServerEndsError
@@ -65,10 +66,11 @@ class PocService:
         self.scheduler = scheduler = Scheduler(engine, settings, pauses, clock)
         self._gate = scheduler.gate
         self._answering: set[asyncio.Task[Any]] = set()  # the requests that clients wait for
-        self.phases = Phases(scheduler, self._session, settings, clock)
+        computers = Computers(scheduler, ChainScheduler(scheduler, engine, settings))
+        self.phases = Phases(computers, self._session, settings, clock)
         self._outbox = Outbox(self._session, settings, clock)
         share = RequestShare(lambda: self.phases.computes, settings, clock)
-        self._work = RequestWorker(scheduler, self._outbox, self.phases.free, share)
+        self._work = RequestWorker(computers, self._outbox, self.phases.free, share)
         self.jobs = JobQueue(ready=self.phases.free, work=self._perform, settings=settings, clock=clock)
 
     async def look_at_model(self) -> None:
@@ -83,7 +85,10 @@ class PocService:
         protocols = [Protocol.DISTANCE, Protocol.ARTIFACT]
         if Scheme.DECODE in schemes:
             protocols.append(Protocol.DECODE)
-        return VersionsResponse(vllm_version=vllm_version, protocols=protocols, schemes=schemes)
+        rebuilt = facts is not None and "decode" in facts and facts["decode"]["rebuilt"]
+        return VersionsResponse(
+            vllm_version=vllm_version, protocols=protocols, schemes=schemes, rebuilt_codebook=rebuilt
+        )
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
         """Start a round; a repeat with the same ``round_id`` and content answers with what runs."""

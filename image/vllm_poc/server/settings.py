@@ -7,9 +7,21 @@ from difflib import get_close_matches
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from vllm_poc.rpc import DecodeSetup
 
 PREFIX = "VLLM_POC_"
+_VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
 #: What Kubernetes adds to the environment for a Service whose name begins with ``vllm-poc``.
 _SERVICE_LINK = re.compile(
     r".*_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -101,6 +113,42 @@ class Settings(BaseModel):
     drain_seconds: Seconds = 20.0
     #: Largest request body.
     body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    #: Path of the network's codebook, `sphere_codebook.pt`. With it the server offers the decode scheme.
+    decode_codebook: str | None = Field(default=None, min_length=1)
+    #: Offer the decode scheme with a codebook that is made anew: for experiments alone, and every answer says so.
+    decode_rebuild_codebook: bool = Field(default=False, validate_default=True)
+    #: Bytes of the device's memory that are set aside for the keys and values of chains.
+    decode_reserve_bytes: int = Field(default=0, ge=0, validate_default=True)
+
+    @field_validator("decode_rebuild_codebook")
+    @classmethod
+    def _one_codebook(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("decode_codebook") is not None:
+            raise ValueError(f"there is a codebook by {PREFIX}DECODE_CODEBOOK, and one is to be made: leave one out")
+        return value
+
+    @field_validator("decode_reserve_bytes")
+    @classmethod
+    def _reserve_has_a_codebook(cls, value: int, info: ValidationInfo) -> int:
+        if not {"decode_codebook", "decode_rebuild_codebook"} <= info.data.keys():
+            return value  # what is wrong with them is the one thing to tell
+        decodes = info.data["decode_codebook"] is not None or info.data["decode_rebuild_codebook"]
+        if decodes and not value:
+            raise ValueError("the decode scheme needs memory for keys and values: set the bytes to set aside")
+        if value and not decodes:
+            raise ValueError(f"is for the decode scheme: set {PREFIX}DECODE_CODEBOOK, too, or leave this out")
+        return value
+
+    @property
+    def decode_setup(self) -> DecodeSetup | None:
+        """What the workers need for the decode scheme; None if this server does not offer it."""
+        if self.decode_codebook is None and not self.decode_rebuild_codebook:
+            return None
+        return DecodeSetup(
+            codebook=self.decode_codebook,
+            rebuild=self.decode_rebuild_codebook,
+            reserve_bytes=self.decode_reserve_bytes,
+        )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
@@ -110,7 +158,9 @@ class Settings(BaseModel):
             return cls.model_validate(dict(environment))
         except ValidationError as error:
             first = error.errors()[0]
-            raise SettingsError(f"{first['loc'][0]}: {first['msg']}.") from None
+            name = str(first["loc"][0])  # the variable's, or the field's if that has its default
+            variable = f"{PREFIX}{name.upper()}" if name in cls.model_fields else name
+            raise SettingsError(f"{variable}: {first['msg'].removeprefix(_VALUE_ERROR)}.") from None
 
     @classmethod
     def _refuse_unknown(cls, environment: Mapping[str, str]) -> None:

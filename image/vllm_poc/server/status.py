@@ -10,7 +10,7 @@ from vllm_poc.server.callbacks.payloads import round_config
 from vllm_poc.server.generation import Generation
 from vllm_poc.server.jobs import JobQueue
 from vllm_poc.server.phases import Phases
-from vllm_poc.server.scheduler import ModelDescription, Scheduler
+from vllm_poc.server.scheduler import ModelDescription, Scheduler, distance_of
 from vllm_poc.wire.answers import ModelLimits, PowState, RoundStats, StatusResponse
 from vllm_poc.wire.messages import Protocol
 
@@ -50,7 +50,7 @@ def _round_fields(current: Generation, *, lists: bool) -> dict[str, object]:
     return {
         "stats": RoundStats(total_processed=counters.checked, nonces_per_second=counters.rate_per_second),
         "valid_nonces": [nonce for nonce, _ in newest],
-        "valid_distances": [float(value) for _, value in newest],
+        "valid_distances": [distance_of(value) for _, value in newest],
         "total_checked": counters.checked,
         "total_valid": counters.valid,
         "elapsed_seconds": counters.elapsed_seconds,
@@ -101,6 +101,7 @@ async def model_limits(
         kv_cache_dtype=facts["kv_cache_dtype"],
         quantization=facts["quantization"],
         findings=facts["findings"],
+        rebuilt_codebook="decode" in facts and facts["decode"]["rebuilt"],
         error=facts["refusal"] or shortage,
     )
 

@@ -90,7 +90,7 @@ class ModelLimits(WireMessage):
     forward pass is faster than vLLM's own. ``attention`` and ``experts`` are vLLM's names of the kernels that compute
     these; with others, results differ as those of another GPU do. So they do with another ``dtype``,
     ``kv_cache_dtype`` or ``quantization``, in vLLM's words. ``findings`` are sentences about what the server found out
-    about itself before it computed; its log has the same.
+    about itself before it computed; its log has the same. ``rebuilt_codebook`` is that of `VersionsResponse`.
     """
 
     names: list[ShortText] = Field(default_factory=list)
@@ -104,6 +104,7 @@ class ModelLimits(WireMessage):
     kv_cache_dtype: ShortText = ""
     quantization: ShortText = ""
     findings: list[ShortText] = Field(default_factory=list)
+    rebuilt_codebook: bool = False
     # Why the engine could not say, or why PoC does not run on this model.
     error: ShortText | None = None
 
@@ -199,6 +200,8 @@ class VersionsResponse(WireMessage):
     protocols: list[Protocol]
     #: Of the artifact protocol. A client that needs another scheme knows before it orders work.
     schemes: list[Scheme]
+    #: Whether chains of the decode scheme are of a codebook that is not the network's: an experiment.
+    rebuilt_codebook: bool = False
 
 
 class FieldError(WireMessage):

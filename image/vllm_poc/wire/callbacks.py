@@ -2,6 +2,7 @@
 """What a pod posts to ``{callback}/generated`` and ``{callback}/validated``. Success is HTTP 2xx."""
 
 from http import HTTPStatus
+from typing import Literal
 
 from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.messages import Nonce, WireMessage
@@ -42,6 +43,8 @@ class GeneratedArtifacts(Callback):
     encoding: Encoding
     #: Of queued work; absent while a round runs.
     request_id: str | None = None
+    #: Ours: the codebook is not the network's. Absent otherwise.
+    rebuilt_codebook: Literal[True] | None = None
 
 
 class GeneratedDistances(Callback):
@@ -60,6 +63,8 @@ class ValidatedArtifacts(Callback, ArtifactVerdict):
 
     request_id: str
     node_id: int
+    #: Ours: the codebook is not the network's. Absent otherwise.
+    rebuilt_codebook: Literal[True] | None = None
 
 
 class ValidatedDistances(Callback, Verdict):

@@ -122,6 +122,8 @@ class Completed(WireMessage):
     request_id: str
     # Ours.
     not_computed: list[int] = Field(default_factory=list)
+    # Decode scheme, and only there if it is so: the codebook is not the network's, so that this is an experiment.
+    rebuilt_codebook: Literal[True] | None = None
     # Of queued work with a callback address: where its callback stands, and the last thing that went wrong.
     callback: CallbackState | None = None
     callback_error: str | None = None

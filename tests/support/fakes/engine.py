@@ -2,11 +2,24 @@
 """A stand-in for vLLM's engine client: it answers the workers' calls by a formula."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from vllm_poc.rpc import BatchRequest, BatchResult, Failure, ModelFacts, PassFields, PassTiming
+from vllm_poc.rpc import (
+    BatchRequest,
+    BatchResult,
+    DecodeFacts,
+    DecodeRequest,
+    DecodeResult,
+    DecodeSetup,
+    Failure,
+    ModelFacts,
+    PassFields,
+    PassTiming,
+)
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
-from vllm_poc.wire.artifacts import encode_vector
+from vllm_poc.wire.artifacts import CODEBOOK_POINTS, encode_vector
+from vllm_poc.wire.stat_test import OUT_OF_RANGE_MARGIN
 
 FACTS = ModelFacts(
     hidden_size=64,
@@ -27,7 +40,10 @@ FACTS = ModelFacts(
     findings=["PoC computes by a formula."],
     refusal=None,
 )
-
+#: Of a server that is set up for the decode scheme.
+DECODE_FACTS = DecodeFacts(
+    refusal=None, rebuilt=False, reserve_bytes=100_000, block_tokens=[64], block_bytes=[1_000], max_batch_nonces=16
+)
 
 #: What workers answer whose device has no room.
 NO_ROOM = (
@@ -44,6 +60,24 @@ def distance(nonce: int) -> float:
 def vector(nonce: int, k_dim: int) -> str:
     """The artifact that the fake gives a nonce."""
     return encode_vector([(nonce + j) % 100 / 100 for j in range(k_dim)])
+
+
+def chain(nonce: int, max_tokens: int, claim: Sequence[int] = ()) -> list[int]:
+    """The chain that the fake gives a nonce. Each step goes on from the claim of the step before, if there is one."""
+    points: list[int] = []
+    previous = 0
+    for step in range(max_tokens + 1):
+        points.append((5 * previous + 7 * nonce + 3 * step) % CODEBOOK_POINTS)
+        previous = claim[step] if step < len(claim) else points[step]
+    return points
+
+
+def margins(points: Sequence[int], claim: Sequence[int]) -> list[float]:
+    """The margins that the fake gives claims: a hundredth for each index that they are away."""
+    return [
+        abs(own - claimed) / 100 if 0 <= claimed < CODEBOOK_POINTS else OUT_OF_RANGE_MARGIN
+        for own, claimed in zip(points, claim, strict=False)
+    ]
 
 
 class FakeOutputProcessor:
@@ -67,8 +101,14 @@ class FakeEngineClient:
         self._clock = clock
         self.output_processor = FakeOutputProcessor()
         self.facts = FACTS.copy()
+        self.decode_facts = DECODE_FACTS.copy()
+        self.setups: list[DecodeSetup] = []
+        self.decode_calls: list[DecodeRequest] = []
+        self._passes = 0  # done of the last request for chains
         self.batches: list[BatchRequest] = []
         self.answered: list[BatchRequest] = []
+        self.decoded: list[DecodeRequest] = []  # and answered
+        self.computed: list[int] = []  # every nonce answered so far
         self.warmed_up: list[int] = []
         self.kept: list[list[PassFields]] = []
         self.segments = 1  # of a forward pass that was warmed up: calls for one request
@@ -86,11 +126,6 @@ class FakeEngineClient:
         self.asleep = False
         self.drift = 0  # a GPU that computes wrongly: each nonce gets the values of another one
 
-    @property
-    def computed(self) -> list[int]:
-        """Every nonce answered so far."""
-        return [nonce for batch in self.answered for nonce in batch["nonces"]]
-
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:  # noqa: ASYNC109
         """Answer one call; the engine's own limit never strikes."""
         assert timeout > 0
@@ -104,15 +139,15 @@ class FakeEngineClient:
                 raise self.forget_fault
             self.forgotten += 1
             return [{"forgotten": True}] * 2
-        if method == "poc_warm_up":
-            return [self._warm_up(args[0], args[2])] * 2
-        assert method == "poc_compute"
+        if method in {"poc_warm_up", "poc_prepare_decode"}:
+            return [self._warm_up(args[0], args[2]) if method == "poc_warm_up" else self._prepare_decode(args[0])] * 2
+        assert method in {"poc_compute", "poc_decode"}
         await self._spend(self.seconds_per_batch)
         if not self.has_room:
             return [Failure(error=NO_ROOM)] * 2
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
-        return [None, self._compute(args[0])]
+        return [None, self._compute(args[0]) if method == "poc_compute" else self._decode(args[0])]
 
     async def is_sleeping(self) -> bool:
         """Whether the test let the engine sleep."""
@@ -124,6 +159,10 @@ class FakeEngineClient:
         if self.worker_error is not None:
             return Failure(error=self.worker_error)
         return PassTiming(seconds=0.001 if self.has_room else None, segments=self.segments)
+
+    def _prepare_decode(self, setup: DecodeSetup) -> DecodeFacts | Failure:
+        self.setups.append(setup)
+        return self.decode_facts if self.has_room else Failure(error=NO_ROOM)
 
     async def _spend(self, seconds: float) -> None:
         self.in_flight += 1
@@ -139,6 +178,7 @@ class FakeEngineClient:
         if len(self.batches) % self.segments:
             return BatchResult(complete=False, nonces=[], not_finite=[])
         self.answered.append(self.batches[-1])
+        self.computed += batch["nonces"]
         not_finite = [nonce for nonce in batch["nonces"] if self.sick[nonce] > 0]
         self.sick.subtract(not_finite)
         nonces = [nonce for nonce in batch["nonces"] if nonce not in not_finite]
@@ -148,3 +188,22 @@ class FakeEngineClient:
         else:
             result["vectors"] = [vector(nonce + self.drift, batch["k_dim"]) for nonce in nonces]
         return result
+
+    def _decode(self, request: DecodeRequest) -> DecodeResult:
+        goes_on = self.decode_calls and {**self.decode_calls[-1], "passes": 0} == {**request, "passes": 0}
+        self.decode_calls.append(request.copy())
+        self._passes = (self._passes if goes_on else 0) + request["passes"]
+        rebuilt, nonces, steps = self.decode_facts["rebuilt"], request["nonces"], request["max_tokens"]
+        if self._passes <= steps:  # one for the prefill
+            return DecodeResult(complete=False, indices=[], margins=[], rebuilt=rebuilt)
+        self._passes = 0
+        self.decoded.append(request)
+        self.computed += nonces
+        claims = request["forced"] or [[] for _ in nonces]
+        found = [chain(nonce + self.drift, steps, claim) for nonce, claim in zip(nonces, claims, strict=True)]
+        for nonce, points in zip(nonces, found, strict=True):
+            if self.sick[nonce] > 0:
+                self.sick[nonce] -= 1
+                points[-1] = -1
+        compared = [margins(*row) for row in zip(found, claims, strict=True)] if request["forced"] else []
+        return DecodeResult(complete=True, indices=found, margins=compared, rebuilt=rebuilt)

@@ -31,7 +31,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.bodies import written
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
-from vllm_poc.server.scheduler import Item
+from vllm_poc.server.scheduler import ComputedChain, Item
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.callbacks import GATEWAY_REALM, NOT_ABOUT_CONTENT, ROUND_UNKNOWN
 from vllm_poc.wire.messages import WireMessage
@@ -234,9 +234,10 @@ def load_of(items: Sequence[object]) -> Load:
 
 
 def _bytes_of(item: object) -> int:
-    if isinstance(item, tuple):  # the nonce, and a distance or the vector in base64
+    if isinstance(item, tuple):  # the nonce, and a distance, the vector in base64, or a chain
         _, value = item
-        return len(value) if isinstance(value, str) else _NUMBER_BYTES
+        text = value.leaf if isinstance(value, ComputedChain) else value
+        return len(text) if isinstance(text, str | bytes) else _NUMBER_BYTES
     return sum(_NUMBER_BYTES * len(field) for field in vars(item).values() if isinstance(field, list))
 
 

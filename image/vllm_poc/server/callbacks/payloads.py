@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results in the words of the two protocols: callback payloads and answers."""
+"""Results in the words of the protocols: callback payloads and answers."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_poc.server.callbacks.delivery import shown
-from vllm_poc.server.scheduler import Item
+from vllm_poc.server.scheduler import ComputedChain, Item, distance_of
 from vllm_poc.wire.answers import RoundConfig
-from vllm_poc.wire.artifacts import Artifact, Encoding
+from vllm_poc.wire.artifacts import Artifact, Encoding, chain_artifact
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
-from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.generate import Completed, GeneratedResponse, GenerateRequest, ValidatedResponse
 from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage, scheme_of
 
 Items = Sequence[Item]
+C = TypeVar("C", bound=Completed)
+#: Of an artifact whose chain was compared with nothing.
+_NOT_COMPARED = -1
 
 
 def valid_items(request: RoundRequest, items: Items) -> list[Item]:
@@ -20,15 +23,18 @@ def valid_items(request: RoundRequest, items: Items) -> list[Item]:
     r_target = request.r_target
     if r_target is None:
         return list(items)
-    return [(nonce, value) for nonce, value in items if float(value) < r_target]
+    return [(nonce, value) for nonce, value in items if distance_of(value) < r_target]
 
 
-def callback(request: SlotRequest | GenerateRequest, items: Items, request_id: str | None = None) -> WireMessage:
-    """Return the ``/generated`` payload that delivers valid items."""
+def callback(
+    request: SlotRequest | GenerateRequest, items: Items, request_id: str | None = None, *, rebuilt: bool = False
+) -> WireMessage:
+    """Return the ``/generated`` payload that delivers valid items; ``rebuilt`` as for `with_codebook`."""
     common = _round_fields(request) | {"node_id": request.node_id, "request_id": request_id}
     if request.params is not None:
         encoding = Encoding(k_dim=request.params.k_dim)
-        return GeneratedArtifacts(artifacts=_artifacts(items), encoding=encoding, **common)
+        said = _said(rebuilt=rebuilt)
+        return GeneratedArtifacts(artifacts=_artifacts(items), encoding=encoding, **common, **said)
     assert request.r_target is not None  # noqa: S101 - one of the two is set, by validation
     return GeneratedDistances(nonces=_nonces(items), dist=_distances(items), r_target=request.r_target, **common)
 
@@ -44,7 +50,7 @@ def generated(request: GenerateRequest, items: Items, request_id: str) -> Genera
     missing = [nonce for nonce in request.nonces if nonce not in computed]
     if request.params is not None:
         encoding = Encoding(k_dim=request.params.k_dim)
-        artifacts = _artifacts(items)
+        artifacts = [_compared(item) for item in items]
         return GeneratedResponse(request_id=request_id, not_computed=missing, artifacts=artifacts, encoding=encoding)
     valid = valid_items(request, items)
     return GeneratedResponse(
@@ -59,10 +65,15 @@ def generated(request: GenerateRequest, items: Items, request_id: str) -> Genera
     )
 
 
+def with_codebook(result: C, *, rebuilt: bool) -> C:
+    """Return the answer; if the codebook was ``rebuilt``, so that it is not the network's, the answer says so."""
+    return result.model_copy(update=_said(rebuilt=rebuilt))
+
+
 def callback_items(result: GeneratedResponse) -> list[Item]:
     """Return what a result's callbacks deliver: all artifacts, or the valid distances."""
     if result.artifacts is not None:
-        return [(artifact["nonce"], artifact["vector_b64"]) for artifact in result.artifacts]
+        return [_item(artifact) for artifact in result.artifacts]
     return list(zip(result.valid_nonces or [], result.valid_distances or [], strict=True))
 
 
@@ -81,7 +92,34 @@ def round_config(request: SlotRequest) -> RoundConfig:
 
 
 def _artifacts(items: Items) -> list[Artifact]:
-    return [Artifact(nonce=nonce, vector_b64=str(value)) for nonce, value in items]
+    return [_artifact(item) for item in items]
+
+
+def _artifact(item: Item) -> Artifact:
+    nonce, value = item
+    if isinstance(value, ComputedChain):
+        return chain_artifact(nonce, value.leaf)
+    return Artifact(nonce=nonce, vector_b64=str(value))
+
+
+def _compared(item: Item) -> Artifact:
+    """Return the artifact as ``generate`` answers it: a chain with how it compares with the reference, if any."""
+    artifact, (_, value) = _artifact(item), item
+    if isinstance(value, ComputedChain):
+        found = value.compared
+        artifact["n_sphere_mismatches"] = found.n_disagreements if found is not None else _NOT_COMPARED
+        artifact["n_nan_steps"] = 0  # the others are not computed
+        artifact["mismatch_margin_max"] = found.margin_max if found is not None else 0.0
+    return artifact
+
+
+def _item(artifact: Artifact) -> Item:
+    steps = artifact.get("k_points_steps")
+    return artifact["nonce"], ComputedChain(bytes(steps), None) if steps else artifact["vector_b64"]
+
+
+def _said(*, rebuilt: bool) -> dict[str, Any]:
+    return {"rebuilt_codebook": True} if rebuilt else {}
 
 
 def _nonces(items: Items) -> list[int]:
@@ -89,7 +127,7 @@ def _nonces(items: Items) -> list[int]:
 
 
 def _distances(items: Items) -> list[float]:
-    return [float(value) for _, value in items]
+    return [distance_of(value) for _, value in items]
 
 
 def _round_fields(request: RoundRequest) -> dict[str, Any]:

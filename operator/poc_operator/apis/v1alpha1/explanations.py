@@ -216,8 +216,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.SCHEME_NOT_OFFERED: Explanation(
         "Accepted, Progressing=False",
         "The pods do not offer the decode scheme, or do not say so by `GET versions`.",
-        "Take pods of the network's plugin 0.2 or later, or create a new one with `artifact`. The worker image of this "
-        "release computes the prefill scheme alone.",
+        "Set `VLLM_POC_DECODE_CODEBOOK` and `VLLM_POC_DECODE_RESERVE_BYTES` for the pods, take pods of the network's "
+        "plugin 0.2 or later, or create a new one with `artifact`.",
         _ROUND | _VALIDATION,
     ),
     Reason.MODEL_UNSUPPORTED: Explanation(

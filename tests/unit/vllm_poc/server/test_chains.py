@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains go through the same gate and turns as other work, in slices that follow the time budget."""
+"""Chains go through the same gate and turns as other work, in calls that follow the time budget."""
 
 import asyncio
 from typing import Any
@@ -7,137 +7,154 @@ from typing import Any
 import pytest
 
 from tests.support.fakes.clock import FakeClock, settle
-from tests.support.fakes.engine import FakeEngineClient
-from vllm_poc.rpc import DecodeFacts, DecodeRequest, DecodeResult
-from vllm_poc.server.chains import ChainResult, ChainScheduler, ChainSpec, DecodeRefusedError, next_passes
-from vllm_poc.server.engine import EngineError, VllmEngine, WeightsChangedError
-from vllm_poc.server.scheduler import Scheduler
+from tests.support.fakes.engine import FakeEngineClient, chain, vector
+from vllm_poc.rpc import DecodeRequest, DecodeResult
+from vllm_poc.server.chains import ChainScheduler, Computers, next_passes
+from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
+from vllm_poc.server.scheduler import ComputedChain, Scheduler, SliceResult
 from vllm_poc.server.settings import Settings
+from vllm_poc.wire.generate import GenerateRequest
+from vllm_poc.wire.stat_test import ChainComparison
 
 BUDGET = 0.05
-SPEC = ChainSpec("b10c", "key", seq_len=4, max_tokens=20)
-#: One prefill, and the steps.
-PASSES = 1 + SPEC.max_tokens
-FACTS = DecodeFacts(
-    refusal=None, rebuilt=False, reserve_bytes=4000, block_tokens=[8], block_bytes=[100], max_batch_nonces=16
-)
-REFUSED: DecodeFacts = {**FACTS, "refusal": "No codebook."}
+STEPS = 20
+ROUND: dict[str, Any] = {"block_hash": "b10c", "block_height": 7, "public_key": "key"}
+PARAMS: dict[str, Any] = {"model": "tiny", "seq_len": 4}
+SETTINGS = {
+    "VLLM_POC_SLICE_SECONDS": str(BUDGET),
+    "VLLM_POC_DECODE_CODEBOOK": "/codebook.pt",
+    "VLLM_POC_DECODE_RESERVE_BYTES": "4000",
+}
 
 
-class Client(FakeEngineClient):
-    """Workers whose chains go up by one from the nonce, modulo 16, at so many seconds for a forward pass."""
-
-    def __init__(self, clock: FakeClock, facts: DecodeFacts = FACTS) -> None:
-        super().__init__(clock)
-        self.decode_facts = facts
-        self.prepared = 0
-        self.requests: list[DecodeRequest] = []
-        self.missing = 0  # nonces in an answer
-
-    async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:  # noqa: ASYNC109
-        """Answer one call."""
-        if method == "poc_prepare_decode":
-            self.prepared += 1
-            return [self.decode_facts]
-        if method != "poc_decode":
-            return await super().collective_rpc(method, timeout, args)
-        (request,) = args
-        self.requests.append(request)
-        await self._spend(self.seconds_per_batch * request["passes"])
-        if sum(asked["passes"] for asked in self.requests) < PASSES:
-            return [DecodeResult(complete=False, indices=[], margins=[], rebuilt=False)]
-        steps = range(SPEC.max_tokens + 1)
-        indices = [[(nonce + step) % 16 for step in steps] for nonce in request["nonces"][self.missing :]]
-        margins = [[0.5] * min(len(claim), len(steps)) for claim in request["forced"]]
-        return [DecodeResult(complete=True, indices=indices, margins=margins, rebuilt=False)]
+def asked(nonces: list[int], claims: dict[int, list[int]] | None = None, *, decode: bool = True) -> GenerateRequest:
+    params = PARAMS | ({"decode": True, "max_tokens": STEPS} if decode else {"k_dim": 4})
+    return GenerateRequest(**ROUND, params=params, nonces=nonces, wait=True, enforced_k_steps=claims)
 
 
 class Work:
-    """A scheduler over such workers."""
+    """Schedulers over fake workers, at so many seconds for a forward pass."""
 
-    def __init__(self, facts: DecodeFacts = FACTS) -> None:
+    def __init__(self) -> None:
         self.clock = FakeClock()
-        self.client = Client(self.clock, facts)
-        settings = Settings.from_environment({"VLLM_POC_SLICE_SECONDS": str(BUDGET)})
+        self.client = FakeEngineClient(self.clock)
+        settings = Settings.from_environment(SETTINGS)
         client: Any = self.client  # whose parts are fakes, too
         engine = VllmEngine(client, frozenset(), call_seconds=1)
         self.scheduler = Scheduler(engine, settings, clock=self.clock)
-        setup: Any = {"codebook": "file", "rebuild": False, "reserve_bytes": 4000}
-        self.chains = ChainScheduler(self.scheduler, engine, setup, BUDGET)
+        self.computers = Computers(self.scheduler, ChainScheduler(self.scheduler, engine, settings))
 
-    async def run(self, *args: Any) -> list[ChainResult]:  # noqa: ANN401 - those of `ChainScheduler.run`
-        return await self.clock.passes(self.chains.run(SPEC, *args))
+    def begun(self, request: GenerateRequest) -> asyncio.Task[SliceResult]:
+        computer = self.computers.of(request)
+        size = computer.slice_size(request, 8)
+        return asyncio.create_task(computer.run(request, request.nonces, size))
+
+    async def run(self, nonces: list[int], claims: dict[int, list[int]] | None = None) -> SliceResult:
+        return await self.clock.passes(self.begun(asked(nonces, claims)))
 
 
 async def test_memory_is_set_aside_once_for_the_same_weights_and_anew_for_others() -> None:
     work = Work()
-    await asyncio.gather(*(work.chains.facts() for _ in range(3)))
-    assert work.client.prepared == 1
+    await work.run([1])
+    await work.run([2])
+    assert work.client.setups == [{"codebook": "/codebook.pt", "rebuild": False, "reserve_bytes": 4000}]
     await work.scheduler.forget()
-    await work.chains.facts()
-    assert work.client.prepared == 2
+    await work.run([3])
+    assert len(work.client.setups) == 2
 
 
-async def test_a_batch_takes_slices_that_grow_up_to_the_budget() -> None:
+async def test_a_batch_takes_calls_that_grow_up_to_the_budget() -> None:
     work = Work()
-    work.client.seconds_per_batch = 0.0078125
-    found = await work.run([3, 15], {3: [1, 2], 15: [4]})
-    assert found[1] == ChainResult(15, [(15 + step) % 16 for step in range(21)], [0.5])
-    assert [request["passes"] for request in work.client.requests] == [1, 2, 4, 6, 6, 6]
-    assert [request["forced"] for request in work.client.requests] == [[[1, 2], [4]]] * 6
+    found = await work.run([3, 15])
+    assert found == SliceResult([(nonce, ComputedChain(bytes(chain(nonce, STEPS)), None)) for nonce in (3, 15)], 0)
+    assert [call["passes"] for call in work.client.decode_calls] == [1, 2, 4, 8, 16]
+    assert {call["seq_len"] for call in work.client.decode_calls} == {4}
 
 
-async def test_chains_without_claims_have_no_margins() -> None:
-    assert [chain.margins for chain in await Work().run([1, 2])] == [[], []]
+async def test_steps_go_on_from_claims_which_are_compared() -> None:
+    honest, other = chain(3, STEPS), chain(15, STEPS)
+    other[4] = (other[4] + 2) % 16
+    found = dict((await Work().run([3, 15, 4], {3: honest, 15: other, 4: [200]})).items)
+    assert found[3] == ComputedChain(bytes(honest), ChainComparison(STEPS + 1, 0, 0.0))
+    assert found[15] == ComputedChain(bytes(chain(15, STEPS, other)), ChainComparison(STEPS + 1, 2, 0.06))
+    assert found[4] == ComputedChain(bytes(chain(4, STEPS, [200])), ChainComparison(1, 1, 2.0))
 
 
-async def test_chat_holds_back_the_next_slice() -> None:
+async def test_chains_that_are_not_finite_get_a_second_try() -> None:
+    work = Work()
+    work.client.sick.update({2: 1, 3: 2})
+    found = await work.run([1, 2, 3])
+    assert ([nonce for nonce, _ in found.items], found.rejected) == ([1, 2], 1)
+    assert work.client.computed == [1, 2, 3, 2, 3]
+
+
+async def test_chat_holds_back_the_next_call() -> None:
     work = Work()
     work.client.seconds_per_batch = BUDGET
-    running = asyncio.create_task(work.chains.run(SPEC, [1]))
+    running = work.begun(asked([1]))
     await settle()
     work.client.output_processor.busy = True
     for _ in range(200):
         await work.clock.tick()
         await settle()
-    assert len(work.client.requests) == 1
+    assert len(work.client.decode_calls) == 1
     assert not running.done()
     work.client.output_processor.busy = False
-    assert (await work.clock.passes(running))[0].nonce == 1
+    assert (await work.clock.passes(running)).rejected == 0
+
+
+async def test_vectors_are_computed_between_the_steps_of_chains_and_other_chains_after_them() -> None:
+    work = Work()
+    work.client.seconds_per_batch = BUDGET
+    running = [work.begun(request) for request in (asked([1]), asked([2]), asked([3], decode=False))]
+    found = [await work.clock.passes(task) for task in running]
+    assert found[2].items == [(3, vector(3, 4))]
+    assert work.client.computed == [3, 1, 2], "chains of another batch would make the workers begin anew"
+    assert len(work.client.decode_calls) == 2 * (STEPS + 1)
 
 
 async def test_other_weights_end_a_batch_that_was_begun() -> None:
     work = Work()
-    running = asyncio.create_task(work.chains.run(SPEC, [1]))
+    running = work.begun(asked([1]))
     await settle()
     await work.scheduler.forget()
     with pytest.raises(WeightsChangedError):
         await work.clock.passes(running)
 
 
-@pytest.mark.parametrize(
-    ("facts", "nonces", "reason"),
-    [
-        (REFUSED, [1], "No codebook"),
-        (FACTS, [], r"A batch holds 1\.\.13 chains of 24 tokens, not 0"),
-        (FACTS, list(range(14)), r"A batch holds 1\.\.13 chains of 24 tokens, not 14"),
-        ({**FACTS, "reserve_bytes": 399}, [1], "set more aside"),
-    ],
-)
-async def test_what_cannot_be_computed_is_refused_before_it_begins(
-    facts: DecodeFacts, nonces: list[int], reason: str
-) -> None:
-    work = Work(facts)
-    with pytest.raises(DecodeRefusedError, match=reason):
-        await work.run(nonces)
-    assert work.client.requests == []
-
-
-async def test_an_answer_without_all_chains_is_an_error() -> None:
+async def test_workers_that_no_longer_decode_are_an_error() -> None:
     work = Work()
-    work.client.missing = 1
-    with pytest.raises(EngineError, match="did not answer 2 chains of 21 steps"):
+    work.client.decode_facts["refusal"] = "No codebook."
+    with pytest.raises(EngineError, match="does not run here any more: No codebook"):
+        await work.run([1])
+    assert work.client.decode_calls == []
+
+
+async def test_without_memory_a_single_chain_is_tried_until_there_is_room() -> None:
+    work = Work()
+    await work.run([1])
+    work.client.has_room = False
+    with pytest.raises(NoMemoryError):
         await work.run([1, 2])
+    assert work.scheduler.shortage.error is not None
+    work.client.has_room = True
+    work.clock.advance(31)
+    await work.clock.passes(asyncio.create_task(settle(500)))
+    assert work.scheduler.shortage.error is None
+    assert work.client.computed == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", [{"indices": []}, {"indices": [[16] * (STEPS + 1)]}, {"margins": [[0.5]]}], ids=str)
+async def test_an_answer_that_is_not_the_chains_is_an_error(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:  # noqa: ANN401
+    work, told = Work(), FakeEngineClient._decode
+
+    def answer(client: FakeEngineClient, request: DecodeRequest) -> DecodeResult:
+        found = told(client, request)
+        return {**found, **wrong} if found["complete"] else found
+
+    monkeypatch.setattr(FakeEngineClient, "_decode", answer)
+    with pytest.raises(EngineError, match=r"the workers (did not answer 1 chains of 21 steps|answered no chain)"):
+        await work.run([1])
 
 
 @pytest.mark.parametrize(

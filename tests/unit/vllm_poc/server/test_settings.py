@@ -73,3 +73,37 @@ def test_what_kubernetes_says_of_services_is_no_setting(service: str) -> None:
     names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT"]
     links = [*(f"{service}_{name}" for name in names), port, f"{port}_PROTO", f"{port}_PORT", f"{port}_ADDR"]
     assert Settings.from_environment(dict.fromkeys(links, "tcp://10.0.0.1:8000")).token is None
+
+
+CODEBOOK, REBUILD, RESERVE = (f"VLLM_POC_DECODE_{name}" for name in ("CODEBOOK", "REBUILD_CODEBOOK", "RESERVE_BYTES"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "setup"),
+    [
+        ({}, None),
+        ({REBUILD: "0"}, None),
+        ({CODEBOOK: "/a.pt", RESERVE: "9"}, {"codebook": "/a.pt", "rebuild": False, "reserve_bytes": 9}),
+        ({REBUILD: "1", RESERVE: "9"}, {"codebook": None, "rebuild": True, "reserve_bytes": 9}),
+    ],
+    ids=str,
+)
+def test_the_decode_scheme_is_set_up_by_its_codebook(environment: dict[str, str], setup: object) -> None:
+    assert Settings.from_environment(environment).decode_setup == setup
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({CODEBOOK: "/a.pt"}, f"{RESERVE}: the decode scheme needs memory for keys and values"),
+        ({REBUILD: "1"}, f"{RESERVE}: the decode scheme needs memory for keys and values"),
+        ({RESERVE: "9"}, f"{RESERVE}: is for the decode scheme: set {CODEBOOK}, too"),
+        ({CODEBOOK: "/a.pt", REBUILD: "1", RESERVE: "9"}, f"{REBUILD}: there is a codebook by {CODEBOOK}"),
+        ({CODEBOOK: "", RESERVE: "9"}, f"{CODEBOOK}: "),
+        ({CODEBOOK: "/a.pt", RESERVE: "-1"}, f"{RESERVE}: "),
+    ],
+    ids=str,
+)
+def test_half_a_setup_of_the_decode_scheme_is_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{message}"):
+        Settings.from_environment(environment)
