@@ -48,7 +48,8 @@ def test_two_builds_give_the_same_bytes(release: Path, tmp_path: Path) -> None:
 def test_the_program_of_an_image_starts(role: str, release: Path, tmp_path: Path) -> None:
     _unpack(release / f"vllm-poc-{role}-{version()}.oci.tar", tmp_path)
     argv = ["chroot", "--userspec=65532:65532", str(tmp_path), "/usr/bin/python3", "-c", IMPORTS[role]]
-    environment = {"PYTHONPATH": f"/opt/vllm-poc-{role}", "LANG": "C.UTF-8"}
+    # The path is also the one on which chroot itself is looked for.
+    environment = {"PYTHONPATH": f"/opt/vllm-poc-{role}", "LANG": "C.UTF-8", "PATH": "/usr/sbin:/usr/bin"}
     ended = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 
