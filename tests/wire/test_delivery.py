@@ -351,7 +351,7 @@ async def test_what_was_computed_before_a_failure_is_delivered(pod: Pod, receive
 async def test_a_defect_in_the_sender_fails_the_round(
     pod: Pod, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise TypeError("no payload")
 
     monkeypatch.setattr("vllm_poc.server.generation.callback", broken)

@@ -39,6 +39,7 @@ async def test_versions(pod: Pod) -> None:
         "poc_validation_inference": True,
         "protocols": ["distance", "artifact"],
         "schemes": ["prefill"],
+        "rebuilt_codebook": False,
     }
 
 

@@ -236,8 +236,9 @@ def load_of(items: Sequence[object]) -> Load:
 def _bytes_of(item: object) -> int:
     if isinstance(item, tuple):  # the nonce, and a distance, the vector in base64, or a chain
         _, value = item
-        text = value.leaf if isinstance(value, ComputedChain) else value
-        return len(text) if isinstance(text, str | bytes) else _NUMBER_BYTES
+        if isinstance(value, str):
+            return len(value)
+        return len(value.leaf) if isinstance(value, ComputedChain) else _NUMBER_BYTES
     return sum(_NUMBER_BYTES * len(field) for field in vars(item).values() if isinstance(field, list))
 
 

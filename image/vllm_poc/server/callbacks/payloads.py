@@ -50,7 +50,7 @@ def generated(request: GenerateRequest, items: Items, request_id: str) -> Genera
     missing = [nonce for nonce in request.nonces if nonce not in computed]
     if request.params is not None:
         encoding = Encoding(k_dim=request.params.k_dim)
-        artifacts = [_compared(item) for item in items]
+        artifacts = _compared(items)
         return GeneratedResponse(request_id=request_id, not_computed=missing, artifacts=artifacts, encoding=encoding)
     valid = valid_items(request, items)
     return GeneratedResponse(
@@ -72,9 +72,14 @@ def with_codebook(result: C, *, rebuilt: bool) -> C:
 
 def callback_items(result: GeneratedResponse) -> list[Item]:
     """Return what a result's callbacks deliver: all artifacts, or the valid distances."""
-    if result.artifacts is not None:
-        return [_item(artifact) for artifact in result.artifacts]
-    return list(zip(result.valid_nonces or [], result.valid_distances or [], strict=True))
+    if result.artifacts is None:
+        return list(zip(result.valid_nonces or [], result.valid_distances or [], strict=True))
+    if result.artifacts and "k_points_steps" in result.artifacts[0]:  # so have all of them
+        return [
+            (artifact["nonce"], ComputedChain(bytes(artifact["k_points_steps"] or []), None))
+            for artifact in result.artifacts
+        ]
+    return [(artifact["nonce"], artifact["vector_b64"]) for artifact in result.artifacts]
 
 
 def round_config(request: SlotRequest) -> RoundConfig:
@@ -92,30 +97,24 @@ def round_config(request: SlotRequest) -> RoundConfig:
 
 
 def _artifacts(items: Items) -> list[Artifact]:
-    return [_artifact(item) for item in items]
+    return [
+        chain_artifact(nonce, value.leaf)
+        if isinstance(value, ComputedChain)
+        else Artifact(nonce=nonce, vector_b64=str(value))
+        for nonce, value in items
+    ]
 
 
-def _artifact(item: Item) -> Artifact:
-    nonce, value = item
-    if isinstance(value, ComputedChain):
-        return chain_artifact(nonce, value.leaf)
-    return Artifact(nonce=nonce, vector_b64=str(value))
-
-
-def _compared(item: Item) -> Artifact:
-    """Return the artifact as ``generate`` answers it: a chain with how it compares with the reference, if any."""
-    artifact, (_, value) = _artifact(item), item
-    if isinstance(value, ComputedChain):
-        found = value.compared
-        artifact["n_sphere_mismatches"] = found.n_disagreements if found is not None else _NOT_COMPARED
-        artifact["n_nan_steps"] = 0  # the others are not computed
-        artifact["mismatch_margin_max"] = found.margin_max if found is not None else 0.0
-    return artifact
-
-
-def _item(artifact: Artifact) -> Item:
-    steps = artifact.get("k_points_steps")
-    return artifact["nonce"], ComputedChain(bytes(steps), None) if steps else artifact["vector_b64"]
+def _compared(items: Items) -> list[Artifact]:
+    """Return the artifacts as ``generate`` answers them: chains with how they compare with the reference, if any."""
+    artifacts = _artifacts(items)
+    for artifact, (_, value) in zip(artifacts, items, strict=True):
+        if isinstance(value, ComputedChain):
+            found = value.compared
+            artifact["n_sphere_mismatches"] = found.n_disagreements if found is not None else _NOT_COMPARED
+            artifact["n_nan_steps"] = 0  # the others are not computed
+            artifact["mismatch_margin_max"] = found.margin_max if found is not None else 0.0
+    return artifacts
 
 
 def _said(*, rebuilt: bool) -> dict[str, Any]:
