@@ -2,13 +2,13 @@
 """What the rounds of a namespace know of each other, so that they queue for pods: one board per process.
 
 Each round leaves there what its last plan made of it, and is woken when a pod that it waits for falls free. What a
-round left is good for some seconds only: a round on which the operator fails must not keep pods from the others. And a
-new process waits until all of its rounds have been read once.
+round left is current for some seconds only: a round on which the operator fails must not keep pods from the others.
+And a new process waits until all of its rounds have been read once.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from poc_operator.planning.snapshot import OtherRound
@@ -25,6 +25,7 @@ class _Entry:
     wake: asyncio.Event
     since: float
     known: OtherRound | None = None
+    last: OtherRound | None = None
     gave_up: bool = field(default=False)
 
 
@@ -50,6 +51,7 @@ class OtherRounds:
         if entry is None:
             return
         before, entry.known, entry.since, entry.gave_up = entry.known, told, self._clock(), False
+        entry.last = told
         if before is None:
             self._wake(uid, entry.namespace, None)
         elif freed := (before.held - told.held) | (before.wanted if before.needs and not told.needs else frozenset()):
@@ -68,12 +70,17 @@ class OtherRounds:
         self._entries.pop(uid, None)
 
     def beside(self, uid: str, namespace: str) -> Sequence[OtherRound] | None:
-        """Return the other rounds of the namespace; None while one of them has yet to be read."""
+        """Return the other rounds of the namespace; None while one of them has yet to be read.
+
+        Those on which the operator fails are as they were before, and not current.
+        """
         others = [entry for key, entry in self._entries.items() if key != uid and entry.namespace == namespace]
         now = self._clock()
         if any(entry.known is None and not entry.gave_up and now - entry.since < UNREAD_SECONDS for entry in others):
             return None
-        return [found.known for found in others if found.known is not None and now - found.since < KNOWN_SECONDS]
+        known = [entry.known for entry in others if entry.known is not None and now - entry.since < KNOWN_SECONDS]
+        stale = [entry for entry in others if entry.known is None or now - entry.since >= KNOWN_SECONDS]
+        return known + [replace(entry.last, current=False) for entry in stale if entry.last is not None]
 
     def _wake(self, uid: str, namespace: str, freed: frozenset[str] | None) -> None:
         """Wake the others of the namespace that want one of these pods; without any, all that want one."""

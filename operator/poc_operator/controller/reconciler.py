@@ -187,7 +187,7 @@ class Reconciler(Generic[WorkT]):
         if step is not None:
             return step
         async with turn:
-            others = seen.other_rounds  # in this thread, since the loops of all namespaces change what it is taken from
+            others = seen.known_rounds  # in this thread, since the loops of all namespaces change what it is taken from
             seen = dataclasses.replace(seen, find_other_rounds=lambda: others)
             return self._told(seen, await self._computing.done(partial(self._plan, seen), size))
 

@@ -37,7 +37,8 @@ class OtherRound:
 
     ``name`` has the namespace, ``id`` is the round's on the wire, ``replaces`` says whether it stops other work, and
     ``block`` is hash, height and public key. ``held`` are the uids of the pods that have a slot of it, ``wanted`` those
-    of which it could use ``needs`` more.
+    of which it could use ``needs`` more. One that is not ``current`` keeps no pods from others: the operator fails on
+    it, or has not planned it lately.
     """
 
     id: str
@@ -49,6 +50,7 @@ class OtherRound:
     held: frozenset[str] = frozenset()
     wanted: frozenset[str] = frozenset()
     needs: int = 0
+    current: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +71,15 @@ class Snapshot(Generic[WorkT_co]):
     missing_fleet: str | None = None
 
     @cached_property
-    def other_rounds(self) -> Sequence[OtherRound] | None:
-        """The other rounds of the namespace."""
+    def known_rounds(self) -> Sequence[OtherRound] | None:
+        """The other rounds of the namespace, also those that are not current."""
         return self.find_other_rounds()
+
+    @cached_property
+    def other_rounds(self) -> Sequence[OtherRound] | None:
+        """The other rounds of the namespace that are current."""
+        known = self.known_rounds
+        return known if known is None else [other for other in known if other.current]
 
     @cached_property
     def live_pods(self) -> Sequence[PodView]:

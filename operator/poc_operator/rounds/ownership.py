@@ -15,7 +15,8 @@ anything was ordered: each round records a slot for a pod while the pod computes
 | no such slot            | yes                                      | the other's      |
 
 A stray is stopped, as any pod that computes a slot which it does not have, and its pod gets no slot before: nothing
-says which scheme it computes. Where both rounds wait for a confirmation the pod is stopped and told anew.
+says which scheme it computes. Where both rounds wait for a confirmation the pod is stopped and told anew. A round on
+which the operator fails holds its pods as before, except against one that has confirmed its slot.
 """
 
 from collections.abc import Sequence
@@ -59,11 +60,11 @@ def _judged(snapshot: RoundSnapshot, uid: str, report: PodReport, slot: Assignme
     confirmed = recorded is not None and recorded.session == status.session_id
     if not _offers_scheme(snapshot, report):
         return _of_another(report, status)
-    if snapshot.other_rounds is None:
+    if snapshot.known_rounds is None:
         return report if confirmed else replace(report, status=None, error=_UNREAD)
-    holders = _holders(snapshot.other_rounds, uid, status)
+    holders = _holders(snapshot.known_rounds, uid, status)
     if confirmed:
-        holders = [other for other in holders if other.place < place_of(snapshot.round)]
+        holders = [other for other in holders if other.current and other.place < place_of(snapshot.round)]
     return _of_another(report, status) if holders else report
 
 

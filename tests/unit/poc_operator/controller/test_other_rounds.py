@@ -53,7 +53,11 @@ class Board:
 
     def beside(self, name: str) -> list[str] | None:
         others = self.rounds.beside(name, "ns")
-        return None if others is None else [found.id for found in others]
+        return None if others is None else [found.id for found in others if found.current]
+
+    def remembered(self, name: str) -> list[str]:
+        """Return those that are not current, and their pods."""
+        return [found.id for found in self.rounds.beside(name, "ns") or () if not found.current and found.held]
 
 
 def other(name: str, **fields: Any) -> OtherRound:  # noqa: ANN401
@@ -80,6 +84,7 @@ def test_a_round_that_is_gone_or_fails_wakes_those_that_waited_for_it(end: str) 
     board.woken()
     getattr(board.rounds, end)("a")
     assert (board.woken(), board.beside("b")) == ({"b"}, [])
+    assert board.remembered("b") == (["a"] if end == "fail" else [])
 
 
 def test_a_round_that_wants_nothing_any_more_lets_the_next_one_go() -> None:
@@ -120,7 +125,7 @@ def test_a_round_that_is_not_planned_any_more_keeps_no_pods() -> None:
     board.put("a", **HOLDS)
     board.put("b")
     board.seconds = KNOWN_SECONDS
-    assert board.beside("b") == []
+    assert (board.beside("b"), board.remembered("b")) == ([], ["a"])
 
 
 class Store(WithoutPods):

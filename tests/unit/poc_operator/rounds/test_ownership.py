@@ -2,7 +2,7 @@
 """Rounds of one block that differ in the scheme alone: the status of a reference pod does not tell them apart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -111,6 +111,17 @@ def test_a_round_neither_takes_nor_stops_the_work_of_another_scheme() -> None:
     assert (world.orders, world.running()) == ([("prefill", "start")], ["prefill"])
     message = next(one for one in world.rounds["decode"].status.own_conditions if one.type == "Progressing").message
     assert "p (round ns/prefill, height 7)" in message
+
+
+def test_the_work_of_a_round_on_which_the_operator_fails_for_a_while_goes_on() -> None:
+    world = a_world({}, {})
+    world.settle()
+    world.told["prefill"] = replace(world.told["prefill"], current=False)
+    for _ in range(3):
+        world.turn("decode")
+    assert world.orders == [("prefill", "start")]
+    world.turn("prefill")
+    assert world.running() == ["prefill"]
 
 
 def test_a_round_that_goes_first_has_the_work_stopped_and_begins_its_own() -> None:
