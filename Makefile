@@ -63,7 +63,7 @@ verify: .venv/.lock ## Fail if a generated file differs from what `make generate
 check: .venv/.lock verify ## Format, lint, types, layers, generated files, links of the docs site
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	.venv/bin/yamllint --strict .
+	git ls-files '*.yaml' '*.yml' | xargs .venv/bin/yamllint --strict
 	.venv/bin/mypy operator image hack benchmarks tests
 	PYTHONPATH=operator:image .venv/bin/lint-imports
 	$(MKDOCS) build --strict --quiet

@@ -27,7 +27,7 @@ def test_the_release_passes(kube: Kube, release: str) -> None:
     said = run(argv, limit=100, env=kube.environment)
     assert "Phase:          Succeeded" in said
     assert f"TEST SUITE:     {release}-test" in said
-    names = kube.kubectl(
-        "get", "pods,serviceaccounts,roles,rolebindings", "--namespace", SYSTEM_NAMESPACE, "-o", "name"
-    )
-    assert [name for name in names.splitlines() if name.endswith(f"{release}-test")] == []
+    kinds = "pods,serviceaccounts,roles,rolebindings,clusterroles,clusterrolebindings"
+    names = kube.kubectl("get", kinds, "--namespace", SYSTEM_NAMESPACE, "-o", "name").splitlines()
+    assert [name for name in names if name.startswith("clusterrole.") and release in name]
+    assert [name for name in names if f"{release}-test" in name] == []

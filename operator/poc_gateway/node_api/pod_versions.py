@@ -9,6 +9,7 @@ The ML node offers a scheme if every ready pod does. A stage may begin in any sc
 whole of the ML node is then expected to compute it.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from time import monotonic
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from vllm_poc.wire.messages import Scheme
 ASK_AGAIN_SECONDS = 60.0
 #: Seconds for which an answer counts while the pod gives no other one.
 KNOWN_SECONDS = 300.0
+#: Seconds after which a pod that did not answer is asked again: whoever asks waits for it.
+RETRY_SECONDS = 15.0
 
 #: A pod's uid, and the id of the container that serves.
 Server = tuple[str, str]
@@ -28,6 +31,7 @@ Server = tuple[str, str]
 class _Told(NamedTuple):
     versions: PodVersions
     since: float
+    silent: float = -math.inf  # when it gave no answer
 
 
 class PodVersionsCache:
@@ -39,15 +43,21 @@ class PodVersionsCache:
 
     def due(self, servers: Collection[Server]) -> frozenset[Server]:
         """Return those of the servers that are to be asked."""
-        oldest = self._clock() - ASK_AGAIN_SECONDS
-        known = {server for server, told in self._told.items() if told.since > oldest}
+        now = self._clock()
+        known = {
+            server
+            for server, told in self._told.items()
+            if now < told.since + ASK_AGAIN_SECONDS or now < told.silent + RETRY_SECONDS
+        }
         return frozenset(servers) - known
 
     def put(self, answers: Mapping[Server, PodVersions | None], *, servers: Collection[Server]) -> None:
         """Take new answers, None from servers that gave none, and forget every server but ``servers``."""
         now = self._clock()
+        silent = {server for server, versions in answers.items() if versions is None} & self._told.keys()
+        late = {server: self._told[server]._replace(silent=now) for server in silent}
         new = {server: _Told(versions, now) for server, versions in answers.items() if versions is not None}
-        kept = {**self._told, **new}
+        kept = {**self._told, **late, **new}
         self._told = {
             server: told for server, told in kept.items() if server in servers and told.since > now - KNOWN_SECONDS
         }

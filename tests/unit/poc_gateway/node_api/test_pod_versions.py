@@ -9,6 +9,7 @@ from poc_gateway.node_api import pod_versions
 from poc_gateway.node_api.pod_versions import (
     ASK_AGAIN_SECONDS,
     KNOWN_SECONDS,
+    RETRY_SECONDS,
     PodVersionsCache,
     common_schemes,
     plugin_release,
@@ -58,7 +59,10 @@ def test_answers_end() -> None:
     assert cache.due([FIRST]) == {FIRST}
     cache.put({FIRST: None}, servers=[FIRST])
     assert cache.get(FIRST) == OLD  # it may be late once
-    clock.advance(KNOWN_SECONDS - ASK_AGAIN_SECONDS)
+    assert cache.due([FIRST]) == set(), "each call would wait for a pod that hangs"
+    clock.advance(RETRY_SECONDS)
+    assert cache.due([FIRST]) == {FIRST}
+    clock.advance(KNOWN_SECONDS - ASK_AGAIN_SECONDS - RETRY_SECONDS)
     cache.put({FIRST: None}, servers=[FIRST])
     assert cache.get(FIRST) is None
     cache.put({FIRST: OLD, SECOND: NEW}, servers=[FIRST, SECOND])
