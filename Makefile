@@ -12,7 +12,7 @@ SERVERS ?= --numprocesses 2 --dist loadfile
 
 # What failed runs once more: one test among thousands that a busy machine held up shall not hide that all else passed.
 define tests
-$(1) || { test $$? = 1 && echo 'These failed, and run once more. One that passes now is a defect of the test:' && \
+$(1) || { test $$? = 1 && echo 'These failed, and run once more. One that passes now hangs on chance, in the test or in the code:' && \
 	$(1) --last-failed --last-failed-no-failures none; }
 endef
 
