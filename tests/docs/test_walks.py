@@ -49,6 +49,7 @@ BESIDE = {
     "operator/poc_operator/apis/v1alpha1/schema.py": "the base of all models",
     "operator/poc_operator/apis/v1alpha1/work.py": "which pods a spec names",
     "operator/poc_operator/clients/http.py": "answers of bounded size",
+    "operator/poc_operator/rounds/ownership.py": "whose work a pod of the reference computes; these pods are ours",
     "operator/poc_operator/controller/event_loop.py": "how much begins at once",
     "operator/poc_operator/clients/pods/reference_pods.py": "pods of the reference implementation; there is none",
     "operator/poc_operator/controller/metrics.py": "counts",
