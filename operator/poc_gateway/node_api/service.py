@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 _NAMED = 3
 #: What helps where no pod offers the decode scheme.
 DECODE_REMEDY = "add pods of the network's plugin 0.2 or later, or others whose GET versions lists decode in schemes"
+#: What helps where pods compute chains that the network does not know.
+CODEBOOK_REMEDY = "set VLLM_POC_DECODE_CODEBOOK of pods with a rebuilt codebook to the network's file"
 #: What an ML node's rounds and pods are looked up in.
 ClusterOf = Callable[[MlNode], Cluster]
 
@@ -141,7 +143,9 @@ class NodeApi:
         told = await self.pods.versions(pods)
         if pods and all(one is not None and Scheme.DECODE not in one.offers for one in told):
             names = ", ".join(pod.name for pod in pods[:_NAMED])
-            message = f"asks for the decode scheme, which none of the ready pods offers ({names}): {DECODE_REMEDY}"
+            rebuilt = any(one is not None and one.rebuilt_codebook for one in told)
+            remedy = f"{CODEBOOK_REMEDY}, or {DECODE_REMEDY}" if rebuilt else DECODE_REMEDY
+            message = f"asks for the decode scheme, which none of the ready pods offers ({names}): {remedy}"
             raise field_refusal("params.decode", message)
 
     def _model(self, request: NetworkInit, found: Sequence[ReadyPod]) -> str:

@@ -121,7 +121,9 @@ def _left_out(result: PodResult) -> Sequence[int]:
 
 
 def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult) -> list[int]:
-    """Return the nonces that mismatch. ValueError if the answer is about others."""
+    """Return the nonces that mismatch. ValueError if the answer is about others, or of another codebook."""
+    if result.rebuilt_codebook:
+        raise ValueError("its answer is of a codebook that is not the network's: set VLLM_POC_DECODE_CODEBOOK for it")
     if isinstance(result, ValidatedResponse):
         mismatches, computed = result.mismatch_nonces, result.n_total
     else:
