@@ -64,10 +64,22 @@ def test_each_idle_pod_is_asked_for_other_proofs() -> None:
     busy = says(PowState.GENERATING, round_id="another")
     step = plan(seen(a_validation(), ("a", says()), ("b", says()), ("c", busy)))
     assert [(ask.pod.name, ask.request.nonces[0], len(ask.request.nonces)) for ask in asks(step)] == [
-        ("a", 0, 200),
-        ("b", 200, 50),
+        ("a", 0, 125),
+        ("b", 125, 125),
     ]
     assert all(ask.request.wait and ask.request.validation is not None for ask in asks(step))
+
+
+@pytest.mark.parametrize(
+    ("number", "counts"),
+    [(1, [1]), (200, [200]), (201, [100, 101]), (210, [105, 105]), (401, [133, 134, 134]), (600, [200] * 3)],
+)
+def test_no_sample_is_tiny(number: int, counts: list[int]) -> None:
+    """Of ten proofs, two that a pod cannot compare would fail the whole validation."""
+    proofs = [Proof(nonce=nonce, vector="AAAA") for nonce in range(number)]
+    samples = plan(seen(a_validation(), ("a", says()), proofs=proofs)).status.samples
+    assert [sample.count for sample in samples] == counts
+    assert [sample.first for sample in samples] == [sum(counts[:place]) for place in range(len(counts))]
 
 
 def test_the_verdict_is_about_all_samples() -> None:
