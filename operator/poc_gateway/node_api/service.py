@@ -6,7 +6,7 @@ How it is told to the network is a matter of the areas: `init_generate`, `genera
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from http import HTTPStatus
@@ -28,6 +28,7 @@ from poc_gateway.node_api.pod_versions import common_schemes, plugin_release
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.clients.errors import StoreError
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.observed import PodView
 from vllm_poc.wire.messages import CallbackRequest, Protocol, Scheme
@@ -125,10 +126,16 @@ class NodeApi:
         """Send a callback of this ML node once more; return its receiver's status. Refusal if it is none."""
         return await self._relay.send(token, suffix, body)
 
-    def check(self, request: NetworkGenerate) -> NetworkGenerate:
-        """Return the request with its whole fraud test; refused if its result could not be delivered."""
+    async def check(self, request: NetworkGenerate) -> NetworkGenerate:
+        """Return the request with its whole fraud test.
+
+        Refused if its result could not be delivered, or is of a scheme that no ready pod offers.
+        """
         _check_scheme(request)
         _check_receiver(request, self._settings)
+        if request.protocol is Protocol.DECODE:
+            with suppress(StoreError):  # like all that is queued, it waits until pods can be listed
+                await self._require_decode(await self.pods.ready())
         if request.validation is None:
             return request
         return request.model_copy(update={"stat_test": stat_test_of(request, self._settings)})
@@ -204,9 +211,9 @@ def models_of(found: Sequence[ReadyPod]) -> list[str]:
     return list(dict.fromkeys(name for one in found for name in one.models))
 
 
-def _check_scheme(request: CallbackRequest) -> None:
-    if request.protocol is Protocol.DECODE:
-        message = "named nonces of the decode scheme are not computed here: let a PoCValidation check chains"
+def _check_scheme(request: NetworkGenerate) -> None:
+    if request.protocol is Protocol.DECODE and request.validation is None:
+        message = "chains of named nonces are compared here, and not told: send those to compare with, in validation"
         raise field_refusal("params.decode", message)
 
 
