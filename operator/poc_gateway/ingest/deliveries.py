@@ -103,10 +103,15 @@ def most_values(protocol: Protocol) -> int:
 
 
 def check_generated(known: KnownRound, generated: Generated, grant: Grant | None = None) -> Delivery:
-    """Check a message of the round's protocol; Refusal if it is of another round, or beyond its ``grant``."""
+    """Check a message of the round's protocol.
+
+    Refusal if it is of another round, or of another codebook than the network's, or beyond its ``grant``.
+    """
     terms, message = known.terms, generated.message
     delivery = Delivery(known, grant, refused=list(generated.refused))
     require_same_round(terms, message)
+    if isinstance(message, GeneratedArtifacts):
+        require_networks_codebook(rebuilt=message.rebuilt_codebook)
     if isinstance(message, GeneratedArtifacts) and terms.max_tokens is not None:
         # What a pod may send of a vector beside its chain is evidence for itself, and no result.
         chain, steps = partial(chain_bytes, max_tokens=terms.max_tokens), "k_points_steps"
@@ -128,6 +133,17 @@ def require_same_round(terms: RoundTerms, message: Callback) -> None:
     """Raise Refusal unless the message names the block and the key of the round."""
     for name in ("public_key", "block_hash", "block_height"):
         _require_same(name, getattr(message, name), getattr(terms, name))
+
+
+def require_networks_codebook(*, rebuilt: bool | None) -> None:
+    """Raise Refusal for results of a ``rebuilt`` codebook: once stored, nothing would tell them from the network's."""
+    if rebuilt:
+        detail = (
+            "rebuilt_codebook: the chains are of a codebook that is not the network's, and the round is of the "
+            "network's: set VLLM_POC_DECODE_CODEBOOK of the pod to the network's file"
+        )
+        # About the sender: it need not search for the one result that is at fault.
+        raise Refusal(HTTPStatus.FORBIDDEN, "RebuiltCodebook", detail)
 
 
 def _require_same(name: str, value: object, expected: object) -> None:

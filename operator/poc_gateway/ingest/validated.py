@@ -13,7 +13,7 @@ from pydantic import Field
 from sqlalchemy import Connection, func, insert, select
 
 from poc_gateway.errors import Refusal
-from poc_gateway.ingest.deliveries import parse, require_same_round
+from poc_gateway.ingest.deliveries import parse, require_networks_codebook, require_same_round
 from poc_gateway.outbox import callback_ledger
 from poc_gateway.store.rounds import KnownRound, RoundTerms
 from poc_gateway.store.schema import authors, verdicts
@@ -34,6 +34,7 @@ class _Validated(Callback):
 
     request_id: Annotated[str, Field(max_length=256)] | None = None
     nonces: list[Nonce] | None = None
+    rebuilt_codebook: bool = False
 
 
 class Verdict(NamedTuple):
@@ -45,12 +46,13 @@ class Verdict(NamedTuple):
 
 
 def read_verdict(terms: RoundTerms, body: bytes) -> Verdict:
-    """Read a ``/validated`` message; Refusal if it is too large, of another round, or cannot be read."""
+    """Read a ``/validated`` message; Refusal if it is too large, of another round or codebook, or cannot be read."""
     if len(body) > MOST_BYTES:
         detail = f"the verdict has {len(body)} bytes, and at most {MOST_BYTES} are taken: validate fewer nonces at once"
         raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
     message = parse(_Validated, body)
     require_same_round(terms, message)
+    require_networks_codebook(rebuilt=message.rebuilt_codebook)
     digest = hashlib.sha256(body).hexdigest()
     return Verdict(body.decode(), _batch(message, digest), digest)
 

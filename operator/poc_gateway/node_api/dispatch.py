@@ -4,6 +4,9 @@
 What is about the latest block comes first, since the network judges a block's results for a while only: after an outage
 what has waited for long holds up nothing new. Of one block it is first come first served.
 
+Chains of the decode scheme are compared by the pods, and only by those that offer the scheme. The verdict is made here,
+from what all of them tell of their nonces.
+
 A pod that fails gives its chunk back, and rests; the next free pod takes it. Pods that generate a round compute
 named nonces beside it. A pod that is paused gets nothing, and one that was too busy nothing for a while, as long as
 there is another. While no pod answers, or all are paused, work waits.
@@ -26,7 +29,9 @@ from poc_operator.clients.errors import NotAPodOfOurs, PodError, PodRefused, Sto
 from poc_operator.observed import PodView
 from vllm_poc.logs import bound
 from vllm_poc.wire.artifacts import decode_vector
-from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
+from vllm_poc.wire.chain_verdict import NonceVerdict
+from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse, Validation
+from vllm_poc.wire.messages import Protocol, Scheme
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +62,15 @@ _ANSWER_BYTES = 512 * 1024
 _ASKED: dict[str, Any] = {
     "wait": True,
     "beside_round": True,
-    "validation": None,
-    "stat_test": None,
     "url": None,
     "callback_url": None,
     "round_id": None,
 }
+#: What besides differs where results are compared here.
+_UNJUDGED: dict[str, Any] = {"validation": None, "stat_test": None}
+
+#: A vector as base64, a distance, or how a chain compares; None where the pod had no finite result.
+Value = str | float | NonceVerdict | None
 
 
 @dataclass(eq=False)
@@ -73,7 +81,7 @@ class Work:
     request: GenerateRequest
     done: "asyncio.Future[None]"
     waiting: deque[int]
-    values: dict[int, str | float | None] = field(default_factory=dict)
+    values: dict[int, Value] = field(default_factory=dict)
     begun: bool = False
     failures: int = 0
 
@@ -95,7 +103,7 @@ class Work:
             detail = f"{FAILURES} pods in a row failed to compute nonces, the last with: {error}"
             self._fail(HTTPStatus.SERVICE_UNAVAILABLE, "PodsFailed", detail)
 
-    def put(self, values: dict[int, str | float | None]) -> None:
+    def put(self, values: dict[int, Value]) -> None:
         """Take over what a pod computed."""
         self.failures = 0
         self.values.update(values)
@@ -123,6 +131,7 @@ class Dispatcher:
         self._resting: dict[str, float] = {}  # until when, as the next
         self._declined: dict[str, float] = {}
         self._free: Sequence[ReadyPod] = ()
+        self._decoding: frozenset[str] = frozenset()  # pods that offer the decode scheme
         self._polled = float("-inf")
         self._wake = asyncio.Event()
 
@@ -143,7 +152,7 @@ class Dispatcher:
         self._wake.set()
         return work
 
-    async def finish(self, work: Work) -> dict[int, Any]:
+    async def finish(self, work: Work) -> dict[int, Value]:
         """Wait for the work's values; dropped if the waiting is cancelled. Refusal if it fails."""
         try:
             await work.done
@@ -177,8 +186,13 @@ class Dispatcher:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _next(self) -> Work | None:
-        return next((work for work in self._works if work.waiting and not work.done.done()), None)
+    def _next(self, pod: PodView | None = None) -> Work | None:
+        """Return the next work that the pod, or any, can compute; None if there is none."""
+        waiting = (work for work in self._works if work.waiting and not work.done.done())
+        return next((work for work in waiting if pod is None or self._can_compute(pod, work)), None)
+
+    def _can_compute(self, pod: PodView, work: Work) -> bool:
+        return work.request.protocol is not Protocol.DECODE or pod.uid in self._decoding
 
     async def _give_out(self) -> None:
         if self._next() is None:
@@ -188,9 +202,9 @@ class Dispatcher:
         left_out = declined if len(declined) < len(self._free) else set[str]()
         free = [found.pod for found in self._free if found.pod.uid not in left_out and self._may_work(found.pod.uid)]
         for pod in free:
-            work = self._next()
+            work = self._next(pod)
             if work is None:
-                return
+                continue
             nonces = work.take(len(self._free))
             with bound(request=work.id, pod=pod.name):
                 self._busy[pod.uid] = asyncio.create_task(self._compute(work, pod, nonces))
@@ -209,6 +223,10 @@ class Dispatcher:
             return
         self._polled = monotonic()
         self._free = sorted((one for one in found if one.computes_named_nonces), key=lambda one: not one.idle)
+        if any(work.request.protocol is Protocol.DECODE for work in self._works):
+            pods = [one.pod for one in found]
+            told = zip(pods, await self._ready_pods.versions(pods), strict=True)
+            self._decoding = frozenset(pod.uid for pod, one in told if one is not None and Scheme.DECODE in one.offers)
         for until in (self._resting, self._declined):
             for uid in [uid for uid, over in until.items() if over <= monotonic()]:
                 del until[uid]
@@ -243,7 +261,13 @@ def _is_not_now(error: PodError) -> bool:
 
 
 def _size_of(request: GenerateRequest, waiting: int, pods: int) -> int:
-    """Return the nonces of the next chunk: an even share, but no less than a batch and no more than is prudent."""
+    """Return the nonces of the next chunk: an even share, but no less than a batch and no more than is prudent.
+
+    A batch of chains takes as long as a smaller one. And no chunk of them is tiny: a pod compares none of its chains if
+    more than a tenth and more than one are not finite.
+    """
+    if request.protocol is Protocol.DECODE:
+        return -(-waiting // -(-waiting // _NONCES))
     most = min(_BATCHES * request.batch_size, _NONCES)
     if request.params is not None:
         most = min(most, max(1, _ANSWER_BYTES // (3 * request.params.k_dim + 64)))
@@ -252,18 +276,27 @@ def _size_of(request: GenerateRequest, waiting: int, pods: int) -> int:
 
 
 def _request_of(request: GenerateRequest, nonces: Sequence[int]) -> GenerateRequest:
-    """Return what a pod is asked: results to be compared here, also between the slices of a round."""
-    return request.model_copy(update=_ASKED | {"nonces": list(nonces)})
+    """Return what a pod is asked, also between the slices of a round: results to be compared here, or chains there."""
+    asked = _ASKED | {"nonces": list(nonces)}
+    if request.protocol is not Protocol.DECODE or request.validation is None:
+        return request.model_copy(update=asked | _UNJUDGED)
+    claims = {artifact["nonce"]: artifact for artifact in request.validation.artifacts}
+    asked["validation"] = Validation(artifacts=[claims[nonce] for nonce in nonces])
+    if (enforced := request.enforced_k_steps) is not None:
+        asked["enforced_k_steps"] = {nonce: enforced[nonce] for nonce in nonces}
+    return request.model_copy(update=asked)
 
 
 def _values_of(
     request: GenerateRequest, nonces: Sequence[int], answer: GeneratedResponse | ValidatedResponse
-) -> dict[int, str | float | None]:
+) -> dict[int, Value]:
     """Return a pod's results by nonce. ValueError if they are not those of the nonces."""
-    if isinstance(answer, ValidatedResponse):
+    values: dict[int, Value] = dict.fromkeys(answer.not_computed)
+    if request.protocol is Protocol.DECODE:
+        values |= _compared(answer)
+    elif isinstance(answer, ValidatedResponse):
         raise ValueError("the pod answered a verdict that it was not asked for")
-    values: dict[int, str | float | None] = dict.fromkeys(answer.not_computed)
-    if request.params is not None:
+    elif request.params is not None:
         for artifact in answer.artifacts or []:
             decode_vector(artifact["vector_b64"], request.params.k_dim)
             values[artifact["nonce"]] = artifact["vector_b64"]
@@ -272,3 +305,13 @@ def _values_of(
     if values.keys() != set(nonces):
         raise ValueError(f"the pod answered for {len(values)} nonces, not for the {len(nonces)} that it was asked for")
     return values
+
+
+def _compared(answer: GeneratedResponse | ValidatedResponse) -> dict[int, Value]:
+    """Return how each chain compares; None for one that could not be. ValueError if the answer does not say so."""
+    if not isinstance(answer, ValidatedResponse) or answer.per_nonce is None:
+        raise ValueError("the pod answered without per_nonce, the comparison of each chain")
+    if answer.rebuilt_codebook:
+        raise ValueError("the pod's codebook is not the network's: set VLLM_POC_DECODE_CODEBOOK for it")
+    # Reference pods name those that they could not compare by the network's word alone.
+    return {**dict.fromkeys(answer.excluded_nonces or []), **{one.nonce: one for one in answer.per_nonce}}

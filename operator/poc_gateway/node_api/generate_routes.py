@@ -35,7 +35,7 @@ async def generate(body: NetworkGenerate, request: Request, service: Service) ->
     is queued, survives a restart of the gateway, and its result is also sent to `url` if there is one.
     What `stat_test` leaves out is the network's for the model, or what the settings say.
     """
-    checked = service.check(body)
+    checked = await service.check(body)
     if checked.wait:
         work = _in_time(service.jobs.compute(checked), len(checked.nonces))
         try:

@@ -13,12 +13,13 @@ from poc_gateway.errors import Refusal, field_refusal
 from poc_gateway.settings import Settings
 from vllm_poc.wire.artifacts import Artifact, Encoding, decode_vector
 from vllm_poc.wire.callbacks import GeneratedArtifacts, GeneratedDistances, ValidatedArtifacts
+from vllm_poc.wire.chain_verdict import NonceVerdict, NoVerdictError, chain_verdict
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.messages import WireMessage
-from vllm_poc.wire.stat_test import StatTest, is_mismatch, p_value
+from vllm_poc.wire.messages import Protocol, WireMessage
+from vllm_poc.wire.stat_test import StatTest, effective_tau, is_mismatch, p_value
 
-#: By nonce: a vector as base64, a distance, or None where the pod had no finite result.
-Values = Mapping[int, str | float | None]
+#: By nonce: a vector as base64, a distance, how a chain compares, or None where the pod had no finite result.
+Values = Mapping[int, str | float | NonceVerdict | None]
 Result = GeneratedResponse | ValidatedResponse
 
 
@@ -38,7 +39,9 @@ NETWORK_P_MISMATCH, REFERENCE_FRAUD_THRESHOLD = 0.1, 0.01
 def stat_test_of(request: GenerateRequest, settings: Settings) -> StatTest:
     """Return the fraud test of a validation: from the request, else from the settings, else the network's.
 
-    The chain's ``p_value_threshold`` takes the place of a missing ``fraud_threshold`` if the settings say so.
+    The chain's ``p_value_threshold`` takes the place of a missing ``fraud_threshold`` if the settings say so. The
+    distances of the settings and of the network are those of vectors: without one of its own, a request of the decode
+    scheme has the tau that a pod would take.
     """
     told = request.stat_test.model_dump(exclude_unset=True) if request.stat_test is not None else {}
     chains = told.pop("p_value_threshold", None)
@@ -53,11 +56,16 @@ def stat_test_of(request: GenerateRequest, settings: Settings) -> StatTest:
         told = {"fraud_threshold": chains} | told
     patterns = (one for pattern, one in settings.stat_tests.items() if fnmatchcase(model, pattern.lower()))
     configured = next((one.model_dump(exclude_unset=True) for one in patterns), {})
+    if request.protocol is Protocol.DECODE:
+        configured["dist_threshold"] = effective_tau(request.stat_test)
     return StatTest.model_validate(network | configured | told)
 
 
 def check_validation(request: GenerateRequest) -> None:
-    """Refuse with 400 artifacts that are not of exactly the request's nonces."""
+    """Refuse with 400 artifacts that are not of exactly the request's nonces, or have no chain to compare."""
+    if unclaimed := request.unclaimed():
+        message = f"must each have k_points_steps in the decode scheme: {len(unclaimed)} have none"
+        raise field_refusal("validation.artifacts", message, status=HTTPStatus.BAD_REQUEST)
     missing, foreign = request.unmatched()
     if missing or foreign:
         message = (
@@ -68,7 +76,9 @@ def check_validation(request: GenerateRequest) -> None:
 
 
 def result_of(request: GenerateRequest, request_id: str, values: Values) -> Result:
-    """Return the answer; Refusal with 503 if there is no verdict, since no nonce could be computed."""
+    """Return the answer; Refusal with 503 if there is no verdict, since no nonce, or too few, could be computed."""
+    if request.protocol is Protocol.DECODE:
+        return _verdict_on_chains(request, request_id, values)
     if request.validation is not None:
         return _verdict(request, request_id, values)
     missing = [nonce for nonce in request.nonces if values[nonce] is None]
@@ -76,7 +86,7 @@ def result_of(request: GenerateRequest, request_id: str, values: Values) -> Resu
         artifacts = [Artifact(nonce=nonce, vector_b64=str(values[nonce])) for nonce in _computed(request, values)]
         encoding = Encoding(k_dim=request.params.k_dim)
         return GeneratedResponse(request_id=request_id, not_computed=missing, artifacts=artifacts, encoding=encoding)
-    distances = {nonce: float(values[nonce] or 0) for nonce in _computed(request, values)}
+    distances = {nonce: float(str(values[nonce])) for nonce in _computed(request, values)}
     valid = {nonce: distance for nonce, distance in distances.items() if distance < (request.r_target or 0)}
     return GeneratedResponse(
         request_id=request_id,
@@ -143,3 +153,12 @@ def _verdict(request: GenerateRequest, request_id: str, values: Values) -> Valid
         fraud_detected=probability < test.fraud_threshold,
         not_computed=[nonce for nonce in request.nonces if values[nonce] is None],
     )
+
+
+def _verdict_on_chains(request: GenerateRequest, request_id: str, values: Values) -> ValidatedResponse:
+    compared = [one for nonce in request.nonces if isinstance(one := values[nonce], NonceVerdict)]
+    try:
+        verdict = chain_verdict(request.nonces, compared, request.stat_test or StatTest())
+    except NoVerdictError as error:
+        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NothingComputed", str(error)) from error
+    return ValidatedResponse(request_id=request_id, per_nonce=compared, **verdict.model_dump())

@@ -6,7 +6,7 @@ How it is told to the network is a matter of the areas: `init_generate`, `genera
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from http import HTTPStatus
@@ -28,6 +28,7 @@ from poc_gateway.node_api.pod_versions import common_schemes, plugin_release
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.clients.errors import StoreError
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.observed import PodView
 from vllm_poc.wire.messages import CallbackRequest, Protocol, Scheme
@@ -38,6 +39,8 @@ _log = logging.getLogger(__name__)
 _NAMED = 3
 #: What helps where no pod offers the decode scheme.
 DECODE_REMEDY = "add pods of the network's plugin 0.2 or later, or others whose GET versions lists decode in schemes"
+#: What helps where pods compute chains that the network does not know.
+CODEBOOK_REMEDY = "set VLLM_POC_DECODE_CODEBOOK of pods with a rebuilt codebook to the network's file"
 #: What an ML node's rounds and pods are looked up in.
 ClusterOf = Callable[[MlNode], Cluster]
 
@@ -123,10 +126,16 @@ class NodeApi:
         """Send a callback of this ML node once more; return its receiver's status. Refusal if it is none."""
         return await self._relay.send(token, suffix, body)
 
-    def check(self, request: NetworkGenerate) -> NetworkGenerate:
-        """Return the request with its whole fraud test; refused if its result could not be delivered."""
+    async def check(self, request: NetworkGenerate) -> NetworkGenerate:
+        """Return the request with its whole fraud test.
+
+        Refused if its result could not be delivered, or is of a scheme that no ready pod offers.
+        """
         _check_scheme(request)
         _check_receiver(request, self._settings)
+        if request.protocol is Protocol.DECODE:
+            with suppress(StoreError):  # like all that is queued, it waits until pods can be listed
+                await self._require_decode(await self.pods.ready())
         if request.validation is None:
             return request
         return request.model_copy(update={"stat_test": stat_test_of(request, self._settings)})
@@ -141,7 +150,9 @@ class NodeApi:
         told = await self.pods.versions(pods)
         if pods and all(one is not None and Scheme.DECODE not in one.offers for one in told):
             names = ", ".join(pod.name for pod in pods[:_NAMED])
-            message = f"asks for the decode scheme, which none of the ready pods offers ({names}): {DECODE_REMEDY}"
+            rebuilt = any(one is not None and one.rebuilt_codebook for one in told)
+            remedy = f"{CODEBOOK_REMEDY}, or {DECODE_REMEDY}" if rebuilt else DECODE_REMEDY
+            message = f"asks for the decode scheme, which none of the ready pods offers ({names}): {remedy}"
             raise field_refusal("params.decode", message)
 
     def _model(self, request: NetworkInit, found: Sequence[ReadyPod]) -> str:
@@ -200,9 +211,9 @@ def models_of(found: Sequence[ReadyPod]) -> list[str]:
     return list(dict.fromkeys(name for one in found for name in one.models))
 
 
-def _check_scheme(request: CallbackRequest) -> None:
-    if request.protocol is Protocol.DECODE:
-        message = "named nonces of the decode scheme are not computed here: let a PoCValidation check chains"
+def _check_scheme(request: NetworkGenerate) -> None:
+    if request.protocol is Protocol.DECODE and request.validation is None:
+        message = "chains of named nonces are compared here, and not told: send those to compare with, in validation"
         raise field_refusal("params.decode", message)
 
 

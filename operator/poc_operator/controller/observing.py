@@ -291,6 +291,18 @@ class Mark:
     held_back: float
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """By how much a pod's index has moved at once. ``computed`` is None if a poll since then had no answer."""
+
+    session: str
+    round_id: str | None
+    computed: int | None
+    since: float
+    nonces: int = 0
+    seconds: float = 0.0
+
+
 class ProgressWatch:
     """Measures the pods of one round. ``clock`` returns seconds of any monotonic clock."""
 
@@ -298,26 +310,49 @@ class ProgressWatch:
         self._clock = clock
         self._answered: dict[str, float] = {}
         self._moved: dict[str, tuple[Mark, float]] = {}
+        self._steps: dict[str, _Steps] = {}
 
     def measured(self, uid: str, report: PodReport) -> PodReport:
-        """Return the report with ``stalled_seconds`` and ``silent_seconds``."""
+        """Return the report with ``stalled_seconds``, ``silent_seconds`` and what is known of the pod's batches."""
         now = self._clock()
         status = report.status
         if status is None:
+            if (steps := self._steps.get(uid)) is not None:
+                self._steps[uid] = replace(steps, computed=None)
             silent = now - self._answered.setdefault(uid, now)
             return replace(report, silent_seconds=silent, heard=uid in self._moved)
         self._answered[uid] = now
         mark = _mark(status)
         if self._moved.get(uid, (None, now))[0] != mark or _excused(status):
             self._moved[uid] = (mark, now)
-        return replace(report, stalled_seconds=now - self._moved[uid][1], heard=True)
+        steps = self._steps[uid] = _stepped(self._steps.get(uid), status, now)
+        return replace(
+            report,
+            stalled_seconds=now - self._moved[uid][1],
+            batch_nonces=steps.nonces,
+            batch_seconds=steps.seconds,
+            heard=True,
+        )
 
     def forget_others(self, uids: Iterable[str]) -> None:
         """Forget every pod but these."""
         known = set(uids)
-        for memory in (self._answered, self._moved):
+        for memory in (self._answered, self._moved, self._steps):
             for uid in memory.keys() - known:
                 del memory[uid]
+
+
+def _stepped(known: _Steps | None, status: StatusResponse, now: float) -> _Steps:
+    """Return what is known of a pod's steps after its answer. Only those count whose begin and end were seen."""
+    index = status.next_index
+    if known is None or (known.session, known.round_id) != (status.session_id, status.round_id):
+        return _Steps(status.session_id, status.round_id, index, now)
+    if known.computed == index:
+        return replace(known, since=now) if _excused(status) else known
+    if known.computed is None or index < known.computed:
+        return replace(known, computed=index, since=now)
+    nonces, seconds = max(known.nonces, index - known.computed), max(known.seconds, now - known.since)
+    return replace(known, computed=index, since=now, nonces=nonces, seconds=seconds)
 
 
 def _mark(status: StatusResponse) -> Mark:

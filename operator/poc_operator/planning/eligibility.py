@@ -57,6 +57,11 @@ def _scheme_not_offered(spec: WorkSpec, report: PodReport) -> Finding | None:
     """Return why the pod takes no part in work of the decode scheme: it is told none on trial."""
     if not isinstance(spec, ProtocolSpec) or spec.protocol is not Protocol.DECODE:
         return None
+    if report.status is not None and report.status.model.rebuilt_codebook:
+        return Reason.SCHEME_NOT_OFFERED, (
+            "spec.decode needs the network's codebook, and the pod computes chains with one that it has made itself: "
+            "set VLLM_POC_DECODE_CODEBOOK for it to the network's file, and take VLLM_POC_DECODE_REBUILD_CODEBOOK away"
+        )
     if report.schemes is None:
         return Reason.SCHEME_NOT_OFFERED, (
             "spec.decode needs pods that offer the decode scheme, and the pod does not tell its schemes by GET "

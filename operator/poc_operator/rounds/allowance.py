@@ -3,6 +3,9 @@
 
 Between two polls a pod computes thousands of nonces. So what is left to do is dealt out in allowances of some
 seconds' work, and a pod that reaches the end of its allowance waits for the next.
+
+In the decode scheme a pod computes what it may, up to some number of chains, as one batch, and a small batch takes as
+long as a large one. Its index moves at the end of a batch alone. So there is always another whole batch to follow.
 """
 
 import math
@@ -13,7 +16,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import ExtendPod
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import StatusResponse
-from vllm_poc.wire.messages import ExtendRequest
+from vllm_poc.wire.messages import ExtendRequest, Protocol
 from vllm_poc.wire.partition import MAX_NONCE
 
 #: An allowance is worth so many seconds of its pod; another one is dealt when half of it is done. Several polls fit in.
@@ -22,6 +25,11 @@ ALLOWANCE_SECONDS = 20.0
 #: The first allowance, before the pod's rate is known, and the least one, in batches.
 FIRST_BATCHES = 16
 LEAST_BATCHES = 2
+
+#: Batches of chains that a pod may always compute: the one that may be under way, and a whole one after it.
+CHAIN_BATCHES = 2
+#: The same before a pod's first batch is done: two of the largest that the network's hardware computes.
+FIRST_CHAINS = 4_096
 
 
 def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
@@ -70,7 +78,10 @@ def _told(snapshot: RoundSnapshot, slot: Assignment) -> StatusResponse | None:
 def _needs_more(snapshot: RoundSnapshot, slot: Assignment) -> bool:
     # Pods that cannot resume know nothing of allowances either.
     dealt = slot.state in (SlotState.STARTING, SlotState.RUNNING) and snapshot.report_of(slot).resumes
-    return dealt and (slot.end is None or 2 * _ahead(slot) < _wanted(snapshot, slot))
+    if not dealt or slot.end is None:
+        return dealt
+    ahead = _ahead(slot)
+    return 2 * ahead < _wanted(snapshot, slot) or ahead < _chains(snapshot, slot)
 
 
 def _ahead(slot: Assignment) -> int:
@@ -91,8 +102,18 @@ def _underway(snapshot: RoundSnapshot, slot: Assignment) -> int:
 def _wanted(snapshot: RoundSnapshot, slot: Assignment) -> int:
     batch, rate = snapshot.round.spec.batch_size, snapshot.rate_of(slot)
     if slot.state is not SlotState.RUNNING or not rate:
-        return FIRST_BATCHES * batch
-    return max(LEAST_BATCHES * batch, math.ceil(ALLOWANCE_SECONDS * rate))
+        return max(FIRST_BATCHES * batch, _chains(snapshot, slot))
+    return max(LEAST_BATCHES * batch, math.ceil(ALLOWANCE_SECONDS * rate), _chains(snapshot, slot))
+
+
+def _chains(snapshot: RoundSnapshot, slot: Assignment) -> int:
+    """Return how many nonces the slot's pod may always compute, so that none of its batches of chains is small.
+
+    Until its first batch is done, nothing tells how large its batches are.
+    """
+    if snapshot.round.spec.protocol is not Protocol.DECODE:
+        return 0
+    return CHAIN_BATCHES * snapshot.report_of(slot).batch_nonces or FIRST_CHAINS
 
 
 def _left(snapshot: RoundSnapshot, stop: Stop, slots: Sequence[Assignment]) -> int:

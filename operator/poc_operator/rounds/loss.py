@@ -138,9 +138,26 @@ def _reset(slot: Assignment, start: int, why: str) -> Assignment:
     )
 
 
+#: Seconds that a decode step may take before a pod counts as stalled. The network's hardware takes up to 0.17 s.
+STEP_SECONDS = 0.5
+#: The same in times of the longest batch that the pod was seen to compute.
+STALLED_BATCHES = 2
+
+
 def stalled_for_long(snapshot: RoundSnapshot, slot: Assignment) -> bool:
-    """Whether the slot's pod computes without progress for longer than ``stall.afterSeconds``."""
-    return _counts(snapshot) and snapshot.report_of(slot).stalled_seconds >= snapshot.round.spec.stall.after_seconds
+    """Whether the slot's pod computes without progress for longer than ``stall.afterSeconds``.
+
+    In the decode scheme nothing moves within a batch, so that a pod may take the time of a batch at least.
+    """
+    return _counts(snapshot) and snapshot.report_of(slot).stalled_seconds >= _patience(snapshot, slot)
+
+
+def _patience(snapshot: RoundSnapshot, slot: Assignment) -> float:
+    spec = snapshot.round.spec
+    if spec.decode is None:
+        return spec.stall.after_seconds
+    seen = STALLED_BATCHES * snapshot.report_of(slot).batch_seconds
+    return max(spec.stall.after_seconds, STEP_SECONDS * spec.decode.max_tokens, seen)
 
 
 def silent_for_long(snapshot: RoundSnapshot, slot: Assignment) -> bool:

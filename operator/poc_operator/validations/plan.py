@@ -9,6 +9,7 @@ import json
 from base64 import b64decode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -82,7 +83,7 @@ def digest(proofs: Sequence[Proof]) -> str:
 
 
 _NO_INDEX = b"\xff"
-#: Proofs that a pod is asked to recompute in one request.
+#: Most proofs that a pod is asked to recompute in one request.
 SAMPLE_NONCES = 200
 
 
@@ -121,7 +122,9 @@ def _left_out(result: PodResult) -> Sequence[int]:
 
 
 def _mismatches(spec: ValidationSpec, proofs: Sequence[Proof], result: PodResult) -> list[int]:
-    """Return the nonces that mismatch. ValueError if the answer is about others."""
+    """Return the nonces that mismatch. ValueError if the answer is about others, or of another codebook."""
+    if result.rebuilt_codebook:
+        raise ValueError("its answer is of a codebook that is not the network's: set VLLM_POC_DECODE_CODEBOOK for it")
     if isinstance(result, ValidatedResponse):
         mismatches, computed = result.mismatch_nonces, result.n_total
     else:
@@ -193,14 +196,16 @@ def end(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
 
 
 def choose_samples(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
-    """Split the proofs, once, when a pod can compute them; those that cannot be had are waited for."""
+    """Split the proofs evenly, once, when a pod can compute them; those that cannot be had are waited for.
+
+    A pod gives no verdict if it cannot compare two chains and more than a tenth, which are few of a small rest.
+    """
     proofs = snapshot.proofs
     if isinstance(proofs, str) or not may_split(snapshot, step):
         return step
-    samples = [
-        Sample(first=first, count=min(SAMPLE_NONCES, len(proofs) - first), state=SlotState.WAITING)
-        for first in range(0, len(proofs), SAMPLE_NONCES)
-    ]
+    number = -(-len(proofs) // SAMPLE_NONCES)
+    borders = [len(proofs) * place // number for place in range(number + 1)]
+    samples = [Sample(first=first, count=end - first, state=SlotState.WAITING) for first, end in pairwise(borders)]
     return step.extended(samples=samples, proofs_digest=digest(proofs))
 
 

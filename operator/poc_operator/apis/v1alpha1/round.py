@@ -136,7 +136,8 @@ class Stall(ApiModel):
     """What happens when a pod computes without progress although no chat holds it back, or does not answer."""
 
     after_seconds: Annotated[Int32, Field(ge=10, le=86_400)] = 120
-    """Seconds without progress after which a pod's work is stopped and given to it anew."""
+    """Seconds without progress after which a pod's work is stopped and given to it anew. In the decode scheme a pod
+    gets half a second for each of `decode.maxTokens` at least, and twice its longest batch so far."""
     unreachable_seconds: Annotated[Int32, Field(ge=10, le=86_400)] = 300
     """Seconds without an answer after which a pod counts as stalled."""
     action: StallAction = StallAction.RETRY

@@ -50,18 +50,24 @@ class PodVersions(WireMessage):
     """``GET versions`` of any pod. A pod that does not say that it validates beside inference does not.
 
     Ours say which ``schemes`` they offer. The reference does not: from release 0.2 on its plugin computes both.
+    ``rebuilt_codebook`` says that chains are of a codebook that is not the network's: they are worth nothing to it.
     """
 
     vllm_version: ShortText = ""
     gonka_poc_version: ShortText = ""
     poc_validation_inference: bool = False
     schemes: list[ShortText] | None = None
+    rebuilt_codebook: bool = False
 
     @property
     def offers(self) -> frozenset[Scheme]:
-        """The schemes of artifacts that may be ordered; words of later releases are left out."""
+        """The schemes of artifacts that may be ordered; words of later releases are left out.
+
+        Chains of a rebuilt codebook are none that a round or a validation may have.
+        """
         if self.schemes is not None:
-            return frozenset(scheme for scheme in Scheme if scheme in self.schemes)
+            left_out = {Scheme.DECODE} if self.rebuilt_codebook else set[Scheme]()
+            return frozenset(scheme for scheme in Scheme if scheme in self.schemes) - left_out
         release = re.match(r"(\d+)[.](\d+)", self.gonka_poc_version)
         decodes = release is not None and (int(release[1]), int(release[2])) >= _DECODE_RELEASE
         return frozenset(Scheme) if decodes else frozenset({Scheme.PREFILL})

@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 
 from poc_gateway.store import schema
-from tests.support.builders.deliveries import R_TARGET, a_round, artifacts, distances, encoded, path, vector
+from tests.support.builders.deliveries import (
+    MAX_TOKENS,
+    R_TARGET,
+    a_round,
+    artifacts,
+    chains,
+    distances,
+    encoded,
+    path,
+    vector,
+)
 from tests.unit.poc_gateway.ingest.conftest import Answer, Gateway, Start, receipt
 
 
@@ -151,3 +161,14 @@ async def test_a_nul_in_the_address_is_refused(start: Start, url: str) -> None:
         status, answer = await gateway.get(url)
     assert (status, answer["reason"]) == (400, "InvalidRequest")
     assert "NUL" in answer["detail"]
+
+
+async def test_chains_of_a_codebook_that_is_not_the_networks_are_refused(start: Start) -> None:
+    """Once stored they would be forwarded as the network's."""
+    round_ = a_round(decode={"maxTokens": MAX_TOKENS})
+    async with start(round_) as gateway:
+        status, body = await gateway.deliver(chains([0], rebuilt_codebook=True))
+        assert (status, body["reason"]) == (403, "RebuiltCodebook")
+        assert "set VLLM_POC_DECODE_CODEBOOK of the pod" in body["detail"]
+        assert list(await gateway.rows(schema.artifacts)) == []
+        assert await gateway.deliver(chains([0])) == (200, receipt(stored=1))

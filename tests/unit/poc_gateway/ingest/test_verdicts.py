@@ -57,3 +57,9 @@ async def test_verdicts_have_a_size_alone_and_together(start: Start, monkeypatch
         assert await tell(gateway, verdict(x="x" * validated.MOST_BYTES)) == (413, "BodyTooLarge")
         answers = [await tell(gateway, verdict(request_id=str(number), x="x" * 900)) for number in range(4)]
         assert [status for status, _ in answers] == [200, 200, 409, 409]
+
+
+async def test_a_verdict_by_a_codebook_that_is_not_the_networks_is_refused(start: Start) -> None:
+    async with start(a_round(), **SECRETS) as gateway:
+        assert await tell(gateway, verdict(rebuilt_codebook=True)) == (403, "RebuiltCodebook")
+        assert await gateway.rows(schema.callbacks) == []

@@ -291,7 +291,7 @@ async def test_results_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"params": PARAMS | {"decode": True, "max_tokens": 256}},
             422,
-            "params.decode: named nonces of the decode scheme are not computed here",
+            "params.decode: asks for the decode scheme, which none of the ready pods offers",
         ),
         ({"params": {"model": "tiny", "seq_len": 5000}}, 422, "params.seq_len: 5000 exceeds"),
         ({"params": {"model": "huge", "seq_len": 64}}, 409, "params.model: huge"),

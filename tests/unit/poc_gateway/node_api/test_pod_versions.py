@@ -24,6 +24,7 @@ from vllm_poc.wire.messages import Scheme
 
 BOTH, PREFILL = [Scheme.PREFILL, Scheme.DECODE], [Scheme.PREFILL]
 OURS, DECODING = PodVersions(schemes=["prefill"]), PodVersions(schemes=["prefill", "decode"])
+REBUILT = PodVersions(schemes=["prefill", "decode"], rebuilt_codebook=True)
 OLD, NEW = PodVersions(gonka_poc_version="0.1.7"), PodVersions(gonka_poc_version="0.2.0")
 FIRST, SECOND = ("pod", "container#0"), ("pod", "container#1")
 
@@ -40,6 +41,7 @@ FIRST, SECOND = ("pod", "container#0"), ("pod", "container#1")
         # A client that knows releases alone would take 0.2.0 for a promise.
         ([NEW, OURS], PREFILL, None),
         ([NEW, None], PREFILL, None),
+        ([DECODING, REBUILT], PREFILL, None),
         ([PodVersions(schemes=["later"])], [], None),
     ],
 )

@@ -35,6 +35,17 @@ def test_the_networks_thresholds_are_the_default(model: str, distance: float, st
     assert judged(model, stat_test) == (distance, 0.1, 0.01)
 
 
+@pytest.mark.parametrize(
+    ("stat_test", "tau"), [(None, 0.025), ({"p_mismatch": 0.1}, 0.02), ({"dist_threshold": 0.03}, 0.03)]
+)
+def test_chains_are_not_judged_by_a_distance_of_vectors(stat_test: Any, tau: float) -> None:  # noqa: ANN401
+    """Hardly any wrong chain is as far off as two vectors may be."""
+    body = validation(params=PARAMS | {"model": "m", "decode": True, "max_tokens": 12}, stat_test=stat_test)
+    settings = Settings.from_environment({"POC_GATEWAY_STAT_TESTS": '{"*": {"dist_threshold": 0.7}}'})
+    test = stat_test_of(NetworkGenerate.model_validate(body), settings)
+    assert (test.dist_threshold, test.p_mismatch, test.fraud_threshold) == (tau, 0.1, 0.01)
+
+
 def test_the_request_comes_first_then_the_settings() -> None:
     tests = '{"*minimax*": {"dist_threshold": 0.7, "fraud_threshold": 0.02}, "*": {"p_mismatch": 0.2}}'
     model = "MiniMaxAI/MiniMax-M2.7"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a pod has got nothing done."""
 
+from typing import Any
+
 import pytest
 
 from poc_operator.controller.observing import ProgressWatch
@@ -67,3 +69,36 @@ def test_pods_that_are_gone_are_forgotten() -> None:
 def test_a_pod_that_has_answered_once_was_heard() -> None:
     watch = ProgressWatch(Clock())
     assert [watch.measured("a", seen).heard for seen in (SILENT, COMPUTING, SILENT)] == [False, True, True]
+
+
+def batches(*looks: tuple[float, PodReport]) -> tuple[int, float]:
+    """Return (nonces, seconds) of the largest batch after looking at a pod so many seconds after each other."""
+    clock, report = Clock(), PodReport()
+    watch = ProgressWatch(clock)
+    for pause, seen in looks:
+        clock.now += pause
+        report = watch.measured("a", seen)
+    return report.batch_nonces, report.batch_seconds
+
+
+def at(index: int, **fields: Any) -> PodReport:  # noqa: ANN401
+    return says(PowState.GENERATING, next_index=index, **fields)
+
+
+@pytest.mark.parametrize(
+    ("looks", "batch"),
+    [
+        pytest.param([(0, at(500))], (0, 0), id="not seen to move"),
+        pytest.param([(0, at(0)), (20, at(0)), (5, at(512))], (512, 25), id="one"),
+        pytest.param([(0, at(0)), (25, at(512)), (20, at(600))], (512, 25), id="the largest counts"),
+        pytest.param([(0, at(512, end_index=512)), (90, at(512, end_index=512)), (25, at(900))], (388, 25), id="waits"),
+        pytest.param(
+            [(0, at(0)), (1, SILENT), (99, at(5000)), (25, at(5512))], (512, 25), id="moves that are not seen"
+        ),
+        pytest.param([(0, at(0)), (25, at(512)), (2, at(512, session="s2"))], (0, 0), id="another server"),
+        pytest.param([(0, at(0)), (25, at(512)), (2, at(512, round_id="other"))], (0, 0), id="another round"),
+        pytest.param([(0, at(512)), (25, at(0)), (5, at(100))], (100, 5), id="begins anew"),
+    ],
+)
+def test_batches(looks: list[tuple[float, PodReport]], batch: tuple[int, float]) -> None:
+    assert batches(*looks) == batch

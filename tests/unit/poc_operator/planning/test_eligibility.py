@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pods that compute other work: waited for, replaced, or a reason to fail."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from poc_operator.planning.snapshot import StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.answers import PowState, RoundConfig
-from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.answers import ModelLimits, PowState, RoundConfig
+from vllm_poc.wire.messages import Protocol, Scheme
 
 
 def holding(height: int | None, round_id: str | None = "other") -> PodReport:
@@ -89,3 +90,19 @@ def test_idle_pods_come_first() -> None:
     step = plan(look(round_, (a_pod("a"), holding(6)), (a_pod("b"), says())))
     assert [slot.pod for slot in step.status.assignments] == ["b"]
     assert [type(action) for action in step.actions] == [StartPod]
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_pod_with_a_rebuilt_codebook_takes_no_part_in_decode_rounds(rebuilt: bool) -> None:
+    told = replace(says(model=ModelLimits(rebuilt_codebook=rebuilt)), schemes=frozenset(Scheme))
+    step = planned(told, rTarget=None, decode={"maxTokens": 256})
+    assert [type(action) for action in step.actions] == ([] if rebuilt else [StartPod])
+    if rebuilt:
+        reason, message = condition(step, "Accepted")
+        assert reason == "SchemeNotOffered"
+        assert "needs the network's codebook" in message
+        assert "set VLLM_POC_DECODE_CODEBOOK" in message
+
+
+def test_a_rebuilt_codebook_matters_to_chains_alone() -> None:
+    assert [type(action) for action in planned(says(model=ModelLimits(rebuilt_codebook=True))).actions] == [StartPod]

@@ -7,6 +7,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.controller.observing import ProgressWatch
 from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import ExtendPod, StartPod
 from poc_operator.rounds.allowance import FIRST_BATCHES
@@ -135,3 +136,48 @@ def test_a_round_that_ends_deals_nothing() -> None:
     step = planned(status, report("a", 0, next_index=20, end_index=20), after_nonces=10_000)
     assert ends(step) == [20]
     assert extensions(step) == {}
+
+
+BATCH_SECONDS, CHAINS = 25.0, 20_000
+
+
+class ChainPod:
+    """Computes what it may as one batch of chains, which takes the same time whatever it has; then its index moves."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.sizes: list[int] = []
+        self.next = 0
+        self.end = 0
+        self.now = 0.0
+        self._done_at: float | None = None
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        if self._done_at is not None and self.now >= self._done_at:
+            self.next += self.sizes[-1]
+            self._done_at = None
+        size = min(self._limit, self.end - self.next)
+        if self._done_at is None and size > 0:
+            self.sizes.append(size)
+            self._done_at = self.now + BATCH_SECONDS
+
+    def answer(self) -> PodReport:
+        told = {"next_index": self.next, "delivered_index": self.next, "end_index": self.end}
+        return report("a", 0, **told, rate_per_second=self.next / self.now if self.now else 0)
+
+
+@pytest.mark.parametrize("limit", [150, 700, 1536, 2048])
+def test_batches_of_chains_do_not_shrink(limit: int) -> None:
+    """A pod that gets some seconds' work at its rate would compute ever smaller batches, and so ever slower."""
+    pod, watch, status = ChainPod(limit), ProgressWatch(lambda: pod.now), running(slot("a", 0))
+    while pod.next < CHAINS:
+        pod.advance(2)
+        assert pod.now < 2 * CHAINS / limit * BATCH_SECONDS
+        round_ = a_round(status, stop={"afterNonces": CHAINS}, rTarget=None, decode={"maxTokens": 256})
+        seen = watch.measured("a", pod.answer())
+        step = plan(look(round_, (a_pod("a"), seen), after=pod.now))
+        status = step.status
+        pod.end = next((end for end in ends(step) if end is not None), pod.end)
+    assert (pod.next, sum(pod.sizes)) == (CHAINS, CHAINS)
+    assert pod.sizes == [*[limit] * (CHAINS // limit), CHAINS % limit]

@@ -43,6 +43,24 @@ def test_a_pod_stalls_after_the_time_of_the_spec(seconds: float, state: SlotStat
     assert only_slot(planned(a_slot(), stuck(seconds)).status).state is state
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "batch_seconds", "seconds", "state"),
+    [
+        (256, 25, 127, SlotState.RUNNING),
+        (256, 25, 128, SlotState.STALLED),
+        (256, 100, 199, SlotState.RUNNING),
+        (256, 100, 200, SlotState.STALLED),
+        (16, 0, 10, SlotState.STALLED),
+        (16, 6, 11, SlotState.RUNNING),
+    ],
+)
+def test_a_batch_of_chains_is_no_stall(max_tokens: int, batch_seconds: float, seconds: float, state: SlotState) -> None:
+    """Within a batch the pod's index stands still, however well it computes."""
+    round_ = a_round(a_status(a_slot()), stall={"afterSeconds": 10}, rTarget=None, decode={"maxTokens": max_tokens})
+    report = replace(stuck(seconds), batch_seconds=batch_seconds)
+    assert only_slot(plan(look(round_, (a_pod("a"), report))).status).state is state
+
+
 def test_a_stalled_pod_is_stopped_and_named() -> None:
     step = planned(a_slot(), stuck(130))
     slot = only_slot(step.status)

@@ -5,7 +5,7 @@ import base64
 import dataclasses
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -64,10 +64,22 @@ def test_each_idle_pod_is_asked_for_other_proofs() -> None:
     busy = says(PowState.GENERATING, round_id="another")
     step = plan(seen(a_validation(), ("a", says()), ("b", says()), ("c", busy)))
     assert [(ask.pod.name, ask.request.nonces[0], len(ask.request.nonces)) for ask in asks(step)] == [
-        ("a", 0, 200),
-        ("b", 200, 50),
+        ("a", 0, 125),
+        ("b", 125, 125),
     ]
     assert all(ask.request.wait and ask.request.validation is not None for ask in asks(step))
+
+
+@pytest.mark.parametrize(
+    ("number", "counts"),
+    [(1, [1]), (200, [200]), (201, [100, 101]), (210, [105, 105]), (401, [133, 134, 134]), (600, [200] * 3)],
+)
+def test_no_sample_is_tiny(number: int, counts: list[int]) -> None:
+    """Of ten proofs, two that a pod cannot compare would fail the whole validation."""
+    proofs = [Proof(nonce=nonce, vector="AAAA") for nonce in range(number)]
+    samples = plan(seen(a_validation(), ("a", says()), proofs=proofs)).status.samples
+    assert [sample.count for sample in samples] == counts
+    assert [sample.first for sample in samples] == [sum(counts[:place]) for place in range(len(counts))]
 
 
 def test_the_verdict_is_about_all_samples() -> None:
@@ -261,20 +273,35 @@ def test_a_chain_that_is_not_whole_claims_no_index() -> None:
     assert claimed == [[1, 2, 3, 4], [255], [255], [255]]
 
 
-def test_chains_that_a_reference_pod_leaves_out_are_not_counted() -> None:
-    validation = a_validation(**CHAINS)
-    step = plan(seen(validation, ("a", BOTH), proofs=[chain(nonce, 1, 2, 3, 4) for nonce in range(20)]))
-    (ask,) = asks(step)
-    verdict = ValidatedResponse(
+def left_out(*nonces: int, rebuilt: Literal[True] | None = None) -> ValidatedResponse:
+    """A pod's verdict on 20 chains, of which it could not compare some."""
+    return ValidatedResponse(
         request_id="x",
-        n_total=19,
+        n_total=20 - len(nonces),
         n_mismatch=0,
         mismatch_nonces=[],
         p_value=1.0,
         fraud_detected=False,
-        n_excluded=1,
-        excluded_nonces=[7],
+        n_excluded=len(nonces),
+        excluded_nonces=list(nonces),
+        rebuilt_codebook=rebuilt,
     )
+
+
+def test_a_verdict_by_another_codebook_does_not_count() -> None:
+    proofs = [chain(nonce, 1, 2, 3, 4) for nonce in range(20)]
+    step = plan(seen(a_validation(**CHAINS), ("a", BOTH), proofs=proofs))
+    told = dataclasses.replace(BOTH, answer=Answer(key=asks(step)[0].key, result=left_out(rebuilt=True)))
+    after = plan(seen(a_validation(step.status, **CHAINS), ("a", told), proofs=proofs))
+    assert after.status.verdict is None
+    assert "set VLLM_POC_DECODE_CODEBOOK" in after.events[0].message
+
+
+def test_chains_that_a_reference_pod_leaves_out_are_not_counted() -> None:
+    validation = a_validation(**CHAINS)
+    step = plan(seen(validation, ("a", BOTH), proofs=[chain(nonce, 1, 2, 3, 4) for nonce in range(20)]))
+    (ask,) = asks(step)
+    verdict = left_out(7)
     told = dataclasses.replace(BOTH, answer=Answer(key=ask.key, result=verdict))
     work = a_validation(step.status, **CHAINS)
     over = plan(seen(work, ("a", told), proofs=[chain(nonce, 1, 2, 3, 4) for nonce in range(20)])).status
