@@ -247,6 +247,18 @@ async def test_claims_of_another_length_or_of_no_index_are_judged(pod: Pod, cloc
     assert (told[105]["mismatch_margin_max"], told[106]["n_steps"]) == (2.0, 6)
 
 
+async def test_more_chains_than_a_body_may_have_other_lists_are_judged(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.decode_facts |= {"max_batch_nonces": 2_000, "reserve_bytes": 10**9}  # type: ignore[typeddict-item]
+    body, nonces = claims(), list(range(1_500))
+    artifacts = [{"nonce": one, "vector_b64": "", "k_points_steps": chain(one, STEPS)} for one in nonces]
+    artifacts[7]["k_points_steps"] = [*chain(7, STEPS)[:-1], 300]
+    found = await generated(pod, clock, body | {"nonces": nonces, "validation": {"artifacts": artifacts}})
+    assert (found["n_total"], found["mismatch_nonces"]) == (1_500, [7])
+    enforced = {str(one): chain(one, STEPS) for one in nonces}
+    found = await generated(pod, clock, DECODE | {"nonces": nonces, "enforced_k_steps": enforced})
+    assert [artifact["n_sphere_mismatches"] for artifact in found["artifacts"]] == [0] * len(nonces)
+
+
 @pytest.mark.parametrize("sick", [2, 3], ids=["few", "more than a tenth"])
 async def test_chains_that_cannot_be_compared_leave_the_sample_or_there_is_no_verdict(
     pod: Pod, receiver: CallbackReceiver, sick: int

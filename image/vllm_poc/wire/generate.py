@@ -6,9 +6,10 @@ The answer to ``generate`` is its result, or the state of its job.
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from itertools import islice
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import FailFast, Field, field_validator, model_validator
+from pydantic import FailFast, Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from vllm_poc.wire.artifacts import Artifact, Chain, Encoding
 from vllm_poc.wire.chain_verdict import NonceVerdict
@@ -17,6 +18,9 @@ from vllm_poc.wire.stat_test import ArtifactVerdict, StatTest, Verdict
 
 #: Largest number of nonces that one request may name.
 MAX_REQUEST_NONCES = 100_000
+
+#: Chains of which all that are wrong are named.
+_CHAINS_AT_ONCE = 1_000
 
 #: The first that is wrong is named alone: there may be a hundred thousand.
 Nonces = Annotated[list[Nonce], Field(min_length=1, max_length=MAX_REQUEST_NONCES), FailFast()]
@@ -53,6 +57,16 @@ class GenerateRequest(CallbackRequest):
     enforced_k_steps: dict[Nonce, Chain] | None = None
     # Not passed on: it is here to be refused, since ignoring it gives other results.
     per_nonce_reflection: bool = Field(default=False, exclude=True)
+
+    @field_validator("enforced_k_steps", mode="wrap")
+    @classmethod
+    def _piece_by_piece(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        if not isinstance(value, dict):
+            return handler(value)
+        found, chains = dict[int, Any](), iter(value.items())
+        while piece := dict(islice(chains, _CHAINS_AT_ONCE)):
+            found |= handler(piece)
+        return found
 
     @field_validator("per_nonce_reflection")
     @classmethod
