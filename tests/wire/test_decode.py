@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.fakes.callback_receiver import CallbackReceiver
-from tests.support.fakes.clock import FakeClock
+from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import chain, vector
 from tests.support.servers.pod import ARTIFACT, ROUND, SLOT, Pod
 from tests.wire.test_jobs import ended, submit
@@ -70,6 +70,29 @@ async def test_a_pod_that_is_set_up_for_it_says_so(pod: Pod) -> None:
     model = (await pod.status()).model
     assert model.findings[-1] == ("The decode scheme has memory for 12 chains of 256 tokens and 256 steps at a time.")
     assert not model.rebuilt_codebook
+
+
+@pytest.mark.parametrize("why", ["failed", "did not answer", "no room"])
+async def test_a_decode_scheme_that_cannot_be_prepared_holds_up_nothing_else_and_is_tried_again(
+    pod: Pod, clock: FakeClock, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    faults = {"failed": RuntimeError("CUDA error"), "did not answer": TimeoutError(), "no room": None}
+    pod.engine.setup_fault = faults[why]
+    pod.engine.has_room = why != "no room"
+    error = error_of(await pod.post("generate", DECODE | {"nonces": [1]}), 422, "SchemeNotOffered")
+    assert "poc_prepare_decode " in error.detail
+    pod.engine.has_room = True
+    vectors = await generated(pod, clock, ARTIFACT | {"nonces": [1]})
+    assert [artifact["nonce"] for artifact in vectors["artifacts"]] == [1]
+    if why == "no room":
+        pod.engine.setup_fault = RuntimeError("it is tried once more")
+    for _ in range(2):
+        clock.advance(61)
+        await settle(100)
+        pod.engine.setup_fault = None
+    assert (await pod.http.get(f"{API_PREFIX}/versions")).json()["schemes"] == ["prefill", "decode"]
+    assert len((await generated(pod, clock, DECODE | {"nonces": [1]}))["artifacts"]) == 1
+    assert caplog.text.count("does not offer the decode scheme: ") == (2 if why == "no room" else 1)
 
 
 async def test_a_round_delivers_each_chain_once_and_in_order(pod: Pod, receiver: CallbackReceiver) -> None:
