@@ -116,6 +116,25 @@ async def test_a_round_delivers_each_chain_once_and_in_order(pod: Pod, receiver:
     assert {(call["seq_len"], call["max_tokens"]) for call in pod.engine.decode_calls} == {(64, STEPS)}
 
 
+@pytest.mark.parametrize("pod_settings", [DECODES | {"SICK_NONCES": "4"}])
+@pytest.mark.parametrize("sick", [1, 2], ids=["a tenth at most", "more"])
+async def test_a_round_fails_by_the_share_of_chains_that_are_not_finite(
+    pod: Pod, receiver: CallbackReceiver, sick: int
+) -> None:
+    nonces = NonceSlot(**SLOT).nonces(0, 10 * MOST)
+    lost = {nonce for place, nonce in enumerate(nonces) if place % MOST < sick}
+    pod.engine.sick.update(dict.fromkeys(lost, 9))
+    await pod.start(DECODE | SLOT | {"url": receiver.url, "end_index": len(nonces)})
+    if sick == 1:
+        status = await pod.reach(lambda s: s.delivered_index == len(nonces))
+        assert (status.state, status.rejected) == (PowState.GENERATING, len(lost))
+        assert receiver.nonces == [nonce for nonce in nonces if nonce not in lost]
+    else:
+        status = await pod.reach(lambda s: s.state is PowState.FAILED)
+        assert status.next_index == 2 * MOST
+        assert "4 nonces came out NaN or infinite" in (status.error or "")
+
+
 async def test_a_round_resumes_at_the_first_undelivered_nonce(pod: Pod, receiver: CallbackReceiver) -> None:
     body = DECODE | SLOT | {"url": receiver.url, "round_id": "a"}
     await pod.start(body)
@@ -182,7 +201,7 @@ async def test_named_nonces_are_answered_with_their_chains(pod: Pod, clock: Fake
     pod.engine.sick.update({103: 1, 104: 9})
     assert await generated(pod, clock, DECODE | {"nonces": NONCES}) == {
         "status": "completed",
-        "not_computed": [104],
+        "not_computed": [103, 104],
         "artifacts": [
             {
                 "nonce": nonce,
@@ -193,7 +212,7 @@ async def test_named_nonces_are_answered_with_their_chains(pod: Pod, clock: Fake
                 "mismatch_margin_max": 0.0,
             }
             for nonce in NONCES
-            if nonce != 104
+            if nonce not in {103, 104}
         ],
         "encoding": ENCODING,
     }

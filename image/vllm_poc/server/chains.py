@@ -77,15 +77,12 @@ class ChainScheduler:
         *,
         busy: BusyShare | None = None,
     ) -> SliceResult:
-        """Compute a batch of chains; those with a step that is not finite get a second try.
+        """Compute a batch of chains; those with a step that is not finite get no second try, since it costs a batch.
 
         Each step goes on from the claim of the step before, where the request has claims. Errors as of `Scheduler.run`.
         """
         claims = request.claims if isinstance(request, GenerateRequest) else {}
         found = await self._compute(request, nonces, claims, size.weights, busy)
-        again = [nonce for nonce in nonces if nonce not in found]
-        if again:
-            found |= await self._compute(request, again, claims, size.weights, busy)
         items: list[Item] = [(nonce, found[nonce]) for nonce in nonces if nonce in found]
         return SliceResult(items, rejected=len(nonces) - len(items))
 

@@ -216,7 +216,10 @@ class Computer(Protocol):
         *,
         busy: BusyShare | None = None,
     ) -> SliceResult:
-        """Compute one slice; nonces that are not finite get a second try. Errors as of `Scheduler.run`."""
+        """Compute one slice; vectors and distances that are not finite get a second try.
+
+        Errors as of `Scheduler.run`.
+        """
         ...
 
 
