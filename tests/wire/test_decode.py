@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode scheme of a pod that offers it: rounds, named nonces, verdicts, and what it refuses."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -186,6 +187,23 @@ async def test_vectors_beside_a_round_of_chains_are_computed_between_its_steps(p
     assert len(pod.engine.decode_calls) >= STEPS + 1
 
 
+@pytest.mark.parametrize("round_", [DECODE, ARTIFACT], ids=["chains", "vectors"])
+async def test_a_round_that_starts_holds_up_chains_in_the_middle_of_their_batch(
+    pod: Pod, clock: FakeClock, round_: dict[str, Any]
+) -> None:
+    pod.engine.seconds_per_batch = 0.05
+    wanted = list(range(1, 6 * MOST, 6))  # of another slot
+    asking = asyncio.create_task(pod.post("generate", DECODE | {"nonces": wanted, "wait": True}))
+    while len(pod.engine.decode_calls) < 3:
+        await clock.tick()
+    await pod.start(round_ | SLOT | {"round_id": "a"})
+    await pod.reach(lambda s: s.next_index > MOST)
+    assert sum(call["nonces"] == wanted for call in pod.engine.decode_calls) <= 4
+    await pod.post("stop", None)
+    answer = await clock.passes(asking)
+    assert [one["k_points_steps"] for one in answer.json()["artifacts"]] == [chain(one, STEPS) for one in wanted]
+
+
 @pytest.mark.parametrize("pod_settings", [DECODES | {"REQUEST_SHARE": "0.25", "SHARE_WINDOW_SECONDS": "0.25"}])
 async def test_chains_beside_a_round_take_no_more_than_their_share(pod: Pod, clock: FakeClock) -> None:
     pod.engine.seconds_per_batch = 0.05
@@ -290,7 +308,7 @@ async def test_claims_of_another_length_or_of_no_index_are_judged(pod: Pod, cloc
 
 
 async def test_more_chains_than_a_body_may_have_other_lists_are_judged(pod: Pod, clock: FakeClock) -> None:
-    pod.engine.decode_facts |= {"max_batch_nonces": 2_000, "reserve_bytes": 10**9}  # type: ignore[typeddict-item]
+    pod.engine.decode_facts |= {"max_batch_nonces": 2_000, "reserve_bytes": 10**9}
     body, nonces = claims(), list(range(1_500))
     artifacts = [{"nonce": one, "vector_b64": "", "k_points_steps": chain(one, STEPS)} for one in nonces]
     artifacts[7]["k_points_steps"] = [*chain(7, STEPS)[:-1], 300]

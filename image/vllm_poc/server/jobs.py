@@ -31,7 +31,7 @@ from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import Item, look_ahead
+from vllm_poc.server.scheduler import GaveWayError, Item, keeps_on, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.verdicts import artifact_verdict, proof_verdict
 from vllm_poc.wire.generate import (
@@ -254,6 +254,7 @@ class RequestWorker:
         await ready()
         computer = self._computers.of(request)
         size, ahead, done = await self._size(request, len(nonces), limit), deque[list[int]](), 0
+        gives_way = keeps_on if ready is _at_once else self._share.round_computes
 
         def following(known: int) -> list[int]:
             return list(nonces[done + known : done + known + size.nonces])
@@ -265,7 +266,10 @@ class RequestWorker:
             look_ahead(ahead, size, following)
             try:
                 async with self._share.slice():
-                    result = await computer.run(request, part, size, ahead, busy=self._share.busy)
+                    result = await computer.run(request, part, size, ahead, busy=self._share.busy, gives_way=gives_way)
+            except GaveWayError:
+                done -= len(part)
+                continue
             except WeightsChangedError:
                 if done > len(part):
                     raise

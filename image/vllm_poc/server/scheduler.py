@@ -189,6 +189,15 @@ class MemoryShortage:
             return
 
 
+class GaveWayError(Exception):
+    """Work that others go before was ended in the middle of a slice, which therefore has to begin anew."""
+
+
+def keeps_on() -> bool:
+    """Return False: the work gives way to nobody."""
+    return False
+
+
 class SliceResult(NamedTuple):
     """Results of some nonces, in their order; ``rejected`` counts those that stayed not finite."""
 
@@ -215,10 +224,11 @@ class Computer(Protocol):
         ahead: Iterable[list[int]] = (),
         *,
         busy: BusyShare | None = None,
+        gives_way: Callable[[], bool] = keeps_on,
     ) -> SliceResult:
         """Compute one slice; vectors and distances that are not finite get a second try.
 
-        Errors as of `Scheduler.run`.
+        Errors as of `Scheduler.run`, and GaveWayError if ``gives_way`` in the middle of a slice of many calls.
         """
         ...
 
@@ -285,6 +295,7 @@ class Scheduler:
         ahead: Iterable[list[int]] = (),
         *,
         busy: BusyShare | None = None,
+        gives_way: Callable[[], bool] = keeps_on,  # these slices are short
     ) -> SliceResult:
         """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
 
