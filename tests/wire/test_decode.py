@@ -215,6 +215,26 @@ async def test_chains_beside_a_round_take_no_more_than_their_share(pod: Pod, clo
     assert len(mined) >= 3 * 5, "six batches for the request, and three for the round between two of them"
 
 
+@pytest.mark.parametrize("pod_settings", [DECODES | {"SHARE_WINDOW_SECONDS": "0.25"}])
+async def test_chains_owe_a_round_no_rest_for_the_time_before_it(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.seconds_per_batch = 0.05
+    await generated(pod, clock, DECODE | {"nonces": list(range(1, 6 * MOST, 6))})
+    await pod.start(ARTIFACT | SLOT)
+    began = clock.now()
+    await generated(pod, clock, ARTIFACT | {"nonces": [5], "beside_round": True})
+    assert clock.now() - began < 0.3
+
+
+async def test_vectors_do_not_wait_for_the_batches_of_chains(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.seconds_per_batch = 0.05
+    asking = asyncio.create_task(pod.post("generate", DECODE | {"nonces": [1, 7], "wait": True}))
+    while not pod.engine.decode_calls:
+        await clock.tick()
+    await generated(pod, clock, ARTIFACT | {"nonces": [5]})
+    assert pod.engine.computed == [5]
+    assert (await clock.passes(asking)).status_code == 200
+
+
 async def test_named_nonces_are_answered_with_their_chains(pod: Pod, clock: FakeClock) -> None:
     pod.engine.sick.update({103: 1, 104: 9})
     assert await generated(pod, clock, DECODE | {"nonces": NONCES}) == {

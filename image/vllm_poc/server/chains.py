@@ -16,7 +16,7 @@ from typing import NamedTuple
 from vllm_poc.rpc import DecodeRequest, DecodeResult
 from vllm_poc.server.autotune import SliceSize
 from vllm_poc.server.engine import EngineError, VllmEngine
-from vllm_poc.server.gate import BusyShare
+from vllm_poc.server.gate import Busy
 from vllm_poc.server.scheduler import (
     ComputedChain,
     Computer,
@@ -83,7 +83,7 @@ class ChainScheduler:
         size: SliceSize,
         ahead: Iterable[list[int]] = (),
         *,
-        busy: BusyShare | None = None,
+        busy: Busy | None = None,
         gives_way: Callable[[], bool] = keeps_on,
     ) -> SliceResult:
         """Compute a batch of chains; those with a step that is not finite get no second try, since it costs a batch.
@@ -102,7 +102,7 @@ class ChainScheduler:
         nonces: Sequence[int],
         claims: Claims,
         weights: int,
-        busy: BusyShare | None,
+        busy: Busy | None,
         gives_way: Callable[[], bool],
     ) -> dict[int, ComputedChain]:
         """Return the chains whose steps are all finite."""
@@ -117,7 +117,7 @@ class ChainScheduler:
         self,
         message: DecodeRequest,
         weights: int,
-        busy: BusyShare | None = None,
+        busy: Busy | None = None,
         gives_way: Callable[[], bool] = keeps_on,
     ) -> DecodeResult:
         while True:

@@ -43,7 +43,7 @@ from vllm_poc.wire.generate import (
     ProofVerdict,
     ValidatedResponse,
 )
-from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
+from vllm_poc.wire.messages import Protocol, RoundRequest, SlotRequest, WireMessage
 
 _log = get_logger(__name__)
 
@@ -265,8 +265,8 @@ class RequestWorker:
             done += len(part)
             look_ahead(ahead, size, following)
             try:
-                async with self._share.slice():
-                    result = await computer.run(request, part, size, ahead, busy=self._share.busy, gives_way=gives_way)
+                async with self._share.slice(of_chains=request.protocol is Protocol.DECODE) as busy:
+                    result = await computer.run(request, part, size, ahead, busy=busy, gives_way=gives_way)
             except GaveWayError:
                 done -= len(part)
                 continue

@@ -28,7 +28,7 @@ from vllm_poc.server.autotune import Autotuner, HalvingSliceSize, SliceSize, Tun
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.gate import BusyShare, ChatGate
+from vllm_poc.server.gate import Busy, ChatGate
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import RoundRequest
@@ -223,7 +223,7 @@ class Computer(Protocol):
         size: SliceSize,
         ahead: Iterable[list[int]] = (),
         *,
-        busy: BusyShare | None = None,
+        busy: Busy | None = None,
         gives_way: Callable[[], bool] = keeps_on,
     ) -> SliceResult:
         """Compute one slice; vectors and distances that are not finite get a second try.
@@ -294,7 +294,7 @@ class Scheduler:
         size: SliceSize,
         ahead: Iterable[list[int]] = (),
         *,
-        busy: BusyShare | None = None,
+        busy: Busy | None = None,
         gives_way: Callable[[], bool] = keeps_on,  # these slices are short
     ) -> SliceResult:
         """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
@@ -312,7 +312,7 @@ class Scheduler:
         items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
         return SliceResult(items, rejected=len(nonces) - len(items))
 
-    async def step(self, call: Callable[[], Awaitable[T]], busy: BusyShare | None, weights: int) -> tuple[T, float]:
+    async def step(self, call: Callable[[], Awaitable[T]], busy: Busy | None, weights: int) -> tuple[T, float]:
         """Return the workers' answer to a slice once the gate lets it pass, and how many seconds that took.
 
         The caller holds the `turn`. WeightsChangedError if the work was begun with other ``weights``; ServerEndsError
@@ -373,7 +373,7 @@ class Scheduler:
         nonces: Sequence[int],
         size: SliceSize,
         ahead: Iterable[list[int]],
-        busy: BusyShare | None,
+        busy: Busy | None,
     ) -> BatchResult:
         message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
         longest = 0.0
