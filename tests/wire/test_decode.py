@@ -136,6 +136,22 @@ async def test_a_round_fails_by_the_share_of_chains_that_are_not_finite(
         assert "4 nonces came out NaN or infinite" in (status.error or "")
 
 
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, 50), (8, 50), (32, 50), (None, 50), (33, 33), (40, 40), (64, 50)], ids=str
+)
+async def test_only_a_batch_size_beyond_the_usual_one_caps_a_batch(
+    pod: Pod, clock: FakeClock, size: int | None, expected: int
+) -> None:
+    pod.engine.decode_facts |= {"max_batch_nonces": 50, "reserve_bytes": 10**6}
+    body = DECODE | ({} if size is None else {"batch_size": size})
+    await pod.start(body | SLOT | {"end_index": 100})
+    await pod.reach(lambda s: s.next_index == 100)
+    await pod.post("stop")
+    await generated(pod, clock, body | {"nonces": list(range(100))})
+    batches = [len(batch["nonces"]) for batch in pod.engine.decoded]
+    assert batches == 2 * [*[expected] * (100 // expected), *([100 % expected] if 100 % expected else [])]
+
+
 async def test_a_round_resumes_at_the_first_undelivered_nonce(pod: Pod, receiver: CallbackReceiver) -> None:
     body = DECODE | SLOT | {"url": receiver.url, "round_id": "a"}
     await pod.start(body)
