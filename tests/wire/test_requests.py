@@ -78,6 +78,7 @@ BAD_GENERATES: list[tuple[dict[str, Any], str]] = [
     (GENERATE | {"enforced_k_steps": {"0": [1, 2]}}, "enforced_k_steps belongs to the decode scheme"),
     (DECODE_GENERATE | {"enforced_k_steps": {"5": [1, 2]}}, "enforced_k_steps must have a chain for each of nonces"),
     (DECODE_GENERATE | {"enforced_k_steps": {"5": [2**63]}}, "enforced_k_steps.5"),
+    (DECODE_GENERATE | {"enforced_k_steps": {"5": [1], "3": [], "9": [1]}}, "enforced_k_steps has an empty chain"),
     (without(GENERATE, "nonces"), "nonces: Field required"),
     (GENERATE | {"nonces": []}, "nonces"),
     (GENERATE | {"nonces": [1, 1]}, "nonces must be unique"),

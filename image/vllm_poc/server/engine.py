@@ -102,6 +102,10 @@ class VllmEngine:
             found = _refused(decode, f"{error}: {remedy}.", passes=True)
         except EngineError as error:
             found = _refused(decode, f"{error}: it is tried again now and then, and vLLM's log has more.", passes=True)
+        tokens = sum(_NETWORKS_CHAIN)
+        if found["refusal"] is None and not chain_nonces(found, tokens):
+            why = f"{found['reserve_bytes']} bytes do not hold one of the network's chains of {tokens} tokens"
+            found = {**found, "refusal": f"{why}: set more bytes aside."}
         return {**facts, "decode": found, "findings": [*facts["findings"], *_findings(found)]}
 
     async def _model_facts(self) -> ModelFacts:

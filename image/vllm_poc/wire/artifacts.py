@@ -28,14 +28,14 @@ _POINTS = bytes(range(CODEBOOK_POINTS))
 def _unpacked_alone(value: object, handler: ValidatorFunctionWrapHandler) -> object:
     if not isinstance(value, bytes):
         return handler(value)
-    return value if 0 < len(value) <= MAX_TOKENS + 1 else handler(list(value))
+    return value if len(value) <= MAX_TOKENS + 1 else handler(list(value))
 
 
-#: A claimed chain. A claim may hold any number: what is no index is a mismatch, not an error. Our pods read a chain
-#: into bytes where each number fits into one: the garbage collector does not look at these.
+#: A claimed chain; an empty one is as good as none. A claim may hold any number: what is no index is a mismatch, not an
+#: error. Our pods read one into bytes if each number fits into a byte: the garbage collector does not look at these.
 Chain = Annotated[
     list[Annotated[int, Field(ge=-(2**63), lt=2**63)]],
-    Field(min_length=1, max_length=MAX_TOKENS + 1),
+    Field(max_length=MAX_TOKENS + 1),
     WrapValidator(_unpacked_alone),
 ]
 

@@ -91,6 +91,8 @@ class GenerateRequest(CallbackRequest):
             raise ValueError("enforced_k_steps belongs to the decode scheme: leave it out, or send params.decode")
         if chains.keys() != set(self.nonces):
             raise ValueError("enforced_k_steps must have a chain for each of nonces and no other")
+        if not all(chains.values()):
+            raise ValueError("enforced_k_steps has an empty chain: send at least one step for each of nonces")
 
     @property
     def claims(self) -> Mapping[int, Sequence[int]]:
@@ -98,7 +100,7 @@ class GenerateRequest(CallbackRequest):
         if self.enforced_k_steps is not None or self.validation is None or self.protocol is not Protocol.DECODE:
             return self.enforced_k_steps or {}
         found = ((artifact["nonce"], artifact.get("k_points_steps")) for artifact in self.validation.artifacts)
-        return {nonce: chain for nonce, chain in found if chain is not None}
+        return {nonce: chain for nonce, chain in found if chain}
 
     def unclaimed(self) -> list[int]:
         """Return the nonces whose artifact has no chain to compare with, as each must have in the decode scheme."""
