@@ -2,6 +2,7 @@
 """The decode scheme of a pod that offers it: rounds, named nonces, verdicts, and what it refuses."""
 
 import asyncio
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from tests.support.fakes.engine import chain, vector
 from tests.support.servers.pod import ARTIFACT, ROUND, SLOT, Pod
 from tests.wire.test_jobs import ended, submit
 from tests.wire.test_requests import error_of
+from vllm_poc.server import generation
+from vllm_poc.server.callbacks import payloads
 from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.messages import API_PREFIX
 from vllm_poc.wire.partition import NonceSlot
@@ -150,6 +153,28 @@ async def test_only_a_batch_size_beyond_the_usual_one_caps_a_batch(
     await generated(pod, clock, body | {"nonces": list(range(100))})
     batches = [len(batch["nonces"]) for batch in pod.engine.decoded]
     assert batches == 2 * [*[expected] * (100 // expected), *([100 % expected] if 100 % expected else [])]
+
+
+@pytest.mark.parametrize("mines", [True, False], ids=["a round", "named nonces"])
+async def test_messages_of_many_chains_are_made_beside_others(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, mines: bool
+) -> None:
+    module, name = (generation, "callback") if mines else (payloads, "generated")
+    make, threads = getattr(module, name), list[Thread]()
+
+    def made(*args: Any, **fields: Any) -> Any:  # noqa: ANN401
+        threads.append(current_thread())
+        return make(*args, **fields)
+
+    monkeypatch.setattr(module, name, made)
+    body = DECODE | {"params": PARAMS | {"max_tokens": 256}}
+    if mines:
+        await pod.start(body | SLOT | {"url": receiver.url, "end_index": MOST})
+        await pod.reach(lambda s: s.delivered_index == MOST)
+    else:
+        await generated(pod, clock, body | {"nonces": NONCES})
+    assert threads
+    assert main_thread() not in threads
 
 
 async def test_a_round_resumes_at_the_first_undelivered_nonce(pod: Pod, receiver: CallbackReceiver) -> None:

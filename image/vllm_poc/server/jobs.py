@@ -31,7 +31,7 @@ from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import GaveWayError, Item, keeps_on, look_ahead
+from vllm_poc.server.scheduler import GaveWayError, Item, count_values, keeps_on, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.verdicts import artifact_verdict, proof_verdict
 from vllm_poc.wire.generate import (
@@ -218,7 +218,7 @@ class RequestWorker:
             result: Result = await artifact_verdict(request, request_id, slices)
         else:
             items = [item async for part in slices for item in part]
-            result = await off_loop(len(items), partial(payloads.generated, request, items, request_id))
+            result = await off_loop(count_values(items), partial(payloads.generated, request, items, request_id))
         return payloads.with_codebook(result, rebuilt=self._computers.rebuilt(request))
 
     async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:

@@ -396,6 +396,13 @@ def distance_of(value: Value) -> float:
     return float(value)
 
 
+def count_values(items: Sequence[object]) -> int:
+    """Return how many values the results have together: a chain has one for each step, and all else has one."""
+    return sum(
+        len(item[1].leaf) if isinstance(item, tuple) and isinstance(item[1], ComputedChain) else 1 for item in items
+    )
+
+
 def look_ahead(ahead: deque[list[int]], size: SliceSize, following: Callable[[int], list[int]]) -> None:
     """Add slices up to the number that may begin already; ``following`` returns the one behind so many nonces more."""
     known = sum(len(nonces) for nonces in ahead)
