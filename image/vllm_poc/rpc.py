@@ -158,6 +158,7 @@ class DecodeFacts(TypedDict):
 
     ``block_tokens`` and ``block_bytes`` run parallel, by kind of attention: how many tokens a block of a sequence
     holds, and what such a block takes in all layers. ``rebuilt`` says that the codebook is not the network's.
+    ``passes`` is the server's word for a refusal that may pass.
     """
 
     refusal: str | None
@@ -166,6 +167,7 @@ class DecodeFacts(TypedDict):
     block_tokens: list[int]
     block_bytes: list[int]
     max_batch_nonces: int
+    passes: NotRequired[bool]
 
 
 def chain_nonces(facts: DecodeFacts, tokens: int) -> int:

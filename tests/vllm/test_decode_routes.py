@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="the decode scheme is proven on C
 SEQ_LEN, STEPS = 24, 8
 #: What the network's node sends.
 PARAMS = {"model": MODEL_NAME, "seq_len": SEQ_LEN, "decode": True, "max_tokens": STEPS}
-ENVIRONMENT = {"VLLM_POC_DECODE_REBUILD_CODEBOOK": "1", "VLLM_POC_DECODE_RESERVE_BYTES": str(16 * 2**20)}
+ENVIRONMENT = {"VLLM_POC_DECODE_REBUILD_CODEBOOK": "1", "VLLM_POC_DECODE_RESERVE_BYTES": str(128 * 2**20)}
 #: Chains that are compared with another implementation, step by step.
 COMPARED = 4
 NONCES = list(range(12))

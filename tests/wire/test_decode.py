@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode scheme of a pod that offers it: rounds, named nonces, verdicts, and what it refuses."""
 
+import asyncio
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
 
 from tests.support.fakes.callback_receiver import CallbackReceiver
-from tests.support.fakes.clock import FakeClock
+from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import chain, vector
 from tests.support.servers.pod import ARTIFACT, ROUND, SLOT, Pod
 from tests.wire.test_jobs import ended, submit
 from tests.wire.test_requests import error_of
+from vllm_poc.server import generation
+from vllm_poc.server.callbacks import payloads
 from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.messages import API_PREFIX
 from vllm_poc.wire.partition import NonceSlot
@@ -72,6 +76,29 @@ async def test_a_pod_that_is_set_up_for_it_says_so(pod: Pod) -> None:
     assert not model.rebuilt_codebook
 
 
+@pytest.mark.parametrize("why", ["failed", "did not answer", "no room"])
+async def test_a_decode_scheme_that_cannot_be_prepared_holds_up_nothing_else_and_is_tried_again(
+    pod: Pod, clock: FakeClock, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    faults = {"failed": RuntimeError("CUDA error"), "did not answer": TimeoutError(), "no room": None}
+    pod.engine.setup_fault = faults[why]
+    pod.engine.has_room = why != "no room"
+    error = error_of(await pod.post("generate", DECODE | {"nonces": [1]}), 422, "SchemeNotOffered")
+    assert "poc_prepare_decode " in error.detail
+    pod.engine.has_room = True
+    vectors = await generated(pod, clock, ARTIFACT | {"nonces": [1]})
+    assert [artifact["nonce"] for artifact in vectors["artifacts"]] == [1]
+    if why == "no room":
+        pod.engine.setup_fault = RuntimeError("it is tried once more")
+    for _ in range(2):
+        clock.advance(61)
+        await settle(100)
+        pod.engine.setup_fault = None
+    assert (await pod.http.get(f"{API_PREFIX}/versions")).json()["schemes"] == ["prefill", "decode"]
+    assert len((await generated(pod, clock, DECODE | {"nonces": [1]}))["artifacts"]) == 1
+    assert caplog.text.count("does not offer the decode scheme: ") == (2 if why == "no room" else 1)
+
+
 async def test_a_round_delivers_each_chain_once_and_in_order(pod: Pod, receiver: CallbackReceiver) -> None:
     receiver.faults = [200, 500, 200, 503]
     assert (await pod.start(DECODE | SLOT | {"url": receiver.url, "round_id": "a"})).status_code == 200
@@ -91,6 +118,63 @@ async def test_a_round_delivers_each_chain_once_and_in_order(pod: Pod, receiver:
     ]
     assert {len(call["nonces"]) for call in pod.engine.decode_calls} == {MOST}
     assert {(call["seq_len"], call["max_tokens"]) for call in pod.engine.decode_calls} == {(64, STEPS)}
+
+
+@pytest.mark.parametrize("pod_settings", [DECODES | {"SICK_NONCES": "4"}])
+@pytest.mark.parametrize("sick", [1, 2], ids=["a tenth at most", "more"])
+async def test_a_round_fails_by_the_share_of_chains_that_are_not_finite(
+    pod: Pod, receiver: CallbackReceiver, sick: int
+) -> None:
+    nonces = NonceSlot(**SLOT).nonces(0, 10 * MOST)
+    lost = {nonce for place, nonce in enumerate(nonces) if place % MOST < sick}
+    pod.engine.sick.update(dict.fromkeys(lost, 9))
+    await pod.start(DECODE | SLOT | {"url": receiver.url, "end_index": len(nonces)})
+    if sick == 1:
+        status = await pod.reach(lambda s: s.delivered_index == len(nonces))
+        assert (status.state, status.rejected) == (PowState.GENERATING, len(lost))
+        assert receiver.nonces == [nonce for nonce in nonces if nonce not in lost]
+    else:
+        status = await pod.reach(lambda s: s.state is PowState.FAILED)
+        assert status.next_index == 2 * MOST
+        assert "4 nonces came out NaN or infinite" in (status.error or "")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, 50), (8, 50), (32, 50), (None, 50), (33, 33), (40, 40), (64, 50)], ids=str
+)
+async def test_only_a_batch_size_beyond_the_usual_one_caps_a_batch(
+    pod: Pod, clock: FakeClock, size: int | None, expected: int
+) -> None:
+    pod.engine.decode_facts |= {"max_batch_nonces": 50, "reserve_bytes": 10**6}
+    body = DECODE | ({} if size is None else {"batch_size": size})
+    await pod.start(body | SLOT | {"end_index": 100})
+    await pod.reach(lambda s: s.next_index == 100)
+    await pod.post("stop")
+    await generated(pod, clock, body | {"nonces": list(range(100))})
+    batches = [len(batch["nonces"]) for batch in pod.engine.decoded]
+    assert batches == 2 * [*[expected] * (100 // expected), *([100 % expected] if 100 % expected else [])]
+
+
+@pytest.mark.parametrize("mines", [True, False], ids=["a round", "named nonces"])
+async def test_messages_of_many_chains_are_made_beside_others(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, mines: bool
+) -> None:
+    module, name = (generation, "callback") if mines else (payloads, "generated")
+    make, threads = getattr(module, name), list[Thread]()
+
+    def made(*args: Any, **fields: Any) -> Any:  # noqa: ANN401
+        threads.append(current_thread())
+        return make(*args, **fields)
+
+    monkeypatch.setattr(module, name, made)
+    body = DECODE | {"params": PARAMS | {"max_tokens": 256}}
+    if mines:
+        await pod.start(body | SLOT | {"url": receiver.url, "end_index": MOST})
+        await pod.reach(lambda s: s.delivered_index == MOST)
+    else:
+        await generated(pod, clock, body | {"nonces": NONCES})
+    assert threads
+    assert main_thread() not in threads
 
 
 async def test_a_round_resumes_at_the_first_undelivered_nonce(pod: Pod, receiver: CallbackReceiver) -> None:
@@ -144,6 +228,23 @@ async def test_vectors_beside_a_round_of_chains_are_computed_between_its_steps(p
     assert len(pod.engine.decode_calls) >= STEPS + 1
 
 
+@pytest.mark.parametrize("round_", [DECODE, ARTIFACT], ids=["chains", "vectors"])
+async def test_a_round_that_starts_holds_up_chains_in_the_middle_of_their_batch(
+    pod: Pod, clock: FakeClock, round_: dict[str, Any]
+) -> None:
+    pod.engine.seconds_per_batch = 0.05
+    wanted = list(range(1, 6 * MOST, 6))  # of another slot
+    asking = asyncio.create_task(pod.post("generate", DECODE | {"nonces": wanted, "wait": True}))
+    while len(pod.engine.decode_calls) < 3:
+        await clock.tick()
+    await pod.start(round_ | SLOT | {"round_id": "a"})
+    await pod.reach(lambda s: s.next_index > MOST)
+    assert sum(call["nonces"] == wanted for call in pod.engine.decode_calls) <= 4
+    await pod.post("stop", None)
+    answer = await clock.passes(asking)
+    assert [one["k_points_steps"] for one in answer.json()["artifacts"]] == [chain(one, STEPS) for one in wanted]
+
+
 @pytest.mark.parametrize("pod_settings", [DECODES | {"REQUEST_SHARE": "0.25", "SHARE_WINDOW_SECONDS": "0.25"}])
 async def test_chains_beside_a_round_take_no_more_than_their_share(pod: Pod, clock: FakeClock) -> None:
     pod.engine.seconds_per_batch = 0.05
@@ -155,11 +256,31 @@ async def test_chains_beside_a_round_take_no_more_than_their_share(pod: Pod, clo
     assert len(mined) >= 3 * 5, "six batches for the request, and three for the round between two of them"
 
 
+@pytest.mark.parametrize("pod_settings", [DECODES | {"SHARE_WINDOW_SECONDS": "0.25"}])
+async def test_chains_owe_a_round_no_rest_for_the_time_before_it(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.seconds_per_batch = 0.05
+    await generated(pod, clock, DECODE | {"nonces": list(range(1, 6 * MOST, 6))})
+    await pod.start(ARTIFACT | SLOT)
+    began = clock.now()
+    await generated(pod, clock, ARTIFACT | {"nonces": [5], "beside_round": True})
+    assert clock.now() - began < 0.3
+
+
+async def test_vectors_do_not_wait_for_the_batches_of_chains(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.seconds_per_batch = 0.05
+    asking = asyncio.create_task(pod.post("generate", DECODE | {"nonces": [1, 7], "wait": True}))
+    while not pod.engine.decode_calls:
+        await clock.tick()
+    await generated(pod, clock, ARTIFACT | {"nonces": [5]})
+    assert pod.engine.computed == [5]
+    assert (await clock.passes(asking)).status_code == 200
+
+
 async def test_named_nonces_are_answered_with_their_chains(pod: Pod, clock: FakeClock) -> None:
     pod.engine.sick.update({103: 1, 104: 9})
     assert await generated(pod, clock, DECODE | {"nonces": NONCES}) == {
         "status": "completed",
-        "not_computed": [104],
+        "not_computed": [103, 104],
         "artifacts": [
             {
                 "nonce": nonce,
@@ -170,7 +291,7 @@ async def test_named_nonces_are_answered_with_their_chains(pod: Pod, clock: Fake
                 "mismatch_margin_max": 0.0,
             }
             for nonce in NONCES
-            if nonce != 104
+            if nonce not in {103, 104}
         ],
         "encoding": ENCODING,
     }
@@ -245,6 +366,18 @@ async def test_claims_of_another_length_or_of_no_index_are_judged(pod: Pod, cloc
     assert "looks like the default of vectors" in found["warning"]
     told = {one["nonce"]: one for one in found["per_nonce"]}
     assert (told[105]["mismatch_margin_max"], told[106]["n_steps"]) == (2.0, 6)
+
+
+async def test_more_chains_than_a_body_may_have_other_lists_are_judged(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.decode_facts |= {"max_batch_nonces": 2_000, "reserve_bytes": 10**9}
+    body, nonces = claims(), list(range(1_500))
+    artifacts = [{"nonce": one, "vector_b64": "", "k_points_steps": chain(one, STEPS)} for one in nonces]
+    artifacts[7]["k_points_steps"] = [*chain(7, STEPS)[:-1], 300]
+    found = await generated(pod, clock, body | {"nonces": nonces, "validation": {"artifacts": artifacts}})
+    assert (found["n_total"], found["mismatch_nonces"]) == (1_500, [7])
+    enforced = {str(one): chain(one, STEPS) for one in nonces}
+    found = await generated(pod, clock, DECODE | {"nonces": nonces, "enforced_k_steps": enforced})
+    assert [artifact["n_sphere_mismatches"] for artifact in found["artifacts"]] == [0] * len(nonces)
 
 
 @pytest.mark.parametrize("sick", [2, 3], ids=["few", "more than a tenth"])

@@ -21,6 +21,9 @@ from vllm_poc.wire.messages import API_PREFIX
 LIMIT = Settings().body_bytes
 #: A request that would be answered, as far as it goes.
 OPEN = json.dumps(DISTANCE | {"nonces": [1], "wait": True})[:-1]
+#: The same of chains; what a chain may be counts for the bytes alone.
+CLAIMS = f'{OPEN},"validation":{{"artifacts":[{{}}'
+STEPS = ",".join(["7"] * 257)
 PROOF = '{"public_key":"p","block_hash":"o","block_height":1,"nonces":[1],"dist":['
 #: Longest answer to any of them.
 LONGEST_ANSWER = 10_000
@@ -33,6 +36,10 @@ def filled(start: str, unit: str, end: str, *, size: int = LIMIT) -> bytes:
 
 def fields(count: int) -> str:
     return ",".join(f'"{number:x}":1' for number in range(count))
+
+
+def enforced(count: int, steps: str) -> str:
+    return ",".join(f'"{nonce}":[{steps}]' for nonce in range(count))
 
 
 LARGE: dict[str, tuple[str, bytes]] = {
@@ -60,6 +67,13 @@ LARGE: dict[str, tuple[str, bytes]] = {
     "wrong nonces": ("generate", filled(f'{OPEN},"nonces":[-1', ",-1", "]}", size=3 * MAX_REQUEST_NONCES)),
     "wrong artifacts": ("generate", filled('{"validation":{"artifacts":[1', ",{}", "]}}", size=3 * MAX_REQUEST_NONCES)),
     "wrong distances": ("validate", filled(f"{PROOF}0", ',"a"', "]}", size=4 * MAX_REQUEST_NONCES)),
+    "chains": ("generate", filled(CLAIMS, f',{{"nonce":1,"vector_b64":"","k_points_steps":[{STEPS}]}}', "]}}")),
+    "a chain": ("generate", filled(f'{OPEN},"k_points_steps":[1', ",1", "]}")),
+    "chains of lists": ("generate", filled(CLAIMS, ',{"k_points_steps":[[1]]}', "]}}")),
+    "empty chains": ("generate", filled(f'{OPEN},"x":[1', ',{"k_points_steps":[]}', "]}")),
+    "enforced chains": ("generate", f'{OPEN},"enforced_k_steps":{{{enforced(22_000, STEPS)}}}}}'.encode()),
+    "wrong enforced chains": ("generate", f'{OPEN},"enforced_k_steps":{{{enforced(100_000, "[]")}}}}}'.encode()),
+    "enforced chains of others": ("generate", filled(OPEN, ',"enforced_k_steps":{"enforced_k_steps":[1]}', "}")),
     "distances": ("validate", filled(f"{PROOF}0", ",1.5", "]}")),
     "not a number": ("validate", filled(f"{PROOF}0", ",NaN", "]}", size=4 * MAX_REQUEST_NONCES)),
     "infinity": ("validate", filled(f"{PROOF}0", ",Infinity", "]}", size=9 * MAX_REQUEST_NONCES)),
@@ -159,6 +173,23 @@ def test_what_exceeds_a_limit_is_refused_by_its_name(text: str) -> None:
     with pytest.raises(InvalidBodyError) as found:
         decode(text.encode())
     assert found.value.errors[0]["msg"].startswith("the body has ")
+
+
+def test_chains_are_limited_by_the_bodys_bytes_alone() -> None:
+    claims = [{"nonce": nonce, "k_points_steps": [nonce % 16] * 257} for nonce in range(20_000)]
+    forced = {str(nonce): [nonce % 16] for nonce in range(MAX_REQUEST_NONCES)}
+    text = json.dumps({"a": claims, "enforced_k_steps": forced}, separators=(",", ":")).encode()
+    assert len(text) < LIMIT
+    found = decode(text)
+    assert isinstance(found, dict)
+    assert found["a"] == [{"nonce": nonce, "k_points_steps": bytes([nonce % 16] * 257)} for nonce in range(20_000)]
+    assert found["enforced_k_steps"] == {nonce: bytes(steps) for nonce, steps in forced.items()}
+
+
+@pytest.mark.parametrize("chain", [[256], [-1], [1.5], ["7"], [None], [[7]], {"7": 7}, "7", 7, None], ids=repr)
+def test_what_is_no_chain_of_bytes_is_read_as_it_is(chain: object) -> None:
+    body = {"k_points_steps": chain, "enforced_k_steps": {"5": chain}}
+    assert decode(json.dumps(body).encode()) == body
 
 
 def test_a_byte_order_mark_is_passed_over() -> None:

@@ -67,12 +67,22 @@ async def test_without_the_decode_scheme_vectors_are_computed_as_ever(
 async def test_claims_without_chains_are_named(pod: Pod, chain: list[int] | None) -> None:
     nonces = list(range(10))
     artifacts = [
-        {"nonce": nonce, "vector_b64": ""} | ({} if chain is None else {"k_points_steps": None}) for nonce in nonces
+        {"nonce": nonce, "vector_b64": ""} | ({} if chain is None else {"k_points_steps": chain}) for nonce in nonces
     ]
     body = DECODE_GENERATE | {"nonces": nonces, "validation": {"artifacts": artifacts}}
     error = error_of(await pod.post("generate", body), 400, "InvalidRequest")
     assert "k_points_steps" in error.detail
     assert "0, 1, 2, 3, 4, 5, 6, 7 and 2 more have none" in error.detail
+
+
+@pytest.mark.parametrize("pod_settings", [SETUP], ids=["setup"])
+async def test_a_reserve_that_holds_no_chain_of_the_network_is_refused_before_rounds_start(pod: Pod) -> None:
+    pod.engine.decode_facts["reserve_bytes"] = 8_999  # eight blocks, and the empty one
+    assert await schemes(pod) == (["prefill"], ["distance", "artifact"])
+    error = error_of(await pod.post("generate", DECODE_GENERATE), 422, "SchemeNotOffered")
+    assert error.detail == (
+        f"{WITHOUT}8999 bytes do not hold one of the network's chains of 512 tokens: set more bytes aside."
+    )
 
 
 async def test_the_status_names_the_scheme(pod: Pod) -> None:

@@ -230,7 +230,8 @@ def check_validation(request: GenerateRequest) -> None:
 def slice_limit(request: RoundRequest, facts: ModelFacts) -> int:
     """Return how many nonces a forward pass holds that is not tuned: at least 1."""
     if request.protocol is Protocol.DECODE:
-        return _most_chains(request, facts)  # they take each step together, so that more of them cost hardly more
+        fitting = _most_chains(request, facts)  # they take each step together, so that more of them cost hardly more
+        return fitting if request.most_chains is None else min(fitting, request.most_chains)
     return min(request.batch_size, most_nonces(request, facts))
 
 

@@ -41,6 +41,9 @@ _LONGEST_ESCAPE = len(r"\ud83d\ude00")
 #: garbage collector, all at once.
 _MOST_VALUES, _MOST_OBJECTS, _MOST_LISTS = 5 * MAX_REQUEST_NONCES, MAX_REQUEST_NONCES + 1_000, 1_000
 _MOST_FIELDS, _DEEPEST = 1_000, 50
+#: Fields that are a chain of the decode scheme, or an object of one for each nonce. A chain is kept as bytes, which
+#: cost less than their text: so nothing but the body's bytes limits them.
+_CHAIN, _CHAINS = "k_points_steps", "enforced_k_steps"
 
 
 class BodyRoute(APIRoute):
@@ -178,14 +181,15 @@ class _Reader:
         self._at += len(elements)
         self._step()
 
-    def _object(self, depth: int) -> dict[str, object]:
+    def _object(self, depth: int, *, of_chains: bool = False) -> dict[str, object]:
         self._count(objects=1, depth=depth)
+        most = MAX_REQUEST_NONCES if of_chains else _MOST_FIELDS
         found: dict[str, object] = {}
         self._step()
         if self._next() == b"}":
             self._at += 1
             return found
-        for _ in range(_MOST_FIELDS):
+        for _ in range(most):
             if self._next() != b'"':
                 raise self._error("Expecting property name enclosed in double quotes")
             name = self._text()
@@ -193,10 +197,30 @@ class _Reader:
             if self._next() != b":":
                 raise self._error("Expecting ':' delimiter")
             self._step()
-            found[name] = self._value(depth)
+            found[name] = self._chain(depth) if of_chains or name == _CHAIN else self._field(name, depth)
             if self._ends(b"}"):
                 return found
-        raise _beyond(f"an object of more than {_MOST_FIELDS} fields")
+        raise _beyond(f"an object of more than {most} fields")
+
+    def _field(self, name: str, depth: int) -> object:
+        if name != _CHAINS or self._next() != b"{":
+            return self._value(depth)
+        self._count(values=1)
+        return self._object(depth + 1, of_chains=True)
+
+    def _chain(self, depth: int) -> object:
+        """Read a value that should be a chain. One that is no list of bytes is refused, or judged, like any other."""
+        before = self._values, self._lists
+        found = self._value(depth)
+        if not isinstance(found, list):
+            return found
+        try:
+            packed = bytes(found)
+        except (TypeError, ValueError):
+            return found
+        _forget(found)
+        self._values, self._lists = before
+        return packed
 
     def _text(self) -> str:
         for size in (_SHORT_TEXT, _LONGEST_TEXT):

@@ -9,15 +9,23 @@ one batch, so batches come one after the other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from vllm_poc.rpc import DecodeRequest, DecodeResult
 from vllm_poc.server.autotune import SliceSize
 from vllm_poc.server.engine import EngineError, VllmEngine
-from vllm_poc.server.gate import BusyShare
-from vllm_poc.server.scheduler import ComputedChain, Computer, Item, Scheduler, SliceResult
+from vllm_poc.server.gate import Busy
+from vllm_poc.server.scheduler import (
+    ComputedChain,
+    Computer,
+    GaveWayError,
+    Item,
+    Scheduler,
+    SliceResult,
+    keeps_on,
+)
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.artifacts import chain_bytes
 from vllm_poc.wire.generate import GenerateRequest
@@ -75,34 +83,47 @@ class ChainScheduler:
         size: SliceSize,
         ahead: Iterable[list[int]] = (),
         *,
-        busy: BusyShare | None = None,
+        busy: Busy | None = None,
+        gives_way: Callable[[], bool] = keeps_on,
     ) -> SliceResult:
-        """Compute a batch of chains; those with a step that is not finite get a second try.
+        """Compute a batch of chains; those with a step that is not finite get no second try, since it costs a batch.
 
-        Each step goes on from the claim of the step before, where the request has claims. Errors as of `Scheduler.run`.
+        Each step goes on from the claim of the step before, where the request has claims. Errors as of `Scheduler.run`,
+        and GaveWayError before a call to the workers if the batch ``gives_way``.
         """
         claims = request.claims if isinstance(request, GenerateRequest) else {}
-        found = await self._compute(request, nonces, claims, size.weights, busy)
-        again = [nonce for nonce in nonces if nonce not in found]
-        if again:
-            found |= await self._compute(request, again, claims, size.weights, busy)
+        found = await self._compute(request, nonces, claims, size.weights, busy, gives_way)
         items: list[Item] = [(nonce, found[nonce]) for nonce in nonces if nonce in found]
         return SliceResult(items, rejected=len(nonces) - len(items))
 
     async def _compute(
-        self, request: RoundRequest, nonces: Sequence[int], claims: Claims, weights: int, busy: BusyShare | None
+        self,
+        request: RoundRequest,
+        nonces: Sequence[int],
+        claims: Claims,
+        weights: int,
+        busy: Busy | None,
+        gives_way: Callable[[], bool],
     ) -> dict[int, ComputedChain]:
         """Return the chains whose steps are all finite."""
         message = _message(request, nonces, claims)
         async with self._turn:
             await self.autotune(request)
             with self._scheduler.shortage.noticed(partial(self._attempted, _message(request, nonces[:1], {}))):
-                result = await self._completed(message, weights, busy)
+                result = await self._completed(message, weights, busy, gives_way)
         return _chains(message, result)
 
-    async def _completed(self, message: DecodeRequest, weights: int, busy: BusyShare | None) -> DecodeResult:
+    async def _completed(
+        self,
+        message: DecodeRequest,
+        weights: int,
+        busy: Busy | None = None,
+        gives_way: Callable[[], bool] = keeps_on,
+    ) -> DecodeResult:
         while True:
             async with self._scheduler.turn:
+                if gives_way():
+                    raise GaveWayError
                 result, seconds = await self._scheduler.step(partial(self._engine.decode, message), busy, weights)
             if result["complete"]:
                 return result
@@ -110,7 +131,7 @@ class ChainScheduler:
 
     async def _attempted(self, message: DecodeRequest) -> None:
         async with self._turn:
-            await self._completed(message, self._scheduler.weights, None)
+            await self._completed(message, self._scheduler.weights)
 
 
 class Computers(NamedTuple):

@@ -89,7 +89,8 @@ class VllmEngine:
     async def facts(self, decode: DecodeSetup | None = None) -> ModelFacts:
         """Describe the model, which takes seconds the first time, and prepare the decode scheme if that is set up.
 
-        EngineError if the engine does not answer. What only keeps the decode scheme from running is a refusal of it.
+        EngineError if the engine does not answer. What only keeps the decode scheme from running is a refusal of it,
+        which ``passes`` if another try may fare better.
         """
         facts = await self._model_facts()
         if decode is None or facts["refusal"] is not None:
@@ -97,14 +98,14 @@ class VllmEngine:
         try:
             found = await self.prepare_decode(decode)
         except NoMemoryError as error:
-            found = DecodeFacts(
-                refusal=f"{error}: set fewer bytes aside, or start vLLM with a lower --gpu-memory-utilization.",
-                rebuilt=decode["rebuild"],
-                reserve_bytes=0,
-                block_tokens=[],
-                block_bytes=[],
-                max_batch_nonces=0,
-            )
+            remedy = "set fewer bytes aside, or start vLLM with a lower --gpu-memory-utilization"
+            found = _refused(decode, f"{error}: {remedy}.", passes=True)
+        except EngineError as error:
+            found = _refused(decode, f"{error}: it is tried again now and then, and vLLM's log has more.", passes=True)
+        tokens = sum(_NETWORKS_CHAIN)
+        if found["refusal"] is None and not chain_nonces(found, tokens):
+            why = f"{found['reserve_bytes']} bytes do not hold one of the network's chains of {tokens} tokens"
+            found = {**found, "refusal": f"{why}: set more bytes aside."}
         return {**facts, "decode": found, "findings": [*facts["findings"], *_findings(found)]}
 
     async def _model_facts(self) -> ModelFacts:
@@ -186,6 +187,18 @@ class VllmEngine:
         if not answers:
             raise EngineError(f"{method} was answered by no worker")
         return answers
+
+
+def _refused(setup: DecodeSetup, why: str, *, passes: bool) -> DecodeFacts:
+    return DecodeFacts(
+        refusal=why,
+        rebuilt=setup["rebuild"],
+        reserve_bytes=0,
+        block_tokens=[],
+        block_bytes=[],
+        max_batch_nonces=0,
+        passes=passes,
+    )
 
 
 def _findings(decode: DecodeFacts) -> list[str]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vllm_poc.server import metrics
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
@@ -33,8 +33,6 @@ class BusyShare:
     """Share of the last ``window`` seconds that PoC used. ``now`` is in seconds of any clock."""
 
     def __init__(self, window: float, now: Callable[[], float]) -> None:
-        #: Of all spans, also those that have left the window.
-        self.seconds = 0.0
         self._window = window
         self._now = now
         self._spans: deque[tuple[float, float]] = deque()
@@ -42,7 +40,6 @@ class BusyShare:
     def add(self, start: float, end: float) -> None:
         """Count the time from ``start`` to ``end``; spans come in order and do not overlap."""
         self._forget()
-        self.seconds += end - start
         self._spans.append((start, end))
 
     def value(self) -> float:
@@ -158,33 +155,57 @@ class Patience:
             raise refusal(HTTPStatus.SERVICE_UNAVAILABLE, "Busy", detail, {"Retry-After": "5"}) from None
 
 
+class Busy(Protocol):
+    """Is told when PoC computed."""
+
+    def add(self, start: float, end: float) -> None:
+        """Count the time from ``start`` to ``end``."""
+        ...
+
+
+class SliceMeter:
+    """Counts the time that a slice takes while a round computes: by itself, and in the ``share`` of all requests."""
+
+    def __init__(self, share: BusyShare, round_computes: Callable[[], bool]) -> None:
+        self.seconds = 0.0
+        self._share = share
+        self._round_computes = round_computes
+
+    def add(self, start: float, end: float) -> None:
+        """Count the time from ``start`` to ``end``, if a round computes."""
+        if self._round_computes():
+            self.seconds += end - start
+            self._share.add(start, end)
+
+
 class RequestShare:
     """Lets requests beside a round compute one slice at a time, and no more than their share while the round computes.
 
-    Whoever runs their slices tells ``busy`` from when to when.
+    Batches of chains take turns of their own: between the calls of one, which may take a minute together, there is room
+    for slices of vectors and distances.
     """
 
     def __init__(self, round_computes: Callable[[], bool], settings: Settings, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.busy = BusyShare(settings.share_window_seconds, clock.now)
+        self._busy = BusyShare(settings.share_window_seconds, clock.now)
         self._clock = clock
         self.round_computes = round_computes
         self._share = settings.request_share
         self._longest = settings.request_share * settings.share_window_seconds
         self._rests_until = clock.now()
         self._backoff = settings.chat_backoff_seconds
-        self._turn = asyncio.Lock()
+        self._turn, self._turn_of_chains = asyncio.Lock(), asyncio.Lock()
 
     @asynccontextmanager
-    async def slice(self) -> AsyncIterator[None]:
-        """Wait for the turn of a slice, which lasts as long as the context does."""
-        async with self._turn:
-            while self.round_computes() and (self._rests or self.busy.value() >= self._share):
+    async def slice(self, *, of_chains: bool) -> AsyncIterator[SliceMeter]:
+        """Wait for the turn of a slice, which lasts as long as the context does; tell the meter when it computes."""
+        async with self._turn_of_chains if of_chains else self._turn:
+            while self.round_computes() and (self._rests or self._busy.value() >= self._share):
                 await self._clock.sleep(self._backoff)
-            before = self.busy.seconds
+            meter = SliceMeter(self._busy, self.round_computes)
             try:
-                yield
+                yield meter
             finally:
-                self._rest(self.busy.seconds - before)
+                self._rest(meter.seconds)
 
     @property
     def _rests(self) -> bool:

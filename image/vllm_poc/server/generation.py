@@ -32,12 +32,14 @@ from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import Item, SliceResult, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import Activity, PowState, StopReason
-from vllm_poc.wire.messages import InitGenerateRequest
+from vllm_poc.wire.messages import InitGenerateRequest, Protocol
 
 _log = get_logger(__name__)
 
 #: While a round runs, its progress is logged this often.
 PROGRESS_SECONDS = 5.0
+#: One chain of so many may be lost.
+_MOST_LOST = 10
 #: Status lists the newest valid nonces of a distance round; callbacks carry them all.
 LISTED_NONCES = 1_000
 
@@ -61,7 +63,7 @@ class Counters:
     checked: int = 0
     valid: int = 0
     not_finite: int = 0
-    sick: int = 0  # nonces not finite since the last slice without any
+    sick: int = 0  # nonces not finite since the last clean slice
     newest_valid: deque[Item] = field(default_factory=lambda: deque(maxlen=LISTED_NONCES))
     started: float = field(default_factory=monotonic)
     progressed: float | None = None
@@ -249,7 +251,7 @@ class Generation:
         counters.checked += count
         counters.valid += len(valid)
         counters.not_finite += result.rejected
-        counters.sick = counters.sick + result.rejected if result.rejected else 0
+        counters.sick = 0 if _is_clean(self.request, count, result.rejected) else counters.sick + result.rejected
         counters.newest_valid.extend(valid)
         counters.progressed = monotonic()
         return Piece(counters.next_index, valid, result.rejected)
@@ -310,6 +312,15 @@ class Generation:
             f"held back {self.held_back_seconds:.1f} s, {delivered.valid} delivered up to index {delivered.index}, "
             f"{self.delivery.pending} pending"
         )
+
+
+def _is_clean(request: InitGenerateRequest, count: int, rejected: int) -> bool:
+    """Return whether so few results of a slice are not finite that the engine is well.
+
+    A slice has hundreds of chains of hundreds of steps each, so that some are lost on GPUs that are well. As many may
+    be as a validator may lack for a verdict.
+    """
+    return _MOST_LOST * rejected <= count if request.protocol is Protocol.DECODE else not rejected
 
 
 def _refuse_sick_engine(sick: int, limit: int) -> None:

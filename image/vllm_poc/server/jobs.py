@@ -31,7 +31,7 @@ from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import Item, look_ahead
+from vllm_poc.server.scheduler import GaveWayError, Item, count_values, keeps_on, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.verdicts import artifact_verdict, proof_verdict
 from vllm_poc.wire.generate import (
@@ -43,7 +43,7 @@ from vllm_poc.wire.generate import (
     ProofVerdict,
     ValidatedResponse,
 )
-from vllm_poc.wire.messages import RoundRequest, SlotRequest, WireMessage
+from vllm_poc.wire.messages import Protocol, RoundRequest, SlotRequest, WireMessage
 
 _log = get_logger(__name__)
 
@@ -218,7 +218,7 @@ class RequestWorker:
             result: Result = await artifact_verdict(request, request_id, slices)
         else:
             items = [item async for part in slices for item in part]
-            result = await off_loop(len(items), partial(payloads.generated, request, items, request_id))
+            result = await off_loop(count_values(items), partial(payloads.generated, request, items, request_id))
         return payloads.with_codebook(result, rebuilt=self._computers.rebuilt(request))
 
     async def perform(self, job: Job, request: GenerateRequest, limit: int) -> None:
@@ -254,6 +254,7 @@ class RequestWorker:
         await ready()
         computer = self._computers.of(request)
         size, ahead, done = await self._size(request, len(nonces), limit), deque[list[int]](), 0
+        gives_way = keeps_on if ready is _at_once else self._share.round_computes
 
         def following(known: int) -> list[int]:
             return list(nonces[done + known : done + known + size.nonces])
@@ -264,8 +265,11 @@ class RequestWorker:
             done += len(part)
             look_ahead(ahead, size, following)
             try:
-                async with self._share.slice():
-                    result = await computer.run(request, part, size, ahead, busy=self._share.busy)
+                async with self._share.slice(of_chains=request.protocol is Protocol.DECODE) as busy:
+                    result = await computer.run(request, part, size, ahead, busy=busy, gives_way=gives_way)
+            except GaveWayError:
+                done -= len(part)
+                continue
             except WeightsChangedError:
                 if done > len(part):
                     raise

@@ -13,6 +13,7 @@ PoC work does not.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from vllm_poc.server.autotune import Autotuner, HalvingSliceSize, SliceSize, Tun
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.gate import BusyShare, ChatGate
+from vllm_poc.server.gate import Busy, ChatGate
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.wire.messages import RoundRequest
@@ -49,6 +50,8 @@ Value = float | str | ComputedChain
 Item = tuple[int, Value]
 #: Seconds between two tries whether the device has room again.
 _ROOM_AGAIN_SECONDS = 30.0
+#: Seconds after which a decode scheme that could not be prepared is tried again.
+_DECODE_AGAIN_SECONDS = 60.0
 #: After a failure, whoever only wants to know does not make the engine try again for so long.
 _DESCRIBED_AGAIN_SECONDS = 30.0
 
@@ -56,13 +59,19 @@ T = TypeVar("T")
 
 
 class ModelDescription:
-    """What the workers say of the model, found once. ``describe`` raises EngineError if it fails."""
+    """What the workers say of the model, found once; a refusal of the decode scheme that may pass, now and then.
 
-    def __init__(self, describe: Callable[[], Awaitable[ModelFacts]]) -> None:
+    ``describe`` raises EngineError if it fails.
+    """
+
+    def __init__(self, describe: Callable[[], Awaitable[ModelFacts]], clock: Clock = SYSTEM_CLOCK) -> None:
         self.known: ModelFacts | None = None
         self.error: str | None = None
         self._describe = describe
+        self._clock = clock
         self._task: asyncio.Task[ModelFacts] | None = None
+        self._trying: asyncio.Task[None] | None = None
+        self._told = set[str]()  # what is in the log
         self._failed = 0.0
 
     async def facts(self) -> ModelFacts:
@@ -95,14 +104,37 @@ class ModelDescription:
             self.error, self._failed = str(error), monotonic()
             raise
         if self._task is asyncio.current_task():  # otherwise it was forgotten meanwhile
-            self.known, self.error = facts, None
-        for finding in facts["findings"]:
-            _log.info("%s", finding)
-        if facts["refusal"] is not None:
-            _log.error("PoC does not run on this server: %s", facts["refusal"])
-        if "decode" in facts and facts["decode"]["refusal"] is not None:
-            _log.error("this server does not offer the decode scheme: %s", facts["decode"]["refusal"])
+            self._told.clear()
+            self.error = None
+            self._take(facts)
         return facts
+
+    def _take(self, facts: ModelFacts) -> None:
+        self.known = facts
+        for finding in facts["findings"]:
+            self._tell(logging.INFO, finding)
+        if facts["refusal"] is not None:
+            self._tell(logging.ERROR, f"PoC does not run on this server: {facts['refusal']}")
+        if "decode" in facts and facts["decode"]["refusal"] is not None:
+            self._tell(logging.ERROR, f"this server does not offer the decode scheme: {facts['decode']['refusal']}")
+            if facts["decode"].get("passes"):
+                self._clock.call_later(_DECODE_AGAIN_SECONDS, partial(self._try_again, facts))
+
+    def _tell(self, level: int, message: str) -> None:
+        if message not in self._told:  # some is found again and again
+            self._told.add(message)
+            _log.log(level, "%s", message)
+
+    def _try_again(self, before: ModelFacts) -> None:
+        if self.known is before:
+            self._trying = asyncio.create_task(self._find_again(before))
+
+    async def _find_again(self, before: ModelFacts) -> None:
+        facts = before  # which hold on for another time if the engine fails
+        with suppress(EngineError):
+            facts = await self._describe()
+        if self.known is before:
+            self._take(facts)
 
 
 class MemoryShortage:
@@ -157,6 +189,15 @@ class MemoryShortage:
             return
 
 
+class GaveWayError(Exception):
+    """Work that others go before was ended in the middle of a slice, which therefore has to begin anew."""
+
+
+def keeps_on() -> bool:
+    """Return False: the work gives way to nobody."""
+    return False
+
+
 class SliceResult(NamedTuple):
     """Results of some nonces, in their order; ``rejected`` counts those that stayed not finite."""
 
@@ -182,9 +223,13 @@ class Computer(Protocol):
         size: SliceSize,
         ahead: Iterable[list[int]] = (),
         *,
-        busy: BusyShare | None = None,
+        busy: Busy | None = None,
+        gives_way: Callable[[], bool] = keeps_on,
     ) -> SliceResult:
-        """Compute one slice; nonces that are not finite get a second try. Errors as of `Scheduler.run`."""
+        """Compute one slice; vectors and distances that are not finite get a second try.
+
+        Errors as of `Scheduler.run`, and GaveWayError if ``gives_way`` in the middle of a slice of many calls.
+        """
         ...
 
 
@@ -194,7 +239,7 @@ class Scheduler:
     def __init__(
         self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        self.model = ModelDescription(self._described)
+        self.model = ModelDescription(self._described, clock)
         #: Counts how often the weights have become others.
         self.weights = 0
         #: Held by whoever computes, from the first slice of a piece of work to its last.
@@ -249,7 +294,8 @@ class Scheduler:
         size: SliceSize,
         ahead: Iterable[list[int]] = (),
         *,
-        busy: BusyShare | None = None,
+        busy: Busy | None = None,
+        gives_way: Callable[[], bool] = keeps_on,  # these slices are short
     ) -> SliceResult:
         """Compute one slice; nonces that are not finite get a second try. EngineError as from the engine.
 
@@ -266,7 +312,7 @@ class Scheduler:
         items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
         return SliceResult(items, rejected=len(nonces) - len(items))
 
-    async def step(self, call: Callable[[], Awaitable[T]], busy: BusyShare | None, weights: int) -> tuple[T, float]:
+    async def step(self, call: Callable[[], Awaitable[T]], busy: Busy | None, weights: int) -> tuple[T, float]:
         """Return the workers' answer to a slice once the gate lets it pass, and how many seconds that took.
 
         The caller holds the `turn`. WeightsChangedError if the work was begun with other ``weights``; ServerEndsError
@@ -327,7 +373,7 @@ class Scheduler:
         nonces: Sequence[int],
         size: SliceSize,
         ahead: Iterable[list[int]],
-        busy: BusyShare | None,
+        busy: Busy | None,
     ) -> BatchResult:
         message = batch_request(request, nonces, size.batch(len(nonces)), ahead)
         longest = 0.0
@@ -348,6 +394,13 @@ def distance_of(value: Value) -> float:
     """Return what a nonce of the distance protocol gives."""
     assert not isinstance(value, ComputedChain)  # noqa: S101 - by the protocol
     return float(value)
+
+
+def count_values(items: Sequence[object]) -> int:
+    """Return how many values the results have together: a chain has one for each step, and all else has one."""
+    return sum(
+        len(item[1].leaf) if isinstance(item, tuple) and isinstance(item[1], ComputedChain) else 1 for item in items
+    )
 
 
 def look_ahead(ahead: deque[list[int]], size: SliceSize, following: Callable[[int], list[int]]) -> None:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import Annotated, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from vllm_poc.wire.messages import MAX_TOKENS, Nonce, WireMessage
@@ -23,8 +23,21 @@ _FINITE = bytes(byte for byte in range(256) if byte & _EXPONENT != _EXPONENT)
 #: Points of the codebook: the indices of a chain lie in 0..15.
 CODEBOOK_POINTS = 16
 _POINTS = bytes(range(CODEBOOK_POINTS))
-#: A claimed chain. A claim may hold any number: what is no index is a mismatch, not an error.
-Chain = Annotated[list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], Field(min_length=1, max_length=MAX_TOKENS + 1)]
+
+
+def _unpacked_alone(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    if not isinstance(value, bytes):
+        return handler(value)
+    return value if len(value) <= MAX_TOKENS + 1 else handler(list(value))
+
+
+#: A claimed chain; an empty one is as good as none. A claim may hold any number: what is no index is a mismatch, not an
+#: error. Our pods read one into bytes if each number fits into a byte: the garbage collector does not look at these.
+Chain = Annotated[
+    list[Annotated[int, Field(ge=-(2**63), lt=2**63)]],
+    Field(max_length=MAX_TOKENS + 1),
+    WrapValidator(_unpacked_alone),
+]
 
 
 class Artifact(TypedDict):

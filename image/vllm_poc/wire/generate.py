@@ -6,9 +6,10 @@ The answer to ``generate`` is its result, or the state of its job.
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from itertools import islice
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import FailFast, Field, field_validator, model_validator
+from pydantic import FailFast, Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from vllm_poc.wire.artifacts import Artifact, Chain, Encoding
 from vllm_poc.wire.chain_verdict import NonceVerdict
@@ -17,6 +18,9 @@ from vllm_poc.wire.stat_test import ArtifactVerdict, StatTest, Verdict
 
 #: Largest number of nonces that one request may name.
 MAX_REQUEST_NONCES = 100_000
+
+#: Chains of which all that are wrong are named.
+_CHAINS_AT_ONCE = 1_000
 
 #: The first that is wrong is named alone: there may be a hundred thousand.
 Nonces = Annotated[list[Nonce], Field(min_length=1, max_length=MAX_REQUEST_NONCES), FailFast()]
@@ -54,6 +58,16 @@ class GenerateRequest(CallbackRequest):
     # Not passed on: it is here to be refused, since ignoring it gives other results.
     per_nonce_reflection: bool = Field(default=False, exclude=True)
 
+    @field_validator("enforced_k_steps", mode="wrap")
+    @classmethod
+    def _piece_by_piece(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        if not isinstance(value, dict):
+            return handler(value)
+        found, chains = dict[int, Any](), iter(value.items())
+        while piece := dict(islice(chains, _CHAINS_AT_ONCE)):
+            found |= handler(piece)
+        return found
+
     @field_validator("per_nonce_reflection")
     @classmethod
     def _no_other_reflections(cls, value: object) -> object:
@@ -77,6 +91,8 @@ class GenerateRequest(CallbackRequest):
             raise ValueError("enforced_k_steps belongs to the decode scheme: leave it out, or send params.decode")
         if chains.keys() != set(self.nonces):
             raise ValueError("enforced_k_steps must have a chain for each of nonces and no other")
+        if not all(chains.values()):
+            raise ValueError("enforced_k_steps has an empty chain: send at least one step for each of nonces")
 
     @property
     def claims(self) -> Mapping[int, Sequence[int]]:
@@ -84,7 +100,7 @@ class GenerateRequest(CallbackRequest):
         if self.enforced_k_steps is not None or self.validation is None or self.protocol is not Protocol.DECODE:
             return self.enforced_k_steps or {}
         found = ((artifact["nonce"], artifact.get("k_points_steps")) for artifact in self.validation.artifacts)
-        return {nonce: chain for nonce, chain in found if chain is not None}
+        return {nonce: chain for nonce, chain in found if chain}
 
     def unclaimed(self) -> list[int]:
         """Return the nonces whose artifact has no chain to compare with, as each must have in the decode scheme."""

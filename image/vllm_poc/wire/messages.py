@@ -234,9 +234,10 @@ class RoundRequest(WireMessage):
     block_hash: str = Field(min_length=1, max_length=256)
     block_height: int = Field(ge=0, le=MAX_BLOCK_HEIGHT)
     public_key: str = Field(min_length=1, max_length=1024)
-    batch_size: int = Field(default=DEFAULT_BATCH_SIZE, ge=1, le=65_536)
     # Artifact protocol.
     params: ArtifactParams | None = None
+    # After ``params``, by which it is checked.
+    batch_size: int = Field(default=DEFAULT_BATCH_SIZE, ge=0, le=65_536)
     poc_stronger_rng: bool = False
     # Distance protocol.
     r_target: float | None = Field(default=None, gt=0, le=2)
@@ -247,6 +248,16 @@ class RoundRequest(WireMessage):
     owner: str | None = Field(default=None, min_length=1, max_length=253)
     # Ours, optional: the id that makes a repeated request harmless.
     round_id: RoundId | None = None
+
+    @field_validator("batch_size")
+    @classmethod
+    def _zero_is_of_chains(cls, value: int, info: ValidationInfo) -> int:
+        if value or "params" not in info.data:
+            return value  # what is wrong with params is the one thing to tell
+        params = info.data["params"]
+        if params is None or not params.decodes:
+            raise ValueError("must be at least 1: only the decode scheme has 0, for as many as fit")
+        return DEFAULT_BATCH_SIZE
 
     @model_validator(mode="after")
     def _exactly_one_protocol(self) -> Self:
@@ -262,6 +273,14 @@ class RoundRequest(WireMessage):
         if self.params is None:
             return Protocol.DISTANCE
         return Protocol.DECODE if self.params.decodes else Protocol.ARTIFACT
+
+    @property
+    def most_chains(self) -> int | None:
+        """Most chains of a batch; None for as many as fit.
+
+        Clients send the default, and smaller sizes, for the forward passes of vectors; so few chains would waste time.
+        """
+        return self.batch_size if self.batch_size > DEFAULT_BATCH_SIZE else None
 
     @property
     def max_tokens(self) -> int:

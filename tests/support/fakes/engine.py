@@ -103,6 +103,7 @@ class FakeEngineClient:
         self.facts = FACTS.copy()
         self.decode_facts = DECODE_FACTS.copy()
         self.setups: list[DecodeSetup] = []
+        self.setup_fault: Exception | None = None
         self.decode_calls: list[DecodeRequest] = []
         self._passes = 0  # done of the last request for chains
         self.batches: list[BatchRequest] = []
@@ -139,6 +140,8 @@ class FakeEngineClient:
                 raise self.forget_fault
             self.forgotten += 1
             return [{"forgotten": True}] * 2
+        if method == "poc_prepare_decode" and self.setup_fault is not None:
+            raise self.setup_fault
         if method in {"poc_warm_up", "poc_prepare_decode"}:
             return [self._warm_up(args[0], args[2]) if method == "poc_warm_up" else self._prepare_decode(args[0])] * 2
         assert method in {"poc_compute", "poc_decode"}

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
@@ -29,9 +29,9 @@ from yarl import URL
 
 from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
-from vllm_poc.server.bodies import written
+from vllm_poc.server.bodies import off_loop, written
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
-from vllm_poc.server.scheduler import ComputedChain, Item
+from vllm_poc.server.scheduler import ComputedChain, Item, count_values
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.callbacks import GATEWAY_REALM, NOT_ABOUT_CONTENT, ROUND_UNKNOWN
 from vllm_poc.wire.messages import WireMessage
@@ -116,7 +116,7 @@ class Poster(Generic[T]):
             if len(part) > self._most:
                 parts += [part[self._most :], part[: self._most]]
                 continue
-            body = await written(self._payload(part))
+            body = await written(await off_loop(count_values(part), partial(self._payload, part)))
             if len(part) > 1 and len(body) > self._settings.payload_bytes:
                 # All results of a round are about as long.
                 self._most = max(1, len(part) * self._settings.payload_bytes // len(body) * 9 // 10)

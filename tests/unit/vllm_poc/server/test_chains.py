@@ -11,7 +11,7 @@ from tests.support.fakes.engine import FakeEngineClient, chain, vector
 from vllm_poc.rpc import DecodeRequest, DecodeResult
 from vllm_poc.server.chains import ChainScheduler, Computers, next_passes
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
-from vllm_poc.server.scheduler import ComputedChain, Scheduler, SliceResult
+from vllm_poc.server.scheduler import ComputedChain, GaveWayError, Scheduler, SliceResult
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.stat_test import ChainComparison
@@ -80,12 +80,12 @@ async def test_steps_go_on_from_claims_which_are_compared() -> None:
     assert found[4] == ComputedChain(bytes(chain(4, STEPS, [200])), ChainComparison(1, 1, 2.0))
 
 
-async def test_chains_that_are_not_finite_get_a_second_try() -> None:
+async def test_chains_that_are_not_finite_hold_up_no_others() -> None:
     work = Work()
     work.client.sick.update({2: 1, 3: 2})
     found = await work.run([1, 2, 3])
-    assert ([nonce for nonce, _ in found.items], found.rejected) == ([1, 2], 1)
-    assert work.client.computed == [1, 2, 3, 2, 3]
+    assert ([nonce for nonce, _ in found.items], found.rejected) == ([1], 2)
+    assert work.client.computed == [1, 2, 3]
 
 
 async def test_chat_holds_back_the_next_call() -> None:
@@ -111,6 +111,20 @@ async def test_vectors_are_computed_between_the_steps_of_chains_and_other_chains
     assert found[2].items == [(3, vector(3, 4))]
     assert work.client.computed == [3, 1, 2], "chains of another batch would make the workers begin anew"
     assert len(work.client.decode_calls) == 2 * (STEPS + 1)
+
+
+async def test_a_batch_gives_way_before_its_next_call() -> None:
+    work, request, told = Work(), asked([1]), list[bool]()
+    size = work.computers.of(request).slice_size(request, 8)
+    running = work.computers.of(request).run(request, [1], size, gives_way=lambda: bool(told))
+    task = asyncio.create_task(running)
+    while not work.client.decode_calls:
+        await work.clock.tick()
+    told.append(True)
+    with pytest.raises(GaveWayError):
+        await work.clock.passes(task)
+    assert len(work.client.decode_calls) == 2, "the one that was under way is answered"
+    assert (await work.run([2])).rejected == 0, "the turn is free"
 
 
 async def test_other_weights_end_a_batch_that_was_begun() -> None:
