@@ -186,7 +186,9 @@ def test_chains_are_limited_by_the_bodys_bytes_alone() -> None:
     assert found["enforced_k_steps"] == {nonce: bytes(steps) for nonce, steps in forced.items()}
 
 
-@pytest.mark.parametrize("chain", [[256], [-1], [1.5], ["7"], [None], [[7]], {"7": 7}, "7", 7, None], ids=repr)
+@pytest.mark.parametrize(
+    "chain", [[256], [-1], [1.5], ["7"], ["]"], [None], [True], [[7]], {"7": 7}, "7", 7, None], ids=repr
+)
 def test_what_is_no_chain_of_bytes_is_read_as_it_is(chain: object) -> None:
     body = {"k_points_steps": chain, "enforced_k_steps": {"5": chain}}
     assert decode(json.dumps(body).encode()) == body

@@ -116,6 +116,16 @@ def _not_utf8() -> HTTPException:
     return HTTPException(HTTPStatus.BAD_REQUEST, "the body is not UTF-8: send JSON in UTF-8")
 
 
+def _packed(value: object) -> bytes | None:
+    """Return a chain as bytes; None if the value is none."""
+    if not isinstance(value, list) or any(isinstance(step, bool) for step in value):
+        return None
+    try:
+        return bytes(value)
+    except (TypeError, ValueError):
+        return None
+
+
 class _Reader:
     """Reads one body; no call into C gets more than a window of it."""
 
@@ -210,16 +220,31 @@ class _Reader:
 
     def _chain(self, depth: int) -> object:
         """Read a value that should be a chain. One that is no list of bytes is refused, or judged, like any other."""
+        quick = self._whole_chain()
+        if quick is not None:
+            return quick
         before = self._values, self._lists
         found = self._value(depth)
-        if not isinstance(found, list):
+        packed = _packed(found)
+        if packed is None:
             return found
-        try:
-            packed = bytes(found)
-        except (TypeError, ValueError):
-            return found
+        assert isinstance(found, list)  # noqa: S101 - else it is not packed
         _forget(found)
         self._values, self._lists = before
+        return packed
+
+    def _whole_chain(self) -> bytes | None:
+        """Read a chain that lies in a window by one call; None, with nothing read, if it is anything else."""
+        end = self._body.find(b"]", self._at, self._at + _WINDOW)
+        if end < 0 or self._next() != b"[":
+            return None
+        try:
+            found, _ = _C_SCANNER(self._body[self._at : end + 1].decode(), 0)
+        except (ValueError, StopIteration, RecursionError):
+            return None
+        packed = _packed(found)
+        if packed is not None:
+            self._at = end + 1
         return packed
 
     def _text(self) -> str:
