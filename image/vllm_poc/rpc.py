@@ -170,6 +170,13 @@ class DecodeFacts(TypedDict):
     passes: NotRequired[bool]
 
 
+def no_chains(refusal: str | None, *, rebuilt: bool = False) -> DecodeFacts:
+    """Return the facts where the decode scheme does not run; ``refusal`` is None where another rank says why."""
+    return DecodeFacts(
+        refusal=refusal, rebuilt=rebuilt, reserve_bytes=0, block_tokens=[], block_bytes=[], max_batch_nonces=0
+    )
+
+
 def chain_nonces(facts: DecodeFacts, tokens: int) -> int:
     """Return how many chains of so many tokens the reserve holds at a time; 0 if not even one."""
     blocks = [-(-tokens // size) for size in facts["block_tokens"]]

@@ -16,6 +16,7 @@ from vllm_poc.rpc import (
     PassFields,
     PassTiming,
     chain_nonces,
+    no_chains,
 )
 
 #: Exceptions of workers whose device has no room.
@@ -99,9 +100,9 @@ class VllmEngine:
             found = await self.prepare_decode(decode)
         except NoMemoryError as error:
             remedy = "set fewer bytes aside, or start vLLM with a lower --gpu-memory-utilization"
-            found = _refused(decode, f"{error}: {remedy}.", passes=True)
+            found = _may_pass(decode, f"{error}: {remedy}.")
         except EngineError as error:
-            found = _refused(decode, f"{error}: it is tried again now and then, and vLLM's log has more.", passes=True)
+            found = _may_pass(decode, f"{error}: it is tried again now and then, and vLLM's log has more.")
         tokens = sum(_NETWORKS_CHAIN)
         if found["refusal"] is None and not chain_nonces(found, tokens):
             why = f"{found['reserve_bytes']} bytes do not hold one of the network's chains of {tokens} tokens"
@@ -189,16 +190,8 @@ class VllmEngine:
         return answers
 
 
-def _refused(setup: DecodeSetup, why: str, *, passes: bool) -> DecodeFacts:
-    return DecodeFacts(
-        refusal=why,
-        rebuilt=setup["rebuild"],
-        reserve_bytes=0,
-        block_tokens=[],
-        block_bytes=[],
-        max_batch_nonces=0,
-        passes=passes,
-    )
+def _may_pass(setup: DecodeSetup, refusal: str) -> DecodeFacts:
+    return {**no_chains(refusal, rebuilt=setup["rebuild"]), "passes": True}
 
 
 def _findings(decode: DecodeFacts) -> list[str]:

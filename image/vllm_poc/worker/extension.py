@@ -19,6 +19,7 @@ from vllm_poc.rpc import (
     PassFields,
     PassSpec,
     PassTiming,
+    no_chains,
 )
 from vllm_poc.worker.decoding import Decoder
 from vllm_poc.worker.model.adapter import ModelAdapter
@@ -115,9 +116,7 @@ class PocWorkerExtension:
             self._poc_decoder = self._poc_together(lambda runner: self._poc_new_decoder(runner.stage, setup).tried)
         except (UnsupportedModelError, OtherRankError) as error:
             reason = str(error) if isinstance(error, UnsupportedModelError) else None  # the other rank says why
-            return DecodeFacts(
-                refusal=reason, rebuilt=False, reserve_bytes=0, block_tokens=[], block_bytes=[], max_batch_nonces=0
-            )
+            return no_chains(reason)
         return self._poc_decoder.facts
 
     def _poc_new_decoder(self, stage: Stage, setup: DecodeSetup) -> Decoder:

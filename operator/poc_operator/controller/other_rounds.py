@@ -8,7 +8,7 @@ And a new process waits until all of its rounds have been read once.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from poc_operator.planning.snapshot import OtherRound
@@ -24,9 +24,13 @@ class _Entry:
     namespace: str
     wake: asyncio.Event
     since: float
-    known: OtherRound | None = None
     last: OtherRound | None = None
-    gave_up: bool = field(default=False)
+    gave_up: bool = False
+
+    @property
+    def known(self) -> OtherRound | None:
+        """What the last plan made of the round, unless the operator has failed on it since."""
+        return None if self.gave_up else self.last
 
 
 class OtherRounds:
@@ -50,8 +54,7 @@ class OtherRounds:
         entry = self._entries.get(uid)
         if entry is None:
             return
-        before, entry.known, entry.since, entry.gave_up = entry.known, told, self._clock(), False
-        entry.last = told
+        before, entry.last, entry.since, entry.gave_up = entry.known, told, self._clock(), False
         if before is None:
             self._wake(uid, entry.namespace, None)
         elif freed := (before.held - told.held) | (before.wanted if before.needs and not told.needs else frozenset()):
@@ -61,7 +64,7 @@ class OtherRounds:
         """Forget what a round wants: the operator fails on it, and tries again later."""
         entry = self._entries.get(uid)
         if entry is not None:
-            known, entry.known, entry.gave_up = entry.known, None, True
+            known, entry.gave_up = entry.known, True
             self._wake(uid, entry.namespace, known.held | known.wanted if known is not None else None)
 
     def forget(self, uid: str) -> None:
@@ -76,11 +79,13 @@ class OtherRounds:
         """
         others = [entry for key, entry in self._entries.items() if key != uid and entry.namespace == namespace]
         now = self._clock()
-        if any(entry.known is None and not entry.gave_up and now - entry.since < UNREAD_SECONDS for entry in others):
+        if any(entry.last is None and not entry.gave_up and now - entry.since < UNREAD_SECONDS for entry in others):
             return None
-        known = [entry.known for entry in others if entry.known is not None and now - entry.since < KNOWN_SECONDS]
-        stale = [entry for entry in others if entry.known is None or now - entry.since >= KNOWN_SECONDS]
-        return known + [replace(entry.last, current=False) for entry in stale if entry.last is not None]
+        return [
+            replace(entry.last, current=not entry.gave_up and now - entry.since < KNOWN_SECONDS)
+            for entry in others
+            if entry.last is not None
+        ]
 
     def _wake(self, uid: str, namespace: str, freed: frozenset[str] | None) -> None:
         """Wake the others of the namespace that want one of these pods; without any, all that want one."""
