@@ -9,7 +9,7 @@ from math import inf
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.controller.reconciler import POLL_SECONDS
 from poc_operator.controller.stored_object import COUNTERS_SECONDS
-from tests.chaos.history import Run, runs_of, slots_of, timeline
+from tests.chaos.history import Run, chain_length, runs_of, slots_of, timeline
 from tests.simulation.world import World
 
 Interval = tuple[float, float]
@@ -76,6 +76,8 @@ def audit(world: World, round_: PoCRound) -> Findings:
     findings.arrived_twice = sum(count - 1 for count in arrivals.values())
     strangers = [nonce for nonce in arrivals if nonce % round_.status.slots not in slots]
     findings.demand(not strangers, f"nonces of no slot arrived: {strangers[:5]}")
+    found = world.receiver.chain_lengths[round_.spec.block_hash]
+    findings.demand(found == {chain_length(round_)}, f"results of {sorted(found)} indices arrived (0: vectors)")
     _check_totals(round_, len(arrivals), findings)
     gaps, outages, gateway = world.operator.gaps, world.api_server.outages, world.gateway
     histories = runs_of(round_, world.kubelet.sessions)

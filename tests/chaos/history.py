@@ -34,17 +34,23 @@ def slots_of(round_: PoCRound) -> Slots:
     return {slot.offset: slot for slot in slots}
 
 
+def chain_length(round_: PoCRound) -> int:
+    """Return how many indices each result of the round has; 0 for a vector."""
+    return round_.spec.decode.max_tokens + 1 if round_.spec.decode is not None else 0
+
+
 def runs_of(round_: PoCRound, sessions: Iterable[PodServer]) -> dict[int, list[Run]]:
     """Return the runs of each slot (by offset) in the order in which they began.
 
     What a session computes on after another one has begun is a run of its own. A batch that mixes slots, leaves out a
-    nonce or is of no slot of the round fails the test.
+    nonce, or is of no slot or another scheme than the round fails the test.
     """
     slots, runs = slots_of(round_), defaultdict[int, list[Run]](list)
     works = [(work, session) for session in sessions for work in session.work]
     for work, session in sorted(works, key=lambda one: one[0].began):
         if work.block_hash != round_.spec.block_hash:
             continue
+        assert work.chain_length == chain_length(round_), f"a batch is of another scheme: {work}"
         offset = work.nonces[0] % round_.status.slots
         index = slots[offset].index(work.nonces[0])
         assert work.nonces == slots[offset].nonces(index, len(work.nonces)), "a batch is not of one slot"

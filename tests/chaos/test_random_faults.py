@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random faults for MINUTES (10), of a SEED (1): nothing is lost, and nothing is computed twice without need."""
+"""Random faults for MINUTES (10), of a SEED (1): nothing is lost or mixed, or computed twice without need."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from tests.chaos.faults import schedule
 from tests.chaos.history import slots_of
 from tests.chaos.inflict import Chaos
 from tests.simulation.gateway import Gateway
-from tests.simulation.manifests import round_manifest
+from tests.simulation.manifests import LABEL, Manifest, round_manifest
 from tests.simulation.world import World, world
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,17 @@ ORPHAN_SECONDS = 60.0
 WATCHED_SECONDS = 5.0
 #: The round that is never suspended; it runs until some time after the last fault.
 TIMED = "timed"
-SUSPENDABLE = ("first", "second")
-FLEETS = {TIMED: 3, "first": 3, "second": 2}
+#: Both are of the second fleet: the chains replace the vectors, which go on whenever the chains are suspended.
+CHAINS, VECTORS = "chains", "second"
+SUSPENDABLE = ("first", CHAINS)
+FLEETS = {TIMED: 3, "first": 3, VECTORS: 2}
+ROUNDS = (*FLEETS, CHAINS)
+DECODES: Manifest = {
+    "selector": {"matchLabels": {LABEL: VECTORS}},
+    "decode": {"maxTokens": 12},
+    "priority": 1,
+    "concurrencyPolicy": "Replace",
+}
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(SECONDS + 900, func_only=True)]
 
@@ -61,18 +70,19 @@ def has_caught_up(arrived: dict[int, int], round_: PoCRound) -> bool:
 
 
 async def begin_rounds(fleet: World) -> None:
-    stops = {TIMED: {"afterSeconds": int(SECONDS + CALM_SECONDS)}}
-    for number, name in enumerate(FLEETS, start=1):
-        stop = {"stop": stops[name]} if name in stops else {}
-        spec = {"port": fleet.server.port, "callbackURL": fleet.receiver.url, **stop}
+    specs: dict[str, Manifest] = {TIMED: {"stop": {"afterSeconds": int(SECONDS + CALM_SECONDS)}}, CHAINS: DECODES}
+    for number, name in enumerate(ROUNDS, start=1):
+        spec = {"port": fleet.server.port, "callbackURL": fleet.receiver.url, **specs.get(name, {})}
+        if name == CHAINS:  # the vectors have begun by then
+            await fleet.rounds.wait_until(VECTORS, works, 60)
         await fleet.rounds.create(round_manifest(name, number, **spec))
-    for name, pods in FLEETS.items():
+    for name, pods in {TIMED: FLEETS[TIMED], "first": FLEETS["first"], CHAINS: FLEETS[VECTORS]}.items():
         round_ = await fleet.rounds.wait_until(name, works, 60)
         assert round_.status.slots == pods, round_.status
 
 
 async def end_rounds(fleet: World) -> None:
-    for name in SUSPENDABLE:
+    for name in (*SUSPENDABLE, VECTORS):
         round_ = await fleet.rounds.wait_until(name, works, CALM_SECONDS)
         arrived = newest_arrivals(fleet, round_)
         await fleet.rounds.wait_until(name, partial(has_caught_up, arrived), CALM_SECONDS)
@@ -92,7 +102,7 @@ async def store_of(fleet: World, gateway: Gateway, name: str) -> dict[str, Any]:
 def check_store(stored: dict[str, Any], round_: PoCRound) -> None:
     """What the gateway has is what the round says, and no two pods disagreed about a nonce."""
     name, totals = round_.metadata.name, round_.status.totals
-    assert [slot["conflicts"] for slot in stored["slots"]] == [0] * FLEETS[name]
+    assert [slot["conflicts"] for slot in stored["slots"]] == [0] * round_.status.slots
     assert (stored["stored"], stored["forwarded"]) == (totals.delivered, totals.delivered)
     log.info("%s: %d stored again", name, sum(slot["duplicates"] for slot in stored["slots"]))
 
@@ -110,11 +120,11 @@ async def test_nothing_is_lost_whatever_happens() -> None:
             await end_rounds(fleet)
             await asyncio.sleep(ORPHAN_SECONDS)
             quiet_since = monotonic()
-            stored = {name: await store_of(fleet, fleet.gateway, name) for name in FLEETS}
+            stored = {name: await store_of(fleet, fleet.gateway, name) for name in ROUNDS}
             await asyncio.sleep(WATCHED_SECONDS)
         assert not fleet.operator.found_dead, "the liveness probe had the operator killed"
         await fleet.kubelet.end()
-        for name in FLEETS:
+        for name in ROUNDS:
             round_ = await fleet.rounds.get(name)
             log.info("%s: %s, %s, %s", name, round_.status.state, round_.status.totals, audit(fleet, round_))
             check_store(stored[name], round_)

@@ -10,13 +10,18 @@ from tests.support.fakes.engine import FakeEngineClient
 
 @dataclass
 class Work:
-    """One batch: ``done`` unless it was cut short. Times are of the monotonic clock."""
+    """One call for a batch: ``done`` unless it was cut short, or another one goes on with its chains.
+
+    Times are of the monotonic clock.
+    """
 
     block_hash: str
     nonces: list[int]
     began: float
     ended: float | None = None
     done: bool = False
+    #: Indices of each result in the decode scheme; 0 of a vector.
+    chain_length: int = 0
 
 
 class RecordingEngine(FakeEngineClient):
@@ -28,13 +33,15 @@ class RecordingEngine(FakeEngineClient):
         self.work: list[Work] = []
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:  # noqa: ASYNC109
-        if method != "poc_compute":
+        if method not in {"poc_compute", "poc_decode"}:
             return await super().collective_rpc(method, timeout, args)
-        work = Work(args[0]["block_hash"], args[0]["nonces"], began=monotonic())
+        request = args[0]
+        work = Work(request["block_hash"], request["nonces"], began=monotonic())
+        work.chain_length = request["max_tokens"] + 1 if method == "poc_decode" else 0
         self.work.append(work)
         try:
             answers = await super().collective_rpc(method, timeout, args)
-            work.done = True
+            work.done = answers[-1].get("complete", False)  # a failure is not
             return answers
         finally:
             work.ended = monotonic()

@@ -68,13 +68,16 @@ def pod_status(uid: str, restarts: int, *, ready: bool) -> Manifest:
 
 
 def round_manifest(name: str, number: int, **spec: Any) -> Manifest:  # noqa: ANN401
-    """Return an artifact round on the pods of the Deployment ``name``, told from others by ``number``."""
+    """Return an artifact round on the pods of the Deployment ``name``, told from others by ``number``.
+
+    It is of the prefill scheme, unless ``spec`` has ``decode``.
+    """
     fields = {
         "blockHash": f"{number:064x}",
         "blockHeight": 1,
         "publicKey": "02a1b2c3d4",
         "nodes": {"first": 0, "last": 0, "count": 1},
-        "artifact": {"kDim": 4},
+        **({} if "decode" in spec else {"artifact": {"kDim": 4}}),
         "model": {"name": "tiny", "seqLen": 64},
         "selector": {"matchLabels": {LABEL: name}},
         "batchSize": 16,

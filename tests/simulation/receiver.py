@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A callback receiver that counts how often each nonce arrived, and can be away for a while."""
+"""A callback receiver that counts how often each nonce arrived, in which scheme, and can be away for a while."""
 
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
@@ -23,6 +23,8 @@ class CountingReceiver:
         #: While true, posts are answered 503 and do not count.
         self.fails = False
         self.arrivals: dict[str, Counter[int]] = defaultdict(Counter)
+        #: How many indices its results had, by the round's block hash; 0 for vectors.
+        self.chain_lengths: dict[str, set[int]] = defaultdict(set)
         self._runner: web.AppRunner | None = None
 
     async def _generated(self, request: web.Request) -> web.Response:
@@ -30,6 +32,8 @@ class CountingReceiver:
             return web.Response(status=503)
         payload = await request.json()
         self.arrivals[payload["block_hash"]].update(payload_nonces(payload))
+        lengths = {len(artifact.get("k_points_steps") or ()) for artifact in payload.get("artifacts", ())}
+        self.chain_lengths[payload["block_hash"]] |= lengths
         return web.Response()
 
     async def open(self) -> None:

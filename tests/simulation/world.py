@@ -39,7 +39,13 @@ SECONDS_PER_POD = 0.2
 NODES = ",".join(f"{key}={value}" for key, value in manifests.NODE_LABEL.items())
 CRDS = str(ROOT / "crds")
 #: Settings of the simulated pods: a slow fake batch is no reason for smaller ones.
-POD_SETTINGS = {"VLLM_POC_SLICE_SECONDS": "60", "VLLM_POC_RETRY_LIMIT_SECONDS": "2"}
+POD_SETTINGS = {
+    "VLLM_POC_SLICE_SECONDS": "60",
+    "VLLM_POC_RETRY_LIMIT_SECONDS": "2",
+    # With these a pod offers the decode scheme. The fake engine opens no codebook.
+    "VLLM_POC_DECODE_CODEBOOK": "/sphere_codebook.pt",
+    "VLLM_POC_DECODE_RESERVE_BYTES": "100000",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,6 +231,21 @@ async def test_an_engine_that_cannot_describe_itself_starts_nothing(pod: Pod) ->
     assert (await pod.start(START)).status_code == 200
 
 
+async def test_small_requests_take_no_thread(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One would wait for its turn among all threads of a busy server, for each poll."""
+
+    async def refused(function: object, *_: object, **__: object) -> None:
+        raise AssertionError(f"{function} takes a thread")
+
+    monkeypatch.setattr("anyio.to_thread.run_sync", refused)
+    monkeypatch.setattr(asyncio, "to_thread", refused)
+    assert (await pod.start(START)).status_code == 200
+    await pod.status()
+    assert (await pod.post("stop")).status_code == 200
+    assert (await pod.post("generate", GENERATE)).status_code == 200
+    assert (await pod.http.get(f"{API_PREFIX}/versions")).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "reason"),
     [("GET", "/nothing", 404, "NotFound"), ("GET", "/stop", 405, "MethodNotAllowed"), ("GET", "", 404, "NotFound")],

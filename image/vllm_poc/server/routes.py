@@ -65,7 +65,7 @@ router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_B
 _WITHOUT_NONE: dict[str, Any] = {"response_model_exclude_none": True}
 
 
-def _service(request: Request) -> PocService:
+async def _service(request: Request) -> PocService:  # FastAPI gives a plain function a thread for each request
     service: PocService = request.app.state.service
     return service
 

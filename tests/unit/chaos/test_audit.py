@@ -16,6 +16,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from tests.chaos.audit import Findings, audit, check_orphans
 from tests.chaos.faults import schedule
 from tests.chaos.inflict import POISON
+from tests.chaos.test_random_faults import DECODES
 from tests.simulation.engine import Work
 from tests.simulation.manifests import Manifest, round_manifest
 from tests.simulation.operator_process import LIVENESS, STARTUP
@@ -46,13 +47,14 @@ def judged(
     delivered: int = 100,
     gaps: Iterable[tuple[float, float]] = (),
     outages: Iterable[tuple[float, float]] = (),
+    lengths: Iterable[int] = (0,),
 ) -> Findings:
     """Audit a round of two slots, the second of which is computed without any trouble."""
     arrivals = Counter(arrived)
     slots = [a_slot(group=group, state=SlotState.DONE, delivered=delivered, next=delivered) for group in range(2)]
     totals = Totals(checked=2 * delivered, valid=2 * delivered, delivered=2 * delivered)
     world = SimpleNamespace(
-        receiver=SimpleNamespace(arrivals={HASH: arrivals}),
+        receiver=SimpleNamespace(arrivals={HASH: arrivals}, chain_lengths={HASH: set(lengths)}),
         kubelet=SimpleNamespace(sessions=[*sessions, session(0, 100, 0, slot=1)]),
         operator=SimpleNamespace(gaps=list(gaps)),
         api_server=SimpleNamespace(outages=list(outages)),
@@ -82,6 +84,19 @@ def test_a_session_may_go_on_after_another_one_that_took_its_place_for_a_moment(
 
 def test_what_arrived_twice_is_counted() -> None:
     assert judged(FIRST, session(50, 100, 8), arrived=[*range(200), 7, 9]).arrived_twice == 2
+
+
+@pytest.mark.parametrize("lengths", [(0, 13), (13,)], ids=["mixed", "of the other alone"])
+def test_results_of_another_scheme_are_found(lengths: Iterable[int]) -> None:
+    with pytest.raises(AssertionError, match=r"results of \[.*13\] indices arrived"):
+        judged(FIRST, session(50, 100, 8), lengths=lengths)
+
+
+def test_work_of_another_scheme_is_found() -> None:
+    other = session(50, 100, 8)
+    other.work[2].chain_length = 13
+    with pytest.raises(AssertionError, match="a batch is of another scheme"):
+        judged(FIRST, other)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +146,8 @@ def test_the_operator_is_probed_as_the_chart_has_it_probed() -> None:
     assert found == [STARTUP, LIVENESS]
 
 
-@pytest.mark.parametrize(("spec", "status"), POISON)
-def test_the_api_server_takes_poison(spec: Manifest, status: Manifest) -> None:
+@pytest.mark.parametrize(("spec", "status"), [*POISON, (DECODES, {})])
+def test_the_api_server_takes_poison_and_chains(spec: Manifest, status: Manifest) -> None:
     assert not admitted(PoCRound, round_manifest("poison", 1, **spec)["spec"])[1]
     assert not flaws(status, schema(PoCRound)["properties"]["status"], "status")
 
