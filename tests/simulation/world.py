@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
@@ -103,6 +105,8 @@ async def world(
     fails.
     """
     os.environ.update(POD_SETTINGS)
+    sys.modules["vllm.version"] = ModuleType("vllm.version")  # pods tell it, and it is not installed here
+    sys.modules["vllm.version"].__version__ = "0.32.0"  # type: ignore[attr-defined]
     # A fleet of pods logs more than anybody reads.
     for noisy in ("vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
