@@ -142,8 +142,8 @@ images: toolchain ## Build the images and print their names
 	@$(PYTHON) -m hack.images
 
 .PHONY: release-artifacts
-release-artifacts: .venv/.lock ## Build all files of a release into build/release/VERSION
-	@PYTHONPATH=. .venv/bin/python -m hack.release build
+release-artifacts: .venv/.lock ## Build all files of a release into build/release/VERSION (DOWNLOADS=URL for Krew's manifest)
+	@PYTHONPATH=. .venv/bin/python -m hack.release build --downloads '$(DOWNLOADS)'
 
 .PHONY: release-lock
 release-lock: .venv/.lock ## Pin the newest Debian packages for the base of the images

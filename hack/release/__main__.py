@@ -20,13 +20,16 @@ def program() -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     builder = commands.add_parser("build", help="build all files of a release and print their folder")
     builder.add_argument("--out", type=Path, help="folder, emptied first (default: build/release/VERSION)")
+    builder.add_argument(
+        "--downloads", metavar="URL", help="where the files will be, for Krew's manifest (default: none)"
+    )
     commands.add_parser("lock", help="pin the newest Debian packages for the images")
     commands.add_parser("audit", help="look the locked packages up among known vulnerabilities")
     commands.add_parser("check-workflows", help="check .github/workflows by the schema of GitHub Actions")
     options = parser.parse_args()
     if options.command == "build":
         out = options.out or ROOT / "build" / "release" / version()
-        build(out, _epoch())
+        build(out, _epoch(), options.downloads or None)
         print(out)
     else:
         {"lock": lock, "audit": audit, "check-workflows": check_workflows}[options.command]()

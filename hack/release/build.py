@@ -10,6 +10,7 @@ import yaml
 from hack.images.site import ROOT, Role
 from hack.release import statements
 from hack.release.debian import ARCHITECTURES, base_tree
+from hack.release.kubectl_plugin import write_krew_manifest, write_plugin
 from hack.release.oci import Entry, Tree, chart, compress, image, tar, write_archive
 from hack.release.python_packages import application_tree, build_packages, version
 from hack.toolchain.common import UserError, step
@@ -19,14 +20,21 @@ CHART = ROOT / "charts" / "vllm-poc-operator"
 ROLES = (Role.OPERATOR, Role.GATEWAY)
 
 
-def build(out: Path, epoch: int) -> None:
-    """Write the release into ``out``, a folder that is emptied first; its files have the time ``epoch`` (seconds)."""
+def build(out: Path, epoch: int, downloads: str | None) -> None:
+    """Write the release into ``out``, a folder that is emptied first; its files have the time ``epoch`` (seconds).
+
+    Krew's manifest needs the URL below which the files will be: without ``downloads`` there is none.
+    """
     release = version()
     check_versions(release)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     with step("wheel and source archive"):
         build_packages(out, epoch)
+    with step("kubectl poc"):
+        write_plugin(out, release, epoch)
+    if downloads is not None:
+        write_krew_manifest(out, release, downloads)
     images = {}
     for role in ROLES:
         with step(f"{role} image"):

@@ -105,8 +105,10 @@ PROMETHEUS = ToolSet(
     main_module="github.com/prometheus/prometheus",
     tags="remove_all_sd",
 )
+#: For the test of a release alone, which installs `kubectl poc` by it.
+KREW = ToolSet(name="krew", programs={"krew": "sigs.k8s.io/krew/cmd/krew"}, main_module="sigs.k8s.io/krew")
 #: What ``install`` leaves out.
-ON_DEMAND = (KWOK, LWS, PROMETHEUS)
+ON_DEMAND = (KWOK, LWS, PROMETHEUS, KREW)
 _ALL = (*TOOL_SETS, *ON_DEMAND)
 
 

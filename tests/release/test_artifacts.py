@@ -8,15 +8,20 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from hack.images.site import ROOT
+from hack.release.kubectl_plugin import PLATFORMS, PYTHONS
 from hack.release.python_packages import version
+from hack.toolchain.tools import KREW, ensure_tools, tool_path
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
+#: Where nothing can be downloaded.
+DOWNLOADS = "https://git.invalid/owner/name/releases/download/v1"
 #: What each program loads first, with all its compiled libraries.
 IMPORTS = {
     "operator": "import kopf, aiohttp, ssl, poc_operator.handlers",
@@ -28,7 +33,7 @@ def _build(out: Path, home: Path | None) -> Path:
     environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
     if home is not None:
         environment["POC_HOME"] = str(home)
-    argv = [sys.executable, "-m", "hack.release", "build", "--out", str(out)]
+    argv = [sys.executable, "-m", "hack.release", "build", "--out", str(out), "--downloads", DOWNLOADS]
     subprocess.run(argv, check=True, cwd=ROOT, env=environment)
     return out
 
@@ -52,6 +57,42 @@ def test_the_program_of_an_image_starts(role: str, release: Path, tmp_path: Path
     environment = {"PYTHONPATH": f"/opt/vllm-poc-{role}", "LANG": "C.UTF-8", "PATH": "/usr/sbin:/usr/bin"}
     ended = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_krew_installs_the_plugin(release: Path, tmp_path: Path) -> None:
+    """From the archive, with no other package of Python's than those in it."""
+    ensure_tools([KREW])
+    bare = {"HOME": str(tmp_path), "PATH": f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin"}
+    archive = release / f"kubectl-poc-{version()}-linux-amd64.tar.gz"
+    argv: list[str | Path] = [
+        tool_path("krew"),
+        "install",
+        f"--manifest={release / 'poc.yaml'}",
+        f"--archive={archive}",
+    ]
+    installed = subprocess.run(argv, env=bare, capture_output=True, text=True, check=False)
+    assert installed.returncode == 0, installed.stderr
+    plugin = tmp_path / ".krew" / "bin" / "kubectl-poc"
+    listed = subprocess.run(
+        [plugin, "fleet", "presets", "-o", "json"], env=bare, capture_output=True, text=True, check=False
+    )
+    assert listed.returncode == 0, listed.stderr
+    assert "minimax-m2.7" in {preset["name"] for preset in json.loads(listed.stdout)}
+
+
+def test_the_plugin_has_compiled_libraries_for_each_release_of_python(release: Path) -> None:
+    for platform in PLATFORMS:
+        with tarfile.open(release / platform.archive(version())) as archive:
+            program = archive.extractfile("kubectl-poc")
+            assert program is not None
+            names = {
+                name.split("/")[1] for name in zipfile.ZipFile(io.BytesIO(program.read())).namelist() if "/" in name
+            }
+        for python in PYTHONS:
+            assert any(name.startswith("pydantic_core-") and f"-cp{python}-" in name for name in names), (
+                platform,
+                names,
+            )
 
 
 def _unpack(archive: Path, root: Path) -> None:

@@ -18,6 +18,7 @@ from hack.images.site import ROOT, Role, compile_bytecode
 from hack.release import environment
 from hack.release.build import ROLES, chart_tree, check_versions, crds, image_config
 from hack.release.debian import ARCHITECTURES, LOCK, PACKAGES
+from hack.release.kubectl_plugin import PLATFORMS, PROGRAM, krew_manifest
 from hack.release.oci import Entry, Tree, chart, compress, image, tar, write_archive
 from hack.release.python_packages import check_machine, version
 from hack.release.statements import SUMS, license_of, write_sums
@@ -193,6 +194,21 @@ def test_the_workflows_run_targets_of_the_makefile() -> None:
     for path in (ROOT / ".github" / "workflows").glob("*.yaml"):
         for job in yaml.safe_load(path.read_text())["jobs"].values():
             used |= set(job.get("strategy", {}).get("matrix", {}).get("target", []))
-            used |= {target for step in job["steps"] for target in re.findall(r"make ([a-z-]+)$", step.get("run", ""))}
+            used |= {target for step in job["steps"] for target in re.findall(r"make ([a-z-]+)(?: [A-Z]+=.*)?$", step.get("run", ""))}
     assert {"check", "test-unit", "test-docs", "release-artifacts"} <= used
     assert used - targets == set()
+
+
+def test_krew_finds_an_archive_for_each_platform(tmp_path: Path) -> None:
+    for number, platform in enumerate(PLATFORMS):
+        (tmp_path / platform.archive("1.2.3")).write_bytes(bytes([number]))
+    manifest = krew_manifest(tmp_path, "1.2.3", "https://git.example/owner/name/releases/download/v1.2.3")
+    assert manifest["spec"]["homepage"] == "https://git.example/owner/name"
+    assert manifest["spec"]["version"] == "v1.2.3"
+    found = {one["uri"].rsplit("/", 1)[1]: one for one in manifest["spec"]["platforms"]}
+    assert len(found) == len(PLATFORMS)
+    for name, one in found.items():
+        assert one["uri"] == f"https://git.example/owner/name/releases/download/v1.2.3/{name}"
+        assert one["sha256"] == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+        assert one["bin"] == PROGRAM
+        assert name.endswith("-{os}-{arch}.tar.gz".format(**one["selector"]["matchLabels"]))
