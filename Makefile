@@ -5,8 +5,8 @@ CLUSTER ?= local
 PYTHON ?= python3
 # Each process takes the next file: tests of one file share their database and servers.
 PROCESSES ?= --numprocesses auto --dist loadfile
-# Tests that wait for databases, servers and processes half of the time: three processes for two cores.
-WAITING ?= --numprocesses $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist loadfile
+# Tests that wait for databases, servers and processes more than half of the time: two processes for each core.
+WAITING ?= --numprocesses $(shell echo $$(( $$(nproc) * 2 ))) --dist loadfile
 # One process takes the tests of the servers that several files share, the other all others (tests/vllm/conftest.py).
 SERVERS ?= --numprocesses 2 --dist loadfile
 
@@ -45,7 +45,11 @@ test: ## Everything that this machine can prove
 	$(MAKE) --no-print-directory check test-unit test-docs || exit; \
 	echo 'What the builds beside these tests say:'; \
 	wait $$prepared; ended=$$?; trap - EXIT; cat build/prepare.log; test $$ended = 0 || exit $$ended; \
-	$(MAKE) --no-print-directory test-worker test-cluster
+	set -m; nice -n 10 $(MAKE) --no-print-directory test-worker >build/test-worker.log 2>&1 </dev/null & set +m; \
+	worker=$$!; trap 'kill -- -$$worker 2>/dev/null' EXIT; \
+	$(MAKE) --no-print-directory test-cluster; failed=$$?; \
+	echo 'What the tests of the worker beside these say:'; \
+	wait $$worker; ended=$$?; trap - EXIT; cat build/test-worker.log; test $$failed = 0 || exit $$failed; exit $$ended
 
 .PHONY: prepare
 prepare: ## Build and download what a cluster needs; `make test` does it beside tests that need no cluster
@@ -86,7 +90,7 @@ screenshots: .venv/.lock chromium ## Take the docs' pictures of the web page ane
 
 .PHONY: test-docs
 test-docs: .venv/.lock ## Blocks of README and docs/, the chart, alerts, dashboards; builds Helm and promtool where they are missing
-	@$(call tests,.venv/bin/pytest tests/docs tests/monitoring tests/chart -m 'not cluster')
+	@$(call tests,.venv/bin/pytest $(PROCESSES) tests/docs tests/monitoring tests/chart -m 'not cluster')
 
 .PHONY: fuzz
 fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's routes, and as many to the gateway's
@@ -97,7 +101,8 @@ fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's route
 histories: .venv/.lock ## Ten thousand random histories for each property of the plans (HISTORIES=10000)
 	HISTORIES=$(or $(HISTORIES),10000) .venv/bin/pytest tests/unit/poc_operator/rounds -k 'histories or Histories or every_combination or take_turns'
 
-worker_tests = "$$python" -m pytest $(SERVERS) tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
+# A cache of its own: other tests run meanwhile, and would write down their failures in place of these.
+worker_tests = "$$python" -m pytest $(SERVERS) -o cache_dir=build/pytest-worker tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
 
 .PHONY: test-worker
 test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)

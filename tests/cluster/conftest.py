@@ -22,7 +22,7 @@ THE_CLUSTER, THE_API_SERVER = "the cluster", "the API server"
 #: Modules whose tests have an API server of their own.
 ALONE = (
     *("test_bad_specs", "test_fleet_controllers", "test_fleet_groups", "test_fleet_rights", "test_fleet_specs"),
-    *("test_fleets", "test_ml_nodes", "test_process", "test_schema"),
+    *("test_fleets", "test_ml_nodes", "test_process", "test_rolling_updates", "test_schema"),
 )
 
 

@@ -64,7 +64,7 @@ def receiving(address: str = "127.0.0.1") -> Iterator[Receiver]:
 
     server = ThreadingHTTPServer((address, 0), Handler)
     receiver = Receiver(f"http://{address}:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield receiver

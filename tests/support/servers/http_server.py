@@ -36,21 +36,21 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def serve(app: Any, host: str, port: int) -> AsyncIterator[None]:  # noqa: ANN401 - any ASGI app
-    """Serve ``app`` until the block ends."""
+async def serve(app: Any, host: str, port: int) -> AsyncIterator[uvicorn.Server]:  # noqa: ANN401 - any ASGI app
+    """Serve ``app`` until the block ends, or the server is told to exit before."""
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
-    async with running(config):
-        yield
+    async with running(config) as server:
+        yield server
 
 
 @asynccontextmanager
-async def running(config: uvicorn.Config, sockets: list[socket.socket] | None = None) -> AsyncIterator[None]:
+async def running(config: uvicorn.Config, sockets: list[socket.socket] | None = None) -> AsyncIterator[uvicorn.Server]:
     """Run a server until the block ends, on these sockets if there are any."""
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets))
     while not server.started:
         assert not task.done(), "the server did not start"
         await asyncio.sleep(0.01)
-    yield
+    yield server
     server.should_exit = True
     await task

@@ -74,7 +74,7 @@ class S3Server:
     def start(self) -> None:
         """Take requests."""
         self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def stop(self) -> None:
         """Be away."""
