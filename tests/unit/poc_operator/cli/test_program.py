@@ -276,6 +276,8 @@ def test_the_version_is_that_of_the_distribution() -> None:
 
 def test_kubectl_gets_completions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("status").code == 0  # the environment leads to the test's cluster
+    for name in ("_KUBECTL_POC_COMPLETE", "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_FISH_ACTION"):
+        monkeypatch.setenv(name, "")  # so that what is set does not stay for other tests
     for words, wanted in (
         (["sta"], "status"),
         (["round", ""], "export"),
@@ -283,5 +285,3 @@ def test_kubectl_gets_completions(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (["explain", "fleet/"], "fleet/demo"),
     ):
         assert wanted in [line.split("\t")[0] for line in completions(words)], words
-    for name in ("_KUBECTL_POC_COMPLETE", "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_FISH_ACTION"):
-        monkeypatch.delenv(name)
