@@ -222,8 +222,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.SCHEME_NOT_OFFERED: Explanation(
         "Accepted, Progressing=False",
         "The pods do not offer the decode scheme, or do not say so by `GET versions`.",
-        "Set `spec.decode` of the fleet; for other pods `VLLM_POC_DECODE_CODEBOOK` and `VLLM_POC_DECODE_RESERVE_BYTES`. "
-        "Or take pods of the network's plugin 0.2 or later, or create a new one with `artifact`.",
+        "Set `spec.decode` of the fleet; for other pods `VLLM_POC_DECODE_CODEBOOK` and `VLLM_POC_DECODE_RESERVE_BYTES`."
+        " Or take pods of the network's plugin 0.2 or later, or create a new one with `artifact`.",
         _ROUND | _VALIDATION,
     ),
     Reason.MODEL_UNSUPPORTED: Explanation(
