@@ -46,7 +46,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a flag of two lines": ({**PATH, "engineArgs": ["--a\n"]}, ("spec.engineArgs[0]", "line breaks")),
     "the token by variable": (
         {**PATH, "env": [{"name": "VLLM_POC_TOKEN", "value": "a"}]},
-        ("spec.env[0].name", "use auth, callbackAllow and huggingFace.tokenSecret"),
+        ("spec.env[0].name", "use auth, callbackAllow, huggingFace.tokenSecret and decode"),
     ),
     "a variable without a value": ({**PATH, "env": [{"name": "A"}]}, ("spec.env[0]", "set exactly one of value")),
     "a variable twice": (
@@ -59,6 +59,39 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a class without a size": ({**PATH, "cache": {"storageClass": "a"}}, ("spec.cache", "need size: set it")),
     "a size in bytes": ({**PATH, "cache": {"size": "1000"}}, ("spec.cache.size", 'for example "400Gi"')),
+    "chains by variable": (
+        {**PATH, "env": [{"name": "VLLM_POC_DECODE_RESERVE_BYTES", "value": "1"}]},
+        ("spec.env[0].name", "huggingFace.tokenSecret and decode"),
+    ),
+    "chains without a codebook": (
+        {**PRESET, "decode": {}},
+        ("spec.decode", "set exactly one of codebook (the network's file) and rebuildCodebook"),
+    ),
+    "two codebooks": (
+        {**PRESET, "decode": {"codebook": {"configMap": "a", "path": "/a"}}},
+        ("spec.decode.codebook", "set exactly one of configMap and path"),
+    ),
+    "a codebook beside the container's root": (
+        {**PRESET, "decode": {"codebook": {"path": "a"}}},
+        ("spec.decode.codebook.path", "must be an absolute path"),
+    ),
+    "chains without memory": (
+        {**PATH, "decode": {"rebuildCodebook": True}},
+        ("spec.decode", "decode.reserve is needed with model.path"),
+    ),
+    "memory for chains in bytes": (
+        {**PRESET, "decode": {"rebuildCodebook": True, "reserve": "5000"}},
+        ("spec.decode.reserve", 'as "5Gi"'),
+    ),
+    "chains in a pipeline": (
+        {
+            **PATH,
+            "gpu": {"count": 2},
+            "parallelism": {"pipeline": 2},
+            "decode": {"rebuildCodebook": True, "reserve": "5Gi"},
+        },
+        ("spec.decode", "does not run in a pipeline"),
+    ),
     "open without receivers": (
         {**PATH, "auth": {"open": True}},
         ("spec.callbackAllow", "open needs callbackAllow"),

@@ -88,7 +88,7 @@ class Cluster:
             answer.release_conn()
 
     def send(self, method: str, path: str, body: Object, query: Mapping[str, str] = _NOTHING) -> Any:  # noqa: ANN401 - JSON
-        """Create (POST) or change (PATCH) an object, and return it as it is then."""
+        """Create (POST), change (PATCH) or replace (PUT) an object, and return it as it is then."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         answer = self._request(method, path, query=query, headers={"Content-Type": kind}, body=body)
         return json.loads(answer.data)
@@ -110,14 +110,19 @@ class Cluster:
 
     def object(self, kind: type[ResourceT], name: str, namespace: str | None = None) -> ResourceT:
         """Return an object of a kind; NotFound names what there is instead."""
+        return parsed(kind, self.body(kind, name, namespace))
+
+    def body(self, kind: type[Resource], name: str, namespace: str | None = None) -> Object:
+        """Return an object of a kind as the API server has it; NotFound names what there is instead."""
         where = namespace or self.namespace
         try:
-            return parsed(kind, self.get(f"{collection(kind, where)}/{name}"))
+            found: Object = self.get(f"{collection(kind, where)}/{name}")
         except NotFound as error:
             raise NotFound(
                 f'there is no {kind.KIND.kind} "{name}" in the namespace "{where}": '
                 f"look with `kubectl get {kind.KIND.plural} -A`"
             ) from error
+        return found
 
     def _request(
         self,

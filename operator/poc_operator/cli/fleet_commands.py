@@ -10,16 +10,18 @@ import typer
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
-from poc_operator.cli import output
+from poc_operator.cli import output, rollout_history
 from poc_operator.cli.cluster import FAILED, Cluster, UserError, collection, connect, core
 from poc_operator.cli.looking import deployments
 from poc_operator.cli.options import Context, FleetName, Kubeconfig, Namespace, Output
 from poc_operator.cli.output import NONE, Format
 from poc_operator.fleets.resolve import Invalid, Presets, packaged, with_config_maps
 
-app = typer.Typer(help="List presets; follow, pause and resume updates of pods.", no_args_is_help=True)
-rollout = typer.Typer(help="Follow, pause and resume the update of a fleet's pods.", no_args_is_help=True)
+app = typer.Typer(help="List presets; follow, pause and undo updates of pods.", no_args_is_help=True)
+rollout = typer.Typer(help="Follow, pause and undo the update of a fleet's pods.", no_args_is_help=True)
 app.add_typer(rollout, name="rollout")
+rollout.command()(rollout_history.history)
+rollout.command()(rollout_history.undo)
 
 #: Label of ConfigMaps with presets.
 _PRESETS = "poc.gonka.ai/presets=true"

@@ -30,6 +30,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.PRESET_UNUSABLE: "kubectl poc fleet presets",
     Reason.GPU_UNKNOWN: "kubectl get nodes -L nvidia.com/gpu.product",
     Reason.GPU_UNSUPPORTED: "kubectl poc fleet presets",
+    Reason.DECODE_UNSUPPORTED: _EDIT_FLEET,
     Reason.CACHE_TOO_SMALL: _EDIT_FLEET,
     Reason.POD_TEMPLATE_INVALID: _EDIT_FLEET,
     Reason.OBJECT_CONFLICT: "kubectl -n {namespace} get statefulsets,services,pvc,jobs,networkpolicies",

@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from poc_operator.fleets.history import RECORD
+
 REDACTED = "REDACTED"
 
 #: Flags whose values are no secrets: of vLLM, of the operator and of programs in general.
@@ -95,7 +97,8 @@ class Redactor:
         return self.body(value, key)
 
     def _annotation(self, name: str, text: str) -> str:
-        return self.text(str(text)) if name.startswith(_ANNOTATIONS) else REDACTED
+        # A record of a spec has its variables and flags as text, where they are not told apart.
+        return self.text(str(text)) if name.startswith(_ANNOTATIONS) and name != RECORD else REDACTED
 
     def _variable(self, variable: Mapping[str, Any]) -> Mapping[str, Any]:
         name = str(variable.get("name", ""))

@@ -110,6 +110,8 @@ async def collect_garbage() -> None:
             gc.unfreeze()
             gc.collect()
         elif gc.get_count()[0] > KEPT_OBJECTS:
+            # Large plans make so many, too. Of what is set aside with them, little becomes garbage that only a search
+            # can find, and what is older than two searches waits for the next search of everything anyway.
             gc.freeze()
         else:
             gc.collect(1 if step % OLDER_STEPS == 0 else 0)

@@ -21,6 +21,7 @@ from poc_operator.fleets.download import DownloadSeen, download, job_name
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
+from poc_operator.fleets.history import recorded
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
@@ -253,7 +254,7 @@ def _told(seen: FleetSnapshot, asked: Object | None, update: UpdateStep) -> Upda
 def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     job = seen.objects.get(("Job", job_name(seen.fleet, resolved)))
     try:
-        wanted = render(seen.fleet, resolved, seen.around)
+        wanted = [recorded(seen.fleet, body) for body in render(seen.fleet, resolved, seen.around)]
         ahead = download(seen.fleet, resolved, seen.around, job, seen.download)
     except PatchError as error:
         return Refusal(Reason.POD_TEMPLATE_INVALID, str(error))

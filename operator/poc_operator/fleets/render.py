@@ -24,6 +24,7 @@ from poc_operator.apis.v1alpha1.meta import (
     GROUPS_KIND,
     WORKER_LABELS,
 )
+from poc_operator.fleets import decode
 from poc_operator.fleets.groups import group_ingress, group_labels, group_spec, leader_flags
 from poc_operator.fleets.merge import merged
 from poc_operator.fleets.resolve import Resolved, Surroundings
@@ -215,6 +216,7 @@ def _pod(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
         "volumes": [
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}},
             {"name": "cache", **_cache(fleet)},
+            *decode.volumes(spec),
         ],
     }
     if spec.image_pull_secrets:
@@ -267,7 +269,11 @@ def _container(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Obj
         "livenessProbe": _probe(periodSeconds=10, timeoutSeconds=10, failureThreshold=6),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "resources": _resources(fleet, resolved),
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "cache", "mountPath": "/cache"}],  # noqa: S108
+        "volumeMounts": [
+            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
+            {"name": "cache", "mountPath": "/cache"},
+            *decode.mounts(spec),
+        ],
     }
 
 
@@ -302,6 +308,7 @@ def _env(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> list[Obje
         found["HF_HUB_OFFLINE"] = _value("1")
     if spec.hugging_face.token_secret is not None:
         found["HF_TOKEN"] = _secret(spec.hugging_face.token_secret, "token")
+    found |= {name: _value(value) for name, value in decode.variables(spec, resolved.reserve_bytes).items()}
     found |= {name: _value(value) for name, value in resolved.env.items()}
     found |= {variable.name: _of_user(variable) for variable in spec.env or []}
     return [{"name": name, **value} for name, value in found.items()]

@@ -17,8 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from poc_operator.apis.v1alpha1.fields import ObjectName
 from poc_operator.apis.v1alpha1.fleet import FleetSpec
+from poc_operator.apis.v1alpha1.fleet_decode import reserve_bytes
 from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, OWN_VARIABLES, PRODUCT_LABEL, own_flag
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.decode import Argument, DecodeEntry, chains
 from poc_operator.fleets.self_check import unpacked
 
 #: The product of an entry that fits every GPU.
@@ -26,7 +28,6 @@ ANY = "any"
 #: Words of the products of GPUs that are shared or cut up: they have less memory than an entry counts on.
 _PARTS = {"MIG", "SHARED"}
 
-Argument = Annotated[str, Field(min_length=3, max_length=1024, pattern=r"^--[^\x00-\x1f\x7f]+$")]
 Variables = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
 
 
@@ -53,6 +54,7 @@ class GpuEntry(_Document):
     args: tuple[Argument, ...] = ()
     env: Variables = Field(default_factory=dict)
     nonces_per_minute: Annotated[int, Field(ge=1, le=10**6)] | None = Field(default=None, alias="noncesPerMinute")
+    decode: DecodeEntry | None = None
 
     @model_validator(mode="after")
     def _uses_all_gpus(self) -> Self:
@@ -64,6 +66,11 @@ class GpuEntry(_Document):
         """Whether the entry is for GPUs of this product, as a node label or a user names it."""
         words = {word.upper() for word in product.split("-")}
         return not words & _PARTS and (self.product == ANY or self.product.upper() in words)
+
+    @property
+    def all_args(self) -> tuple[Argument, ...]:
+        """All flags of the entry, those for the decode scheme too."""
+        return (*self.args, *(self.decode.args if self.decode is not None else ()))
 
     def __str__(self) -> str:
         return times(self.count, self.product)
@@ -105,7 +112,7 @@ class Preset(_Document):
 
     @model_validator(mode="after")
     def _sets_nothing_of_the_spec(self) -> Self:
-        flags = [flag for flag in (*self.args, *(flag for gpu in self.gpus for flag in gpu.args)) if own_flag(flag)]
+        flags = [flag for flag in (*self.args, *(flag for gpu in self.gpus for flag in gpu.all_args)) if own_flag(flag)]
         names = [name for gpu in self.gpus for name in gpu.env if name in OWN_VARIABLES]
         if flags or names:
             raise ValueError(f"must not set {', '.join([*flags, *names])}: fields of the fleet stand for them")
@@ -204,7 +211,8 @@ class Refusal:
 class Resolved:
     """What the pods serve, and how. ``gpu_product`` is the value of the node label, None where any GPU will do.
 
-    ``nonces_per_minute`` is a published figure for one pod.
+    ``nonces_per_minute`` is a published figure for one pod. ``reserve_bytes`` of each GPU are for chains of the decode
+    scheme.
     """
 
     model: str
@@ -218,6 +226,7 @@ class Resolved:
     k_dim: int | None = None
     nonces_per_minute: int | None = None
     golden: GoldenVectors | None = None
+    reserve_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +280,7 @@ def _of_path(spec: FleetSpec, path: str) -> Resolved:
         gpu_count=gpus,
         tensor=ranks.tensor if ranks is not None else max(gpus, 1),
         pipeline=ranks.pipeline if ranks is not None else 1,
+        reserve_bytes=reserve_bytes(spec.decode.reserve) if spec.decode is not None and spec.decode.reserve else 0,
     )
 
 
@@ -295,10 +305,13 @@ def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: st
             f"preset {preset.name} has no entry for {asked}; the nearest is {nearest}: set gpu to it, or use "
             "model.path with flags of your own",
         )
+    reserve = chains(spec, entry.decode, f"preset {preset.name} on {entry}")
+    if isinstance(reserve, str):
+        return Refusal(Reason.DECODE_UNSUPPORTED, reserve)
     revision = [f"--revision={preset.revision}"] if preset.revision is not None else []
     return Resolved(
         model=preset.model,
-        args=[*revision, *preset.args, *entry.args],
+        args=[*revision, *preset.args, *entry.args, *reserve.args],
         env=entry.env,
         gpu_product=product,
         gpu_count=entry.count,
@@ -308,6 +321,7 @@ def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: st
         k_dim=preset.k_dim,
         nonces_per_minute=entry.nonces_per_minute,
         golden=preset.golden,
+        reserve_bytes=reserve.bytes,
     )
 
 

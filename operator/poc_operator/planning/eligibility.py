@@ -71,8 +71,8 @@ def _scheme_not_offered(spec: WorkSpec, report: PodReport) -> Finding | None:
         return None
     return Reason.SCHEME_NOT_OFFERED, (
         "spec.decode needs pods that offer the decode scheme, and the pod offers the prefill scheme alone: set "
-        "VLLM_POC_DECODE_CODEBOOK and VLLM_POC_DECODE_RESERVE_BYTES for it, take pods of the network's plugin 0.2 or "
-        "later, or create a new one with artifact"
+        "spec.decode of its fleet (other pods: VLLM_POC_DECODE_CODEBOOK and VLLM_POC_DECODE_RESERVE_BYTES), take pods "
+        "of the network's plugin 0.2 or later, or create a new one with artifact"
     )
 
 

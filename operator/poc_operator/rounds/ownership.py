@@ -10,9 +10,14 @@ anything was ordered: each round records a slot for a pod while the pod computes
 | this slot, confirmed    | no, or one that goes after this one      | this round's     |
 | this slot, confirmed    | one that goes before                     | the other's      |
 | this slot, unconfirmed  | no                                       | this round's     |
+| the same, and displaces | no                                       | another's        |
 | this slot, unconfirmed  | yes                                      | the other's      |
 | no such slot            | no                                       | nobody's: a stray|
 | no such slot            | yes                                      | the other's      |
+
+A round that may replace work gets a slot on a pod while that computes. The slot displaces the work until the pod was
+seen idle: nothing was ordered before, so what the pod computes is not the round's, even if its round has given it up
+and the stop was lost.
 
 A stray is stopped, as any pod that computes a slot which it does not have, and its pod gets no slot before: nothing
 says which scheme it computes. Where both rounds wait for a confirmation the pod is stopped and told anew. A round on
@@ -65,7 +70,8 @@ def _judged(snapshot: RoundSnapshot, uid: str, report: PodReport, slot: Assignme
     holders = _holders(snapshot.known_rounds, uid, status)
     if confirmed:
         holders = [other for other in holders if other.current and other.place < place_of(snapshot.round)]
-    return _of_another(report, status) if holders else report
+    displaced = recorded is not None and recorded.displaces
+    return _of_another(report, status) if holders or displaced else report
 
 
 def _is_slot(slot: Assignment, status: StatusResponse) -> bool:

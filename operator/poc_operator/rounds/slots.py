@@ -99,6 +99,7 @@ def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView], port: 
             "uid": pod.uid,
             "session": None,
             "leased": snapshot.reports[pod.uid].leases,
+            "displaces": is_stray(snapshot.reports[pod.uid]),
             # A slot that was lost has counted its new attempt already.
             "attempts": max(slot.attempts, 1),
             "restarts": pod.container(port).restarts,

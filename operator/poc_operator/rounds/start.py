@@ -17,6 +17,7 @@ from poc_operator.credentials import Grant
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE, counted
+from poc_operator.rounds.ownership import is_stray
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import computed_slots
 from vllm_poc.wire.answers import PowState, StatusResponse
@@ -56,14 +57,16 @@ _BEGINNING = {**dict.fromkeys(_COUNTERS, 0), "end": None}
 
 
 def rewind(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
-    """Let the slots that wait for such a pod's start begin at index 0."""
+    """Let the slots that wait for such a pod's start begin at index 0, and displace nothing once the pod is idle."""
     return step.extended(assignments=[_rewound(snapshot, slot) for slot in step.status.assignments])
 
 
 def _rewound(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
-    if slot.state is not SlotState.STARTING or snapshot.report_of(slot).resumes:
+    report = snapshot.report_of(slot)
+    if slot.state is not SlotState.STARTING or report.resumes:
         return slot
-    return counted(snapshot, slot.model_copy(update=_BEGINNING))
+    displaces = slot.displaces and (report.status is None or is_stray(report))
+    return counted(snapshot, slot.model_copy(update={**_BEGINNING, "displaces": displaces}))
 
 
 def start_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:

@@ -91,7 +91,12 @@ FULL: Mapping[type[Resource], tuple[Spec, ...]] = {
     ),
     PoCCalibration: ({**_COMMON, "validRate": "0.1", "nonces": 2000},),
     PoCFleet: (
-        {**_FLEET, "model": {"preset": "minimax-m2.7"}, "gpu": {"product": "NVIDIA-H200", "count": 2}},
+        {
+            **_FLEET,
+            "model": {"preset": "minimax-m2.7"},
+            "gpu": {"product": "NVIDIA-H200", "count": 2},
+            "decode": {"codebook": {"configMap": "codebook"}},
+        },
         {**_FLEET, "model": {"path": "org/model"}, "cache": {"existingClaim": "weights"}},
         {
             **_FLEET,
@@ -100,6 +105,7 @@ FULL: Mapping[type[Resource], tuple[Spec, ...]] = {
             "parallelism": {"tensor": 2, "pipeline": 1},
             "env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "a.b"}}}],
             "cache": {"size": "400Gi", "storageClass": "nfs", "accessMode": "ReadWriteMany", "download": True},
+            "decode": {"codebook": {"path": "/cache/sphere_codebook.pt"}, "reserve": "5Gi"},
         },
     ),
 }
@@ -305,12 +311,16 @@ def _coupled_fleet(draw: st.DrawFn, spec: Spec) -> Spec:
     in the vectors of a self-check."""
     if "kDim" in spec.get("selfCheck", {}):
         spec = {**spec, "selfCheck": {**spec["selfCheck"], "nonces": 8}}
+    if "decode" in spec:
+        spec = {**spec, "decode": draw(_DECODES)}
     preset = {**spec, "model": {"preset": draw(st.sampled_from(["minimax-m2.7", "glm-5.3-flash", "unknown"]))}}
     preset.pop("parallelism", None)
     gpus = draw(st.sampled_from([1, 2, MAX_GPUS]))
     ranks = draw(st.sampled_from([{"tensor": gpus}, {"tensor": 1, "pipeline": gpus}, None]))
     path = {**spec, "model": {"path": "org/model"}, "gpu": {**spec.get("gpu", {}), "count": gpus}}
     path = {**path, "parallelism": ranks} if ranks else {key: path[key] for key in path if key != "parallelism"}
+    if "pipeline" in (ranks or {}):
+        path.pop("decode", None)
     found: Spec = draw(st.sampled_from([preset, path]))
     return found | {"callbackAllow": spec.get("callbackAllow") or ["*"]}
 
@@ -337,6 +347,13 @@ _CACHES = st.sampled_from(
         {"size": "2Ti"},
         {"size": "400Gi", "storageClass": "nfs"},
         {"size": "1Gi", "download": True},
+    ]
+)
+_DECODES = st.sampled_from(
+    [
+        {"codebook": {"configMap": "codebook"}, "reserve": "5Gi"},
+        {"codebook": {"path": "/a"}, "reserve": "512Mi"},
+        {"rebuildCodebook": True, "reserve": "99999Gi"},
     ]
 )
 _FLAGS = st.from_regex('--?[a-z][-a-z_=0-9{}" ]{0,20}', fullmatch=True).filter(lambda text: not own_flag(text))

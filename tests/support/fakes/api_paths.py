@@ -74,7 +74,7 @@ def api_paths() -> Iterator[ApiPaths]:
             self.end_headers()
             self.wfile.write(text)
 
-        do_GET = do_POST = do_PATCH = _serve  # noqa: N815 - http.server's names
+        do_GET = do_POST = do_PATCH = do_PUT = _serve  # noqa: N815 - http.server's names
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""

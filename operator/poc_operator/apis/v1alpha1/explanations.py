@@ -65,6 +65,12 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Set `spec.gpu` to an entry, or use `spec.model.path` with flags of your own.",
         _FLEET,
     ),
+    Reason.DECODE_UNSUPPORTED: Explanation(
+        "Stalled=True",
+        "The preset leaves no memory for the decode scheme on these GPUs, or less than `spec.decode.reserve`.",
+        "Remove `spec.decode`, or set its `reserve` and `--gpu-memory-utilization` in `spec.engineArgs`.",
+        _FLEET,
+    ),
     Reason.CACHE_TOO_SMALL: Explanation(
         "Stalled=True",
         "The model's weights do not fit into `spec.cache.size`.",
@@ -216,8 +222,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.SCHEME_NOT_OFFERED: Explanation(
         "Accepted, Progressing=False",
         "The pods do not offer the decode scheme, or do not say so by `GET versions`.",
-        "Set `VLLM_POC_DECODE_CODEBOOK` and `VLLM_POC_DECODE_RESERVE_BYTES` for the pods, take pods of the network's "
-        "plugin 0.2 or later, or create a new one with `artifact`.",
+        "Set `spec.decode` of the fleet; for other pods `VLLM_POC_DECODE_CODEBOOK` and `VLLM_POC_DECODE_RESERVE_BYTES`."
+        " Or take pods of the network's plugin 0.2 or later, or create a new one with `artifact`.",
         _ROUND | _VALIDATION,
     ),
     Reason.MODEL_UNSUPPORTED: Explanation(

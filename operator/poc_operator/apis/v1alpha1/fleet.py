@@ -8,6 +8,7 @@ from pydantic import Field
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, OtherCondition, StoredCondition
 from poc_operator.apis.v1alpha1.fields import ObjectName
+from poc_operator.apis.v1alpha1.fleet_decode import FleetDecode
 from poc_operator.apis.v1alpha1.fleet_pod import (
     OWN_FLAG,
     TEXT,
@@ -87,6 +88,16 @@ class FleetSpec(ApiModel):
             message='auth.open needs callbackAllow: name the hosts that pods may post to, or "*" for any',
             field_path=".callbackAllow",
         ),
+        Rule(
+            rule="!has(self.decode) || !has(self.model.path) || has(self.decode.reserve)",
+            message="decode.reserve is needed with model.path: a preset has its own",
+            field_path=".decode",
+        ),
+        Rule(
+            rule="!has(self.decode) || !has(self.parallelism) || self.parallelism.pipeline == 1",
+            message="the decode scheme does not run in a pipeline: set parallelism.pipeline to 1, or remove decode",
+            field_path=".decode",
+        ),
     )
 
     model: FleetModel
@@ -142,6 +153,8 @@ class FleetSpec(ApiModel):
     ) = None
     """Hosts that pods may post results to, as patterns such as `*.example.org`. Without it, any host that the caller
     names; callers have the token."""
+    decode: FleetDecode | None = None
+    """The decode scheme. Without it, pods compute the prefill scheme alone."""
     port: Annotated[Int32, Field(ge=1, le=65_535)] = 8000
     """Port of vLLM's server."""
     host: HostName | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from poc_operator.apis.v1alpha1.fields import ObjectName
+from poc_operator.apis.v1alpha1.fleet_decode import DECODE_VARIABLES
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, LABEL_KEY, LabelValue
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Preserved, Rule, cel_text
 
@@ -39,7 +40,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--headless": "parallelism.kubernetesNodes",
 }
 #: Environment variables that fields of the spec stand for.
-OWN_VARIABLES = ("VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW", "HF_TOKEN")
+OWN_VARIABLES = ("VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW", "HF_TOKEN", *DECODE_VARIABLES)
 
 
 def _spellings(flag: str) -> str:
@@ -147,8 +148,8 @@ class EnvVar(ApiModel):
         Rule(rule="has(self.value) != has(self.valueFrom)", message="set exactly one of value and valueFrom"),
         Rule(
             rule=f"!(self.name in [{', '.join(map(cel_text, OWN_VARIABLES))}])",
-            message="the operator sets VLLM_POC_TOKEN, VLLM_POC_OPEN, VLLM_POC_CALLBACK_ALLOW and HF_TOKEN: "
-            "use auth, callbackAllow and huggingFace.tokenSecret",
+            message="the operator sets VLLM_POC_TOKEN, VLLM_POC_OPEN, VLLM_POC_CALLBACK_ALLOW, HF_TOKEN and "
+            "VLLM_POC_DECODE_*: use auth, callbackAllow, huggingFace.tokenSecret and decode",
             field_path=".name",
         ),
     )

@@ -16,6 +16,7 @@ class Reason(StrEnum):
     CANARY_PASSED = "CanaryPassed"
     COMPLETED = "Completed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    DECODE_UNSUPPORTED = "DecodeUnsupported"
     DELETED = "Deleted"
     DELIVERIES_REFUSED = "DeliveriesRefused"
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"

@@ -259,6 +259,9 @@ class Assignment(Share):
     """Whether the pod stops by itself when its lease runs out. Reference pods do not."""
     lease_end_time: datetime | None = None
     """When the lease of a pod that is not asked to compute on has run out. Another pod may have the slot then."""
+    displaces: bool = False
+    """Whether the slot's reference pod computed other work when it got the slot, and has not been idle since. What it
+    computes is not of the slot then."""
     unconfirmed: bool = False
     """Whether the pod had to stop and did not say that it has, since it does not answer."""
 

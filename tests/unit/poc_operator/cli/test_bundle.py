@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from poc_operator.cli.redaction import REDACTED, Redactor, looks_secret
+from poc_operator.fleets.history import RECORD
 from tests.support.fakes.api_paths import ApiPaths
 from tests.unit.poc_operator.cli import seen
 from tests.unit.poc_operator.cli.conftest import Run
@@ -77,7 +78,8 @@ def _laid_down(api: ApiPaths) -> None:
         env=[{"name": "PASSPHRASE", "value": SECRETS["fleet-env"]}], engineArgs=[f"--api-key={SECRETS['fleet-arg']}"]
     )
     fleet["metadata"]["annotations"] = {
-        "kubectl.kubernetes.io/last-applied-configuration": json.dumps({"env": SECRETS["fleet-env"]})
+        "kubectl.kubernetes.io/last-applied-configuration": json.dumps({"env": SECRETS["fleet-env"]}),
+        RECORD: json.dumps(fleet["spec"]),
     }
     round_ = seen.a_round()
     api.answers |= {

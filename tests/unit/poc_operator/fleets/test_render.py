@@ -49,7 +49,12 @@ def check(spec: dict[str, Any]) -> bool:
     found = resolve(fleet.spec, AROUND)
     if isinstance(found, Refusal):
         assert found.message
-        assert found.reason in {Reason.PRESET_UNUSABLE, Reason.GPU_UNSUPPORTED, Reason.CACHE_TOO_SMALL}
+        assert found.reason in {
+            Reason.PRESET_UNUSABLE,
+            Reason.GPU_UNSUPPORTED,
+            Reason.CACHE_TOO_SMALL,
+            Reason.DECODE_UNSUPPORTED,
+        }
         return False
     try:
         objects = render(fleet, found, AROUND)

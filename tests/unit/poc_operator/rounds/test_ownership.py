@@ -44,6 +44,7 @@ class World:
     told: dict[str, OtherRound] = field(default_factory=dict)
     orders: list[tuple[str, str]] = field(default_factory=list)  # round, kind of order
     unread: bool = False
+    lost_stops: int = 0
 
     def report(self, round_: PoCRound) -> PodReport:
         """What the operator makes of the pod's answer for this round."""
@@ -76,6 +77,9 @@ class World:
                 self.request = action.request
                 self.orders.append((name, "start"))
             if isinstance(action, StopPod) and self.request is not None:
+                if self.lost_stops:
+                    self.lost_stops -= 1
+                    continue
                 self.request = None
                 self.orders.append((name, "stop"))
         return step.status
@@ -129,6 +133,25 @@ def test_a_round_that_goes_first_has_the_work_stopped_and_begins_its_own() -> No
     world.turn("prefill")
     world.turn("prefill")
     world.settle()
+    assert world.orders == [("prefill", "start"), ("decode", "stop"), ("decode", "start")]
+    assert (world.decodes, world.running()) == (True, ["decode"])
+
+
+@pytest.mark.parametrize("prefill_is_gone", [False, True])
+@pytest.mark.parametrize("lost_stops", [1, 2, 5])
+def test_work_that_a_round_replaces_never_becomes_its_own(lost_stops: int, prefill_is_gone: bool) -> None:
+    """Stops are not answered in time, and the round that had the pod has given it up meanwhile, or is gone."""
+    world = a_world({}, WINS)
+    world.turn("prefill")
+    world.turn("prefill")
+    world.lost_stops = lost_stops
+    world.turn("decode")
+    if prefill_is_gone:
+        del world.rounds["prefill"], world.told["prefill"]
+    for _ in range(lost_stops + 4):
+        for name in list(world.rounds):
+            world.turn(name)
+            assert world.decodes or "decode" not in world.running()
     assert world.orders == [("prefill", "start"), ("decode", "stop"), ("decode", "start")]
     assert (world.decodes, world.running()) == (True, ["decode"])
 
