@@ -158,7 +158,8 @@ class DecodeFacts(TypedDict):
 
     ``block_tokens`` and ``block_bytes`` run parallel, by kind of attention: how many tokens a block of a sequence
     holds, and what such a block takes in all layers. ``rebuilt`` says that the codebook is not the network's.
-    ``passes`` is the server's word for a refusal that may pass.
+    ``passes`` is the server's word for a refusal that may pass. ``findings`` are sentences for people about what the
+    worker found out in its first chains.
     """
 
     refusal: str | None
@@ -168,6 +169,7 @@ class DecodeFacts(TypedDict):
     block_bytes: list[int]
     max_batch_nonces: int
     passes: NotRequired[bool]
+    findings: NotRequired[list[str]]
 
 
 def no_chains(refusal: str | None, *, rebuilt: bool = False) -> DecodeFacts:
@@ -208,15 +210,19 @@ class DecodeRequest(TypedDict):
 class DecodeResult(TypedDict):
     """What the first rank answers; the other ranks answer None. Without results if it is not ``complete``.
 
+    ``left`` is how many forward passes the request still needs.
     ``indices`` has max_tokens + 1 own indices for each nonce of the request, -1 where a hidden state was not finite.
     ``margins`` runs parallel to the claims of ``forced``: how far the claimed point scores below the best one.
     ``rebuilt`` says that the codebook is not the network's, so that the indices are for experiments alone.
+    ``findings`` are sentences for people about how these chains were computed.
     """
 
     complete: bool
+    left: int
     indices: list[list[int]]
     margins: list[list[float]]
     rebuilt: bool
+    findings: NotRequired[list[str]]
 
 
 class ModelFacts(TypedDict):

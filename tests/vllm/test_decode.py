@@ -11,7 +11,6 @@ import pytest
 
 from tests.vllm.client import ROUND
 from tests.vllm.device import ON_GPU
-from tests.vllm.families import POC_WITH_CHECKSUMS
 from tests.vllm.server import serving
 from vllm_poc.rpc import DecodeRequest, DecodeResult, DecodeSetup, chain_nonces
 from vllm_poc.wire.stat_test import DEFAULT_TAU, StatTest, compare_chain, is_fraud
@@ -31,6 +30,8 @@ NONCES = [0, 5, 2**31 - 1]
 SEQ_LEN, STEPS = 120, 12
 SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=16 * 2**20)
 MARGIN_TOLERANCE = 1e-4
+FLAGS = ["--worker-extension-cls", "tests.vllm.chain_faults.ChainFaultExtension"]
+FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware"]
 #: The models, and what is changed in their configurations: a dense layer between those with experts takes no router's
 #: number.
 CHANGES: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen3-moe": {"mlp_only_layers": [1]}}
@@ -56,7 +57,7 @@ def model(
     write_resized(
         model_folder / f"{request.param}-tiny", folder / "model", hidden=320, layers=3, **CHANGES[request.param]
     )
-    flags = ["--enforce-eager", "--max-num-batched-tokens", str(2 * SEQ_LEN + 7), *POC_WITH_CHECKSUMS]
+    flags = ["--enforce-eager", "--max-num-batched-tokens", str(2 * SEQ_LEN + 7), *FLAGS]
     with serving(folder / "model", folder / "server.log", flags) as client:
         facts = client.worker("poc_prepare_decode", SETUP)
         assert facts["refusal"] is None, facts
@@ -146,6 +147,48 @@ def test_another_request_begins_anew(model: Model) -> None:
     found = decoded(model.client, chains_of(NONCES[1:]))
     assert found["indices"] == [chain.points for chain in model.chains[1:]]
     assert decoded(model.client, chains_of(NONCES))["indices"] == [chain.points for chain in model.chains]
+
+
+def test_steps_that_cannot_be_captured_are_tried_again_in_the_next_batches_of_their_size(model: Model) -> None:
+    client, expected = model.client, [chain.points for chain in model.chains]
+    try:
+        client.worker("poc_test_capture_steps", 1)
+        found = [decoded(client, chains_of(NONCES)) for _ in range(3)]
+        assert [chains["indices"] for chains in found] == [expected] * 3
+        assert "Steps of 3 chains could not be captured" in found[0]["findings"][0]
+        assert [chains["findings"] for chains in found[1:]] == [[], []]
+        assert int(client.worker("poc_test_capture_tries")) == 2
+        client.worker("poc_test_capture_steps", 100)
+        found = [decoded(client, chains_of(NONCES[:1])) for _ in range(5)]
+        assert all("Steps of 1 chains could not be captured" in chains["findings"][0] for chains in found)
+        assert int(client.worker("poc_test_capture_tries")) == 3, "it is not tried for ever"
+    finally:
+        client.worker("poc_prepare_decode", SETUP)
+
+
+def test_a_pass_that_gives_other_chains_than_vllms_own_is_not_used(model: Model) -> None:
+    client = model.client
+    try:
+        client.worker("poc_test_other_pass", False)
+        (finding,) = client.worker("poc_prepare_decode", SETUP)["findings"]
+        assert "vLLM's own operations, and slower, since in 2 chains of 3 steps fused ones are further from" in finding
+        assert decoded(client, chains_of(NONCES))["indices"] == [chain.points for chain in model.chains]
+        client.worker("poc_test_other_pass", True)
+        (finding,) = client.worker("poc_prepare_decode", SETUP)["findings"]
+        assert "with fused operations: in 2 chains of 3 steps they gave what vLLM's own gave" in finding
+    finally:
+        client.worker("poc_test_anew")
+        client.worker("poc_prepare_decode", SETUP)
+
+
+def test_chains_that_find_no_memory_are_an_error_that_says_so_and_fewer_are_computed(model: Model) -> None:
+    client = model.client
+    client.worker("poc_test_lack_memory", 0, SEQ_LEN)
+    try:
+        assert client.worker("poc_decode", chains_of(NONCES))["error"].startswith("OutOfMemoryError")
+        assert decoded(client, chains_of(NONCES[:1]))["indices"] == [model.chains[0].points]
+    finally:
+        client.worker("poc_test_lack_memory", None)
 
 
 def test_the_reserve_holds_what_it_says_and_no_more(model: Model) -> None:

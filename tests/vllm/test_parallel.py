@@ -13,6 +13,7 @@ from urllib.error import URLError
 import pytest
 
 from tests.support.builders.batches import a_batch
+from tests.vllm.client import ROUND
 from tests.vllm.device import (
     ARTIFACT_TOLERANCE,
     BATCH_TOLERANCE,
@@ -24,6 +25,7 @@ from tests.vllm.device import (
 )
 from tests.vllm.server import serving
 from tests.vllm.test_chat import PROMPTS, answers, poc_running
+from vllm_poc.rpc import BatchRequest, DecodeRequest, DecodeSetup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,12 +34,15 @@ if TYPE_CHECKING:
     from tests.support.fakes.receiver import Receiver
     from tests.vllm.client import Client
     from tests.vllm.reference import Reference
-    from vllm_poc.rpc import BatchRequest
 
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 pytestmark = pytest.mark.skipif(WHY_NOT_PARALLEL is not None, reason=str(WHY_NOT_PARALLEL))
 
 NONCES = [0, 1, 5, 2**31 - 1]
+#: Enough for the coordinates that the decode scheme picks.
+HIDDEN = 320
+CHAIN_TOKENS, CHAIN_STEPS = 24, 4
+SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=64 * 2**20)
 FLAGS = ["--worker-extension-cls", "tests.vllm.faults.FaultExtension"]
 FLAGS += [] if ON_GPU else ["--enforce-eager"]
 FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware"]
@@ -51,7 +56,7 @@ def model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.vllm.resized import write_resized  # noqa: PLC0415 - needs transformers
 
     folder = tmp_path_factory.mktemp("model") / "qwen3"
-    write_resized(model_folder / "qwen3-tiny", folder, hidden=128, layers=5)
+    write_resized(model_folder / "qwen3-tiny", folder, hidden=HIDDEN, layers=5)
     return folder
 
 
@@ -192,7 +197,7 @@ def test_the_parity_check_runs_through_all_ranks(parallel: Client) -> None:
     stages = parallel.workers("poc_describe")[0]["stages"]
     first, last = parallel.workers("poc_test_parity", None)
     assert len(last) >= 3, "two lengths, and one beyond a block"
-    assert {hidden for _, hidden in last} == {128}
+    assert {hidden for _, hidden in last} == {HIDDEN}
     assert first == (last if stages == 1 else [])
 
 
@@ -237,6 +242,70 @@ def test_poc_is_refused_if_a_rank_lacks_memory_at_the_start(parallel: Client, la
     assert {facts["refusal"] for facts in parallel.workers("poc_describe")} == refusals, "until it is told to forget"
     parallel.workers("poc_forget")
     assert len(parallel.artifacts(NONCES)) == len(NONCES)
+
+
+def decodes(client: Client) -> bool:
+    """Prepare the decode scheme, and say whether it runs here: a pipeline is refused, with what to do."""
+    refusals = {facts["refusal"] for facts in client.workers("poc_prepare_decode", SETUP)}
+    if client.workers("poc_describe")[0]["stages"] > 1:
+        assert all("without --pipeline-parallel-size" in str(refusal) for refusal in refusals)
+        return False
+    assert refusals == {None}
+    return True
+
+
+def chains(nonces: list[int]) -> DecodeRequest:
+    """Ask for whole chains in one call."""
+    return DecodeRequest(
+        block_hash=str(ROUND["block_hash"]),
+        public_key=str(ROUND["public_key"]),
+        nonces=nonces,
+        seq_len=CHAIN_TOKENS,
+        max_tokens=CHAIN_STEPS,
+        forced=[],
+        passes=len(nonces) + CHAIN_STEPS,
+    )
+
+
+def test_chains_are_those_of_another_implementation(parallel: Client, model: Path) -> None:
+    from tests.vllm.decode_reference import DecodeReference  # noqa: PLC0415 - needs transformers
+
+    if not decodes(parallel):
+        return
+    found = answer(parallel, "poc_decode", chains(NONCES))["indices"]
+    assert answer(parallel, "poc_decode", chains(NONCES))["indices"] == found
+    if not ON_GPU:  # where rounding is another one
+        reference = DecodeReference(model)
+        assert found == [reference.chain(nonce, CHAIN_TOKENS, CHAIN_STEPS).points for nonce in NONCES]
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_rank_that_lacks_memory_for_chains_ends_no_other(parallel: Client, lacking: int) -> None:
+    """It runs out of it where the other one would wait within a collective. Fewer chains are computed then."""
+    if not decodes(parallel):
+        return
+    expected = answer(parallel, "poc_decode", chains(NONCES))["indices"]
+    assert decodes(parallel), "what ran before needs no dry run"
+    parallel.workers("poc_test_lack_memory", lacking, 2 * CHAIN_TOKENS)
+    errors = {found["error"] for found in parallel.workers("poc_decode", chains(NONCES))}
+    assert len(errors) == 1
+    assert "MemoryError: the GPU has no room for 4 chains at a time" in errors.pop()
+    assert answer(parallel, "poc_decode", chains(NONCES[:2]))["indices"] == expected[:2]
+    parallel.workers("poc_test_lack_memory", None)
+    assert answer(parallel, "poc_decode", chains(NONCES))["indices"] == expected
+    assert parallel.is_healthy()
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_rank_that_lacks_memory_in_the_trial_of_chains_ends_no_other(parallel: Client, lacking: int) -> None:
+    if not decodes(parallel):
+        return
+    parallel.workers("poc_test_lack_memory", lacking)
+    errors = [found["error"] for found in parallel.workers("poc_prepare_decode", SETUP)]
+    assert all(error.startswith("MemoryError: the GPU has no room for 2 chains at a time") for error in errors)
+    parallel.workers("poc_test_lack_memory", None)
+    assert parallel.is_healthy()
+    assert decodes(parallel)
 
 
 def test_a_lack_of_memory_that_all_ranks_know_of_fails_the_round_and_no_more(parallel: Client) -> None:

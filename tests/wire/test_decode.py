@@ -14,6 +14,7 @@ from tests.support.servers.pod import ARTIFACT, ROUND, SLOT, Pod
 from tests.wire.test_jobs import ended, submit
 from tests.wire.test_requests import error_of
 from vllm_poc.server import generation
+from vllm_poc.server.app import PocMiddleware
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.messages import API_PREFIX
@@ -118,6 +119,26 @@ async def test_a_round_delivers_each_chain_once_and_in_order(pod: Pod, receiver:
     ]
     assert {len(call["nonces"]) for call in pod.engine.decode_calls} == {MOST}
     assert {(call["seq_len"], call["max_tokens"]) for call in pod.engine.decode_calls} == {(64, STEPS)}
+
+
+@pytest.mark.parametrize(
+    ("pod_settings", "delivered"),
+    [(DECODES | {"DRAIN_SECONDS": "2"}, MOST), (DECODES | {"DRAIN_SECONDS": "1"}, 0)],
+    ids=["time enough", "too little time"],
+)
+async def test_a_server_that_ends_delivers_the_batch_under_way_if_half_of_its_time_is_enough(
+    pod: Pod, clock: FakeClock, receiver: CallbackReceiver, delivered: int
+) -> None:
+    pod.engine.seconds_per_batch = 0.0625  # one pass in each call
+    await pod.start(DECODE | SLOT | {"url": receiver.url})
+    while len(pod.engine.decode_calls) < 2:
+        await clock.tick()
+    middleware: Any = pod.app.middleware_stack
+    while not isinstance(middleware, PocMiddleware):
+        middleware = middleware.app
+    await clock.passes(middleware._drain())
+    assert len(receiver.nonces) == delivered
+    assert len(pod.engine.decode_calls) == (STEPS + 1 if delivered else 3)
 
 
 @pytest.mark.parametrize("pod_settings", [DECODES | {"SICK_NONCES": "4"}])

@@ -4,6 +4,9 @@
 A batch of chains is one slice of a round or a request. It takes many calls, each of some forward passes. Chat runs
 between them, and so does PoC work of other protocols. The workers keep what a chain needs for its next step. They keep
 one batch, so batches come one after the other.
+
+A slice that finds no memory is computed in batches of half the size, and so is what follows it. A server that ends
+computes the batch that is under way to its end if that comes soon enough, and drops it at once if not.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
+from vllm_poc.logs import get_logger
 from vllm_poc.rpc import DecodeRequest, DecodeResult
 from vllm_poc.server.autotune import SliceSize
-from vllm_poc.server.engine import EngineError, VllmEngine
+from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine
 from vllm_poc.server.gate import Busy
 from vllm_poc.server.scheduler import (
     ComputedChain,
@@ -32,12 +37,14 @@ from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import Protocol, RoundRequest
 from vllm_poc.wire.stat_test import compare_chain
 
+_log = get_logger(__name__)
+
 #: Claimed indices, by nonce.
 Claims = Mapping[int, Sequence[int]]
 
 
 class ChainBatch:
-    """The size of a slice: as many chains as fit into their memory, since they take each step together."""
+    """The size of a slice: as many chains as fit into memory, since they take each step together."""
 
     ahead = 0
 
@@ -51,6 +58,13 @@ class ChainBatch:
 
     def learn(self, nonces: int, seconds: float) -> None:
         """Adapt to nothing: calls follow the time budget, and not batches."""
+
+    def halve(self, nonces: int, error: NoMemoryError) -> None:
+        """Adapt to a batch of so many that found no memory. Raises the error if it was a single one."""
+        if nonces == 1:
+            raise error
+        self.nonces = nonces // 2
+        _log.warning("%d chains find no memory, so that batches have %d from now on: %s", nonces, self.nonces, error)
 
 
 class ChainScheduler:
@@ -91,8 +105,19 @@ class ChainScheduler:
         Each step goes on from the claim of the step before, where the request has claims. Errors as of `Scheduler.run`,
         and GaveWayError before a call to the workers if the batch ``gives_way``.
         """
-        claims = request.claims if isinstance(request, GenerateRequest) else {}
-        found = await self._compute(request, nonces, claims, size.weights, busy, gives_way)
+        assert isinstance(size, ChainBatch)  # noqa: S101 - of `slice_size`
+        attempt = partial(self._attempted, _message(request, nonces[:1], {}))
+        found: dict[int, ComputedChain] = {}
+        left = list(nonces)
+        with self._scheduler.shortage.noticed(attempt):
+            while left:
+                batch = left[: size.nonces]
+                try:
+                    found |= await self._compute(request, batch, size.weights, busy, gives_way)
+                except NoMemoryError as error:
+                    size.halve(len(batch), error)
+                else:
+                    del left[: len(batch)]
         items: list[Item] = [(nonce, found[nonce]) for nonce in nonces if nonce in found]
         return SliceResult(items, rejected=len(nonces) - len(items))
 
@@ -100,17 +125,16 @@ class ChainScheduler:
         self,
         request: RoundRequest,
         nonces: Sequence[int],
-        claims: Claims,
         weights: int,
         busy: Busy | None,
         gives_way: Callable[[], bool],
     ) -> dict[int, ComputedChain]:
         """Return the chains whose steps are all finite."""
-        message = _message(request, nonces, claims)
+        message = _message(request, nonces, request.claims if isinstance(request, GenerateRequest) else {})
         async with self._turn:
             await self.autotune(request)
-            with self._scheduler.shortage.noticed(partial(self._attempted, _message(request, nonces[:1], {}))):
-                result = await self._completed(message, weights, busy, gives_way)
+            result = await self._completed(message, weights, busy, gives_way)
+        self._scheduler.model.note(result.get("findings", []))
         return _chains(message, result)
 
     async def _completed(
@@ -120,13 +144,16 @@ class ChainScheduler:
         busy: Busy | None = None,
         gives_way: Callable[[], bool] = keeps_on,
     ) -> DecodeResult:
+        needed = inf  # seconds, as far as is known
         while True:
             async with self._scheduler.turn:
                 if gives_way():
                     raise GaveWayError
-                result, seconds = await self._scheduler.step(partial(self._engine.decode, message), busy, weights)
+                call = partial(self._engine.decode, message)
+                result, seconds = await self._scheduler.step(call, busy, weights, needed=needed)
             if result["complete"]:
                 return result
+            needed = result["left"] * seconds / message["passes"]
             message = {**message, "passes": next_passes(message["passes"], seconds, self._slice_seconds)}
 
     async def _attempted(self, message: DecodeRequest) -> None:

@@ -206,7 +206,7 @@ def _findings(decode: DecodeFacts) -> list[str]:
             "The decode scheme uses a codebook that was made here, which is for experiments alone: its chains are not "
             "those of the network."
         )
-    return found
+    return [*found, *decode.get("findings", [])]
 
 
 def _only(method: str, results: list[T]) -> T:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When PoC may compute its next slice: after chat, when vLLM computes at all, and requests no more than their share.
 
-closed      the server ends              ServerEndsError
+closed      the server ends              ServerEndsError, unless what has begun comes to its end in time
 paused      vLLM sleeps, or is paused    wait; clients that wait for an answer get 503
 chat        waits or runs                wait, unless PoC goes first or is below its least share
 open
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 from vllm_poc.server import metrics
@@ -68,6 +69,7 @@ class ChatGate:
         #: Whether PoC waits for chat now.
         self.holds_back = False
         self.pauses = pauses or Pauses()
+        self._closed_for_all = 0.0  # by the clock
         self._engine = engine
         self._poc_first = settings.priority is Priority.POC_FIRST
         self._min_share = settings.min_share
@@ -75,11 +77,14 @@ class ChatGate:
         self.clock = clock
         self.busy = BusyShare(settings.share_window_seconds, clock.now)
 
-    async def passed(self) -> None:
-        """Wait until PoC may run its next slice. ServerEndsError if there is none."""
+    async def passed(self, needed: float = inf) -> None:
+        """Wait until PoC may run its next slice. ServerEndsError if there is none.
+
+        Work that has begun and is expected to end within ``needed`` seconds may pass for a while after the gate closed.
+        """
         idle = IDLE_LOOKS  # as long as no chat is seen, the first look is enough
         while True:
-            if self.is_closed:
+            if self.is_closed and self.clock.now() + needed > self._closed_for_all:
                 raise ServerEndsError
             if self.pauses.reason is not None:
                 await self.clock.sleep(self._backoff)
@@ -104,9 +109,10 @@ class ChatGate:
             if not working.cancelled():
                 working.exception()  # nobody else looks at it if there is a pause
 
-    def close(self) -> None:
-        """Let no further slice pass: the server ends."""
+    def close(self, ending_within: float = 0.0) -> None:
+        """Let no further slice pass, but those of work that ends within so many seconds: the server ends."""
         self.is_closed = True
+        self._closed_for_all = self.clock.now() + ending_within
 
     async def _pause(self) -> None:
         started = self.clock.now()

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -66,6 +67,8 @@ class ModelDescription:
 
     def __init__(self, describe: Callable[[], Awaitable[ModelFacts]], clock: Clock = SYSTEM_CLOCK) -> None:
         self.known: ModelFacts | None = None
+        #: What the workers said of the last chains, in sentences.
+        self.of_chains: list[str] = []
         self.error: str | None = None
         self._describe = describe
         self._clock = clock
@@ -91,9 +94,21 @@ class ModelDescription:
                     await self.facts()
         return self.known
 
+    def note(self, of_chains: list[str]) -> None:
+        """Keep what the workers say of the last chains."""
+        self.of_chains = of_chains
+        for finding in of_chains:
+            self._tell(logging.WARNING, finding)
+
+    @property
+    def findings(self) -> list[str]:
+        """What was found out about this server, in sentences for people."""
+        return [*self.known["findings"], *self.of_chains] if self.known is not None else []
+
     def forget(self) -> None:
         """Find it anew when somebody asks."""
         self.known = self._task = None
+        self.of_chains = []
 
     async def _find(self) -> ModelFacts:
         try:
@@ -312,13 +327,15 @@ class Scheduler:
         items = [(nonce, results[nonce]) for nonce in nonces if nonce in results]
         return SliceResult(items, rejected=len(nonces) - len(items))
 
-    async def step(self, call: Callable[[], Awaitable[T]], busy: Busy | None, weights: int) -> tuple[T, float]:
+    async def step(
+        self, call: Callable[[], Awaitable[T]], busy: Busy | None, weights: int, *, needed: float = inf
+    ) -> tuple[T, float]:
         """Return the workers' answer to a slice once the gate lets it pass, and how many seconds that took.
 
         The caller holds the `turn`. WeightsChangedError if the work was begun with other ``weights``; ServerEndsError
-        once the gate is closed.
+        once the gate is closed, and the work is not expected to end soon enough, in ``needed`` seconds.
         """
-        await self._passed()
+        await self._passed(needed)
         if weights != self.weights:
             raise WeightsChangedError
         started = self.gate.clock.now()
@@ -341,10 +358,10 @@ class Scheduler:
             finally:
                 self.gate.busy.add(started, self.gate.clock.now())
 
-    async def _passed(self) -> None:
+    async def _passed(self, needed: float = inf) -> None:
         """Wait until the workers may compute, and know nothing of other weights."""
         while True:
-            await self.gate.passed()
+            await self.gate.passed(needed)
             if self._forgotten == self.weights:
                 return
             await self._let_workers_forget()

@@ -40,6 +40,9 @@ from vllm_poc.wire.messages import (
 
 _log = get_logger(__name__)
 
+#: How much of the time of a drain chains may take. The rest is for deliveries.
+_COMPUTING_SHARE = 0.5
+
 T = TypeVar("T")
 
 
@@ -181,8 +184,11 @@ class PocService:
             return True
 
     async def drain(self) -> None:
-        """Compute no further than the slice that is computed, and deliver what there is, within the time for that."""
-        self._gate.close()
+        """Compute no further than the slice that is computed, and deliver what there is, within the time for that.
+
+        A batch of chains is computed to its end if that comes soon enough.
+        """
+        self._gate.close(_COMPUTING_SHARE * self._settings.drain_seconds)
         try:
             async with asyncio.timeout(self._settings.drain_seconds):
                 await asyncio.gather(self.phases.drain(), self._drain_requests())

@@ -100,7 +100,7 @@ async def model_limits(
         dtype=facts["dtype"],
         kv_cache_dtype=facts["kv_cache_dtype"],
         quantization=facts["quantization"],
-        findings=facts["findings"],
+        findings=model.findings,
         rebuilt_codebook="decode" in facts and facts["decode"]["rebuilt"],
         error=facts["refusal"] or shortage,
     )

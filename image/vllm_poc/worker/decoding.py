@@ -10,6 +10,8 @@ chains need for their next step is in memory of their own.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +22,8 @@ from vllm_poc.logs import get_logger
 from vllm_poc.maths import decode
 from vllm_poc.maths.decode import Codebook, open_codebook
 from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors
-from vllm_poc.rpc import DecodeFacts, DecodeRequest, DecodeResult, DecodeSetup, ModelFacts, chain_nonces
+from vllm_poc.rpc import DecodeFacts, DecodeRequest, DecodeResult, DecodeSetup, ModelFacts
+from vllm_poc.worker.chain_trial import ONE_BY_ONE
 from vllm_poc.worker.graphs import StepGraphs
 from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter, StageInputs
 from vllm_poc.worker.model.capabilities import decode_refusal
@@ -30,17 +33,17 @@ from vllm_poc.worker.passes.plain import Pass, SeededRouters, find_routers
 
 _log = get_logger(__name__)
 
-#: Nonces, tokens and steps of the chains that are computed once before any others.
-_TRIED_NONCES, _TRIED_TOKENS, _TRIED_STEPS = 2, 3, 3
 #: Sizes of batches whose captured steps are kept.
 _MAX_SIZES = 4
-_ONE_BY_ONE = "the operations of its decode steps are started one by one, which takes longer"
+#: Batches of a size in which steps are tried to be captured, until it succeeds.
+_CAPTURE_TRIES = 3
 
 
 class Decoder:
     """Computes chains on the served model by the given pass. UnsupportedModelError if it cannot.
 
-    A server that is not ``proven`` is refused, except in tests and benchmarks. `tried` comes before all other chains.
+    A server that is not ``proven`` is refused, except in tests and benchmarks. Before all other chains come those of
+    `vllm_poc.worker.chain_trial`.
     """
 
     def __init__(
@@ -49,7 +52,9 @@ class Decoder:
         reason = decode_refusal(adapter, limits, setup, proven=proven)
         if reason is not None:
             raise UnsupportedModelError(reason)
-        self._adapter = adapter
+        self.adapter = adapter
+        #: What was found out about this server before it computed chains, in sentences.
+        self.findings: list[str] = []
         self._limits = limits
         self._model = _model(adapter, pass_, limits["hidden_size"], setup)
         self._reserve = ChainReserve(adapter.groups, setup["reserve_bytes"], adapter.device)
@@ -67,7 +72,18 @@ class Decoder:
             block_tokens=self._reserve.block_tokens,
             block_bytes=self._reserve.block_bytes,
             max_batch_nonces=self._limits["max_batch_nonces"],
+            findings=self.findings,
         )
+
+    @property
+    def pass_(self) -> Pass:
+        """How chains are computed."""
+        return self._model.pass_
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of the memory that chains may change."""
+        return self._reserve.storages
 
     @property
     def captures(self) -> bool:
@@ -77,98 +93,103 @@ class Decoder:
     def run(self, request: DecodeRequest) -> DecodeResult | None:
         """Do the next forward passes of these chains. ValueError if the request exceeds the limits.
 
-        The result is None on every rank but one.
+        MemoryError, or PyTorch's, if a rank has no room for them. The result is None on every rank but one.
         """
         chains, self._chains = self._chains, None  # after a failure nothing is continued
         if chains is None or not chains.continues_with(request):
             check_request(request, self._limits)
             chains = None
-        with torch.inference_mode():
+        with torch.inference_mode(), self._forgetting_without_memory():
             chains = chains or self._begun(request)
-            with self._adapter.ranks.together():
+            with self.adapter.ranks.together():
                 for _ in range(request["passes"]):
                     if not chains.done:
                         chains.advance()
-                if self._adapter.device.type == "cuda":
-                    torch.cuda.synchronize(self._adapter.device)  # a slice ends when its work does
+                if self.adapter.device.type == "cuda":
+                    torch.cuda.synchronize(self.adapter.device)  # a slice ends when its work does
             self._chains = None if chains.done else chains
-            result = chains.result() if chains.done else self._nothing_yet()
-        return result if self._adapter.ranks.answers else None
+            result = chains.result() if chains.done else self._nothing_yet(chains)
+        return result if self.adapter.ranks.answers else None
+
+    def use(self, pass_: Pass) -> None:
+        """Compute all chains by this pass from now on."""
+        self._model = self._model._replace(pass_=pass_)
+        self.forget()
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Start the operations of steps one by one while the context lasts."""
+        graphs, self._graphs = self._graphs, None
+        self.forget()
+        try:
+            yield
+        finally:
+            self._graphs = graphs
+            self.forget()
 
     def start_steps_one_by_one(self) -> None:
         """Capture no more steps, and drop those that were."""
-        self._graphs = self._chains = None
+        self._graphs = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the chains that have begun, and what was captured."""
+        self._chains = None
         self._sizes.clear()
 
     def _begun(self, request: DecodeRequest) -> Chains:
+        """Return the chains, begun on all ranks. MemoryError if one has no room for them, and so all."""
+        chains, error = self._begun_here(request)
+        if self.adapter.ranks.all_fit(error) and chains is not None:
+            return chains
+        raise MemoryError(
+            f"the GPU has no room for {len(request['nonces'])} chains at a time: "
+            "start vLLM with a lower --gpu-memory-utilization"
+        ) from error
+
+    def _begun_here(self, request: DecodeRequest) -> tuple[Chains | None, Exception | None]:
+        """Do what this rank can do alone; what goes wrong in that must end before the others are in a collective."""
         size = _Size.of(request)
-        cache = self._reserve.cache(size.shape)
+        try:
+            chains = self._chains_of(size)
+            if not self.adapter.ranks.alone and not chains.ran_dry:
+                chains.dry_run(self._reserve.cache(size.shape))
+            chains.begin(request, self._reserve.cache(size.shape))  # an empty one
+        except Exception as error:
+            return None, error
+        return chains, None
+
+    def _chains_of(self, size: _Size) -> Chains:
         if size not in self._sizes:
             together = max(1, self._limits["max_batch_tokens"] // size.seq_len)
             self._sizes[size] = Chains(self._model, size, self._graphs, together)
             if len(self._sizes) > _MAX_SIZES:
                 self._sizes.popitem(last=False)
         self._sizes.move_to_end(size)
-        chains = self._sizes[size]
-        chains.begin(request, cache)
-        return chains
+        return self._sizes[size]
 
-    def _nothing_yet(self) -> DecodeResult:
-        return DecodeResult(complete=False, indices=[], margins=[], rebuilt=self._model.codebook.rebuilt)
+    @contextmanager
+    def _forgetting_without_memory(self) -> Iterator[None]:
+        """Give memory back where there is none: smaller batches need other graphs, too."""
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            self.forget()
+            if self.adapter.device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise
+
+    def _nothing_yet(self, chains: Chains) -> DecodeResult:
+        rebuilt = self._model.codebook.rebuilt
+        return DecodeResult(complete=False, left=chains.left, indices=[], margins=[], rebuilt=rebuilt)
 
     def _step_graphs(self) -> StepGraphs | None:
-        if self._adapter.device.type != "cuda":
+        if self.adapter.device.type != "cuda":
             return None
-        if not moves_in_place(self._adapter.groups):
-            _log.warning("this attention's metadata cannot change within a CUDA graph: %s", _ONE_BY_ONE)
+        if not moves_in_place(self.adapter.groups):
+            self.findings.append(f"This attention's metadata cannot change within a CUDA graph: {ONE_BY_ONE}.")
             return None
-        return StepGraphs(self._adapter.ranks, self._adapter.device)
-
-    def tried(self) -> Decoder:
-        """Compute the first chains together with all ranks, and return this. UnsupportedModelError if they do harm.
-
-        They show whether chat's caches stay as they are, and whether captured steps give what others give.
-        """
-        nonces = min(_TRIED_NONCES, self._limits["max_batch_nonces"])
-        if chain_nonces(self.facts, _TRIED_TOKENS + _TRIED_STEPS) < nonces:
-            raise UnsupportedModelError(
-                f"The decode scheme has {self._reserve.nbytes} bytes for keys and values, which is too little: "
-                "set more aside."
-            )
-        chat = self._adapter.chat_memory
-        before = chat.held()
-        self._try(nonces)
-        changed = chat.changes(before, self._reserve.storages)
-        if not self._adapter.ranks.agreed(not changed):
-            named = changed[0] if changed else "on another rank"
-            raise UnsupportedModelError(
-                f"The decode scheme changes what chat's attention holds here ({named}): restart "
-                "vLLM with another --attention-backend."
-            )
-        return self
-
-    def _try(self, nonces: int) -> None:
-        """Compute chains, and once more with captured steps; use these only if they give the same."""
-        tried = DecodeRequest(
-            block_hash="",
-            public_key="",
-            nonces=list(range(nonces)),
-            seq_len=_TRIED_TOKENS,
-            max_tokens=_TRIED_STEPS,
-            forced=[],
-            passes=nonces + _TRIED_STEPS,
-        )
-        graphs, self._graphs = self._graphs, None
-        found = self.run(tried)
-        self._sizes.clear()
-        if graphs is None:
-            return
-        self._graphs = graphs
-        same = self.run(tried) == found
-        self._sizes.clear()
-        if not self._adapter.ranks.agreed(same):
-            _log.warning("captured steps give other indices than others: %s", _ONE_BY_ONE)
-            self._graphs = None
+        return StepGraphs(self.adapter.ranks, self.adapter.device)
 
 
 class _Model(NamedTuple):
@@ -216,7 +237,11 @@ class Chains:
         self._model = model
         self._size = size
         self._graphs = graphs
+        #: Whether chains of this size are known to run on this rank alone.
+        self.ran_dry = False
         self._captured: torch.cuda.CUDAGraph | None = None
+        self._capture_tries = _CAPTURE_TRIES
+        self._may_capture = False
         self._workspace: object = None
         self._plan: StepPlan | None = None
         nonces, device, routers = size.nonces, model.adapter.device, model.routers.routers
@@ -236,6 +261,7 @@ class Chains:
         self._request = request
         self._cache = cache
         self._passes = 0
+        self._may_capture = self._graphs is not None and self._capture_tries > 0
         for tensor, values in zip((self._bases, self._first_picks, self._routes), self._seeds(), strict=True):
             tensor.copy_(torch.tensor(values, dtype=torch.int64).view_as(tensor))
         self._load_claims()
@@ -247,10 +273,30 @@ class Chains:
             layer_vectors(block_hash=request["block_hash"], num_layers=layers, hidden=model.hidden, device=device)
         )
 
+    def dry_run(self, cache: ChainCache) -> None:
+        """Do one prefill and one step without other ranks, before the chains begin. Errors are those of the model.
+
+        Without it, a rank that fails would leave the others within a collective. The ``cache`` holds what is of no use
+        then.
+        """
+        self._cache, self._passes = cache, len(self._prefills)
+        with self._model.adapter.ranks.without_collectives():
+            self._prefill(self._prefills[0])
+            with cache.bound():
+                self._step()
+            if self._model.adapter.device.type == "cuda":
+                torch.cuda.synchronize(self._model.adapter.device)
+        self.ran_dry = True
+
     @property
     def done(self) -> bool:
         """Whether all steps were taken."""
-        return self._passes == len(self._prefills) + self._size.max_tokens
+        return not self.left
+
+    @property
+    def left(self) -> int:
+        """How many forward passes are left."""
+        return len(self._prefills) + self._size.max_tokens - self._passes
 
     def continues_with(self, request: DecodeRequest) -> bool:
         """Whether these are the chains of the request."""
@@ -265,17 +311,21 @@ class Chains:
         else:
             with self._cache.bound():
                 self._step()
-            self._capture()
+            if self._may_capture:
+                self._capture()
         self._passes += 1
 
     def result(self) -> DecodeResult:
         """Return all indices, and the margins of the claims."""
         claims, margins = self._request["forced"], self._margins.tolist()
+        slow = [f"Steps of {self._size.nonces} chains could not be captured: {ONE_BY_ONE}."]
         return DecodeResult(
             complete=True,
+            left=0,
             indices=self._points.tolist(),
             margins=[row[: min(len(claim), len(row))] for row, claim in zip(margins, claims, strict=False)],
             rebuilt=self._model.codebook.rebuilt,
+            findings=slow if self._graphs is not None and self._captured is None else [],
         )
 
     def _prefill(self, rows: range) -> None:
@@ -311,19 +361,20 @@ class Chains:
         return self._plan.plan
 
     def _capture(self) -> None:
-        """Make what `_step` does a CUDA graph, once a step has run."""
-        if self._graphs is None:
-            return
+        """Make what `_step` does a CUDA graph, once a step has run. If it fails, a later batch may try again."""
+        assert self._graphs is not None  # noqa: S101 - by `begin`
+        self._may_capture = False
         try:
             with self._cache.bound():
                 captured = self._graphs.capture(self._step)
         except RuntimeError:
-            _log.exception("a step of this model cannot be made a CUDA graph: %s", _ONE_BY_ONE)
+            _log.exception("a step of %d chains cannot be made a CUDA graph: %s", self._size.nonces, ONE_BY_ONE)
             captured = None
-        ready = self._model.adapter.ranks.agreed(captured is not None)
-        self._captured = captured if ready else None
+        if not self._model.adapter.ranks.agreed(captured is not None):
+            self._capture_tries -= 1
+            return
+        self._captured, self._capture_tries = captured, 0
         self._workspace = self._model.pass_.workspace()
-        self._graphs = None  # no second try
 
     def _forward(self, inputs: Tensor, plan: AttentionPlan, rows: slice) -> Tensor:
         """Return the final norm's output of all tokens."""

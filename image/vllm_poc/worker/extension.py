@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_poc.logs import get_logger
@@ -21,6 +22,7 @@ from vllm_poc.rpc import (
     PassTiming,
     no_chains,
 )
+from vllm_poc.worker.chain_trial import tried
 from vllm_poc.worker.decoding import Decoder
 from vllm_poc.worker.model.adapter import ModelAdapter
 from vllm_poc.worker.model.capabilities import (
@@ -113,7 +115,8 @@ class PocWorkerExtension:
     def _poc_decode_facts(self, setup: DecodeSetup) -> DecodeFacts:
         self._poc_decoder = None  # whose memory is free for the next
         try:
-            self._poc_decoder = self._poc_together(lambda runner: self._poc_new_decoder(runner.stage, setup).tried)
+            new = self._poc_new_decoder
+            self._poc_decoder = self._poc_together(lambda runner: partial(tried, new(runner.stage, setup)))
         except (UnsupportedModelError, OtherRankError) as error:
             reason = str(error) if isinstance(error, UnsupportedModelError) else None  # the other rank says why
             return no_chains(reason)

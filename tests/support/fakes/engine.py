@@ -106,6 +106,8 @@ class FakeEngineClient:
         self.setup_fault: Exception | None = None
         self.decode_calls: list[DecodeRequest] = []
         self._passes = 0  # done of the last request for chains
+        self.chain_findings: list[str] = []
+        self.most_chains = 10**6  # for which there is room in the device's memory
         self.batches: list[BatchRequest] = []
         self.answered: list[BatchRequest] = []
         self.decoded: list[DecodeRequest] = []  # and answered
@@ -146,11 +148,14 @@ class FakeEngineClient:
             return [self._warm_up(args[0], args[2]) if method == "poc_warm_up" else self._prepare_decode(args[0])] * 2
         assert method in {"poc_compute", "poc_decode"}
         await self._spend(self.seconds_per_batch)
-        if not self.has_room:
+        if self._lacks_memory(method, args[0]):
             return [Failure(error=NO_ROOM)] * 2
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0]) if method == "poc_compute" else self._decode(args[0])]
+
+    def _lacks_memory(self, method: str, request: BatchRequest | DecodeRequest) -> bool:
+        return not self.has_room or (method == "poc_decode" and len(request["nonces"]) > self.most_chains)
 
     async def is_sleeping(self) -> bool:
         """Whether the test let the engine sleep."""
@@ -198,7 +203,8 @@ class FakeEngineClient:
         self._passes = (self._passes if goes_on else 0) + request["passes"]
         rebuilt, nonces, steps = self.decode_facts["rebuilt"], request["nonces"], request["max_tokens"]
         if self._passes <= steps:  # one for the prefill
-            return DecodeResult(complete=False, indices=[], margins=[], rebuilt=rebuilt)
+            left = steps + 1 - self._passes
+            return DecodeResult(complete=False, left=left, indices=[], margins=[], rebuilt=rebuilt)
         self._passes = 0
         self.decoded.append(request)
         self.computed += nonces
@@ -209,4 +215,6 @@ class FakeEngineClient:
                 self.sick[nonce] -= 1
                 points[-1] = -1
         compared = [margins(*row) for row in zip(found, claims, strict=True)] if request["forced"] else []
-        return DecodeResult(complete=True, indices=found, margins=compared, rebuilt=rebuilt)
+        return DecodeResult(
+            complete=True, left=0, indices=found, margins=compared, rebuilt=rebuilt, findings=self.chain_findings
+        )

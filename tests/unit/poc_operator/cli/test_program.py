@@ -278,8 +278,6 @@ def test_kubectl_gets_completions(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("_KUBECTL_POC_COMPLETE", "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_FISH_ACTION"):
         monkeypatch.setenv(name, "")  # so that these are gone after the test: they would answer the commands of others
     assert run("status").code == 0  # the environment leads to the test's cluster
-    for name in ("_KUBECTL_POC_COMPLETE", "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_FISH_ACTION"):
-        monkeypatch.setenv(name, "")  # so that what is set does not stay for other tests
     for words, wanted in (
         (["sta"], "status"),
         (["round", ""], "export"),

@@ -11,6 +11,7 @@ from tests.support.fakes.engine import FakeEngineClient, chain, vector
 from vllm_poc.rpc import DecodeRequest, DecodeResult
 from vllm_poc.server.chains import ChainScheduler, Computers, next_passes
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
+from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import ComputedChain, GaveWayError, Scheduler, SliceResult
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
@@ -20,6 +21,8 @@ BUDGET = 0.05
 STEPS = 20
 ROUND: dict[str, Any] = {"block_hash": "b10c", "block_height": 7, "public_key": "key"}
 PARAMS: dict[str, Any] = {"model": "tiny", "seq_len": 4}
+#: What the server says of 100 blocks of memory, of which a chain takes 8 and 1 is left empty.
+MEMORY = "The decode scheme has memory for 12 chains of 256 tokens and 256 steps at a time."
 SETTINGS = {
     "VLLM_POC_SLICE_SECONDS": str(BUDGET),
     "VLLM_POC_DECODE_CODEBOOK": "/codebook.pt",
@@ -156,6 +159,71 @@ async def test_without_memory_a_single_chain_is_tried_until_there_is_room() -> N
     await work.clock.passes(asyncio.create_task(settle(500)))
     assert work.scheduler.shortage.error is None
     assert work.client.computed == [1, 1]
+
+
+async def test_a_batch_without_memory_is_halved_and_so_are_those_that_follow() -> None:
+    work, request = Work(), asked(list(range(7)))
+    work.client.most_chains = 3
+    computer = work.computers.of(request)
+    size = computer.slice_size(request, 7)
+    found = await work.clock.passes(computer.run(request, request.nonces, size))
+    assert found.items == [(nonce, ComputedChain(bytes(chain(nonce, STEPS)), None)) for nonce in range(7)]
+    assert [len(done["nonces"]) for done in work.client.decoded] == [3, 3, 1]
+    assert size.nonces == 3
+    assert work.scheduler.shortage.error is None, "one chain finds room"
+
+
+async def test_what_workers_say_of_the_last_chains_is_a_finding_until_others_come() -> None:
+    work = Work()
+    work.client.chain_findings = ["Steps are slow."]
+    await work.run([1])
+    assert work.scheduler.model.findings == ["PoC computes by a formula.", MEMORY, "Steps are slow."]
+    work.client.chain_findings = []
+    await work.run([2])
+    assert work.scheduler.model.findings == ["PoC computes by a formula.", MEMORY]
+
+
+async def test_what_workers_find_out_before_they_compute_chains_is_a_finding() -> None:
+    work = Work()
+    work.client.decode_facts["findings"] = ["Chains are computed by a formula."]
+    assert (await work.clock.passes(work.scheduler.model.facts()))["findings"][1:] == [
+        MEMORY,
+        "Chains are computed by a formula.",
+    ]
+
+
+async def at_its_end(*, within: float) -> tuple[Work, asyncio.Task[SliceResult]]:
+    """Close the gate, but for work that ends within so many seconds, once a batch has done two passes of 50 ms."""
+    work = Work()
+    work.client.seconds_per_batch = BUDGET
+    running = work.begun(asked([1]))
+    while len(work.client.decode_calls) < 2:
+        await work.clock.tick()
+    work.scheduler.gate.close(within)
+    return work, running
+
+
+async def test_a_server_that_ends_computes_a_batch_to_its_end_if_there_is_time() -> None:
+    work, running = await at_its_end(within=(STEPS + 1) * BUDGET + 0.1)
+    assert (await work.clock.passes(running)).items == [(1, ComputedChain(bytes(chain(1, STEPS)), None))]
+    with pytest.raises(ServerEndsError):
+        await work.run([2])
+    assert [call["nonces"] for call in work.client.decode_calls[STEPS + 1 :]] == [], "no other batch begins"
+
+
+async def test_a_server_that_ends_drops_a_batch_at_once_that_takes_too_long() -> None:
+    work, running = await at_its_end(within=(STEPS - 4) * BUDGET)
+    with pytest.raises(ServerEndsError):
+        await work.clock.passes(running)
+    assert len(work.client.decode_calls) == 3, "the one that was under way is answered"
+
+
+async def test_a_batch_that_chat_holds_up_for_too_long_is_dropped_before_the_time_is_over() -> None:
+    work, running = await at_its_end(within=(STEPS + 1) * BUDGET + 0.1)
+    work.client.output_processor.busy = True
+    with pytest.raises(ServerEndsError):
+        await work.clock.passes(running)
+    assert work.clock.now() < 10 * BUDGET
 
 
 @pytest.mark.parametrize("wrong", [{"indices": []}, {"indices": [[16] * (STEPS + 1)]}, {"margins": [[0.5]]}], ids=str)
