@@ -30,8 +30,8 @@ SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=3 * 2**30)
 MEAN_MARGIN, MARGIN = 0.025 / 8, 0.025 / 2
 #: How many indices may differ from those of another pass: points are near each other in few places.
 OTHERS = 0.05
-#: How many times as much it may be with GLM-5.3. Its states take sums over 64 tokens in 16 bits in that pass, and in a step
-#: those of a single token in 32.
+#: How many times as much it may be with GLM-5.3. Its states take sums over 64 tokens in 16 bits in that pass, and those
+#: of a single token in 32 bits in a step.
 _TIMES = {"glm5_next": 2}
 #: Shape, share of the memory, other arguments. Of DeepSeek-V4 layers of all kinds, one of which has a seeded router; of
 #: GLM-5.3 one with latent attention and a router behind those with states.

@@ -27,9 +27,9 @@ _SHARED_TOKENS = 8192
 
 
 class ChainReserve:
-    """Memory of ``nbytes`` that is set aside for chains, of which up to ``max_tokens`` tokens can be prefilled at a time.
+    """Memory of ``nbytes`` that is set aside for chains.
 
-    Where prefills share blocks, fewer may be.
+    Up to ``max_tokens`` of their tokens can be prefilled at a time, or fewer where prefills share blocks.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], nbytes: int, device: torch.device, *, max_tokens: int) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where chains of the decode scheme lie in the blocks of a cache.
 
-Most attention reads all tokens of a sequence, so that a chain has a block for each of its parts. Attention with a window
-reads the last few only, and states are overwritten with each token. There a chain keeps as few blocks as that takes, and
-uses them in turn. What its prefill writes before the window is read within that pass alone, and lies in blocks that all
-prefills share.
+Most attention reads all tokens of a sequence, so that a chain has a block for each of its parts. Attention with a
+window reads the last few only, and states are overwritten with each token. There a chain keeps as few blocks as that
+takes, and uses them in turn. What its prefill writes before the window is read within that pass alone, and lies in
+blocks that all prefills share.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class CacheGroup:
 
     ``block_dim`` is the dimension of a layer's ``kv_cache`` that counts blocks, ``block_size`` the number of tokens in
     such a block, and ``page_bytes`` how far apart kernels may expect blocks to begin, which can be more than they hold.
-    If ``stateful``, the layers write states for later tokens. A prefill alone has none, and all its sequences write into
-    one block. ``kept`` is as in `ChainBlocks`.
+    If ``stateful``, the layers write states for later tokens. A prefill alone has none, and all its sequences write
+    into one block. ``kept`` is as in `ChainBlocks`.
     ``borders`` are the numbers of tokens behind which a sequence is treated in another way: blocks, windows, chunks.
     """
 

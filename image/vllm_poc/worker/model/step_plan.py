@@ -12,7 +12,6 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from vllm_poc.worker.model.placement import ChainShape, Placement
@@ -53,9 +52,7 @@ class StepPlan:
 
 def moves_in_place(groups: Sequence[CacheGroup]) -> bool:
     """Whether attention's metadata can go from step to step in place."""
-    return all(
-        _updates(group) or type(group.builder).__name__ in _WITHOUT_POSITION | _ON_DEVICE for group in groups
-    )
+    return all(_updates(group) or type(group.builder).__name__ in _WITHOUT_POSITION | _ON_DEVICE for group in groups)
 
 
 def _updates(group: CacheGroup) -> bool:

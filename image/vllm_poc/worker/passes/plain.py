@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_poc.worker.model.scratch import BatchShape
 
 #: What a router has that chooses experts by token id: a table of them, for each id.
-_BY_TOKEN = "tid2eid"
+_EXPERT_TABLE = "tid2eid"
 # vLLM's layers return (hidden state, residual, ...); others return the hidden state alone.
 LayerOutput: TypeAlias = Tensor | tuple[Tensor, ...]
 #: Returns the reflection of rows along a vector.
@@ -126,7 +126,7 @@ def find_routers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     Dense layers have none, and routers that choose experts by token id are left out.
     """
     gates = (next(filter(None, map(_gate, layer.modules())), None) for layer in layers)
-    return [gate for gate in gates if gate is not None and getattr(gate, _BY_TOKEN, None) is None]
+    return [gate for gate in gates if gate is not None and getattr(gate, _EXPERT_TABLE, None) is None]
 
 
 class SeededRouters:

@@ -28,7 +28,11 @@ def a_layer(*, outermost: bool = True) -> Any:  # noqa: ANN401 - has only a cach
 
 
 def a_group(
-    *layers: Any, builder: Any = None, block_dim: int = 0, stateful: bool = False, kept: int | None = None
+    *layers: Any,  # noqa: ANN401
+    builder: Any = None,  # noqa: ANN401
+    block_dim: int = 0,
+    stateful: bool = False,
+    kept: int | None = None,
 ) -> CacheGroup:
     named = {f"layers.{number}.attn": layer for number, layer in enumerate(layers)}
     return CacheGroup(named, builder, block_dim, BLOCK, page_bytes=0, stateful=stateful, kept=kept)
