@@ -207,8 +207,8 @@ class _Size(NamedTuple):
 class Chains:
     """Chains of one size, between their forward passes: first of some nonces, then of others in the same memory.
 
-    With ``graphs``, steps are captured once, and the CPU then only starts them: what differs from step to step, and from
-    nonces to nonces, is in tensors that stay where they are.
+    With ``graphs``, steps are captured once, and the CPU then only starts them: what differs from step to step, and
+    from nonces to nonces, is in tensors that stay where they are.
     """
 
     def __init__(self, model: _Model, shape: ChainShape, graphs: StepGraphs | None) -> None:
