@@ -24,10 +24,9 @@ from vllm_poc.rpc import DecodeFacts, DecodeRequest, DecodeResult, DecodeSetup, 
 from vllm_poc.worker.graphs import StepGraphs
 from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter, StageInputs
 from vllm_poc.worker.model.capabilities import decode_refusal
-from vllm_poc.worker.model.chain_cache import ChainCache, ChainReserve
+from vllm_poc.worker.model.chain_cache import ChainCache, ChainReserve, StepPlan, moves_in_place
 from vllm_poc.worker.model.placement import ChainShape, Placement
 from vllm_poc.worker.model.scratch import BatchShape, UnsupportedModelError
-from vllm_poc.worker.model.step_plan import StepPlan, moves_in_place
 from vllm_poc.worker.passes.plain import Pass, SeededRouters, find_routers
 
 _log = get_logger(__name__)

@@ -6,8 +6,7 @@
     ranks          tensor and pipeline parallel ranks
     scratch        the KV cache that PoC writes instead of chat's, and the metadata that finds a batch in its blocks
     placement      which blocks of a cache the chains of the decode scheme have
-    chain_cache    the caches of these chains, which stay from step to step
-    step_plan      what tells attention of a step, where that can change in place
+    chain_cache    the caches of these chains, which stay from step to step, and what tells attention of a step
     layer_subset   forward passes through a few of the layers
 
 What replaces vLLM's operations is in `vllm_poc.worker.passes`.

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch", reason="needs the worker environment: pytho
 pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hack.vllm")
 
 from vllm_poc.worker.model.adapter import AttentionPlan  # noqa: E402
+from vllm_poc.worker.model.chain_cache import StepPlan, moves_in_place  # noqa: E402
 from vllm_poc.worker.model.placement import ChainShape  # noqa: E402
 from vllm_poc.worker.model.scratch import BatchShape, CacheGroup  # noqa: E402
-from vllm_poc.worker.model.step_plan import StepPlan, moves_in_place  # noqa: E402
 
 BLOCK = 4
 CPU = torch.device("cpu")
