@@ -53,7 +53,7 @@ def main() -> None:
     if options.layers is not None and len(options.layers) > 1:
         depths = [_apart(options, layers) for layers in options.layers]
         rows = [_extrapolated(options, *pair) for pair in zip(*depths, strict=True)]
-        _print(options, f"all {SHAPES[options.shape]['num_hidden_layers']} layers, extrapolated", rows)
+        _print(options, f"all {_all_layers(options)} layers, extrapolated", rows)
         return
     options.layers = options.layers[0] if options.layers else None
     rows = _measured(options)
@@ -78,7 +78,7 @@ def _apart(options: argparse.Namespace, layers: int) -> list[Row]:
 def _extrapolated(options: argparse.Namespace, few: Row, more: Row) -> Row:
     """Return the row of all layers: each further one takes what it takes from the first depth to the second."""
     low, high = options.layers
-    times = (SHAPES[options.shape]["num_hidden_layers"] - high) / (high - low)
+    times = (_all_layers(options) - high) / (high - low)
 
     def whole(name: str) -> float:
         return float(more[name] + times * (more[name] - few[name]))  # type: ignore[literal-required]
@@ -95,12 +95,20 @@ def _extrapolated(options: argparse.Namespace, few: Row, more: Row) -> Row:
     )
 
 
+def _all_layers(options: argparse.Namespace) -> int:
+    shape = SHAPES[options.shape]
+    return int(shape.get("text_config", shape)["num_hidden_layers"])
+
+
 def _measured(options: argparse.Namespace) -> list[Row]:
     model, _ = served(options, extension="benchmarks.gpu_decode_worker.DecodeExtension")
     call(model, "poc_bench_weights")
     if options.vllms_tiles:
         call(model, "poc_bench_vllms_tiles")
     facts = call(model, "poc_describe")
+    if not facts["fused"]:  # its kernels may have taken longer to compile than the parity check may take
+        call(model, "poc_forget")
+        facts = call(model, "poc_describe")
     if not facts["fused"]:
         raise SystemExit(f"the pass is not fused: {facts['findings']}")
     bandwidth = call(model, "poc_bench_bandwidth")
@@ -109,7 +117,7 @@ def _measured(options: argparse.Namespace) -> list[Row]:
     prepared: DecodeFacts = call(model, "poc_prepare_decode", setup)
     if prepared["refusal"] is not None:
         raise SystemExit(prepared["refusal"])
-    together = max(1, facts["max_batch_tokens"] // options.seq_len[0])
+    together = max(1, call(model, "poc_bench_prefill_tokens") // options.seq_len[0])
     rows = [_row(model, options, nonces, -(-nonces // together), bandwidth) for nonces in options.nonces]
     if not call(model, "poc_test_captures"):
         raise SystemExit("steps are not captured")

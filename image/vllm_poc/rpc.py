@@ -156,10 +156,11 @@ class DecodeSetup(TypedDict):
 class DecodeFacts(TypedDict):
     """What a worker says about the decode scheme; ``refusal`` is the reason why it cannot run on this server.
 
-    ``block_tokens`` and ``block_bytes`` run parallel, by kind of attention: how many tokens a block of a sequence
-    holds, and what such a block takes in all layers. ``rebuilt`` says that the codebook is not the network's.
-    ``passes`` is the server's word for a refusal that may pass. ``findings`` are sentences for people about what the
-    worker found out in its first chains.
+    ``block_tokens``, ``block_bytes`` and ``kept_blocks`` run parallel, by kind of attention: how many tokens a block of
+    a sequence holds, what such a block takes in all layers, and how many blocks a sequence keeps at most, 0 where it
+    keeps all. ``reserve_bytes`` are for such blocks. ``rebuilt`` says that the codebook is not the network's.
+    ``passes`` is the server's word for a refusal that may pass.
+    ``findings`` are sentences for people about what the worker found out in its first chains.
     """
 
     refusal: str | None
@@ -167,6 +168,7 @@ class DecodeFacts(TypedDict):
     reserve_bytes: int
     block_tokens: list[int]
     block_bytes: list[int]
+    kept_blocks: list[int]
     max_batch_nonces: int
     passes: NotRequired[bool]
     findings: NotRequired[list[str]]
@@ -175,13 +177,20 @@ class DecodeFacts(TypedDict):
 def no_chains(refusal: str | None, *, rebuilt: bool = False) -> DecodeFacts:
     """Return the facts where the decode scheme does not run; ``refusal`` is None where another rank says why."""
     return DecodeFacts(
-        refusal=refusal, rebuilt=rebuilt, reserve_bytes=0, block_tokens=[], block_bytes=[], max_batch_nonces=0
+        refusal=refusal,
+        rebuilt=rebuilt,
+        reserve_bytes=0,
+        block_tokens=[],
+        block_bytes=[],
+        kept_blocks=[],
+        max_batch_nonces=0,
     )
 
 
 def chain_nonces(facts: DecodeFacts, tokens: int) -> int:
     """Return how many chains of so many tokens the reserve holds at a time; 0 if not even one."""
-    blocks = [-(-tokens // size) for size in facts["block_tokens"]]
+    needed = [-(-tokens // size) for size in facts["block_tokens"]]
+    blocks = [min(most or count, count) for count, most in zip(needed, facts["kept_blocks"], strict=True)]
     each = sum(count * size for count, size in zip(blocks, facts["block_bytes"], strict=True))
     # The first block of each kind of attention is left empty.
     free = facts["reserve_bytes"] - sum(facts["block_bytes"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_poc.maths import decode
-from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors
+from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors, token_ids, token_seed
 from vllm_poc.rpc import DecodeRequest
 from vllm_poc.worker.decoding import Decoder
 from vllm_poc.worker.extension import PocWorkerExtension
@@ -50,11 +50,13 @@ class ChainExtension(PocWorkerExtension):
         with torch.inference_mode():
             logits = _logits(request, routers, shape, device)
             inputs = _inputs(bases, claims, shape, first, hidden, adapter.dtype)
+            vocabulary = adapter.vocabulary
+            tokens = _tokens(request, bases, claims, vocabulary) if vocabulary is not None else None
             with stage._bound(shape):
                 plan = stage.pass_.plan(shape)
                 reflected = dict(zip(adapter.layers, vectors, strict=True))
                 with stage.pass_.applied(reflected, shape), routers.choosing(logits, 1):
-                    output = adapter.forward(StageInputs(inputs, None), {}, plan)
+                    output = adapter.forward(StageInputs(inputs, tokens), {}, plan)
             assert isinstance(output, Tensor)
             states = output.view(*shape, hidden)[:, first - 1 :]
             return self._poc_test_snapped(request, bases, claims, states)
@@ -106,3 +108,13 @@ def _inputs(bases: Tensor, claims: Tensor, shape: BatchShape, first: int, hidden
     for step in range(rows.shape[1]):
         decode.fill_step_inputs(rows[:, step], bases, claims[:, step], step=step + 1)
     return torch.cat((prefill, rows), dim=1)
+
+
+def _tokens(request: DecodeRequest, bases: Tensor, claims: Tensor, vocabulary: int) -> Tensor:
+    """Return the token ids of the prefill and of all steps, for layers that choose experts by them."""
+    seeds = torch.tensor([token_seed(*_names(request), nonce) for nonce in request["nonces"]], device=bases.device)
+    columns = [token_ids(seeds, request["seq_len"], vocabulary)]
+    for step in range(1, request["max_tokens"] + 1):
+        ids = decode.step_token_ids(bases, claims[:, step - 1], step=step, vocabulary=vocabulary)
+        columns.append(ids.unsqueeze(1))
+    return torch.cat(columns, dim=1)

@@ -21,20 +21,29 @@ from vllm_poc.rpc import DecodeRequest, DecodeSetup  # noqa: E402
 
 _log = logging.getLogger(__name__)
 
-#: Sequences go on from one block into the next ones.
-SEQ_LEN, STEPS = 61, 27
+#: Sequences go on from one block into the next ones, and beyond DeepSeek-V4's windows of 128 tokens.
+SEQ_LEN, STEPS = 116, 27
 NONCES = [*range(20), 2**31 - 1]
-SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=2**30)
+TWO = ["--tensor-parallel", "2"]
+SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=3 * 2**30)
 #: What rounding to 16 bits, or in an FP8 cache, changes of a margin: on average, and at most half of the network's tau.
 MEAN_MARGIN, MARGIN = 0.025 / 8, 0.025 / 2
 #: How many indices may differ from those of another pass: points are near each other in few places.
 OTHERS = 0.05
-#: Shape, arguments.
+#: How many times as much it may be with GLM-5.3. Its states take sums over 64 tokens in 16 bits in that pass, and those
+#: of a single token in 32 bits in a step.
+_TIMES = {"glm5_next": 2}
+#: Shape, share of the memory, other arguments. Of DeepSeek-V4 layers of all kinds, one of which has a seeded router; of
+#: GLM-5.3 one with latent attention and a router behind those with states.
 SERVED = {
-    "qwen3": ("qwen3-0.6b", []),
-    "qwen3-fp8-cache": ("qwen3-0.6b", ["--layers", "8", "--kv-cache-dtype", "fp8"]),
-    "minimax": ("minimax-m2.7", ["--layers", "3", "--kv-cache-dtype", "fp8"]),
-    "minimax-tp": ("minimax-m2.7", ["--layers", "3", "--tensor-parallel", "2"]),
+    "qwen3": ("qwen3-0.6b", "0.3", []),
+    "qwen3-fp8-cache": ("qwen3-0.6b", "0.3", ["--layers", "8", "--kv-cache-dtype", "fp8"]),
+    "minimax": ("minimax-m2.7", "0.3", ["--layers", "3", "--kv-cache-dtype", "fp8"]),
+    "minimax-tp": ("minimax-m2.7", "0.3", ["--layers", "3", "--tensor-parallel", "2"]),
+    "deepseek-v4": ("deepseek-v4-flash", "0.4", ["--layers", "5", "--kv-cache-dtype", "fp8"]),
+    "deepseek-v4-tp": ("deepseek-v4-flash", "0.3", ["--layers", "5", "--kv-cache-dtype", "fp8", *TWO]),
+    "glm-5.3": ("glm-5.3-flash", "0.4", ["--layers", "4", "--as-served"]),
+    "glm-5.3-tp": ("glm-5.3-flash", "0.3", ["--layers", "4", "--as-served", *TWO]),
 }
 
 
@@ -61,14 +70,16 @@ def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
         pytest.skip("needs a CUDA device")
     from benchmarks.gpu import options_of, served  # noqa: PLC0415 - needs vLLM
 
-    shape, arguments = SERVED[request.param]
+    shape, memory, arguments = SERVED[request.param]
     if request.param.endswith("-tp") and WHY_NOT_PARALLEL is not None:
         pytest.skip(WHY_NOT_PARALLEL)
-    arguments = ["--shape", shape, "--memory", "0.3", "--sequences", "256", *arguments]
+    arguments = ["--shape", shape, "--memory", memory, "--sequences", "256", *arguments]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used the GPU
         model, _ = served(options_of(None).parse_args(arguments), extension="benchmarks.gpu_worker.MeasuringExtension")
     asked(model, "poc_bench_weights")
+    if not asked(model, "poc_describe")["fused"]:  # kernels took longer to compile than the parity check may take
+        asked(model, "poc_forget")
     assert asked(model, "poc_describe")["fused"]
     yield model
     model.llm_engine.engine_core.shutdown()
@@ -119,9 +130,14 @@ def test_chains_are_those_of_one_pass_over_all_tokens(model: LLM) -> None:
     apart = (torch.tensor(found["margins"]) - torch.tensor(expected["margins"])).abs()
     other = (torch.tensor(found["indices"]) != torch.tensor(expected["indices"])).float().mean()
     _log.info("margins: mean %.5f, largest %.5f apart; %.2f %% other indices", apart.mean(), apart.max(), 100 * other)
-    assert apart.mean() <= MEAN_MARGIN
-    assert apart.max() <= MARGIN
-    assert other <= OTHERS
+    half = STEPS // 2
+    early, late = apart[:, 1 : half + 1].mean(), apart[:, -half:].mean()
+    _log.info("margins: mean %.5f apart in the first half of the steps, %.5f in the second", early, late)
+    times = _TIMES.get(model.llm_engine.vllm_config.model_config.hf_config.model_type, 1)
+    assert apart.mean() <= times * MEAN_MARGIN
+    assert apart.max() <= times * MARGIN
+    assert other <= times * OTHERS
+    assert late <= 2 * early, "what a step leaves behind goes wrong"
 
 
 def test_chat_and_prefill_run_between_steps_and_neither_changes_the_other(model: LLM) -> None:

@@ -48,6 +48,16 @@ def _convolve(
     return out
 
 
+def _convolve_step(
+    x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, conv_state_indices: Tensor
+) -> Tensor:
+    """``x`` ``[sequences, channels]``, one token of each; states as above."""
+    places = conv_state_indices.long()
+    padded = torch.cat((states[places], x.unsqueeze(2)), dim=2)
+    states[places] = padded[:, :, 1:]
+    return torch.nn.functional.silu((padded.float() * weight.float()).sum(dim=2)).to(x.dtype)
+
+
 def _gather(states: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
     return torch.where(has_initial_state.view(-1, 1, 1, 1), states[indices.long()], 0)
 
@@ -88,11 +98,46 @@ def _recur(
     return out, last
 
 
+def _recur_step(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    ssm_state_indices: Tensor,
+    out: Tensor | None,
+    a_log: Tensor,
+    g_bias: Tensor,
+    lower_bound: float,
+    **_: Any,  # noqa: ANN401 - flags that are the same in all calls
+) -> tuple[Tensor, Tensor]:
+    """One token of each sequence, and its entry among the states ``initial_state``, which changes."""
+    places = ssm_state_indices.long()
+    made, last = _recur(
+        q=q,
+        k=k,
+        v=v,
+        raw_g=g,
+        beta=beta.float().sigmoid(),
+        A_log=a_log,
+        g_bias=g_bias,
+        initial_state=initial_state[places],
+        cu_seqlens=torch.arange(len(places) + 1),
+        lower_bound=lower_bound,
+    )
+    initial_state[places] = last.to(initial_state.dtype)
+    return (out.copy_(made) if out is not None else made), initial_state
+
+
 def _spans(starts: Tensor) -> list[tuple[int, int]]:
     return list(zip(starts.tolist()[:-1], starts.tolist()[1:], strict=True))
 
 
 kda.causal_conv1d_fn = _convolve
+kda.causal_conv1d_update = _convolve_step
 kda.gather_initial_states = _gather
 kda.scatter_states = _Scatter()
 kda.chunk_kda_with_fused_gate = _recur
+kda.fused_recurrent_kda = _recur_step

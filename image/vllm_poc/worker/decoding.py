@@ -21,14 +21,15 @@ from torch import Tensor
 from vllm_poc.logs import get_logger
 from vllm_poc.maths import decode
 from vllm_poc.maths.decode import Codebook, open_codebook
-from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors
+from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors, token_ids, token_seed
 from vllm_poc.rpc import DecodeFacts, DecodeRequest, DecodeResult, DecodeSetup, ModelFacts
 from vllm_poc.worker.chain_trial import ONE_BY_ONE
 from vllm_poc.worker.graphs import StepGraphs
 from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter, StageInputs
 from vllm_poc.worker.model.capabilities import decode_refusal
 from vllm_poc.worker.model.chain_cache import ChainCache, ChainReserve, StepPlan, moves_in_place
-from vllm_poc.worker.model.scratch import BatchShape, Placement, UnsupportedModelError
+from vllm_poc.worker.model.placement import ChainShape, Placement
+from vllm_poc.worker.model.scratch import BatchShape, UnsupportedModelError
 from vllm_poc.worker.passes.plain import Pass, SeededRouters, find_routers
 
 _log = get_logger(__name__)
@@ -57,7 +58,9 @@ class Decoder:
         self.findings: list[str] = []
         self._limits = limits
         self._model = _model(adapter, pass_, limits["hidden_size"], setup)
-        self._reserve = ChainReserve(adapter.groups, setup["reserve_bytes"], adapter.device)
+        self._reserve = ChainReserve(
+            adapter.groups, setup["reserve_bytes"], adapter.device, max_tokens=limits["max_batch_tokens"]
+        )
         self._graphs = self._step_graphs()
         self._sizes = OrderedDict[_Size, Chains]()
         self._chains: Chains | None = None
@@ -68,9 +71,10 @@ class Decoder:
         return DecodeFacts(
             refusal=None,
             rebuilt=self._model.codebook.rebuilt,
-            reserve_bytes=self._reserve.nbytes,
+            reserve_bytes=self._reserve.chain_bytes,
             block_tokens=self._reserve.block_tokens,
             block_bytes=self._reserve.block_bytes,
+            kept_blocks=self._reserve.kept_blocks,
             max_batch_nonces=self._limits["max_batch_nonces"],
             findings=self.findings,
         )
@@ -151,18 +155,18 @@ class Decoder:
         """Do what this rank can do alone; what goes wrong in that must end before the others are in a collective."""
         size = _Size.of(request)
         try:
-            chains = self._chains_of(size)
+            shape = size.shape(together=max(1, self._reserve.prefill_tokens // size.seq_len))
+            chains = self._chains_of(size, shape)
             if not self.adapter.ranks.alone and not chains.ran_dry:
-                chains.dry_run(self._reserve.cache(size.shape))
-            chains.begin(request, self._reserve.cache(size.shape))  # an empty one
+                chains.dry_run(self._reserve.cache(shape))
+            chains.begin(request, self._reserve.cache(shape))  # an empty one
         except Exception as error:
             return None, error
         return chains, None
 
-    def _chains_of(self, size: _Size) -> Chains:
+    def _chains_of(self, size: _Size, shape: ChainShape) -> Chains:
         if size not in self._sizes:
-            together = max(1, self._limits["max_batch_tokens"] // size.seq_len)
-            self._sizes[size] = Chains(self._model, size, self._graphs, together)
+            self._sizes[size] = Chains(self._model, shape, self._graphs)
             if len(self._sizes) > _MAX_SIZES:
                 self._sizes.popitem(last=False)
         self._sizes.move_to_end(size)
@@ -215,27 +219,21 @@ class _Size(NamedTuple):
         """Return that of a request."""
         return cls(len(request["nonces"]), request["seq_len"], request["max_tokens"])
 
-    @property
-    def steps(self) -> int:
-        """How many indices a chain has."""
-        return self.max_tokens + 1
-
-    @property
-    def shape(self) -> BatchShape:
-        """What the caches have room for."""
-        return BatchShape(self.nonces, self.seq_len + self.max_tokens)
+    def shape(self, *, together: int) -> ChainShape:
+        """Return what the caches have room for."""
+        return ChainShape(*self, together)
 
 
 class Chains:
     """Chains of one size, between their forward passes: first of some nonces, then of others in the same memory.
 
-    ``together`` nonces are prefilled at a time. With ``graphs``, steps are captured once, and the CPU then only starts
-    them: what differs from step to step, and from nonces to nonces, is in tensors that stay where they are.
+    With ``graphs``, steps are captured once, and the CPU then only starts them: what differs from step to step, and
+    from nonces to nonces, is in tensors that stay where they are.
     """
 
-    def __init__(self, model: _Model, size: _Size, graphs: StepGraphs | None, together: int) -> None:
+    def __init__(self, model: _Model, shape: ChainShape, graphs: StepGraphs | None) -> None:
         self._model = model
-        self._size = size
+        self._shape = shape
         self._graphs = graphs
         #: Whether chains of this size are known to run on this rank alone.
         self.ran_dry = False
@@ -244,14 +242,16 @@ class Chains:
         self._may_capture = False
         self._workspace: object = None
         self._plan: StepPlan | None = None
-        nonces, device, routers = size.nonces, model.adapter.device, model.routers.routers
+        nonces, steps, together = shape.nonces, 1 + shape.max_tokens, shape.together
+        device, routers = model.adapter.device, model.routers.routers
         self._prefills = [range(first, min(first + together, nonces)) for first in range(0, nonces, together)]
-        self._bases, self._first_picks = (torch.zeros(nonces, dtype=torch.int64, device=device) for _ in range(2))
+        seeds = (torch.zeros(nonces, dtype=torch.int64, device=device) for _ in range(3))
+        self._bases, self._first_picks, self._tokens = seeds
         self._routes = torch.zeros(len(routers), nonces, dtype=torch.int64, device=device)
-        self._claims = torch.zeros(nonces, size.steps, dtype=torch.int64, device=device)
+        self._claims = torch.zeros(nonces, steps, dtype=torch.int64, device=device)
         self._claimed = torch.zeros_like(self._claims, dtype=torch.bool)
         self._points = torch.zeros_like(self._claims)
-        self._margins = torch.zeros(nonces, size.steps, device=device)
+        self._margins = torch.zeros(nonces, steps, device=device)
         self._vectors = torch.zeros(len(model.adapter.layers), model.hidden, device=device)
         self._step_taken = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -262,7 +262,8 @@ class Chains:
         self._cache = cache
         self._passes = 0
         self._may_capture = self._graphs is not None and self._capture_tries > 0
-        for tensor, values in zip((self._bases, self._first_picks, self._routes), self._seeds(), strict=True):
+        seeded = (self._bases, self._first_picks, self._tokens, self._routes)
+        for tensor, values in zip(seeded, self._seeds(), strict=True):
             tensor.copy_(torch.tensor(values, dtype=torch.int64).view_as(tensor))
         self._load_claims()
         self._points.fill_(decode.NO_POINT)
@@ -296,7 +297,7 @@ class Chains:
     @property
     def left(self) -> int:
         """How many forward passes are left."""
-        return len(self._prefills) + self._size.max_tokens - self._passes
+        return len(self._prefills) + self._shape.max_tokens - self._passes
 
     def continues_with(self, request: DecodeRequest) -> bool:
         """Whether these are the chains of the request."""
@@ -318,7 +319,7 @@ class Chains:
     def result(self) -> DecodeResult:
         """Return all indices, and the margins of the claims."""
         claims, margins = self._request["forced"], self._margins.tolist()
-        slow = [f"Steps of {self._size.nonces} chains could not be captured: {ONE_BY_ONE}."]
+        slow = [f"Steps of {self._shape.nonces} chains could not be captured: {ONE_BY_ONE}."]
         return DecodeResult(
             complete=True,
             left=0,
@@ -330,34 +331,44 @@ class Chains:
 
     def _prefill(self, rows: range) -> None:
         adapter, hidden = self._model.adapter, self._model.hidden
-        shape = BatchShape(len(rows), self._size.seq_len)
+        shape = BatchShape(len(rows), self._shape.seq_len)
         part = slice(rows.start, rows.stop)
         inputs = torch.empty(*shape, hidden, dtype=adapter.dtype, device=adapter.device)
         fill_inputs(inputs, self._bases[part, None])
+        vocabulary = adapter.vocabulary
+        tokens = token_ids(self._tokens[part], shape.seq_len, vocabulary) if vocabulary is not None else None
         with self._cache.bound():  # before the plan, which may tell kernels where to write
-            plan = adapter.plan(shape, Placement(self._size.shape.seq_len, first=rows.start))
-            last = self._forward(inputs, plan, part).view(*shape, -1)[:, -1]
+            plan = adapter.plan(shape, Placement(self._shape, first=rows.start))
+            last = self._forward(StageInputs(inputs, tokens), plan, part).view(*shape, -1)[:, -1]
         self._snap(part, last, decode.picks(self._first_picks[part], hidden=hidden))
 
     def _step(self) -> None:
         """Enqueue the next step of all chains, whose number is on the device. The layers have the chains' caches."""
-        adapter, hidden, nonces = self._model.adapter, self._model.hidden, self._size.nonces
+        adapter, hidden, nonces = self._model.adapter, self._model.hidden, self._shape.nonces
         previous = torch.where(self._claimed, self._claims, self._points).index_select(1, self._step_taken).squeeze(1)
         self._step_taken.add_(1)
         inputs = torch.empty(nonces, 1, hidden, dtype=adapter.dtype, device=adapter.device)
         decode.fill_step_inputs(inputs[:, 0], self._bases, previous, step=self._step_taken)
-        last = self._forward(inputs, self._step_plan(), slice(None))
+        tokens = self._step_tokens(previous)
+        last = self._forward(StageInputs(inputs, tokens), self._step_plan(), slice(None))
         picks = decode.step_picks(self._bases, previous, step=self._step_taken, hidden=hidden)
         self._snap(slice(None), last, picks)
 
+    def _step_tokens(self, previous: Tensor) -> Tensor | None:
+        vocabulary = self._model.adapter.vocabulary
+        if vocabulary is None:
+            return None
+        tokens = decode.step_token_ids(self._bases, previous, step=self._step_taken, vocabulary=vocabulary)
+        return tokens.unsqueeze(1)
+
     def _step_plan(self) -> AttentionPlan:
-        adapter, size = self._model.adapter, self._size
+        adapter, shape = self._model.adapter, self._shape
         if adapter.device.type != "cuda" or not moves_in_place(adapter.groups):
-            before = size.seq_len + self._passes - len(self._prefills)
-            return adapter.plan(BatchShape(size.nonces, 1), Placement(size.shape.seq_len, before=before))
+            before = shape.seq_len + self._passes - len(self._prefills)
+            return adapter.plan(BatchShape(shape.nonces, 1), Placement(shape, before=before))
         if self._plan is None:
-            self._plan = StepPlan(adapter, size.nonces, size.shape.seq_len)
-        self._plan.move(self._step_taken + (size.seq_len - 1))
+            self._plan = StepPlan(adapter, shape)
+        self._plan.move(self._step_taken + (shape.seq_len - 1))
         return self._plan.plan
 
     def _capture(self) -> None:
@@ -368,7 +379,7 @@ class Chains:
             with self._cache.bound():
                 captured = self._graphs.capture(self._step)
         except RuntimeError:
-            _log.exception("a step of %d chains cannot be made a CUDA graph: %s", self._size.nonces, ONE_BY_ONE)
+            _log.exception("a step of %d chains cannot be made a CUDA graph: %s", self._shape.nonces, ONE_BY_ONE)
             captured = None
         if not self._model.adapter.ranks.agreed(captured is not None):
             self._capture_tries -= 1
@@ -376,14 +387,14 @@ class Chains:
         self._captured, self._capture_tries = captured, 0
         self._workspace = self._model.pass_.workspace()
 
-    def _forward(self, inputs: Tensor, plan: AttentionPlan, rows: slice) -> Tensor:
+    def _forward(self, inputs: StageInputs, plan: AttentionPlan, rows: slice) -> Tensor:
         """Return the final norm's output of all tokens."""
-        model, steps = self._model, self._step_taken.expand(self._size.nonces)
+        model, steps = self._model, self._step_taken.expand(self._shape.nonces)
         routers = model.routers
         reflected = dict(zip(model.adapter.layers, self._vectors, strict=True))
         logits = decode.seeded_logits(self._routes[:, rows], steps[rows], experts=routers.experts, top_k=routers.top_k)
-        with model.pass_.continuing(reflected), routers.choosing(logits, inputs.shape[1]):
-            output = model.adapter.forward(StageInputs(inputs, None), {}, plan)
+        with model.pass_.continuing(reflected, plan.shape), routers.choosing(logits, plan.shape.seq_len):
+            output = model.adapter.forward(inputs, {}, plan)
         assert isinstance(output, Tensor)  # noqa: S101 - there is a single stage
         return output
 
@@ -394,14 +405,15 @@ class Chains:
         self._points[rows].index_copy_(1, step, points.unsqueeze(1))
         self._margins[rows].index_copy_(1, step, decode.claimed_margins(scores, claims).unsqueeze(1))
 
-    def _seeds(self) -> tuple[list[int], list[int], list[list[int]]]:
-        """Return the seeds of inputs and of the first picks ``[nonces]``, and those of ``[routers, nonces]``."""
+    def _seeds(self) -> tuple[list[int], list[int], list[int], list[list[int]]]:
+        """Return the seeds of inputs, first picks and token ids ``[nonces]``, and those of ``[routers, nonces]``."""
         block_hash, public_key = self._request["block_hash"], self._request["public_key"]
         nonces = self._request["nonces"]
         routers = range(len(self._model.routers.routers))
         return (
             [input_seeds(block_hash, public_key, nonce, strong_rng=False)[0] for nonce in nonces],
             [decode.prefill_pick_seed(block_hash, public_key, nonce) for nonce in nonces],
+            [token_seed(block_hash, public_key, nonce) for nonce in nonces],
             [[decode.route_seed(block_hash, nonce, router) for nonce in nonces] for router in routers],
         )
 
@@ -410,7 +422,7 @@ class Chains:
         claims = torch.zeros(self._claims.shape, dtype=torch.int64)
         claimed = torch.zeros_like(claims, dtype=torch.bool)
         for row, chain in enumerate(self._request["forced"]):
-            known = min(len(chain), self._size.steps)
+            known = min(len(chain), 1 + self._shape.max_tokens)
             claims[row, :known] = torch.tensor(chain[:known], dtype=torch.int64)
             claimed[row, :known] = True
         self._claims.copy_(claims)

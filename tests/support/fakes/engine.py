@@ -42,7 +42,13 @@ FACTS = ModelFacts(
 )
 #: Of a server that is set up for the decode scheme.
 DECODE_FACTS = DecodeFacts(
-    refusal=None, rebuilt=False, reserve_bytes=100_000, block_tokens=[64], block_bytes=[1_000], max_batch_nonces=16
+    refusal=None,
+    rebuilt=False,
+    reserve_bytes=100_000,
+    block_tokens=[64],
+    block_bytes=[1_000],
+    kept_blocks=[0],
+    max_batch_nonces=16,
 )
 
 #: What workers answer whose device has no room.

@@ -5,7 +5,8 @@
     capabilities   what the configuration allows, and why it may forbid PoC
     ranks          tensor and pipeline parallel ranks
     scratch        the KV cache that PoC writes instead of chat's, and the metadata that finds a batch in its blocks
-    chain_cache    the KV cache of the decode scheme, which stays from step to step
+    placement      which blocks of a cache the chains of the decode scheme have
+    chain_cache    the caches of these chains, which stay from step to step, and what tells attention of a step
     layer_subset   forward passes through a few of the layers
 
 What replaces vLLM's operations is in `vllm_poc.worker.passes`.

@@ -24,8 +24,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 
+from vllm_poc.worker.model.placement import Placement
 from vllm_poc.worker.model.ranks import Ranks
-from vllm_poc.worker.model.scratch import BatchShape, ChatMemory, Placement, UnsupportedModelError, cache_group
+from vllm_poc.worker.model.scratch import BatchShape, ChatMemory, UnsupportedModelError, cache_group
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -108,9 +108,22 @@ ATTENTION_BY_CACHE_DTYPE = {
 _OWN_OPERATIONS = ("VLLM_BATCH_INVARIANT", "VLLM_USE_NCCL_SYMM_MEM")
 #: Types of models whose chains of decode steps have been compared with another implementation, step by step. All others
 #: are refused: a chain that goes wrong somewhere still looks like a chain.
-_COMPARED_CHAINS = {"qwen3", "qwen3_moe", "minimax_m2"}
-#: Attention that has been compared where sequences go on, by the class of the layer's ``impl``.
-_COMPARED_STEPS = {"CPUAttentionBackendImpl", "FlashAttentionImpl"}
+_COMPARED_CHAINS = {"qwen3", "qwen3_moe", "minimax_m2", "deepseek_v4"} | _GLM_5_3
+#: Attention that has been compared where sequences go on, by the class of the layer's ``impl``, or of the layer.
+_COMPARED_STEPS = {
+    "CPUAttentionBackendImpl",
+    "CompressorStateCache",
+    "DeepseekV4CPUAttention",
+    "DeepseekV4CPUIndexerCache",
+    "DeepseekV4FlashMLAAttention",
+    "DeepseekV4IndexerCache",
+    "DeepseekV4SWACache",
+    "FlashAttentionImpl",
+    "FlashAttnMLASparseImpl",
+    "Glm5NextIndexerCache",
+    "Glm5NextLinearAttention",
+    "Glm5NextTailCache",
+}
 _PARALLEL_SIZES = {
     "data_parallel_size": "--data-parallel-size",
     "decode_context_parallel_size": "--decode-context-parallel-size",

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_poc.worker.model.placement import ChainBlocks, Placement
+
 if TYPE_CHECKING:
     from typing import TypeAlias
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Layers of GLM-5.3 that keep the end of a sequence as states, several tensors of one entry for each sequence.
 _STATEFUL = {"Glm5NextLinearAttention"}
+#: What specifies a cache of one block for each sequence, whose tokens overwrite each other in turn.
+_CIRCULAR = "CircularBufferSpec"
 #: The first, which is left empty, and one that all sequences write into.
 _STATE_BLOCKS = 2
 
@@ -61,24 +65,14 @@ class BatchShape(NamedTuple):
         return torch.arange(before, before + self.seq_len, device=device).repeat(self.nonces)
 
 
-class Placement(NamedTuple):
-    """Where a batch lies in a cache whose sequences have room for ``capacity`` tokens each.
-
-    ``first`` is the number of the batch's first sequence there. ``before`` tokens of each are in it already.
-    """
-
-    capacity: int
-    first: int = 0
-    before: int = 0
-
-
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
     """Layers with caches of one shape that share a metadata builder.
 
     ``block_dim`` is the dimension of a layer's ``kv_cache`` that counts blocks, ``block_size`` the number of tokens in
     such a block, and ``page_bytes`` how far apart kernels may expect blocks to begin, which can be more than they hold.
-    If ``stateful``, the layers write states for later tokens, which PoC has not: all sequences write into one block.
+    If ``stateful``, the layers write states for later tokens. A prefill alone has none, and all its sequences write
+    into one block. ``kept`` is as in `ChainBlocks`.
     ``borders`` are the numbers of tokens behind which a sequence is treated in another way: blocks, windows, chunks.
     """
 
@@ -88,7 +82,13 @@ class CacheGroup:
     block_size: int
     page_bytes: int
     stateful: bool = False
+    kept: int | None = None
     borders: frozenset[int] = frozenset()
+
+    @property
+    def chain_blocks(self) -> ChainBlocks:
+        """How chains of the decode scheme have their blocks."""
+        return ChainBlocks(self.block_size, self.kept)
 
     def blocks(self, shape: BatchShape) -> int:
         """Return how many blocks such a batch needs, with the first, which is left empty."""
@@ -104,20 +104,26 @@ class CacheGroup:
 
         Block 0 is vLLM's for no block at all: kernels of recurrent states leave it out.
         """
-        nonces, seq_len = shape
-        place = place or Placement(seq_len)
-        width = -(-place.capacity // self.block_size)
-        first = 1 + place.first * width
-        table = torch.arange(first, first + nonces * width, device=positions.device).view(nonces, width)
-        if self.stateful:
-            table = torch.ones_like(table)
-        # Each sequence starts a block, so its first slot is a multiple of the block size.
-        slot_mapping = (table[:, :1] * self.block_size + positions.view(nonces, seq_len)).flatten()
-        common = _common_metadata(
-            shape, before=place.before, positions=positions, table=table.int(), slot_mapping=slot_mapping
-        )
+        common = self.common(shape, positions, place)
         metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
-        return _owned(metadata, self.builder), slot_mapping
+        return _owned(metadata, self.builder), common.slot_mapping
+
+    def common(self, shape: BatchShape, positions: Tensor, place: Placement | None) -> CommonAttentionMetadata:
+        """Return what all builders of metadata are told of such a batch."""
+        table = self._table(shape, place, positions.device)
+        places = positions.view(*shape)
+        slots = table.gather(1, places // self.block_size) * self.block_size + places % self.block_size
+        before = place.before if place is not None else 0
+        return _common_metadata(
+            shape, before=before, positions=positions, table=table.int(), slot_mapping=slots.flatten()
+        )
+
+    def _table(self, shape: BatchShape, place: Placement | None, device: torch.device) -> Tensor:
+        if place is not None:
+            return self.chain_blocks.table(place, shape.nonces, device)
+        width = -(-shape.seq_len // self.block_size)
+        table = torch.arange(1, 1 + shape.nonces * width, device=device).view(shape.nonces, width)
+        return torch.ones_like(table) if self.stateful else table
 
 
 def cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
@@ -126,7 +132,7 @@ def cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
     layers = {name: context[name] for name in group.layer_names}
     for name, layer in layers.items():
         _require_known_cache(name, layer)
-    first, *states = _tensors(next(iter(layers.values())).kv_cache)
+    first, *states = cache_tensors(next(iter(layers.values())).kv_cache)
     spec = group.kv_cache_spec
     if states and not hasattr(group, "kernel_block_stride"):
         raise UnsupportedModelError("PoC knows how vLLM 0.32 keeps states beside keys: serve this model with 0.32.")
@@ -143,8 +149,18 @@ def cache_group(runner: GPUModelRunner, group: AttentionGroup) -> CacheGroup:
         # Of states only the entries of one sequence need to lie together.
         page_bytes=0 if states else spec.page_size_bytes // split,
         stateful=bool(states),
+        kept=_kept(spec, spec.block_size // split, stateful=bool(states)),
         borders=_borders(spec, *layers.values()),
     )
+
+
+def _kept(spec: object, size: int, *, stateful: bool) -> int | None:
+    """Return how many blocks of ``size`` tokens a chain keeps; None if all."""
+    if stateful or type(spec).__name__ == _CIRCULAR:
+        return 1
+    window = getattr(spec, "sliding_window", None)
+    # The first token of a window may be the last one of a block.
+    return None if not window else 1 + -(-(window - 1) // size)
 
 
 def _borders(spec: object, *layers: object) -> frozenset[int]:
@@ -209,7 +225,7 @@ class ScratchCache:
             blocks = group.most_blocks(max_nonces, max_tokens)
             self._blocks.append((group, blocks))
             for name, layer in group.layers.items():
-                shared = [self._shared(name, own, group, blocks) for own in _tensors(layer.kv_cache)]
+                shared = [self._shared(name, own, group, blocks) for own in cache_tensors(layer.kv_cache)]
                 self._layers.append((layer, tuple(shared) if group.stateful else shared[0]))
 
     def _shared(self, name: str, own: Tensor, group: CacheGroup, blocks: int) -> Tensor:
@@ -389,7 +405,8 @@ def _owned(metadata: Any, builder: object) -> Any:  # noqa: ANN401 - each backen
     return owned
 
 
-def _tensors(cache: _Cache) -> Sequence[Tensor]:
+def cache_tensors(cache: _Cache) -> Sequence[Tensor]:
+    """Return all tensors of a layer's cache."""
     return [cache] if isinstance(cache, Tensor) else cache
 
 

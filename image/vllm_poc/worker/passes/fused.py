@@ -34,6 +34,7 @@ from vllm_poc.worker.passes.recurrent import Chunks, is_recurrent, recurrent_pat
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from vllm_poc.kernels.packed_experts import PackedLayout
     from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter
     from vllm_poc.worker.model.scratch import BatchShape
 
@@ -75,19 +76,23 @@ class FusedPass:
         patches = [*index_patches(self._adapter.model)]
         patches += cache_patches() if self.needs_cache else prefill_patches(self._attention, shape.seq_len)
         patches += recurrent_patches(self._adapter.model, shape, self._chunks) if self._recurrent else ()
-        with self._fused(vectors, patches), last_tokens_only(self._adapter.layers[-1], shape):
+        with self._fused(vectors, patches, self._expert_layout), last_tokens_only(self._adapter.layers[-1], shape):
             yield
 
-    def continuing(self, vectors: Mapping[nn.Module, Tensor]) -> AbstractContextManager[None]:
+    def continuing(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> AbstractContextManager[None]:
         """Do the same where sequences go on from a cache, by the server's own attention."""
-        return self._fused(vectors, [*cache_patches(), *tile_patches()])
+        patches = [*index_patches(self._adapter.model), *cache_patches(), *tile_patches()]
+        # In a step each expert has few tokens: there it takes longest to read its weights, which are smaller packed.
+        return self._fused(vectors, patches, self._expert_layout if shape.seq_len > 1 else None)
 
     @contextmanager
-    def _fused(self, vectors: Mapping[nn.Module, Tensor], others: Iterable[Patch]) -> Iterator[None]:
+    def _fused(
+        self, vectors: Mapping[nn.Module, Tensor], others: Iterable[Patch], layout: PackedLayout | None
+    ) -> Iterator[None]:
         norms = {self._norm_after[layer]: vector for layer, vector in vectors.items() if layer in self._norm_after}
         rest = {layer: vector for layer, vector in vectors.items() if layer not in self._norm_after}
         patches = [*operation_patches(self._operations, norms), *quantisation_patches(), *others]
-        patches += [*expert_patches(self._expert_layout), Patch(workspace, "_manager", self._workspace)]
+        patches += [*expert_patches(layout), Patch(workspace, "_manager", self._workspace)]
         with patched(patches), reflected_layers(rest, _reflected):
             yield
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter
     from vllm_poc.worker.model.scratch import BatchShape
 
+#: What a router has that chooses experts by token id: a table of them, for each id.
+_EXPERT_TABLE = "tid2eid"
 # vLLM's layers return (hidden state, residual, ...); others return the hidden state alone.
 LayerOutput: TypeAlias = Tensor | tuple[Tensor, ...]
 #: Returns the reflection of rows along a vector.
@@ -47,8 +49,8 @@ class Pass(Protocol):
         """
         ...
 
-    def continuing(self, vectors: Mapping[nn.Module, Tensor]) -> AbstractContextManager[None]:
-        """Do the same where sequences go on from keys and values in a cache. The forward pass returns all tokens."""
+    def continuing(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> AbstractContextManager[None]:
+        """Do the same where sequences go on from what a cache holds. The forward pass returns all tokens."""
         ...
 
 
@@ -101,7 +103,7 @@ class PlainPass:
         with reflected_layers(vectors):
             yield
 
-    def continuing(self, vectors: Mapping[nn.Module, Tensor]) -> AbstractContextManager[None]:
+    def continuing(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> AbstractContextManager[None]:
         """Do the same: vLLM's own pass always has a cache."""
         return reflected_layers(vectors)
 
@@ -121,10 +123,10 @@ def reflected_layers(vectors: Mapping[nn.Module, Tensor], reflect: Reflect = ref
 def find_routers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the routers of the layers, in their order: the gate of the first part with both a gate and experts.
 
-    Dense layers have none.
+    Dense layers have none, and routers that choose experts by token id are left out.
     """
     gates = (next(filter(None, map(_gate, layer.modules())), None) for layer in layers)
-    return [gate for gate in gates if gate is not None]
+    return [gate for gate in gates if gate is not None and getattr(gate, _EXPERT_TABLE, None) is None]
 
 
 class SeededRouters:

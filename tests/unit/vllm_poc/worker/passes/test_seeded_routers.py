@@ -46,6 +46,12 @@ def test_routers_are_counted_without_dense_layers() -> None:
     assert [router is gate for router, gate in zip(found, gates, strict=True)] == [True, True]
 
 
+def test_routers_that_choose_by_token_id_take_no_number() -> None:
+    by_token, gate = Gate(HIDDEN, EXPERTS), Gate(HIDDEN, EXPERTS)
+    by_token.tid2eid, gate.tid2eid = torch.zeros(7, TOP_K), None
+    assert find_routers([a_layer(by_token), a_layer(gate)]) == [gate]
+
+
 @pytest.mark.parametrize("kind", [Gate, nn.Linear])
 def test_all_tokens_of_a_nonce_get_its_experts_in_any_form_of_answer(kind: type[nn.Linear]) -> None:
     gate = kind(HIDDEN, EXPERTS)
