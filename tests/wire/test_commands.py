@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 NESTED = b"[" * 200_000
+BODIES = (NESTED, b"", b"\xff", b"[]", b'{"method": 7}', b" " * 2**21)
 KEY, TOKEN = "sesame", "token"
 
 
@@ -44,7 +45,7 @@ async def test_a_command_that_vllm_does_not_have_holds_nobody_back(pod: Pod, pat
 
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/weight_checker"])
-@pytest.mark.parametrize("body", [NESTED, b"", b"\xff", b"[]", b'{"method": 7}', b" " * 2**21], ids=lambda b: f"{b[:9]!r}")
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: f"{body[:9]!r}")
 async def test_any_body_of_a_command_reaches_vllm(pod: Pod, path: str, body: bytes) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 65_536):
@@ -57,7 +58,7 @@ async def test_any_body_of_a_command_reaches_vllm(pod: Pod, path: str, body: byt
 
 
 @pytest.fixture
-async def locked(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pod]:  # noqa: ARG001 - for its settings
+async def locked(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pod]:
     monkeypatch.setenv("VLLM_POC_TOKEN", TOKEN)
     async with running_pod(api_key=[KEY]) as other:
         yield other

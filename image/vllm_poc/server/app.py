@@ -22,7 +22,10 @@ from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
 from vllm_poc.server.termination import Termination
 from vllm_poc.server.vllm_routes import Pauses, Workers, path_of
+from vllm_poc.start_checks import check_start
 from vllm_poc.wire.messages import API_PREFIX
+
+check_start()
 
 #: What a server that ends still answers, beside whatever only asks.
 STOP_PATH = f"{API_PREFIX}/stop"

@@ -218,22 +218,27 @@ class Pauses:
             self._held_or_not()
 
     async def _answered(self, scope: Scope, named: str | None, status: int, workers: Workers) -> None:
-        path = path_of(scope)
-        if path in _NEW_WEIGHTS and (status in _SUCCESS or status in _SERVER_ERRORS):
-            await workers.forget()
-        if status in _SUCCESS:
-            if _loads_weights(path, named):
-                self._lasting -= {BROKEN, DISCARDED}
-            await self._succeeded(path, workers)
-        elif status not in _SERVER_ERRORS:
+        if status not in _SUCCESS and status not in _SERVER_ERRORS:
             return
-        elif _loads_weights(path, named):
-            self._lasting.add(BROKEN)
-        elif _MEANWHILE.get(path) == SLEEP:
-            if not await workers.sleeps():
-                return
+        path = path_of(scope)
+        if path in _NEW_WEIGHTS:
+            await workers.forget()
+        done = status in _SUCCESS
+        if done:
+            await self._succeeded(path, workers)
+        elif _MEANWHILE.get(path) == SLEEP and await workers.sleeps():
             self._lasting.add(SLEEP)
-        if _discards_weights(scope, named):
+            done = True
+        self._note_weights(scope, named, done=done)
+
+    def _note_weights(self, scope: Scope, named: str | None, *, done: bool) -> None:
+        path = path_of(scope)
+        if _loads_weights(path, named):
+            if done:
+                self._lasting -= {BROKEN, DISCARDED}
+            else:
+                self._lasting.add(BROKEN)
+        elif _discards_weights(scope, named) and (done or path != "/sleep"):
             self._lasting.add(DISCARDED)
 
     async def _succeeded(self, path: str, workers: Workers) -> None:

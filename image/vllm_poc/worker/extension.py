@@ -21,6 +21,7 @@ from vllm_poc.rpc import (
     PassTiming,
     no_chains,
 )
+from vllm_poc.start_checks import check_start
 from vllm_poc.worker.decoding import Decoder
 from vllm_poc.worker.model.adapter import ModelAdapter
 from vllm_poc.worker.model.capabilities import (
@@ -44,6 +45,8 @@ from vllm_poc.worker.passes.parity_check import (
 
 if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import VllmModelRunner
+
+check_start()
 
 _log = get_logger(__name__)
 
