@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
-from vllm_poc.server.autotune import SliceSize
+from vllm_poc.server.autotune import GaveWayError, SliceSize
 from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
@@ -31,7 +31,7 @@ from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import GaveWayError, Item, count_values, keeps_on, look_ahead
+from vllm_poc.server.scheduler import Item, count_values, keeps_on, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.verdicts import artifact_verdict, proof_verdict
 from vllm_poc.wire.generate import (
@@ -282,7 +282,7 @@ class RequestWorker:
     async def _size(self, request: RoundRequest, nonces: int, limit: int) -> SliceSize:
         computer = self._computers.of(request)
         if nonces > limit and not self._share.round_computes():  # which a search would hold up
-            await computer.autotune(request, nonces)
+            await computer.autotune(request, nonces, self._share.round_computes)
         return computer.slice_size(request, limit)
 
 
