@@ -22,8 +22,9 @@ from vllm_poc import download
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.admission import deployment_refusal
-from vllm_poc.server.engine import VllmEngine, vllm_version
+from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.settings import PREFIX, Settings, SettingsError
+from vllm_poc.start_checks import FIRST_RELEASE, LAST_RELEASE, StartError, check_version, vllm_version
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
@@ -32,15 +33,13 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 HEADLESS_MODULE = "vllm.entrypoints.cli.serve"
 #: Flags of ``serve`` in addition to vLLM's own, accepted in any position.
 FLAGS = frozenset({"--enable-poc", "--poc-open"})
-#: First and last minor release of vLLM that the extension is tested with.
-TESTED = ((0, 23), (0, 32))
 #: Where vLLM has the parser of its API server: from 0.33 on, from 0.29 on, and before.
 PARSER_MODULES = tuple(f"vllm.entrypoints.{package}.cli_args" for package in ("common", "launchers", "openai"))
 
 _log = get_logger(__name__)
 
 
-class UsageError(Exception):
+class UsageError(StartError):
     """One sentence for the person who starts the server."""
 
 
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         else:
             _help(command)
-    except UsageError as error:
+    except StartError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command line program
         sys.exit(2)
     # Not the `vllm` command: it wants a distribution of that name, which the CPU build is not.
@@ -159,22 +158,6 @@ def variables(argv: Sequence[str]) -> dict[str, str]:
     return {f"{PREFIX}OPEN": "1"} if "--poc-open" in flags else {}
 
 
-def check_version(version: str) -> None:
-    """Warn of a release that is newer than the tested ones. UsageError if it is older, or no release.
-
-    What has changed in a newer one is found by looking at the model, or by a parity check of what it computes.
-    """
-    first, last = (".".join(map(str, bound)) for bound in TESTED)
-    try:
-        minor = tuple(int(part) for part in version.split(".")[:2])
-    except ValueError:
-        minor = ()
-    if minor < TESTED[0]:
-        raise UsageError(f"vLLM {version} is none of the tested releases {first} to {last}: take one of them.")
-    if minor > TESTED[1]:
-        _log.warning("vLLM %s is newer than the tested releases %s to %s: check results first", version, first, last)
-
-
 def _vllm_version() -> str:
     try:
         return vllm_version()
@@ -247,10 +230,9 @@ def _parser_module() -> ModuleType:
         else:
             if hasattr(module, "make_arg_parser"):
                 return module
-    first, last = (".".join(map(str, bound)) for bound in TESTED)
     raise UsageError(
         f"vLLM {vllm_version()} has the parser of its API server in a place that is not known here: "
-        f"take one of the tested releases {first} to {last}."
+        f"take a release from {FIRST_RELEASE} to {LAST_RELEASE}."
     )
 
 

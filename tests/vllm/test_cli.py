@@ -22,7 +22,6 @@ from vllm_poc.cli import (
     PARSER_MODULES,
     UsageError,
     _parser_module,
-    check_version,
     main,
     parse_as_server,
     server_arguments,
@@ -30,6 +29,7 @@ from vllm_poc.cli import (
 )
 from vllm_poc.rpc import DecodeFacts
 from vllm_poc.server.settings import Settings
+from vllm_poc.start_checks import StartError, check_version
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -262,19 +262,20 @@ def test_a_check_tells_of_the_decode_scheme(refusal: str | None, told: str) -> N
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.25.1", "0.32.0", "0.32.1.dev3+cpu"])
-def test_tested_versions_pass(version: str) -> None:
+def test_known_versions_pass(version: str) -> None:
     check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.22.9", "0.9", "dev"])
 def test_older_versions_are_refused_with_the_remedy(version: str) -> None:
-    with pytest.raises(UsageError, match=r"none of the tested releases .* take one of them"):
+    with pytest.raises(StartError, match=r"made for vLLM 0\.23 to .*: take one of them"):
         check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "1.0.0"])
 def test_newer_versions_are_warned_of(version: str) -> None:
-    with patch("vllm_poc.cli._log.warning") as warning:  # vLLM's loggers do not reach the one that pytest looks at
+    # vLLM's loggers do not reach the one that pytest looks at.
+    with patch("vllm_poc.start_checks._log.warning") as warning:
         check_version(version)
     assert version in warning.call_args.args
 
@@ -288,7 +289,7 @@ def test_vllms_parser_is_found_where_any_release_has_it(place: str) -> None:
 def test_a_release_with_the_parser_elsewhere_is_refused_with_the_remedy() -> None:
     with (
         patch.dict(sys.modules, dict.fromkeys(PARSER_MODULES, None)),
-        pytest.raises(UsageError, match=r"not known here: take one of the tested releases 0\.23 to "),
+        pytest.raises(UsageError, match=r"not known here: take a release from 0\.23 to "),
     ):
         server_arguments(["m", "--enable-poc"])
 

@@ -93,6 +93,25 @@ async def test_nothing_is_searched_beside_a_round(fused: Pod) -> None:
     assert fused.engine.warmed_up == [8, 16]
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["waited for", "queued"])
+async def test_a_search_of_a_request_is_abandoned_when_a_round_begins(fused: Pod, waits: bool) -> None:
+    """The round waits for the pass under way alone, and the request is computed in slices that are not tuned."""
+    fused.engine.facts["max_captured_tokens"] = fused.engine.facts["max_captured_nonces"] = 2**16
+    fused.engine.seconds_to_warm_up = 0.3
+    other = ARTIFACT["params"] | {"seq_len": 32}
+    named = ARTIFACT | {"params": other, "nonces": list(range(8_192)), "wait": waits, "beside_round": waits}
+    request = asyncio.create_task(fused.post("generate", named))
+    while not fused.engine.warmed_up:  # noqa: ASYNC110 - the fake has no event
+        await asyncio.sleep(0.01)
+    await fused.start(ARTIFACT | SLOT)
+    fused.engine.seconds_to_warm_up = 0
+    await fused.reach(lambda s: s.total_checked > 0)
+    assert fused.engine.warmed_up[:2] == [16, 8], "the second is the round's own first"
+    await fused.post("stop?round_id=none")
+    request.cancel()
+    await asyncio.wait([request])
+
+
 async def test_a_warm_up_that_fails_fails_the_round(fused: Pod) -> None:
     fused.engine.worker_error = "CUDA error"
     await fused.start(ARTIFACT | SLOT)

@@ -14,6 +14,7 @@ from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from vllm_poc.server.callbacks.delivery import SEARCH_LIMIT
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.answers import PowState, StatusResponse
+from vllm_poc.wire.callbacks import GATEWAY_HEADER
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot
 
 #: Seconds of a clock that stands still unless a test waits for the pod to get somewhere.
@@ -143,6 +144,27 @@ async def test_the_gateways_404_is_waited_out_however_long_it_lasts(
     status = await pod.reach(lambda s: s.state is PowState.STOPPED)
     assert (status.rejected, status.delivered_valid, status.delivery_error) == (0, 100, None)
     assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
+
+
+@pytest.mark.parametrize("first", ["stored", "RoundUnknown"])
+@pytest.mark.parametrize("answer", [401, 403, 404])
+async def test_what_a_proxy_answers_for_the_gateway_is_waited_out(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock, answer: int, first: str
+) -> None:
+    """As while a service mesh or an ingress before it has lost its way to it."""
+    receiver.headers = {GATEWAY_HEADER: "1"}
+    if first == "RoundUnknown":
+        receiver.answer, receiver.body = 404, GATEWAYS_404
+    await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
+    await pod.reach(lambda s: receiver.attempts > 0 and (s.delivered_index > 0 or receiver.body is not None))
+    receiver.answer, receiver.body = answer, None
+    attempts, since = receiver.attempts, clock.now()
+    status = await pod.reach(lambda s: receiver.attempts > attempts + 40)
+    assert clock.now() > since + REFUSED_SECONDS
+    assert (status.state, status.delivered_rejected) == (PowState.GENERATING, 0)
+    receiver.answer = 200
+    status = await pod.reach(lambda s: s.delivered_index > status.delivered_index)
+    assert status.delivered_rejected == 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from tests.support.servers.http_server import free_port, serve
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_delivery import NEARLY_DONE
 from tests.wire.test_requests import error_of
+from vllm_poc.server.jobs import result_bytes
 from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import API_PREFIX
 
 #: How often something is looked for that a test waits for.
@@ -179,6 +181,65 @@ async def test_results_expire_by_themselves(pod: Pod, clock: FakeClock) -> None:
     clock.advance(1)
     answer = await pod.http.get(f"{API_PREFIX}/generate/{job}")
     assert "kept for 300 s" in error_of(answer, 404, "JobNotFound").detail
+
+
+#: What three jobs of 40 vectors of 4 numbers take.
+THREE_JOBS = {"RESULT_BYTES": str(3 * (2_048 + 40 * (400 + 12)))}
+
+
+@pytest.mark.parametrize("pod_settings", [THREE_JOBS])
+async def test_results_that_nobody_has_fetched_are_kept_and_bounded(pod: Pod, clock: FakeClock) -> None:
+    jobs = [await submit(pod, JOB) for _ in range(3)]
+    error_of(await pod.post("generate", JOB), 429, "QueueFull")
+    await pod.reach(lambda _: len(pod.engine.computed) == 120)
+    error = error_of(await pod.post("generate", JOB), 429, "QueueFull")
+    assert "bytes of results are kept or to be computed" in error.detail
+    assert (await clock.passes(pod.post("generate", JOB | {"wait": True}))).status_code == 200
+    assert (await ended(pod, jobs[1]))["status"] == "completed"
+    another = await submit(pod, JOB)
+    error_of(await pod.http.get(f"{API_PREFIX}/generate/{jobs[1]}"), 404, "JobNotFound")
+    for job in (jobs[0], jobs[2], another):
+        assert (await ended(pod, job))["status"] == "completed"
+    clock.advance(300)
+    for job in (await submit(pod, JOB), await submit(pod, JOB), await submit(pod, JOB)):
+        assert (await ended(pod, job))["status"] == "completed"
+
+
+@pytest.mark.parametrize("pod_settings", [THREE_JOBS])
+async def test_what_was_delivered_or_has_no_result_makes_room(pod: Pod, receiver: CallbackReceiver) -> None:
+    delivered = await submit(pod, JOB | {"url": receiver.url})
+    await pod.reach(lambda s: len(receiver.nonces) == 40 and s.callbacks_pending == 0)
+    await pod.start(DISTANCE | SLOT)
+    for _ in range(2):
+        await submit(pod, JOB)
+    await pod.post("stop")
+    for _ in range(2):
+        await submit(pod, JOB)
+    error_of(await pod.http.get(f"{API_PREFIX}/generate/{delivered}"), 404, "JobNotFound")
+
+
+@pytest.mark.parametrize("pod_settings", [{"RESULT_BYTES": "1"}])
+async def test_a_single_result_may_be_larger_than_the_limit(pod: Pod) -> None:
+    first = await submit(pod, JOB)
+    error_of(await pod.post("generate", JOB), 429, "QueueFull")
+    assert (await ended(pod, first))["status"] == "completed"
+    second = await submit(pod, JOB)
+    error_of(await pod.http.get(f"{API_PREFIX}/generate/{first}"), 404, "JobNotFound")
+    assert (await ended(pod, second))["status"] == "completed"
+
+
+@pytest.mark.parametrize("protocol", ["artifact", "distance", "decode", "validation"])
+def test_results_are_about_as_large_as_they_are_taken_to_be(protocol: str) -> None:
+    nonces = list(range(1_000))
+    bodies: dict[str, dict[str, Any]] = {
+        "artifact": ARTIFACT | {"params": ARTIFACT["params"] | {"k_dim": 5_120}},
+        "distance": DISTANCE,
+        "decode": ARTIFACT | {"params": ARTIFACT["params"] | {"decode": True, "max_tokens": 256}},
+        "validation": JOB | {"validation": {"artifacts": [{"nonce": n, "vector_b64": ""} for n in nonces]}},
+    }
+    least = {"artifact": 5_120 * 2 * 4 / 3, "distance": 64, "decode": 8 * 256, "validation": 8}[protocol]
+    found = result_bytes(GenerateRequest.model_validate(bodies[protocol] | {"nonces": nonces}))
+    assert least * 1_000 <= found <= 2.5 * least * 1_000 + 500_000
 
 
 async def test_an_unknown_job_is_not_found(pod: Pod) -> None:

@@ -12,6 +12,7 @@
     chains        the decode scheme in slices, and whether this server computes it
     gate          when a slice may begin: chat first
     vllm_routes   vLLM's own routes: what waits where PoC goes first, and what lets PoC pause
+    commands      what one of those routes is told, by whom
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
     termination   a server that is told to end drains first
     nvml          the GPUs, as their driver tells of them

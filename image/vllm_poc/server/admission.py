@@ -5,7 +5,7 @@ Each check of a request raises a RefusalError.
 """
 
 import hmac
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from fnmatch import fnmatchcase
@@ -85,17 +85,20 @@ class Access:
     keys: tuple[str, ...] = field(default=(), repr=False)
     uds: str | None = None
     callback_allow: tuple[str, ...] | None = None
+    #: Those of vLLM's own routes, whoever the PoC routes answer.
+    vllm_keys: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def decide(cls, settings: Settings, arguments: object, environment: Mapping[str, str]) -> Self:
         """Return what the settings, vLLM's parsed ``arguments`` and vLLM's variables say."""
         uds, allow = getattr(arguments, "uds", None), settings.callback_allow
-        if settings.token is not None:
-            return cls(Answered.WITH_TOKEN, (settings.token.get_secret_value(),), uds, allow)
         # As vLLM does for its own routes. The flag wins.
         given = getattr(arguments, "api_key", None) or [environment.get("VLLM_API_KEY", "")]
-        if keys := tuple(key for key in given if key):
-            return cls(Answered.WITH_API_KEY, keys, uds, allow)
+        keys = tuple(key for key in given if key)
+        if settings.token is not None:
+            return cls(Answered.WITH_TOKEN, (settings.token.get_secret_value(),), uds, allow, keys)
+        if keys:
+            return cls(Answered.WITH_API_KEY, keys, uds, allow, keys)
         answered = Answered.EVERYBODY if settings.open else Answered.THIS_MACHINE
         return cls(answered, (), uds, allow)
 
@@ -106,15 +109,18 @@ class Access:
 
     def check(self, scope: Scope) -> None:
         """Refuse with 401 who may not call."""
-        headers = Headers(scope=scope)
         if self.answered is Answered.THIS_MACHINE:
-            self._check_machine(scope, headers)
-        elif self.keys:
-            scheme, _, sent = headers.get("authorization", "").partition(" ")
-            # All of them are compared, so that the time tells nothing.
-            known = sum(hmac.compare_digest(sent.encode(), key.encode()) for key in self.keys)
-            if scheme.lower() != "bearer" or not known:  # vLLM's own routes take the scheme in any case, too
-                raise _unauthorized(_REFUSED[self.answered])
+            self._check_machine(scope, Headers(scope=scope))
+        elif self.keys and not self.knows(scope, self.keys):
+            raise _unauthorized(_REFUSED[self.answered])
+
+    @staticmethod
+    def knows(scope: Scope, keys: Iterable[str]) -> bool:
+        """Whether a request brings one of the ``keys``."""
+        scheme, _, sent = Headers(scope=scope).get("authorization", "").partition(" ")
+        # All of them are compared, so that the time tells nothing.
+        known = sum(hmac.compare_digest(sent.encode(), key.encode()) for key in keys)
+        return scheme.lower() == "bearer" and bool(known)  # vLLM's own routes take the scheme in any case, too
 
     def allows_callback_to(self, host: str) -> bool:
         """Return whether results may go to ``host``."""

@@ -6,13 +6,12 @@ vllm serve MODEL --middleware vllm_poc.server.app.PocMiddleware
 
 import asyncio
 import os
-import sys
 from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_poc.server import metrics, vllm_routes
+from vllm_poc.server import commands, metrics, vllm_routes
 from vllm_poc.server.admission import Access, deployment_refusal
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import VllmEngine
@@ -22,8 +21,11 @@ from vllm_poc.server.service import PocService
 from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
 from vllm_poc.server.termination import Termination
-from vllm_poc.server.vllm_routes import COLLECTIVE_RPC, Pauses, Workers, calls_extension, path_of
+from vllm_poc.server.vllm_routes import Pauses, Workers, path_of
+from vllm_poc.start_checks import check_start
 from vllm_poc.wire.messages import API_PREFIX
+
+check_start()
 
 #: What a server that ends still answers, beside whatever only asks.
 STOP_PATH = f"{API_PREFIX}/stop"
@@ -47,7 +49,7 @@ class PocMiddleware:
             await self._live(scope, receive, send)
         elif scope["type"] == "http" and _is_poc(path_of(scope)):
             await self._serve(scope, receive, send)
-        elif self._pauses.concerns(scope):
+        elif self._pauses.concerns(scope) and commands.is_served(scope):
             await self._pause(scope, receive, send)
         elif self._refuses_inference(scope):
             await vllm_routes.refuse(scope, receive, send)
@@ -116,19 +118,20 @@ class PocMiddleware:
         return app
 
     async def _pause(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._app_for(scope["app"].state)
-        if path_of(scope) == COLLECTIVE_RPC:
-            body = await _read_body(receive, sys.maxsize)
-            receive = _replay(body, receive)
-            if calls_extension(body):
-                await self._inner(scope, receive, send)
-                return
-        if self._service is None:
-            await self._inner(scope, receive, send)  # which answers that it is not ready
+        state: State = scope["app"].state
+        try:
+            commands.check_sender(scope, self._access(state))
+        except RefusalError as error:
+            await response(error)(scope, receive, send)
+            return
+        self._app_for(state)
+        named, receive = await commands.named(scope, receive)
+        if self._service is None or vllm_routes.calls_extension(scope, named):
+            await self._inner(scope, receive, send)  # which answers that it is not ready, if it is not
         else:
             service = self._service
             workers = Workers(idle=service.engine.idle, sleeps=service.sleeps, forget=service.forget)
-            await self._pauses.pass_on(self._inner, scope, receive, send, workers)
+            await self._pauses.pass_on(self._inner, scope, receive, send, workers, named)
 
     def _set_gauges(self, scope: Scope) -> None:
         if scope["type"] == "http" and path_of(scope).startswith("/metrics"):

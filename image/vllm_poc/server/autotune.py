@@ -43,6 +43,10 @@ _ASKED_KINDS = 64
 WarmUp = Callable[[BatchRequest, float, list[PassFields]], Awaitable[PassTiming]]
 
 
+class GaveWayError(Exception):
+    """Work that others go before was ended in the middle of a slice or of a search, which has to begin anew."""
+
+
 class TunedPass(NamedTuple):
     """A forward pass of ``nonces`` that the workers have captured, and how long its ``segments`` take together."""
 
@@ -89,10 +93,11 @@ class Autotuner:
         if spec in self._tuned:
             self._tuned.move_to_end(spec)
 
-    async def tune(self, request: RoundRequest, facts: ModelFacts) -> None:
+    async def tune(self, request: RoundRequest, facts: ModelFacts, gives_way: Callable[[], bool]) -> None:
         """Find the best pass for work like this, once. EngineError as from the engine.
 
-        WeightsChangedError if what it has measured so far is to be forgotten.
+        WeightsChangedError if what it has measured so far is to be forgotten. GaveWayError if it ``gives_way`` between
+        two passes.
 
         Takes seconds in pieces, between which chat runs. Does nothing where the workers capture nothing.
         """
@@ -103,7 +108,7 @@ class Autotuner:
             while len(self._tuned) >= MAX_KINDS:  # whatever comes of this: the workers need the memory now
                 self._tuned.popitem(last=False)
             found = await fastest_pass(
-                partial(self._warmed_up, request, self._forgotten),
+                partial(self._warmed_up, request, self._forgotten, gives_way),
                 limit=_most_captured(spec, facts),
                 seq_len=spec.seq_len,
                 budget_seconds=self._budget,
@@ -112,8 +117,15 @@ class Autotuner:
                 self._tuned[spec] = found
 
     async def _warmed_up(
-        self, request: RoundRequest, forgotten: int, nonces: int, segment_seconds: float
+        self,
+        request: RoundRequest,
+        forgotten: int,
+        gives_way: Callable[[], bool],
+        nonces: int,
+        segment_seconds: float,
     ) -> PassTiming:
+        if gives_way():
+            raise GaveWayError
         keep = [spec.fields() for spec in self._tuned]
         timing = await self._warm_up(batch_request(request, range(nonces), nonces), segment_seconds, keep)
         if forgotten != self._forgotten:

@@ -19,13 +19,12 @@ from typing import NamedTuple
 
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import DecodeRequest, DecodeResult
-from vllm_poc.server.autotune import SliceSize
+from vllm_poc.server.autotune import GaveWayError, SliceSize
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine
 from vllm_poc.server.gate import Busy
 from vllm_poc.server.scheduler import (
     ComputedChain,
     Computer,
-    GaveWayError,
     Item,
     Scheduler,
     SliceResult,
@@ -78,7 +77,9 @@ class ChainScheduler:
         self._slice_seconds = settings.slice_seconds
         self._turn = asyncio.Lock()  # of the batch that the workers keep
 
-    async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
+    async def autotune(
+        self, request: RoundRequest, nonces: int | None = None, gives_way: Callable[[], bool] = keeps_on
+    ) -> None:
         """Let the workers set memory aside, if they have not. EngineError as from the engine, or if they refuse."""
         facts = await self._scheduler.model.facts()
         if "decode" not in facts or facts["decode"]["refusal"] is not None:

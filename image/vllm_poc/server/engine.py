@@ -2,7 +2,6 @@
 """vLLM's engine as PoC sees it, by its public API alone."""
 
 import asyncio
-import importlib
 from typing import Any, Protocol, TypeVar
 
 from vllm_poc.rpc import (
@@ -27,14 +26,6 @@ _NETWORKS_CHAIN = (256, 256)
 _LOOK_SECONDS = 0.005
 
 T = TypeVar("T")
-
-
-def vllm_version() -> str:
-    """Return vLLM's version. ImportError if it is not installed.
-
-    Not from package metadata: the CPU build is a distribution of another name.
-    """
-    return str(importlib.import_module("vllm.version").__version__)
 
 
 class EngineError(Exception):

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from vllm_poc.logs import bound, get_logger
 from vllm_poc.server import metrics
-from vllm_poc.server.autotune import SliceSize
+from vllm_poc.server.autotune import GaveWayError, SliceSize
 from vllm_poc.server.bodies import off_loop
 from vllm_poc.server.callbacks import payloads
 from vllm_poc.server.callbacks.outbox import Outbox, TrackedCallback
@@ -31,7 +31,7 @@ from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
-from vllm_poc.server.scheduler import GaveWayError, Item, count_values, keeps_on, look_ahead
+from vllm_poc.server.scheduler import Item, count_values, keeps_on, look_ahead
 from vllm_poc.server.settings import Settings
 from vllm_poc.server.verdicts import artifact_verdict, proof_verdict
 from vllm_poc.wire.generate import (
@@ -48,6 +48,8 @@ from vllm_poc.wire.messages import Protocol, RoundRequest, SlotRequest, WireMess
 _log = get_logger(__name__)
 
 Result = GeneratedResponse | ValidatedResponse
+#: About the bytes that a job takes in memory without its result, one nonce in a result, and a step of its chain.
+_JOB_BYTES, _NONCE_BYTES, _STEP_BYTES = 2_048, 400, 8
 #: Waits until work may begin.
 Ready = Callable[[], Awaitable[None]]
 #: Is told of each slice that was computed.
@@ -72,6 +74,15 @@ class Job:
     result: Result | None = None
     callback: TrackedCallback | None = None
     error: str | None = None
+    fetched: bool = False
+    #: Memory that its result takes, or will take.
+    bytes: int = 0
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether whoever asked has the result."""
+        delivered = self.callback is not None and self.callback.state == "delivered"
+        return self.state is JobState.COMPLETED and (self.fetched or delivered)
 
     def response(self) -> Result | JobResponse:
         """Return what ``GET generate/{id}`` answers."""
@@ -81,6 +92,15 @@ class Job:
         if self.callback is None:
             return self.result
         return self.result.model_copy(update={"callback": self.callback.state, "callback_error": self.callback.error})
+
+
+def result_bytes(request: GenerateRequest) -> int:
+    """Return about how many bytes of memory the result of a request takes."""
+    if request.validation is not None or request.params is None:
+        return _JOB_BYTES + _NONCE_BYTES * len(request.nonces)
+    steps, numbers = request.params.max_tokens, request.params.k_dim
+    values = _STEP_BYTES * steps if request.protocol is Protocol.DECODE else -(-2 * numbers // 3) * 4
+    return _JOB_BYTES + (_NONCE_BYTES + values) * len(request.nonces)
 
 
 class JobQueue:
@@ -103,6 +123,7 @@ class JobQueue:
         self._worker: asyncio.Task[None] | None = None
         self._nonces = 0
         self._others = 0
+        self._bytes = 0  # of all jobs
 
     @property
     def load(self) -> tuple[int, int]:
@@ -110,10 +131,12 @@ class JobQueue:
         return len(self._unended()) + self._others, self._nonces
 
     def submit(self, request: GenerateRequest) -> JobResponse:
-        """Queue a request; refused with 429 if too many nonces are queued."""
+        """Queue a request; refused with 429 if too many nonces are queued, or results kept."""
+        job = Job(request, bytes=result_bytes(request))
+        self._make_room(job.bytes)
         self._admit(len(request.nonces))
-        job = Job(request)
         self._jobs[job.id] = job
+        self._bytes += job.bytes
         self._waiting.append(job)
         self._ensure_worker()
         return JobResponse(status=JobState.QUEUED, request_id=job.id, queued_count=self._nonces)
@@ -135,6 +158,7 @@ class JobQueue:
         if job is None:
             kept = f"results are kept for {self._settings.result_seconds:g} s"
             raise refusal(HTTPStatus.NOT_FOUND, "JobNotFound", f"no request {request_id}: {kept}")
+        job.fetched = job.result is not None
         return job.response()
 
     async def cancel(self, reason: str) -> None:
@@ -185,7 +209,23 @@ class JobQueue:
             return  # it ended before it could be cancelled
         self._nonces -= len(job.request.nonces)
         job.state, job.error, job.request = state, error, None
-        self._clock.call_later(self._settings.result_seconds, partial(self._jobs.pop, job.id, None))
+        if job.result is None:
+            self._bytes -= job.bytes - _JOB_BYTES
+            job.bytes = _JOB_BYTES
+        self._clock.call_later(self._settings.result_seconds, partial(self._forget, job.id))
+
+    def _forget(self, job_id: str) -> None:
+        job = self._jobs.pop(job_id, None)
+        self._bytes -= job.bytes if job is not None else 0
+
+    def _make_room(self, wanted: int) -> None:
+        limit = self._settings.result_bytes
+        answered = (job_id for job_id, job in list(self._jobs.items()) if job.is_answered)
+        while self._bytes and self._bytes + wanted > limit:
+            if (oldest := next(answered, None)) is None:
+                detail = f"Queue full: {self._bytes} bytes of results are kept or to be computed, and {limit} may"
+                raise refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", f"{detail}; fetch them, or try again later")
+            self._forget(oldest)
 
     def _admit(self, nonces: int) -> None:
         queued, limit = self._nonces + nonces, self._settings.queued_nonces
@@ -282,7 +322,7 @@ class RequestWorker:
     async def _size(self, request: RoundRequest, nonces: int, limit: int) -> SliceSize:
         computer = self._computers.of(request)
         if nonces > limit and not self._share.round_computes():  # which a search would hold up
-            await computer.autotune(request, nonces)
+            await computer.autotune(request, nonces, self._share.round_computes)
         return computer.slice_size(request, limit)
 
 

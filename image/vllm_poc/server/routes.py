@@ -9,10 +9,10 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.security import HTTPBearer
 
 from vllm_poc.server.bodies import BodyRoute, answer
-from vllm_poc.server.engine import vllm_version
 from vllm_poc.server.errors import install_handlers, refusal
 from vllm_poc.server.nvml import read_gpus
 from vllm_poc.server.service import PocService
+from vllm_poc.start_checks import vllm_version
 from vllm_poc.wire.answers import (
     CommandResponse,
     ErrorResponse,

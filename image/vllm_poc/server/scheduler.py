@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, PassSpec, PassTiming, batch_request
 from vllm_poc.server import metrics
-from vllm_poc.server.autotune import Autotuner, HalvingSliceSize, SliceSize, TunedSliceSize
+from vllm_poc.server.autotune import Autotuner, GaveWayError, HalvingSliceSize, SliceSize, TunedSliceSize
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
@@ -204,10 +204,6 @@ class MemoryShortage:
             return
 
 
-class GaveWayError(Exception):
-    """Work that others go before was ended in the middle of a slice, which therefore has to begin anew."""
-
-
 def keeps_on() -> bool:
     """Return False: the work gives way to nobody."""
     return False
@@ -223,8 +219,13 @@ class SliceResult(NamedTuple):
 class Computer(Protocol):
     """Computes the work of some protocols, slice by slice."""
 
-    async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
-        """Ready the workers for work like this, if that is worth it for so many nonces; a round always is."""
+    async def autotune(
+        self, request: RoundRequest, nonces: int | None = None, gives_way: Callable[[], bool] = keeps_on
+    ) -> None:
+        """Ready the workers for work like this, if that is worth it for so many nonces; a round always is.
+
+        A search that ``gives_way`` to others is abandoned.
+        """
         ...
 
     def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
@@ -278,10 +279,13 @@ class Scheduler:
         self._autotuner.forget()
         await self._let_workers_forget()
 
-    async def autotune(self, request: RoundRequest, nonces: int | None = None) -> None:
+    async def autotune(
+        self, request: RoundRequest, nonces: int | None = None, gives_way: Callable[[], bool] = keeps_on
+    ) -> None:
         """Find the best forward pass for work like this, if that was not done. EngineError as from the engine.
 
-        For so many ``nonces`` only if that is worth it; a round always is.
+        For so many ``nonces`` only if that is worth it; a round always is. If others go before it meanwhile, it is
+        abandoned, and the work computed as if it were not worth it.
         """
         is_worth = nonces is None
         while True:
@@ -291,7 +295,8 @@ class Scheduler:
             if not is_worth:
                 return
             with suppress(WeightsChangedError):
-                await self._autotuner.tune(request, facts)
+                with suppress(GaveWayError):
+                    await self._autotuner.tune(request, facts, gives_way)
                 return
 
     def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:

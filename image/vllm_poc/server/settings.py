@@ -83,6 +83,9 @@ class Settings(BaseModel):
     queued_nonces: int = Field(default=100_000, ge=1)
     #: Results of queued work can be fetched, and their callbacks are tried, for this long.
     result_seconds: Seconds = 300.0
+    #: Memory of such results, and of those that are still to be computed. When it is full, results that were fetched or
+    #: delivered go first, and then further requests are answered 429. A single one may take more.
+    result_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     #: A request that waits longer for its result is answered 503.
     request_seconds: Seconds = 600.0
     #: A request that does not wait for a round's end is answered 503 when the engine has not got to it for this long:

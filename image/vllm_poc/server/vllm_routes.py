@@ -15,17 +15,18 @@ middleware sees:
                  /collective_rpc                  -> paused -> its answer
 
 A pause begins before vLLM gets the call, and only a call that succeeds ends it. It ends before the client gets the
-answer. An update that fails may have left some weights as they were, so that nothing is computed until one succeeds.
+answer. An update that fails may have left some weights as they were, a sleep of level 2 discards them all, and a reset
+makes zeros of them: nothing is computed until weights have been loaded again.
 """
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
@@ -93,6 +94,8 @@ _SERVER_ERRORS = range(500, 600)
 
 SLEEP, PAUSE, UPDATE = "vLLM sleeps", "vLLM is paused", "vLLM gets new weights"
 BROKEN = "an update of vLLM's weights failed, and has to be made again, or vLLM restarted"
+DISCARDED = "vLLM has discarded its weights, and they have to be loaded again, or vLLM restarted"
+COLLECTIVE_RPC, WEIGHT_CHECKER = "/collective_rpc", "/weight_checker"
 #: Why nothing may be computed while vLLM does what it is told.
 _MEANWHILE = {
     "/sleep": SLEEP,
@@ -102,26 +105,40 @@ _MEANWHILE = {
     "/start_draft_weight_update": UPDATE,
     "/update_weights": UPDATE,
     "/finish_weight_update": UPDATE,
-    "/weight_checker": UPDATE,
-    "/collective_rpc": UPDATE,
+    WEIGHT_CHECKER: UPDATE,
+    COLLECTIVE_RPC: UPDATE,
 }
 #: These last until another command ends them.
 _LASTING = frozenset(
     {"/sleep", "/release_kv_cache_memory", "/pause", "/start_weight_update", "/start_draft_weight_update"}
 )
 #: After these, results may come from other weights, and from half of them if they fail.
-_NEW_WEIGHTS = frozenset({"/update_weights", "/finish_weight_update", "/weight_checker", "/collective_rpc"})
+_NEW_WEIGHTS = frozenset({"/update_weights", "/finish_weight_update", WEIGHT_CHECKER, COLLECTIVE_RPC})
 #: All that begins a pause or ends one.
 COMMANDS = _MEANWHILE.keys() | {"/wake_up", "/resume"}
-COLLECTIVE_RPC = "/collective_rpc"
+#: Methods of vLLM's workers that load weights, for ``/collective_rpc``.
+_LOADING_METHODS = frozenset({"reload_weights", "update_weights", "load_model"})
 
 
-def calls_extension(body: bytes) -> bool:
-    """Whether the body of ``/collective_rpc`` names a method of PoC's own, which leaves the weights alone."""
-    try:
-        return str(json.loads(body)["method"]).startswith("poc_")
-    except (ValueError, LookupError, TypeError):
-        return False  # and vLLM says what is wrong
+def calls_extension(scope: Scope, named: str | None) -> bool:
+    """Whether ``/collective_rpc`` names a method of PoC's own, which leaves the weights alone."""
+    return path_of(scope) == COLLECTIVE_RPC and named is not None and named.startswith("poc_")
+
+
+def _loads_weights(path: str, named: str | None) -> bool:
+    return path == "/update_weights" or (path == COLLECTIVE_RPC and named in _LOADING_METHODS)
+
+
+def _discards_weights(scope: Scope, named: str | None) -> bool:
+    match path_of(scope):
+        case "/sleep":
+            level = QueryParams(scope.get("query_string", b"")).get("level", "1")
+            return level.strip() not in ("0", "1")
+        case "/weight_checker":
+            return named == "reset"
+        case "/collective_rpc":
+            return named == "reset_weights"
+    return False
 
 
 @dataclass(frozen=True)
@@ -155,8 +172,19 @@ class Pauses:
         """Wait until there is a pause."""
         await self._held.wait()
 
-    async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, workers: Workers) -> None:
-        """Let ``app`` answer such a request: once the workers are idle, if it begins a pause."""
+    async def pass_on(
+        self,
+        app: ASGIApp,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        workers: Workers,
+        named: str | None = None,
+    ) -> None:
+        """Let ``app`` answer such a request: once the workers are idle, if it begins a pause.
+
+        ``named`` is the method or the action in its body.
+        """
         path, answered = path_of(scope), False
 
         async def told(message: Message) -> None:
@@ -164,7 +192,7 @@ class Pauses:
             if message["type"] == "http.response.start":
                 # Before the client knows, which may ask for something at once.
                 answered = True
-                await self._answered(path, message["status"], workers)
+                await self._answered(scope, named, message["status"], workers)
                 meanwhile.close()
             await send(message)
 
@@ -176,7 +204,7 @@ class Pauses:
                 await app(scope, receive, told)
             finally:
                 if not answered:
-                    await self._answered(path, HTTPStatus.INTERNAL_SERVER_ERROR, workers)
+                    await self._answered(scope, named, HTTPStatus.INTERNAL_SERVER_ERROR, workers)
 
     @contextmanager
     def _commanded(self, path: str) -> Iterator[None]:
@@ -189,23 +217,35 @@ class Pauses:
             self._meanwhile.subtract(reasons)
             self._held_or_not()
 
-    async def _answered(self, path: str, status: int, workers: Workers) -> None:
-        if path in _NEW_WEIGHTS and (status in _SUCCESS or status in _SERVER_ERRORS):
+    async def _answered(self, scope: Scope, named: str | None, status: int, workers: Workers) -> None:
+        if status not in _SUCCESS and status not in _SERVER_ERRORS:
+            return
+        path = path_of(scope)
+        if path in _NEW_WEIGHTS:
             await workers.forget()
-        if status in _SUCCESS:
+        done = status in _SUCCESS
+        if done:
             await self._succeeded(path, workers)
-        elif path == "/update_weights" and status in _SERVER_ERRORS:
-            self._lasting.add(BROKEN)
-        elif _MEANWHILE.get(path) == SLEEP and status in _SERVER_ERRORS and await workers.sleeps():
+        elif _MEANWHILE.get(path) == SLEEP and await workers.sleeps():
             self._lasting.add(SLEEP)
+            done = True
+        self._note_weights(scope, named, done=done)
+
+    def _note_weights(self, scope: Scope, named: str | None, *, done: bool) -> None:
+        path = path_of(scope)
+        if _loads_weights(path, named):
+            if done:
+                self._lasting -= {BROKEN, DISCARDED}
+            else:
+                self._lasting.add(BROKEN)
+        elif _discards_weights(scope, named) and (done or path != "/sleep"):
+            self._lasting.add(DISCARDED)
 
     async def _succeeded(self, path: str, workers: Workers) -> None:
         if path in _LASTING:
             self._lasting.add(_MEANWHILE[path])
         elif path == "/resume":
             self._lasting.discard(PAUSE)
-        elif path == "/update_weights":
-            self._lasting.discard(BROKEN)
         elif path == "/finish_weight_update":
             self._lasting.discard(UPDATE)
         elif path == "/wake_up" and not await workers.sleeps():

@@ -12,6 +12,8 @@ from vllm_poc.wire.stat_test import ArtifactVerdict, Verdict
 GATEWAY_REALM = "poc-gateway"
 #: Reason of the gateway's 404 while it does not know the round: it may come to know it, so that nothing is lost.
 ROUND_UNKNOWN = "RoundUnknown"
+#: Header of the gateway's answers to callbacks it has stored. A 404 after such an answer is that of a proxy before it.
+GATEWAY_HEADER = "X-PoC-Gateway"
 #: A receiver's client errors about the address or the sender: no part of the payload would fare better.
 NOT_ABOUT_CONTENT = frozenset(
     {

@@ -22,6 +22,7 @@ from vllm_poc.rpc import (
     PassTiming,
     no_chains,
 )
+from vllm_poc.start_checks import check_start
 from vllm_poc.worker.chain_trial import tried
 from vllm_poc.worker.decoding import Decoder
 from vllm_poc.worker.model.adapter import ModelAdapter
@@ -46,6 +47,8 @@ from vllm_poc.worker.passes.parity_check import (
 
 if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import VllmModelRunner
+
+check_start()
 
 _log = get_logger(__name__)
 

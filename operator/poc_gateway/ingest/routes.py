@@ -9,7 +9,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
@@ -25,11 +25,12 @@ from poc_gateway.store.engine import DatabaseError
 from poc_gateway.store.rounds import Fits, KnownRound, RoundDeleted, Rounds, RoundTerms
 from poc_operator.credentials import Grant
 from vllm_poc.logs import bound
-from vllm_poc.wire.callbacks import ROUND_UNKNOWN, Callback, GeneratedArtifacts, GeneratedDistances
+from vllm_poc.wire.callbacks import GATEWAY_HEADER, ROUND_UNKNOWN, Callback, GeneratedArtifacts, GeneratedDistances
 
 _log = logging.getLogger(__name__)
 #: Nonces that a line of the log names.
 _MOST_LOGGED = 5
+_FROM_GATEWAY = {GATEWAY_HEADER: "1"}
 
 
 class RefusedArtifact(BaseModel):
@@ -70,10 +71,10 @@ def router(database: Database, rounds: Rounds, quota: Quota, *, stored: Callable
             result = _stored(rounds, delivery, await intake.store(delivery) if has_author else None)
         if result.stored:
             stored()
-        return JSONResponse(_receipt(delivery, result))
+        return JSONResponse(_receipt(delivery, result), headers=_FROM_GATEWAY)
 
     @callbacks.post("/validated", responses=documented(409), openapi_extra=_body_of(Callback))
-    async def validated(namespace: str, name: str, uid: str, request: Request) -> dict[str, str]:
+    async def validated(namespace: str, name: str, uid: str, request: Request, response: Response) -> dict[str, str]:
         """Store a verdict, to be passed on to the round's receiver if it has one. A repeated one changes nothing."""
         body, grant = await request.body(), _grant(request)
         with bound(round=uid):
@@ -88,6 +89,7 @@ def router(database: Database, rounds: Rounds, quota: Quota, *, stored: Callable
             if not taken:
                 raise _deleted(rounds, uid)
         stored()
+        response.headers.update(_FROM_GATEWAY)
         return {"status": "OK"}
 
     return callbacks

@@ -25,6 +25,7 @@ class CallbackReceiver:
         self.answer = 200
         self.faults: list[int] = []
         self.body: object = None
+        self.headers: dict[str, str] = {}  # of what it accepts
         self.most_bytes = 16 * 2**20
         self.sizes: list[int] = []
         self.bad: set[int] = set()
@@ -64,7 +65,9 @@ class CallbackReceiver:
             self.payloads.append(payload)
         if self.body is not None and status // 100 != 2:
             return web.json_response(self.body, status=status)
-        return web.Response(status=status, headers={"Location": self.url} if status == 302 else {})
+        if status == 302:
+            return web.Response(status=status, headers={"Location": self.url})
+        return web.Response(status=status, headers=self.headers if status // 100 == 2 else {})
 
     async def validated(self, request: web.Request) -> web.Response:
         """Take one verdict."""

@@ -131,6 +131,7 @@ class FakeEngineClient:
         self.forget_fault: Exception | None = None
         self.described = 0
         self.seconds_to_describe = 0.0
+        self.seconds_to_warm_up = 0.0
         self.in_flight = 0
         self.asleep = False
         self.drift = 0  # a GPU that computes wrongly: each nonce gets the values of another one
@@ -148,10 +149,8 @@ class FakeEngineClient:
                 raise self.forget_fault
             self.forgotten += 1
             return [{"forgotten": True}] * 2
-        if method == "poc_prepare_decode" and self.setup_fault is not None:
-            raise self.setup_fault
         if method in {"poc_warm_up", "poc_prepare_decode"}:
-            return [self._warm_up(args[0], args[2]) if method == "poc_warm_up" else self._prepare_decode(args[0])] * 2
+            return [await self._prepare(method, args)] * 2
         assert method in {"poc_compute", "poc_decode"}
         await self._spend(self.seconds_per_batch)
         if self._lacks_memory(method, args[0]):
@@ -166,6 +165,15 @@ class FakeEngineClient:
     async def is_sleeping(self) -> bool:
         """Whether the test let the engine sleep."""
         return self.asleep
+
+    async def _prepare(self, method: str, args: tuple[Any, ...]) -> Any:  # noqa: ANN401 - of either method
+        if method == "poc_warm_up":
+            found = self._warm_up(args[0], args[2])
+            await self._clock.sleep(self.seconds_to_warm_up)
+            return found
+        if self.setup_fault is not None:
+            raise self.setup_fault
+        return self._prepare_decode(args[0])
 
     def _warm_up(self, batch: BatchRequest, keep: list[PassFields]) -> PassTiming | Failure:
         self.warmed_up.append(len(batch["nonces"]))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI, HTTPException, WebSocket
+from fastapi import FastAPI, HTTPException, Request, WebSocket
 from prometheus_client import make_asgi_app
 from starlette.routing import Mount
 
@@ -48,6 +48,7 @@ class Pod:
             self.app.post(path)(_infer)
         self.app.websocket("/v1/realtime")(_talk)
         self.refusing: set[str] = set()
+        self.received: list[bytes] = []  # bodies of vLLM's own commands
         self.seconds_per_command = 0.05
         self.met_in_flight = 0  # calls to the workers that vLLM's own commands met
         for path in PAUSING:
@@ -58,7 +59,8 @@ class Pod:
         self.app.routes.append(metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://pod")
 
-    async def _command(self, path: str) -> dict[str, str]:
+    async def _command(self, path: str, request: Request) -> dict[str, str]:
+        self.received.append(await request.body())
         self.met_in_flight += self.engine.in_flight
         await asyncio.sleep(self.seconds_per_command)
         self.met_in_flight += self.engine.in_flight

@@ -194,7 +194,11 @@ def test_the_workflows_run_targets_of_the_makefile() -> None:
     for path in (ROOT / ".github" / "workflows").glob("*.yaml"):
         for job in yaml.safe_load(path.read_text())["jobs"].values():
             used |= set(job.get("strategy", {}).get("matrix", {}).get("target", []))
-            used |= {target for step in job["steps"] for target in re.findall(r"make ([a-z-]+)(?: [A-Z]+=.*)?$", step.get("run", ""))}
+            used |= {
+                target
+                for step in job["steps"]
+                for target in re.findall(r"make ([a-z-]+)(?: [A-Z]+=.*)?$", step.get("run", ""))
+            }
     assert {"check", "test-unit", "test-docs", "release-artifacts"} <= used
     assert used - targets == set()
 

@@ -8,6 +8,7 @@ are found, so that they alone are lost:
 
     waiting -> posted -> accepted                         2xx
                       -> waiting, after a pause           5xx, 408, 425, 429, our gateway's 401 and 404, no answer;
+                                                          401, 403, 404 before a gateway that has answered;
                                                           401, 403, 404 of others for a bounded time
                       -> halved, and each half posted     other 4xx, several items
                       -> refused                          other 4xx, one item; 405, 410; 401, 403, 404 after that time
@@ -33,7 +34,7 @@ from vllm_poc.server.bodies import off_loop, written
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.scheduler import ComputedChain, Item, count_values
 from vllm_poc.server.settings import Settings
-from vllm_poc.wire.callbacks import GATEWAY_REALM, NOT_ABOUT_CONTENT, ROUND_UNKNOWN
+from vllm_poc.wire.callbacks import GATEWAY_HEADER, GATEWAY_REALM, NOT_ABOUT_CONTENT, ROUND_UNKNOWN
 from vllm_poc.wire.messages import WireMessage
 
 _log = get_logger(__name__)
@@ -93,6 +94,7 @@ class Poster(Generic[T]):
         self._clock = clock
         self._most = settings.payload_results  # results of a payload, as far as their size is known
         self._gateway_waits = False  # the gateway's last answer was one that passes
+        self._is_gateway = False  # it has answered at this address
         self._refused_in_a_row = 0
         self._hurried = asyncio.Event()
         self._turned_away: float | None = None  # since when it has answered nothing else
@@ -153,8 +155,8 @@ class Poster(Generic[T]):
     def _may_pass(self, status: int) -> bool:
         if status in _PASSING or self._gateway_waits:
             return True
-        if status not in _PASSING_FOR_A_WHILE:
-            return False
+        if status not in _PASSING_FOR_A_WHILE or self._is_gateway:  # then a proxy before it has lost its way to it
+            return self._is_gateway and status in _PASSING_FOR_A_WHILE
         now = self._clock.now()
         if self._turned_away is None:
             self._turned_away = now
@@ -168,6 +170,7 @@ class Poster(Generic[T]):
                 self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer,
             ):
                 status = answer.status
+                stored = GATEWAY_HEADER in answer.headers
                 challenge = answer.headers.get("WWW-Authenticate", "")
                 reason = await _reason(answer) if status == HTTPStatus.NOT_FOUND else None
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -175,6 +178,7 @@ class Poster(Generic[T]):
             return 0
         self.unauthorized = status == HTTPStatus.UNAUTHORIZED and _OUR_REALM in challenge
         self._gateway_waits = self.unauthorized or reason == ROUND_UNKNOWN
+        self._is_gateway |= self._gateway_waits or stored
         if status not in _SUCCESS:
             self._failed(f"HTTP {status}" if reason != ROUND_UNKNOWN else f"HTTP {status} {ROUND_UNKNOWN}")
         return status

@@ -9,10 +9,11 @@ import pytest
 from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import FakeEngineClient, chain, vector
 from vllm_poc.rpc import DecodeRequest, DecodeResult
+from vllm_poc.server.autotune import GaveWayError
 from vllm_poc.server.chains import ChainScheduler, Computers, next_passes
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.scheduler import ComputedChain, GaveWayError, Scheduler, SliceResult
+from vllm_poc.server.scheduler import ComputedChain, Scheduler, SliceResult
 from vllm_poc.server.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.stat_test import ChainComparison

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker answers, and logs, when PoC fails on it."""
 
+import importlib
 import logging
 
 import pytest
 
+from vllm_poc.server.settings import SettingsError
+from vllm_poc.start_checks import StartError
+from vllm_poc.worker import extension
 from vllm_poc.worker.extension import PocWorkerExtension
 from vllm_poc.worker.model.ranks import OtherRankError
 
@@ -38,3 +42,17 @@ def test_another_ranks_failure_is_logged_there(caplog: pytest.LogCaptureFixture)
     worker.__dict__["_poc_together"] = lambda _: worker._poc()
     assert worker.poc_compute({}) == {"error": "OtherRankError: rank 1"}  # type: ignore[typeddict-item]
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_vllms_own_command_ends_before_it_loads_a_model_for_a_misspelt_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports the extension first, and the middleware last."""
+    monkeypatch.setenv("VLLM_POC_TOKN", "secret")
+    with pytest.raises(SettingsError, match="VLLM_POC_TOKN is not a setting"):
+        importlib.reload(extension)
+
+
+@pytest.mark.parametrize("version", ["0.22.1", "dev"])
+def test_and_for_an_old_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", version)
+    with pytest.raises(StartError, match=f"not for {version}: take one of them"):
+        importlib.reload(extension)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the middleware has to know of vLLM's commands before vLLM gets them: whether they count, and what they name.
+
+The middleware stands before vLLM's own check of keys, so that nothing here trusts whoever sends a command.
+"""
+
+import asyncio
+import json
+from collections import deque
+from contextlib import suppress
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import Message, Receive, Scope
+
+from vllm_poc.server.admission import Access
+from vllm_poc.server.bodies import decode
+from vllm_poc.server.errors import refusal
+from vllm_poc.server.vllm_routes import COLLECTIVE_RPC, WEIGHT_CHECKER, path_of
+
+#: A longer body is passed on unread: no command that matters here has one.
+_MOST_BYTES = 2**20
+#: What is smaller takes less time at once than a thread takes to begin.
+_LARGE_BYTES = 16_384
+#: The field of the body that says what is to be done.
+_FIELDS = {COLLECTIVE_RPC: "method", WEIGHT_CHECKER: "action"}
+
+
+def is_served(scope: Scope) -> bool:
+    """Whether this server has the route: vLLM has most of them in its development mode alone."""
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
+
+
+def check_sender(scope: Scope, access: Access) -> None:
+    """Refuse with 401 a command of somebody without a key, on a server that has keys.
+
+    vLLM asks for its keys on the routes below ``/v1`` and a few more, and these are not among them.
+    """
+    if access.vllm_keys and not access.knows(scope, access.vllm_keys + access.keys):
+        detail = "this command holds PoC back: send a key of vLLM's --api-key, or the token of VLLM_POC_TOKEN"
+        raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+
+
+async def named(scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
+    """Return the method or the action that a command's body names, if it names one, and what receives all of it."""
+    field = _FIELDS.get(path_of(scope))
+    if field is None:
+        return None, receive
+    body, replayed = await _begun(receive)
+    if body is None:
+        return None, replayed
+    found = _field(body, field) if len(body) < _LARGE_BYTES else await asyncio.to_thread(_field, body, field)
+    return found, replayed
+
+
+async def _begun(receive: Receive) -> tuple[bytes | None, Receive]:
+    """Return the body, or None if it is too long to be read here, and what receives it again."""
+    messages: deque[Message] = deque()
+    size, ended = 0, False
+    while size <= _MOST_BYTES and not ended:
+        messages.append(message := await receive())
+        size += len(message.get("body", b""))
+        ended = not message.get("more_body", False)
+    body = b"".join(message.get("body", b"") for message in messages) if size <= _MOST_BYTES else None
+
+    async def replayed() -> Message:
+        return messages.popleft() if messages else await receive()
+
+    return body, replayed
+
+
+def _field(body: bytes, name: str) -> str | None:
+    # vLLM says what is wrong with it, and `decode` bounds how deep it is.
+    with suppress(json.JSONDecodeError, HTTPException):
+        found = decode(body)
+        value = found.get(name) if isinstance(found, dict) else None
+        return value if isinstance(value, str) else None
+    return None

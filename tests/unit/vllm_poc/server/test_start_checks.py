@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own command, too, ends with a sentence before it serves what PoC cannot run on."""
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+
+from vllm_poc.server import app
+from vllm_poc.server.settings import SettingsError
+from vllm_poc.start_checks import StartError
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("vllm.version")
+    module.__dict__["__version__"] = "0.32.0"
+    monkeypatch.setitem(sys.modules, "vllm.version", module)
+    return module
+
+
+@pytest.mark.usefixtures("release")
+def test_a_misspelt_setting_ends_the_import_of_the_middleware(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_POC_TOKN", "secret")
+    with pytest.raises(SettingsError, match=r"VLLM_POC_TOKN is not a setting: did you mean VLLM_POC_TOKEN"):
+        importlib.reload(app)
+
+
+def test_an_old_release_ends_it(release: ModuleType) -> None:
+    release.__dict__["__version__"] = "0.22.1"
+    with pytest.raises(StartError, match=r"made for vLLM 0\.23 to .*, not for 0\.22\.1: take one of them"):
+        importlib.reload(app)
+
+
+@pytest.mark.usefixtures("release")
+def test_the_range_does_not() -> None:
+    middleware = app.PocMiddleware
+    importlib.import_module("vllm_poc.start_checks").check_start()
+    assert app.PocMiddleware is middleware
+
+
+def test_where_there_is_no_vllm_the_settings_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.version", None)
+    importlib.import_module("vllm_poc.start_checks").check_start()
+    monkeypatch.setenv("VLLM_POC_DRAIN_SECONDS", "-1")
+    with pytest.raises(SettingsError, match="VLLM_POC_DRAIN_SECONDS"):
+        importlib.reload(app)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's commands that hold PoC back count only where vLLM has them, from those who may, and whatever their body is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.servers.pod import DISTANCE, PAUSING, SLOT, Pod, running_pod
+from tests.wire.test_pauses import call, stands_still
+from vllm_poc.server.vllm_routes import BROKEN, DISCARDED, SLEEP
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+NESTED = b"[" * 200_000
+BODIES = (NESTED, b"", b"\xff", b"[]", b'{"method": 7}', b" " * 2**21)
+KEY, TOKEN = "sesame", "token"
+
+
+async def computes(pod: Pod) -> bool:
+    before = (await pod.status()).total_checked
+    return (await pod.reach(lambda s: s.total_checked > before)).paused_by is None
+
+
+async def rpc(pod: Pod, method: str) -> int:
+    return (await pod.http.post("/collective_rpc", json={"method": method})).status_code
+
+
+@pytest.mark.parametrize("path", PAUSING)
+async def test_a_command_that_vllm_does_not_have_holds_nobody_back(pod: Pod, path: str) -> None:
+    """Many of them at once, too: without its development mode vLLM has hardly any."""
+    pod.app.router.routes[:] = [route for route in pod.app.routes if getattr(route, "path", "") not in PAUSING]
+    pod.engine.seconds_per_batch = 0.5
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda _: pod.engine.in_flight > 0)
+    answers = [asyncio.create_task(pod.http.post(path, content=NESTED)) for _ in range(20)]
+    await asyncio.sleep(0.02)
+    assert (await pod.status()).paused_by is None
+    assert [(await answer).status_code for answer in answers] == [404] * 20
+    assert pod.engine.forgotten == 0
+    assert await computes(pod)
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/weight_checker"])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: f"{body[:9]!r}")
+async def test_any_body_of_a_command_reaches_vllm(pod: Pod, path: str, body: bytes) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 65_536):
+            yield body[start : start + 65_536]
+
+    pod.received.clear()
+    assert (await pod.http.post(path, content=pieces())).status_code == 200
+    assert pod.received == [body]
+    assert pod.engine.forgotten == 1
+
+
+@pytest.fixture
+async def locked(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pod]:
+    monkeypatch.setenv("VLLM_POC_TOKEN", TOKEN)
+    async with running_pod(api_key=[KEY]) as other:
+        yield other
+
+
+@pytest.mark.parametrize("path", PAUSING)
+async def test_a_server_with_keys_takes_commands_of_those_who_have_one(locked: Pod, path: str) -> None:
+    for header in ({}, {"Authorization": "Bearer other"}, {"Authorization": f"Basic {KEY}"}):
+        answer = await locked.http.post(path, headers=header)
+        assert (answer.status_code, answer.json()["reason"]) == (401, "Unauthorized")
+        assert "--api-key" in answer.json()["detail"]
+    assert locked.received == []
+    for key in (KEY, TOKEN):
+        assert (await locked.http.post(path, headers={"Authorization": f"Bearer {key}"})).status_code == 200
+
+
+@pytest.mark.parametrize("load", ["/update_weights", "reload_weights", "load_model"])
+@pytest.mark.parametrize("level", ["2", "%2B2", "02", "1&level=2"])
+async def test_after_a_deep_sleep_the_weights_have_to_be_loaded(pod: Pod, level: str, load: str) -> None:
+    """vLLM is awake before, with memory for weights that holds anything."""
+    await pod.start(DISTANCE | SLOT)
+    assert (await pod.http.post(f"/sleep?level={level}")).status_code == 200
+    assert (await pod.status()).paused_by == f"{DISCARDED}; {SLEEP}"
+    await call(pod, ["/wake_up"])
+    await stands_still(pod)
+    assert (await pod.status()).paused_by == DISCARDED
+    await (call(pod, [load]) if load.startswith("/") else rpc(pod, load))
+    assert await computes(pod)
+
+
+async def test_a_deep_sleep_that_fails_half_way_is_one(pod: Pod) -> None:
+    pod.refusing, pod.engine.asleep = {"/sleep"}, True
+    assert (await pod.http.post("/sleep?level=2")).status_code == 500
+    assert (await pod.status()).paused_by == f"{DISCARDED}; {SLEEP}"
+
+
+@pytest.mark.parametrize("level", ["", "?level=0", "?level=1"])
+async def test_after_another_sleep_they_need_not(pod: Pod, level: str) -> None:
+    await pod.start(DISTANCE | SLOT)
+    await call(pod, [f"/sleep{level}", "/wake_up"])
+    assert await computes(pod)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/weight_checker", {"action": "reset"}), ("/collective_rpc", {"method": "reset_weights"})]
+)
+async def test_weights_that_were_reset_are_computed_with_by_nobody(
+    pod: Pod, path: str, body: dict[str, str], status: int
+) -> None:
+    pod.refusing = {path} if status == 500 else set()
+    assert (await pod.http.post(path, json=body)).status_code == status
+    pod.refusing = set()
+    assert (await pod.status()).paused_by == DISCARDED
+    assert (await pod.http.post("/weight_checker", json={"action": "checksum"})).status_code == 200
+    assert (await pod.status()).paused_by == DISCARDED
+    await rpc(pod, "reload_weights")
+    assert (await pod.status()).paused_by is None
+
+
+async def test_a_reload_that_fails_is_a_broken_update(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT)
+    pod.refusing = {"/collective_rpc"}
+    assert await rpc(pod, "check_health") == 500
+    assert await computes(pod)
+    assert await rpc(pod, "reload_weights") == 500
+    await stands_still(pod)
+    assert (await pod.status()).paused_by == BROKEN
+    pod.refusing = set()
+    await rpc(pod, "check_health")
+    assert (await pod.status()).paused_by == BROKEN
+    await rpc(pod, "reload_weights")
+    assert await computes(pod)
