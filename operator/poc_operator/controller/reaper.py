@@ -298,6 +298,8 @@ class Reaper:
         pod = suspect.pod
         try:
             async with self._stopping:
+                if not self._may_act():
+                    return  # the process stood still meanwhile: another may act by now
                 await suspect.client.stop(base_url(pod.ip or "", suspect.port), round_id)
         except PodBusy:
             return  # it computes another round by now
