@@ -41,6 +41,26 @@ def test_its_rights_are_its_own_and_few(kube: Kube, values: Values) -> None:
     assert job["spec"]["template"]["spec"]["serviceAccountName"] == NAME
 
 
+@pytest.mark.parametrize("values", VALUES, ids=["cluster", "roles"])
+def test_it_may_read_whose_operator_acts(kube: Kube, values: Values) -> None:
+    bodies = objects(kube, OPERATOR_CHART, values)
+    rights = {
+        (body["metadata"]["name"], body["metadata"]["namespace"]): body["rules"]
+        for body in bodies
+        if body["kind"] == "Role" and body["metadata"]["name"].startswith(f"{NAME}-")
+    }
+    lease = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "resourceNames": [OPERATOR]}
+    own = "kube-system" if not values else SYSTEM_NAMESPACE
+    assert rights == {
+        (f"{NAME}-lease:{SYSTEM_NAMESPACE}", own): [{**lease, "verbs": ["get"]}],
+        (f"{NAME}-pods:{SYSTEM_NAMESPACE}", SYSTEM_NAMESPACE): [
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+        ],
+    }
+    args = hooks(kube, values)[-1]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert {f"--lease-namespace={own}", f"--release={RELEASE}"} <= set(args)
+
+
 def test_it_has_an_end(kube: Kube) -> None:
     job = hooks(kube, {"uninstall": {"waitSeconds": 30}})[-1]
     assert job["spec"]["activeDeadlineSeconds"] == 90

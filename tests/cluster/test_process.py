@@ -37,6 +37,8 @@ WORK: dict[str, Any] = {
     "selector": {"matchLabels": LABELS},
     "batchSize": 8,
 }
+#: The operator's name in the Lease.
+IDENTITY = "--identity=tests"
 NODES = {"first": 0, "last": 0, "count": 1}
 PROOFS = [{"nonce": nonce, "vector": vector(nonce, 4)} for nonce in range(20)]
 
@@ -85,7 +87,7 @@ async def running(environment: Mapping[str, str], folder: Path, *flags: str) -> 
     ports = [f"--health-port={free_port()}", f"--metrics-port={free_port()}"]
     with (folder / "operator.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "poc_operator", "--log-format=plain", *ports, *flags),
+            *(sys.executable, "-m", "poc_operator", "--log-format=plain", IDENTITY, *ports, *flags),
             env=environment,
             stdout=log,
             stderr=log,
@@ -226,7 +228,7 @@ async def test_uninstalling_does_not_wait_for_ever_for_an_operator_that_does_not
 async def uninstall(environment: Mapping[str, str], seconds: int) -> float:
     """Run what `helm uninstall` runs; return how long it took."""
     began = monotonic()
-    program = [sys.executable, "-m", "poc_operator.controller.uninstall", f"--wait-seconds={seconds}"]
+    program = [sys.executable, "-m", "poc_operator.controller.uninstall", f"--wait-seconds={seconds}", IDENTITY]
     process = await asyncio.create_subprocess_exec(*program, env=environment)
     assert await process.wait() == 0
     return monotonic() - began

@@ -14,7 +14,7 @@ from pydantic import AnyHttpUrl
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import EvictionRefused, PodBusy, PodError, PodRefused, StoreError, StoreForbidden
-from poc_operator.clients.pods.client import ClientOf, base_url
+from poc_operator.clients.pods.client import ClientOf, PodClient, base_url
 from poc_operator.controller.event_loop import FewRequests
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger
@@ -41,6 +41,22 @@ REFUSED_SECONDS = 5.0
 MOST_REFUSED_SECONDS = 60.0
 #: Seconds between two tries to evict a pod that may not be.
 EVICTION_SECONDS = 30.0
+
+
+class LeaseLost(PodError):  # noqa: N818 - reads as a state, like the other errors of pods
+    """Nothing was sent: another operator may act by now."""
+
+
+async def _client_to_order(clients: ClientOf, pod: PodView, may_act: Callable[[], bool]) -> PodClient:
+    """Return the client for an order that is sent at once.
+
+    LeaseLost if the Lease has run out since the order was planned, as in a process that stood still: another operator
+    may have given the pod other work.
+    """
+    client = await clients.of(pod.namespace)
+    if not may_act():
+        raise LeaseLost(f"pod {pod.name} is told nothing: the operator's Lease has run out")
+    return client
 
 
 class Refusals:
@@ -94,6 +110,7 @@ class PodActions:
         self._store = sources.store
         self._gateway = sources.gateway
         self._owner = sources.owner
+        self._may_act = sources.may_act
         self._clients = clients
         self._few = few
         self._emit = emit
@@ -173,9 +190,8 @@ class PodActions:
     async def _start(self, port: int, start: StartPod) -> None:
         pod = start.pod
         try:
-            answer = await (await self._clients.of(pod.namespace)).start(
-                base_url(pod.ip or "", port), self._signed(start)
-            )
+            client = await _client_to_order(self._clients, pod, self._may_act)
+            answer = await client.start(base_url(pod.ip or "", port), self._signed(start))
             self._started[pod.uid] = (
                 answer.pow_status.session_id if isinstance(answer, CommandResponse) else pod.server(port)
             )
@@ -207,7 +223,7 @@ class PodActions:
 
     async def _extend(self, port: int, extend: ExtendPod) -> None:
         try:
-            client = await self._clients.of(extend.pod.namespace)
+            client = await _client_to_order(self._clients, extend.pod, self._may_act)
             await client.extend(base_url(extend.pod.ip or "", port), extend.request)
         except PodError as error:
             # What became of its round, or of the limit, the next poll tells.
@@ -215,7 +231,7 @@ class PodActions:
 
     async def _stop(self, port: int, stop: StopPod) -> None:
         try:
-            client = await self._clients.of(stop.pod.namespace)
+            client = await _client_to_order(self._clients, stop.pod, self._may_act)
             await client.stop(base_url(stop.pod.ip or "", port), stop.round_id)
             self._wake.set()
         except PodBusy:
@@ -224,7 +240,7 @@ class PodActions:
             self._log.warning("stop: %s", error)
 
     async def _evict(self, pod: PodView) -> None:
-        if self._clock() < self._evict_after.get(pod.uid, 0.0):
+        if self._clock() < self._evict_after.get(pod.uid, 0.0) or not self._may_act():
             return
         try:
             await self._store.evict_pod(pod)
@@ -250,10 +266,14 @@ _Key = tuple[str, str]  # pod uid, key of the ask
 
 
 class PodAsks:
-    """What one object asks its pods. ``wake`` is set when one has a result."""
+    """What one object asks its pods. ``wake`` is set when one has a result.
 
-    def __init__(self, *, clients: ClientOf, wake: asyncio.Event) -> None:
+    ``may_act`` says whether this process may give orders.
+    """
+
+    def __init__(self, *, clients: ClientOf, wake: asyncio.Event, may_act: Callable[[], bool]) -> None:
         self._clients = clients
+        self._may_act = may_act
         self._wake = wake
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
         self._answers: dict[str, Answer] = {}  # the last one of each pod, by uid
@@ -278,7 +298,7 @@ class PodAsks:
 
     async def _ask(self, port: int, ask: AskPod) -> None:
         try:
-            client = await self._clients.of(ask.pod.namespace)
+            client = await _client_to_order(self._clients, ask.pod, self._may_act)
             result = await client.generate(base_url(ask.pod.ip or "", port), ask.request)
         except PodError as error:
             # No news: the next turn is early enough, so that tries have a pause between them.

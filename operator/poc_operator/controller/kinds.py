@@ -6,7 +6,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -48,6 +48,7 @@ class Sources:
 
     ``rate_limit`` is how many nonces per second no pod exceeds, ``owner`` the name under which pods get their orders,
     ``lease_seconds`` how long a pod computes on if nobody asks it. ``fleets`` finds what a ``fleetRef`` names.
+    ``may_act`` says whether this process may give orders: whether it holds the Lease, where there is one.
     """
 
     store: ObjectStore
@@ -56,6 +57,7 @@ class Sources:
     owner: str | None = None
     lease_seconds: int = LEASE_SECONDS
     fleets: FleetRefs | None = None
+    may_act: Callable[[], bool] = lambda: True
 
 
 class Planner(ABC, Generic[WorkT]):

@@ -3,7 +3,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from kubernetes.aio import client
@@ -149,3 +149,47 @@ class LeaderElection:
         """Write the lease as it was read; StaleObject if somebody wrote it meanwhile."""
         async with api_errors():
             await self._leases.replace_namespaced_lease(COMPONENT, self._namespace, lease)
+
+
+class LeaseReader:
+    """Reads the Lease without taking part. ``clock`` returns seconds of a monotonic clock."""
+
+    def __init__(self, api: client.ApiClient, namespace: str, clock: Callable[[], float]) -> None:
+        self._leases = client.CoordinationV1Api(api)
+        self._namespace = namespace
+        self._clock = clock
+        self._dead: object = None  # the last sign of life of a holder that was found to be gone
+
+    async def living_holder(self, *, but: Callable[[str], Awaitable[bool]]) -> str | None:
+        """Return who holds the Lease and renews it, unless it is one of these; None if there is nobody.
+
+        A holder is watched for as long as its lease lasts, and a little longer: whoever waits takes it over then.
+        """
+        seen, since = await self._sign(), self._clock()
+        while seen != self._dead:
+            if seen[0] is not None and await but(seen[0]):
+                return None
+            if self._clock() - since >= _takeover_seconds(seen[0]):
+                self._dead = seen
+                break
+            await asyncio.sleep(RETRY_SECONDS)
+            sign = await self._sign()
+            if sign == seen:
+                continue
+            if sign[0] is not None and not await but(sign[0]):
+                return sign[0]
+            seen, since = sign, self._clock()
+        return None
+
+    async def _sign(self) -> tuple[str | None, object]:
+        """Return the holder and when it renewed the Lease."""
+        async with api_errors():
+            lease = await self._leases.read_namespaced_lease(COMPONENT, self._namespace)
+            spec = lease.spec or client.V1LeaseSpec()
+            return spec.holder_identity or None, spec.renew_time
+        return None, None
+
+
+def _takeover_seconds(holder: str | None) -> float:
+    """Return after how long who waits for the Lease has it, if its holder is gone."""
+    return 2 * RETRY_SECONDS + (DURATION_SECONDS if holder is not None else 0)

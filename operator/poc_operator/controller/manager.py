@@ -115,7 +115,13 @@ class Manager:
         self._ask_clients = ask_clients or clients
         self._poller = PodPoller(self._poll_clients, time.monotonic)
         self._gateway = gateway
-        self._sources = Sources(store=store, gateway=gateway, rate_limit=rate_limit, lease_seconds=lease_seconds)
+        self._sources = Sources(
+            store=store,
+            gateway=gateway,
+            rate_limit=rate_limit,
+            lease_seconds=lease_seconds,
+            may_act=lambda: self.lease.held,
+        )
         self._pods = PodCache(time.monotonic)
         self.metrics = Metrics(leads=lambda: self.lease.held)
         #: The fleets; None if none is kept.

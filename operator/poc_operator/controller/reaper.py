@@ -3,9 +3,11 @@
 
 A round's loop asks its pods as long as the round is under way. Whatever it cannot reach in that time is the reaper's:
 pods that were silent when their round ended and come back, pods that lost their labels, rounds that went without
-anybody who could wait. It remembers nothing that it needs: which rounds there are, the API server says, and what a pod
-computes, the pod. So another process goes on with what one has left. What is judged, and how, is in
-`poc_operator.planning.reaping`.
+anybody who could wait. Which rounds there are, the API server says, and what a pod computes, the pod. So another
+process goes on with what one has left. What is judged, and how, is in `poc_operator.planning.reaping`.
+
+Pods of the reference implementation do not say for which round they compute. What a deleted round had ordered from them
+only this process remembers, until they have stopped: a new process leaves them alone.
 
 Nothing is stopped by what a watch has told: for each suspect the rounds are read anew, after the pod was asked. A slot
 is recorded before its pod is told, so that a pod whose slot is not there has lost it.
@@ -20,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,15 +52,20 @@ FIRST_SECONDS = 5.0
 ASKS = 32
 #: Connections that this takes: for asks, and as many stops.
 CONNECTIONS = 2 * ASKS
-#: Seconds for which the pods of an object that is gone are remembered: a day.
+#: Seconds for which the pods of an object that is gone are remembered: a day. Pods that tell no round are remembered
+#: until they have stopped.
 MEMORY_SECONDS = 86_400.0
+#: Seconds after which no order of a round that is gone is on its way any more.
+LATE_SECONDS = 60.0
 
 
 class WorkRecords:
     """The objects as the watches tell of them, and for a while those that are gone."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], exists: Callable[[str], bool]) -> None:
+        """``exists`` says whether there is a pod of this uid."""
         self._clock = clock
+        self._exists = exists
         self._live: dict[str, WorkRecord] = {}
         self._gone: dict[str, tuple[WorkRecord, float]] = {}  # with the time at which they are forgotten
 
@@ -66,8 +73,9 @@ class WorkRecords:
         """Remember an object as it is now."""
         known = self._live.get(record.uid)
         # A slot that was given to another pod leaves the first one's name nowhere else.
-        pods = record.pods | known.pods if known is not None else record.pods
-        self._live[record.uid] = replace(record, pods=pods)
+        if known is not None:
+            record = replace(record, pods=record.pods | known.pods, nameless=record.nameless | known.nameless)
+        self._live[record.uid] = record
 
     def retire(self, uid: str) -> WorkRecord | None:
         """Note that an object is gone; return what was known of it."""
@@ -82,9 +90,26 @@ class WorkRecords:
 
     def all(self) -> Sequence[WorkRecord]:
         """Return all that are not forgotten."""
-        for uid in [uid for uid, (_, moment) in self._gone.items() if moment <= self._clock()]:
+        for uid in [uid for uid, (record, moment) in self._gone.items() if self._is_past(record, moment)]:
             del self._gone[uid]
         return [*self._live.values(), *(record for record, _ in self._gone.values())]
+
+    def _is_past(self, record: WorkRecord, moment: float) -> bool:
+        return moment <= self._clock() and not any(self._exists(slot.pod) for slot in record.nameless)
+
+    def gone_of(self, pod: PodView, session: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the rounds that are gone and that this pod may compute in this session, as if they were finished."""
+        for record, _ in self._gone.values():
+            over = record.as_over(pod.uid, session) if record.namespace == pod.namespace else None
+            if over is not None:
+                yield over
+
+    def stopped(self, pod: PodView, *, late: float = 0.0) -> None:
+        """Note that the pod computes nothing of what is gone, for so many seconds already. What comes is another's."""
+        for uid, (record, moment) in self._gone.items():
+            left = frozenset(slot for slot in record.nameless if slot.pod != pod.uid)
+            if len(left) < len(record.nameless) and moment - MEMORY_SECONDS + late <= self._clock():
+                self._gone[uid] = (replace(record, nameless=left), moment)
 
 
 @dataclass(frozen=True)
@@ -130,7 +155,7 @@ class Reaper:
         self._driven = driven
         self._may_act = may_act
         self._clock = clock
-        self._records = WorkRecords(clock)
+        self._records = WorkRecords(clock, pods.knows)
         self._silent: dict[tuple[str, int], float] = {}  # when those that did not answer were asked last
         self._unknown = frozenset[tuple[str, int]]()  # the pods that no object selects or names, at the last sweep
         self._held = set[str]()  # uids of the pods that have a slot of a round under way, at the last sweep
@@ -219,8 +244,12 @@ class Reaper:
         return {key: pod for key, pod in (workers | found).items() if pod.uid not in busy}
 
     def _is_driven(self, record: WorkRecord | None) -> bool:
-        """Whether an object is under way, and has a loop: it reads the object again and again, and ends with it."""
-        return record is not None and not record.finished and record.uid in self._driven()
+        """Whether an object is under way, and has a loop: it reads the object again and again, and ends with it.
+
+        One that is gone is not, although its loop may have yet to see it.
+        """
+        live = record is not None and self._records.live(record.uid) is not None
+        return live and record is not None and not record.finished and record.uid in self._driven()
 
     async def _ask(self, targets: _Targets, keys: Iterable[tuple[str, int]]) -> list[_Suspect]:
         limit = asyncio.Semaphore(ASKS)
@@ -237,6 +266,8 @@ class Reaper:
                 except PodError:
                     return
                 self._silent.pop(key, None)
+            if isinstance(answer, ReferenceStatus) and answer.status is not PowState.GENERATING:
+                self._records.stopped(pod, late=LATE_SECONDS)
             if self._is_suspect(pod, answer):
                 suspects.append(_Suspect(pod, port, client, answer))
 
@@ -283,10 +314,13 @@ class Reaper:
         rounds = list(readable(PoCRound, bodies))
         if len(rounds) < len(records):
             return  # it may be of one that cannot be read
+        gone = readable(PoCRound, self._records.gone_of(suspect.pod, suspect.pod.server(suspect.port)))
+        rounds += [round_ for round_ in gone if round_.id not in records]
         told = ((round_, as_ours(answer, suspect.pod, suspect.port, round_)) for round_ in rounds)
         over = proven_over(suspect.pod, told)
         if over is not None:
-            self._begin_stop(suspect, over.id, Cause.FINISHED, records[over.id])
+            cause = Cause.FINISHED if over.id in records else Cause.DELETED
+            self._begin_stop(suspect, over.id, cause, records.get(over.id))
 
     def _begin_stop(self, suspect: _Suspect, round_id: str, cause: Cause, record: WorkRecord | None) -> None:
         uid = suspect.pod.uid
@@ -298,12 +332,15 @@ class Reaper:
         pod = suspect.pod
         try:
             async with self._stopping:
+                if not self._may_act():
+                    return  # the process stood still meanwhile: another may act by now
                 await suspect.client.stop(base_url(pod.ip or "", suspect.port), round_id)
         except PodBusy:
             return  # it computes another round by now
         except PodError as error:
             log.warning("pod %s computes for a round %s, and cannot be stopped: %s", pod.name, EXPLAINED[cause], error)
             return
+        self._records.stopped(pod)
         message = f"pod {pod.name} computed for round {round_id}, {EXPLAINED[cause]}: it is stopped"
         log.warning("%s", message)
         self._metrics.orphan_stopped(cause)

@@ -107,7 +107,7 @@ class Reconciler(Generic[WorkT]):
         self.wake = asyncio.Event()
         few = orders or FewRequests(MOST_ORDERS)
         self._actions = PodActions(sources=sources, clients=clients, few=few, emit=emit, wake=self.wake, log=self.log)
-        self._asks = PodAsks(clients=ask_clients or clients, wake=self.wake)
+        self._asks = PodAsks(clients=ask_clients or clients, wake=self.wake, may_act=sources.may_act)
         self._deleted_since: float | None = None  # by the monotonic clock
         self._others = others or OtherRounds(time.monotonic)
         self._untold = untold or UntoldPods(sources.store, pods)

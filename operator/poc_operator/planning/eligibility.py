@@ -15,7 +15,7 @@ from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec, WorkSpec
-from poc_operator.observed import PodReport, PodView
+from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.planning.queue import may_take, other_round
 from poc_operator.planning.snapshot import Snapshot, Work
 from vllm_poc.wire.answers import ModelLimits, PowState
@@ -164,15 +164,22 @@ def loads(snapshot: Snapshot[Work], pod: PodView | None) -> bool:
 
 
 def loading_seconds(snapshot: Snapshot[Work], since: datetime) -> float:
-    """Return the longest time that a pod may take to load which loads now, or has begun to since; 0 without one."""
+    """Return the longest time that a pod may take to load which loads now, or has loaded since; 0 without one."""
     spec = snapshot.work.spec
     servers = [(pod, pod.container(spec.port)) for pod in snapshot.live_pods]
     seconds = [
         spec.pod_startup_seconds if server.startup_seconds is None else server.startup_seconds
         for pod, server in servers
-        if server.running_since is not None and (server.running_since >= since or loads(snapshot, pod))
+        if loads(snapshot, pod) or _began_since(since, pod, server)
     ]
     return max(seconds, default=0.0)
+
+
+def _began_since(since: datetime, pod: PodView, server: Container) -> bool:
+    """Whether the pod's server runs, and was started or became ready since."""
+    if server.running_since is None:
+        return False
+    return server.running_since >= since or (pod.ready_since is not None and pod.ready_since >= since)
 
 
 def why_not_ready(snapshot: Snapshot[Work], pod: PodView) -> str:

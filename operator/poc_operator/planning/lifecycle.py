@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, TypeVar
 
-from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy
@@ -41,26 +40,27 @@ def deadline_exceeded(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome |
 
 
 def start_deadline_exceeded(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
-    """No pod has started within ``startDeadlineSeconds`` of the creation."""
+    """No pod has started within ``startDeadlineSeconds`` of the creation, or longer if one had to load its model.
+
+    The time in which other rounds have the pods does not count.
+    """
+    if status.start_time is not None or not _idle_too_long(snapshot, status):
+        return None
     limit = snapshot.work.spec.start_deadline_seconds
-    if status.start_time is not None:
-        return None
-    if snapshot.seconds_since(_startable_since(snapshot)) < limit:
-        return None
-    waited = f"; last waited for: {status.message}" if status.message else ""
-    message = f"no pod started within {limit} s (spec.startDeadlineSeconds){waited}"
+    message = f"no pod started within {limit} s (spec.startDeadlineSeconds){_waited(status)}"
     return failed(Reason.START_DEADLINE_EXCEEDED, message)
 
 
-def _startable_since(snapshot: Snapshot[Work]) -> datetime:
-    """Creation, or the moment of the last resumption."""
-    created = snapshot.work.metadata.creation_timestamp
-    changes = [
-        condition.last_transition_time
-        for condition in snapshot.work.status.own_conditions
-        if condition.type == ConditionType.SUSPENDED
-    ]
-    return max([created, *changes])
+def _idle_too_long(snapshot: Snapshot[Work], status: WorkStatus) -> bool:
+    limit, idle_since = snapshot.work.spec.start_deadline_seconds, status.idle_time
+    if idle_since is None or snapshot.seconds_since(idle_since) < limit + loading_seconds(snapshot, idle_since):
+        return False
+    # A new process has yet to read the other rounds: until then nothing says whether this one waits for its turn.
+    return snapshot.known_rounds is not None
+
+
+def _waited(status: WorkStatus) -> str:
+    return f"; last waited for: {status.message}" if status.message else ""
 
 
 def pods_unreachable(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
@@ -76,13 +76,11 @@ def pods_idle(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
 
     The time in which other rounds have the pods does not count.
     """
-    limit, idle_since = snapshot.work.spec.start_deadline_seconds, status.idle_time
-    if idle_since is None:
+    if status.start_time is None or not _idle_too_long(snapshot, status):
         return None
-    if snapshot.seconds_since(idle_since) < limit + loading_seconds(snapshot, idle_since):
-        return None
-    waited = f"; last waited for: {status.message}" if status.message else ""
-    return failed(Reason.PODS_IDLE, f"no pod has worked on it for {limit} s (spec.startDeadlineSeconds){waited}")
+    limit = snapshot.work.spec.start_deadline_seconds
+    message = f"no pod has worked on it for {limit} s (spec.startDeadlineSeconds){_waited(status)}"
+    return failed(Reason.PODS_IDLE, message)
 
 
 def pods_busy(snapshot: Snapshot[Work], status: WorkStatus) -> Outcome | None:
@@ -150,9 +148,16 @@ def note_times(snapshot: Snapshot[Work], step: StepT, *, started: bool, works: b
         events.append(WorkEvent(reason=Reason.STARTED, message=extent))
     failing_since = (status.poll_failure_time or snapshot.now) if _poll_failed(snapshot, status) else None
     # Another round's time is not this one's: who goes first may take the pods for longer than the deadline.
-    idle = not works and start_time is not None and not is_queued(snapshot)
-    idle_since = (status.idle_time or snapshot.now) if idle else None
+    idle = not (works and start_time is not None) and not is_queued(snapshot)
+    idle_since = (status.idle_time or _idle_from(snapshot)) if idle else None
     return step.extended(start_time=start_time, poll_failure_time=failing_since, idle_time=idle_since, events=events)
+
+
+def _idle_from(snapshot: Snapshot[Work]) -> datetime:
+    """Creation, if this is the first look at it; else now: a pod worked on it, or its turn in the queue has come."""
+    work, status = snapshot.work, snapshot.work.status
+    is_first = status.start_time is None and not status.observed_generation
+    return work.metadata.creation_timestamp if is_first else snapshot.now
 
 
 def _poll_failed(snapshot: Snapshot[Work], status: WorkStatus) -> bool:

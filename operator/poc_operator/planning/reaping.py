@@ -5,12 +5,13 @@ It is left over when a pod is silent while its round ends, or is relabelled, or 
 that this cluster's operator has ordered is judged: its owner says so. A round under way stops the orphans among the
 pods that its selector matches itself (`poc_operator.rounds.stop`), since it alone knows what it orders next.
 
-A pod of the reference implementation tells neither owner nor round. Its work is ours only if a stored status says that
-this pod had just this slot of just these parameters.
+A pod of the reference implementation tells neither owner nor round. Its work is ours only if a status says that this
+pod had just this slot of just these parameters: the stored one of a finished round, or that of a deleted one as it was
+seen last.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
@@ -18,9 +19,9 @@ from pydantic import ValidationError
 
 from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, LabelSelector, fleet_selector
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
-from poc_operator.apis.v1alpha1.status import SlotState, is_finished
+from poc_operator.apis.v1alpha1.status import SlotState, State, is_finished
 from poc_operator.apis.v1alpha1.work import DEFAULT_PORT
-from poc_operator.observed import PodView
+from poc_operator.observed import PodView, is_container_session
 from vllm_poc.wire.answers import PowState, StatusResponse
 
 #: The states of a slot that no pod has; any other word, also of another version, may mean that one has it.
@@ -43,6 +44,31 @@ EXPLAINED = {
 }
 
 
+#: What of an object's metadata names it.
+_NAMES = ("name", "namespace", "uid", "generation", "resourceVersion", "creationTimestamp")
+
+
+@dataclass(frozen=True)
+class NamelessSlot:
+    """A slot that a status gives to a pod which tells no round, or may be such a one: it has not confirmed yet.
+
+    ``pod`` is the pod's uid, ``session`` its container's id.
+    """
+
+    pod: str
+    node: int
+    group: int
+    session: str | None
+
+    @classmethod
+    def found(cls, slots: Iterable[Mapping[str, Any]]) -> "Iterator[NamelessSlot]":
+        """Yield those among the slots of a status."""
+        for slot in slots:
+            pod, session, place = slot.get("uid"), slot.get("session"), (slot.get("node", 0), slot.get("group", 0))
+            if pod and (session is None or is_container_session(str(session))) and all(type(n) is int for n in place):
+                yield cls(str(pod), *place, session)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkRecord:
     """An object that asks pods to work, as far as it matters here: taken from its JSON, whatever else that says.
@@ -51,6 +77,7 @@ class WorkRecord:
 
     ``pods`` are the uids of all pods that a round's status names, ``holders`` of those that have a slot, and
     ``running`` of those that have confirmed it. Other kinds have none: pods drop named nonces by themselves.
+    ``nameless`` are its slots on pods that tell no round, ``order`` is what such pods were told: names, spec, groups.
     """
 
     uid: str
@@ -62,6 +89,8 @@ class WorkRecord:
     pods: frozenset[str]
     holders: frozenset[str]
     running: frozenset[str]
+    nameless: frozenset[NamelessSlot]
+    order: Mapping[str, Any] = field(compare=False)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -80,7 +109,25 @@ class WorkRecord:
             pods=_uids(slots),
             holders=_uids(slot for slot in slots if slot.get("state") not in _FREE),
             running=_uids(slot for slot in slots if slot.get("state") == SlotState.RUNNING),
+            nameless=frozenset(NamelessSlot.found(slots)),
+            order={
+                "metadata": {name: metadata[name] for name in _NAMES if name in metadata},
+                "spec": spec,
+                "groups": status.get("groups"),
+            },
         )
+
+    def as_over(self, pod: str, session: str) -> Mapping[str, Any] | None:
+        """Return the JSON of a finished round with the slots that this pod may have computed in this session.
+
+        None if it had none.
+        """
+        slots = [slot for slot in self.nameless if slot.pod == pod and slot.session in (None, session)]
+        if not slots:
+            return None
+        listed = [{"state": SlotState.DONE, "uid": pod, "node": slot.node, "group": slot.group} for slot in slots]
+        status = {"state": State.COMPLETE, "groups": self.order["groups"], RoundStatus.SHARES: listed}
+        return {"metadata": self.order["metadata"], "spec": self.order["spec"], "status": status}
 
     def port_of(self, pod: PodView) -> int:
         """Return the port of the pod's server."""

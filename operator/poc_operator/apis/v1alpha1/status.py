@@ -154,7 +154,7 @@ class WorkStatus(ApiModel):
     poll_failure_time: datetime | None = None
     """Since when no pod has answered."""
     idle_time: datetime | None = None
-    """Since when no pod works on it, if one did before. Not set while other rounds have the pods."""
+    """Since when no pod works on it. Not set while other rounds have the pods."""
     stop_time: datetime | None = None
     """Since when the pods are being stopped."""
     outcome: Outcome | None = None

@@ -19,7 +19,8 @@ from poc_operator.clients.pods.reference_pods import ReferenceConfig, ReferenceS
 from poc_operator.controller import reaper
 from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
-from poc_operator.controller.reaper import MEMORY_SECONDS, Reaper
+from poc_operator.controller.reaper import LATE_SECONDS, MEMORY_SECONDS, Reaper
+from poc_operator.observed import Container
 from tests.support.builders.forwarding import until
 from tests.unit.poc_operator.build import LABELS, UID, a_pod, a_round, a_slot, a_status, says
 from vllm_poc.wire.answers import PowState
@@ -421,3 +422,61 @@ async def test_reference_pods_are_left_alone_unless_a_status_proves_it(
     assert bool(world.stopped) is stopped
     assert LABELS.items() <= POD.labels.items(), "it is asked in any case"
     assert world.asked == [HERE]
+
+
+def a_server(**fields: Any) -> Any:  # noqa: ANN401
+    """The reference pod, with the container that it has now."""
+    return a_pod("a", ip="h", containers=(Container(id="c#0"),), **fields)
+
+
+@pytest.mark.parametrize(
+    ("slot", "other", "stopped"),
+    [
+        (a_slot("a", session="c#0"), None, True),
+        (a_slot("a", state=SlotState.STARTING), None, True),
+        (a_slot("a", session="before#0"), None, False),
+        (a_slot("a", session="c#0", group=1), None, False),
+        (a_slot("b", session="c#0"), None, False),
+        (a_slot("a", session="s1"), None, False),
+        (a_slot("a", session="c#0"), a_body("new", a_slot("a"), **ARTIFACT), False),
+    ],
+    ids=["its slot", "unconfirmed", "earlier container", "another slot", "another pod", "our pod", "the same again"],
+)
+async def test_a_reference_pod_is_stopped_when_its_round_is_deleted(slot: Any, other: Any, stopped: bool) -> None:  # noqa: ANN401
+    """As without a finalizer: the loop has yet to see that the round is gone, and the pod computes on."""
+    world = World(bodies=[other] if other else [], computing={HERE: REFERENCE}, driven={UID})
+    made, _ = world.reaper(a_server())
+    made.object_changed(a_body(UID, slot, **ARTIFACT))
+    made.object_gone(UID)
+    await swept(made)
+    assert world.stopped == ([(HERE, UID)] if stopped else [])
+
+
+async def test_a_silent_reference_pod_is_remembered_until_it_has_stopped() -> None:
+    """Its slot is another pod's by then, and days have passed."""
+    world = World(computing={HERE: PodTimeout("no answer")})
+    made, _ = world.reaper(a_server(labels={}))
+    for slot in (a_slot("a", session="c#0"), a_slot("b", session="s1")):
+        made.object_changed(a_body(UID, slot, **ARTIFACT))
+    made.object_gone(UID)
+    await swept(made)
+    world.now += 2 * MEMORY_SECONDS
+    world.computing[HERE] = REFERENCE
+    await swept(made)
+    assert world.stopped == [(HERE, UID)]
+    await swept(made)
+    assert world.stopped == [(HERE, UID)], "what it computes now is another's"
+
+
+@pytest.mark.parametrize(("seconds", "ours"), [(0.0, True), (LATE_SECONDS, False)])
+async def test_what_an_idle_reference_pod_computes_later_is_of_others(seconds: float, ours: bool) -> None:
+    """Unless the order may have been on its way when the round was deleted."""
+    world = World(computing={HERE: ReferenceStatus(status=PowState.IDLE)})
+    made, _ = world.reaper(a_server())
+    made.object_changed(a_body(UID, a_slot("a", session="c#0"), **ARTIFACT))
+    made.object_gone(UID)
+    world.now += seconds
+    await swept(made)
+    world.computing[HERE] = REFERENCE
+    await swept(made)
+    assert bool(world.stopped) is ours

@@ -33,7 +33,6 @@ def a_named_round(name: str, *, age: int = 10, **spec: Any) -> PoCRound:  # noqa
     """A round without end that wants one pod, and has the uid of its name."""
     fields = {
         "stop": None,
-        "startDeadlineSeconds": 31_536_000,
         "nodes": {"first": 0, "last": 0, "count": 1, "groups": 1},
         **spec,
     }
@@ -118,7 +117,7 @@ def ends(world: SharedWorld, name: str) -> None:
 
 def test_rounds_get_the_pod_by_priority_and_then_by_age() -> None:
     world = a_world(
-        a_named_round("running", age=1000),
+        a_named_round("running", age=800),
         a_named_round("young", age=1),
         a_named_round("old", age=100),
         a_named_round("urgent", age=0, priority=5),
@@ -138,7 +137,7 @@ def test_rounds_get_the_pod_by_priority_and_then_by_age() -> None:
 
 @pytest.mark.parametrize("first", ["old", "young"])
 def test_who_looks_first_gets_nothing_by_it(first: str) -> None:
-    world = a_world(a_named_round("old", age=100), a_named_round("young", age=1), a_named_round("running", age=999))
+    world = a_world(a_named_round("old", age=100), a_named_round("young", age=1), a_named_round("running", age=800))
     world.turn("running")
     world.settle()
     ends(world, "running")
@@ -250,6 +249,41 @@ def test_the_time_for_which_another_round_has_its_pods_makes_no_round_idle() -> 
     world.seconds += 901
     world.turn("low")
     assert world.rounds["low"].status.outcome is not None
+
+
+def test_a_round_waits_for_its_turn_longer_than_its_start_deadline() -> None:
+    world = a_world(a_named_round("first", age=100), a_named_round("second"))
+    for _ in range(3):
+        world.settle()
+        world.seconds += 1000
+    second = world.rounds["second"].status
+    assert (second.outcome, second.idle_time, world.works("first")) == (None, None, 1)
+    ends(world, "first")
+    world.settle(["second"])
+    assert world.works("second") == 1
+
+
+def test_the_start_deadline_runs_from_when_the_turn_has_come() -> None:
+    world = a_world(a_named_round("first", age=100), a_named_round("second"))
+    world.settle()
+    world.seconds += 1000
+    ends(world, "first")
+    world.pods.clear()
+    world.turn("second")
+    world.seconds += 899
+    assert world.turn("second").outcome is None
+    world.seconds += 1
+    outcome = world.turn("second").outcome
+    assert outcome is not None
+    assert outcome.reason == "StartDeadlineExceeded"
+
+
+def test_a_new_operator_fails_no_round_before_it_knows_whether_it_is_queued() -> None:
+    world = a_world(a_named_round("late", age=1000), pods=0)
+    seen = world.look("late")
+    unknown = RoundSnapshot(work=seen.work, pods=[], reports={}, now=NOW, find_other_rounds=lambda: None)
+    assert plan(unknown).status.outcome is None
+    assert plan(seen).status.outcome is not None
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,24 @@ def test_a_round_that_waits_for_its_first_pod_says_that_it_loads() -> None:
     )
 
 
+@pytest.mark.parametrize("begun", [-30, 0, 30], ids=["before the round", "with it", "after it"])
+def test_a_first_load_of_fifty_minutes_fails_nothing(begun: int) -> None:
+    """A fleet and its round are applied together: the probe allows an hour."""
+    since = NOW + timedelta(seconds=begun)
+    pod = a_pod("a", ready=False, waiting_for="ContainersNotReady", containers=(server(running_since=since),))
+    round_ = lived(a_round(age=0, stop=None), (pod, REFUSED), seconds=3000)
+    assert round_.status.state is State.PENDING
+    ready = replace(pod, ready=True, ready_since=NOW + timedelta(seconds=3001))
+    step = plan(look(round_, (ready, says()), after=3002))
+    assert [action.pod.name for action in step.actions if isinstance(action, StartPod)] == ["a"]
+
+
+def test_a_first_load_has_an_end() -> None:
+    round_ = lived(a_round(age=0, stop=None), (loading(startup_seconds=1200), REFUSED), seconds=2100)
+    assert round_.status.outcome is not None
+    assert round_.status.outcome.reason == "StartDeadlineExceeded"
+
+
 STARTING = a_slot(state=SlotState.STARTING)
 REFUSES = replace(says(), refusal=("CallbackNotAllowed", "url: not allowed"))
 HOPELESS = {
