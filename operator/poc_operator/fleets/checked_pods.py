@@ -113,6 +113,9 @@ def check_pods(
             judged |= {view.pod.uid: view for view in found}
     views = [_explained(judged.get(view.pod.uid, view)) for view in views]
     used = {*groups, *(view.entry.reference for view in views)}
+    # What the fleet's pods are to compute outlives them: the next pod may be the only one, and the wrong one.
+    wanted = _check(fleet, resolved, "")
+    used |= {wanted.name} if isinstance(wanted, Check) else known.keys()
     return CheckedPods(
         pods=[view.entry for view in views],
         references=[found for name, found in known.items() if name in used and found is not None],

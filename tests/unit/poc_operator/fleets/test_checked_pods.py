@@ -214,6 +214,18 @@ def test_a_first_pod_that_was_wrong_is_outvoted() -> None:
     assert results(check_pods(fleet, RESOLVED, pods, again, NOW)) == results(found)
 
 
+@pytest.mark.parametrize("resolved", [RESOLVED, None], ids=["spec", "unusable spec"])
+def test_the_reference_outlives_the_only_pod(resolved: Resolved | None) -> None:
+    """As while it is replaced, or the fleet has no replicas for a time."""
+    pod, later = a_pod(0), a_pod(0, starts=1)
+    found = check_pods(fleet_of(), RESOLVED, [pod], {"u0": an_answer(pod, engine(1))}, NOW)
+    gone = check_pods(fleet_of(found), resolved, [], {}, NOW)
+    assert gone.references == found.references
+    back = check_pods(fleet_of(gone), RESOLVED, [later], {"u0": an_answer(later, engine(2))}, NOW)
+    assert results(back) == {"demo-0": "Failed"}
+    assert "32 of 32 nonces differ from those of pod demo-0" in message(back)
+
+
 def test_a_pod_that_cannot_compute_fails() -> None:
     pods = [a_pod(0), a_pod(1)]
     vectors = [None] * 5 + list(engine(1)[5:])
