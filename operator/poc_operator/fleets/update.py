@@ -260,8 +260,9 @@ class _View:
     def evictions(self, limit: int) -> tuple[Sequence[Eviction], str]:
         """Return up to ``limit`` pods to evict, and what the update does or waits for."""
         spec, chosen = self.seen.spec, list[Eviction]()
-        if spec.paused:
-            return [], "paused: set update.paused to false to go on"
+        paused = "paused: set update.paused to false to go on"
+        if spec.paused and self.failed is None:
+            return [], paused
         spares = Spares.NOTHING if spec.strategy is UpdateStrategy.IMMEDIATE else Spares.WORK
         left, left_ready = spec.max_unavailable - self.away, spec.max_unavailable - self.not_ready
         free = self._free
@@ -270,14 +271,15 @@ class _View:
                 break
             lost = self.is_lost(pod)
             fits = (not self.available(pod) or left > 0) and (not pod.ready or left_ready > 0)
-            if not fits or (self.blocker is not None and not lost):
+            # On the way back a pod that cannot work goes nevertheless: somebody has paused to keep what works.
+            if not fits or ((self.blocker is not None or spec.paused) and not lost):
                 if self.seen.by_number:
                     break
                 continue
             chosen.append(Eviction(pod, Spares.SLOTS if lost and spares is Spares.WORK else spares))
             left -= self.available(pod)
             left_ready -= pod.ready
-        return chosen, self._doing(chosen, free)
+        return chosen, self._doing(chosen, free) if chosen or not spec.paused else paused
 
     @property
     def _free(self) -> Sequence[PodView]:

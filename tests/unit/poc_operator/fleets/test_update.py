@@ -375,6 +375,18 @@ def test_the_last_good_template_comes_back_and_the_bad_pod_goes() -> None:
     assert asked != good
 
 
+def test_a_pod_that_cannot_work_goes_back_also_while_the_update_is_paused() -> None:
+    spec: dict[str, Any] = {"engineArgs": ["--new"], "update": {"paused": True, "maxUnavailable": 3}}
+    fleet, good = failed_fleet(**spec), template_of()
+    objects = objects_of(fleet_of(), revision=OLD)
+    serves = a_pod(2, NEW)
+    step = plan(_snapshot(fleet, objects=objects, pods=[*FOUR[:2], serves, BAD], good_template=good))
+    assert evicted(step) == ["demo-3"]
+    rest = plan(_snapshot(fleet, objects=objects, pods=[*FOUR[:2], serves, FOUR[3]], good_template=good))
+    assert not rest.evict
+    assert "going back to revision demo-old: paused: set update.paused" in rest.status.update.message
+
+
 def test_what_failed_is_not_tried_again_until_the_template_changes() -> None:
     args: dict[str, Any] = {"engineArgs": ["--new"]}
     good = template_of()
