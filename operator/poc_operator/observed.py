@@ -62,6 +62,7 @@ class PodView:
     node: str = ""  # the Kubernetes node that it was given to
     sandboxed: bool = False  # its volumes and its network are there: only images and containers are missing
     created: datetime | None = None
+    scheduled: datetime | None = None  # when it was given to its Kubernetes node
     ready_since: datetime | None = None  # of its last change to ready; None while it is not
     #: Why it takes no new slot, as its fleet says, and whether it has failed the self-check. The API server tells
     #: neither: the controller sets them for plans.
@@ -73,7 +74,7 @@ class PodView:
         """Build a view from the API server's JSON."""
         meta, status = body["metadata"], body.get("status") or {}
         conditions = {c["type"]: c for c in status.get("conditions") or []}
-        ready = conditions.get("Ready", {})
+        ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
         return cls(
             name=meta["name"],
             namespace=meta["namespace"],
@@ -89,6 +90,7 @@ class PodView:
             node=(body.get("spec") or {}).get("nodeName") or "",
             sandboxed=conditions.get("PodReadyToStartContainers", {}).get("status") == "True",
             created=_moment(meta.get("creationTimestamp")),
+            scheduled=_moment(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
             ready_since=_moment(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         )
 

@@ -113,10 +113,13 @@ def check_pods(
             judged |= {view.pod.uid: view for view in found}
     views = [_explained(judged.get(view.pod.uid, view)) for view in views]
     used = {*groups, *(view.entry.reference for view in views)}
+    # What the fleet's pods are to compute outlives them: the next pod may be the only one, and the wrong one.
+    wanted = _check(fleet, resolved, "")
+    used |= {wanted.name} if isinstance(wanted, Check) else known.keys()
     return CheckedPods(
         pods=[view.entry for view in views],
         references=[found for name, found in known.items() if name in used and found is not None],
-        asks=[ask for view in views if (ask := _ask(fleet, view, now)) is not None],
+        asks=[ask for view in views if (ask := _ask(fleet, view, known, now)) is not None],
     )
 
 
@@ -203,15 +206,20 @@ def _explained(view: _View) -> _View:
     return view.with_entry(message=why)
 
 
-def _ask(fleet: PoCFleet, view: _View, now: datetime) -> CheckPod | None:
+def _ask(
+    fleet: PoCFleet, view: _View, references: Mapping[str, SelfCheckReference | None], now: datetime
+) -> CheckPod | None:
     """Return the question to a pod whose check is due; None if it is not, or cannot be asked."""
     entry, check, pod = view.entry, view.check, view.pod
     if isinstance(check, str) or not pod.ready or pod.ip is None:
         return None
     age = (now - entry.checked_time).total_seconds() if entry.checked_time is not None else None
     is_recent = age is not None and age < fleet.spec.self_check.interval_seconds and entry.reference == check.name
+    reference = references.get(check.name)
+    # Others have outvoted the reference that it was compared with.
+    is_older = bool(reference and reference.time and entry.checked_time and entry.checked_time < reference.time)
     # A pod that fails is asked again by a new process, which does not know whether others agree with it.
-    if is_recent and (entry.result == CheckResult.PASSED or view.vectors is not None):
+    if is_recent and (view.vectors is not None or (entry.result == CheckResult.PASSED and not is_older)):
         return None
     return CheckPod(pod=pod, port=view.port, server=entry.server, check=check)
 

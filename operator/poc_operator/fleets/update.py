@@ -11,7 +11,9 @@ A pod leaves by an eviction; what makes it anew is its StatefulSet, or its Leade
 that has the new revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
 ``startupSeconds``. Then the StatefulSet gets the template of the last good revision back, the canary is replaced once
-more, and the failed template is not tried again. Later pods do not fail an update: while one of them is not ready, or
+more, and the failed template is not tried again. A canary that Kubernetes does not create within ``startupSeconds`` of
+its eviction has failed too: its template may be refused. One that no Kubernetes node has room for has not: it waits.
+Later pods do not fail an update: while one of them is not ready, or
 has failed its self-check, no other pod is replaced.
 
 Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
@@ -216,29 +218,51 @@ class _View:
         if self.hopeless(pod) or any(container.restarts for container in pod.containers):
             return f"pod {pod.name} cannot run ({pod.waiting_for or 'its container has ended'})"
         limit = self.seen.startup_limit
-        if self.age(pod) > timedelta(seconds=limit):
+        # Without a Kubernetes node it says nothing about its template.
+        since = pod.scheduled or pod.created
+        if pod.node and since and self.seen.now - since > timedelta(seconds=limit):
             return f"pod {pod.name} was not ready within {limit} s ({pod.waiting_for or 'not ready'})"
         return None
 
     def note_canary(self) -> None:
-        """Remember when the first pod with the newest revision was seen."""
-        if self.seen.by_number and self.updated and self.old.canary_time is None:
+        """Remember since when the first pod with the newest revision is waited for."""
+        awaited = self.updated if self.seen.by_number else self.awaits_canary
+        if awaited and self.old.canary_time is None:
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
 
+    @property
+    def awaits_canary(self) -> bool:
+        """Whether a pod was evicted for the canary, and none with the newest revision is there yet."""
+        name = self.old.canary
+        comes = any(pod.name == name for pod in self.outdated)
+        return bool(name) and not self.updated and not comes and ordinal_of(name) < self.seen.replicas
+
     def why_late(self) -> str | None:
-        """Say why no pod with the newest revision has come up, where each that crashes is replaced by another one."""
-        since, limit = self.old.canary_time, self.seen.startup_limit
+        """Say why no pod with the newest revision has come up: it is not created, or its group is made anew again."""
+        since, limit = self.old.canary_time, self.seen.startup_limit + self.seen.grace
         if since is None or any(pod.ready for pod in self.updated):
             return None
         if self.seen.now - since <= timedelta(seconds=limit):
             return None
-        return f"pod {self.old.canary or 'with it'} was not ready within {limit} s: its group may crash"
+        canary = self.old.canary
+        if self.updated:
+            crashes = self.seen.by_number and all(pod.node for pod in self.updated)
+            return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
+        # One that has yet to end, as on a lost Kubernetes node, keeps its name from the next.
+        if not self.awaits_canary or any(pod.name == canary for pod in self.seen.pods):
+            return None
+        return f"pod {canary} was not created within {limit} s: the events of its {self._maker} say why"
+
+    @property
+    def _maker(self) -> str:
+        return "LeaderWorkerSet" if self.seen.by_number else "StatefulSet"
 
     def evictions(self, limit: int) -> tuple[Sequence[Eviction], str]:
         """Return up to ``limit`` pods to evict, and what the update does or waits for."""
         spec, chosen = self.seen.spec, list[Eviction]()
-        if spec.paused:
-            return [], "paused: set update.paused to false to go on"
+        paused = "paused: set update.paused to false to go on"
+        if spec.paused and self.failed is None:
+            return [], paused
         spares = Spares.NOTHING if spec.strategy is UpdateStrategy.IMMEDIATE else Spares.WORK
         left, left_ready = spec.max_unavailable - self.away, spec.max_unavailable - self.not_ready
         free = self._free
@@ -247,14 +271,15 @@ class _View:
                 break
             lost = self.is_lost(pod)
             fits = (not self.available(pod) or left > 0) and (not pod.ready or left_ready > 0)
-            if not fits or (self.blocker is not None and not lost):
+            # On the way back a pod that cannot work goes nevertheless: somebody has paused to keep what works.
+            if not fits or ((self.blocker is not None or spec.paused) and not lost):
                 if self.seen.by_number:
                     break
                 continue
             chosen.append(Eviction(pod, Spares.SLOTS if lost and spares is Spares.WORK else spares))
             left -= self.available(pod)
             left_ready -= pod.ready
-        return chosen, self._doing(chosen, free)
+        return chosen, self._doing(chosen, free) if chosen or not spec.paused else paused
 
     @property
     def _free(self) -> Sequence[PodView]:
@@ -368,14 +393,12 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
         passed = f"revision {view.seen.newest} works on {view.updated[0].name}"
         told = [*events, WorkEvent(reason=Reason.CANARY_PASSED, message=passed)]
         return _rolling(view, told)
-    canary = view.old.canary
-    comes = any(ordinal_of(pod.name) < view.seen.replicas and pod.name == canary for pod in view.outdated)
-    expected = canary and not comes and ordinal_of(canary) < view.seen.replicas
-    if view.updated or expected:
+    if view.updated or view.awaits_canary:
         message = view.progress(f"canary: {view.waiting_for_pods()}")
-        return UpdateStep(status=view.status(UpdatePhase.CANARY, message, canary), events=events, moves=True)
+        return UpdateStep(status=view.status(UpdatePhase.CANARY, message, view.old.canary), events=events, moves=True)
     chosen, doing = view.evictions(1)
     name = chosen[0].pod.name if chosen else ""
+    view.old = view.old.model_copy(update={"canary_time": view.seen.now if chosen else None})
     status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), name)
     return UpdateStep(status=status, evict=chosen, events=events)
 

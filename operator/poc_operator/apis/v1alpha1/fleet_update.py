@@ -68,7 +68,7 @@ class UpdateStatus(ApiModel):
     canary: str = ""
     """Name of the pod that was replaced first."""
     canary_time: datetime | None = None
-    """When the canary was first seen with the newest revision, if a replica spans several Kubernetes nodes."""
+    """When a pod was last evicted so that the canary comes. Not set while none was."""
     good_revision: str = ""
     """Last revision that all pods had while they were ready. A failed update goes back to it."""
     startup_seconds: Int32 = 0

@@ -214,6 +214,31 @@ def test_a_first_pod_that_was_wrong_is_outvoted() -> None:
     assert results(check_pods(fleet, RESOLVED, pods, again, NOW)) == results(found)
 
 
+def test_a_pod_whose_answer_the_process_has_forgotten_is_asked_again_when_it_is_outvoted() -> None:
+    pods = [a_pod(number) for number in range(3)]
+    wrong = check_pods(fleet_of(), RESOLVED, pods[:1], {"u0": an_answer(pods[0], engine(2))}, NOW)
+    # The next process hears the others alone.
+    later = NOW + timedelta(seconds=9)
+    answers = {f"u{n}": an_answer(pods[n], engine(1), at=later) for n in (1, 2)}
+    found = check_pods(fleet_of(wrong), RESOLVED, pods, answers, later)
+    assert (found.references[0].pod, asked(found)) == ("demo-1", ["demo-0"])
+    answers["u0"] = an_answer(pods[0], engine(2), at=later + timedelta(seconds=1))
+    done = check_pods(fleet_of(found), RESOLVED, pods, answers, later)
+    assert (results(done)["demo-0"], asked(done)) == ("Failed", [])
+
+
+@pytest.mark.parametrize("resolved", [RESOLVED, None], ids=["spec", "unusable spec"])
+def test_the_reference_outlives_the_only_pod(resolved: Resolved | None) -> None:
+    """As while it is replaced, or the fleet has no replicas for a time."""
+    pod, later = a_pod(0), a_pod(0, starts=1)
+    found = check_pods(fleet_of(), RESOLVED, [pod], {"u0": an_answer(pod, engine(1))}, NOW)
+    gone = check_pods(fleet_of(found), resolved, [], {}, NOW)
+    assert gone.references == found.references
+    back = check_pods(fleet_of(gone), RESOLVED, [later], {"u0": an_answer(later, engine(2))}, NOW)
+    assert results(back) == {"demo-0": "Failed"}
+    assert "32 of 32 nonces differ from those of pod demo-0" in message(back)
+
+
 def test_a_pod_that_cannot_compute_fails() -> None:
     pods = [a_pod(0), a_pod(1)]
     vectors = [None] * 5 + list(engine(1)[5:])

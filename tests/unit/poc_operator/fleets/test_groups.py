@@ -193,10 +193,11 @@ def test_a_canary_whose_group_is_made_anew_again_and_again_fails() -> None:
     first = step_of(fleet, objects=there, pods=pods).status.update
     assert (first.phase, first.canary_time) == ("Canary", NOW)
     later = NOW.replace(day=NOW.day + 1)
+    anew = [*pods[:2], replace(pods[2], created=later)]
     again = spanning(replicas=3, status={"update": first.model_dump(mode="json", by_alias=True)})
-    step = plan(FleetSnapshot(fleet=again, around=KNOWN, now=later, objects=there, pods=pods))
+    step = plan(FleetSnapshot(fleet=again, around=KNOWN, now=later, objects=there, pods=anew))
     assert step.status.update.phase == "Failed"
-    assert "was not ready within 3600 s" in step.status.update.message
+    assert "was not ready within 3660 s" in step.status.update.message
 
 
 def test_templates_of_revisions_lose_their_nulls() -> None:

@@ -32,6 +32,7 @@ def a_pod(number: int, revision: str = OLD, *, ready: bool = True, age: float = 
         "waiting_for": "" if ready else "ContainersNotReady",
         "ready_since": created + timedelta(seconds=60) if ready else None,
         "containers": [server],
+        "node": "node-1",
         **fields,
     }
     return PodView(
@@ -306,6 +307,41 @@ def failed_fleet(**spec: Any) -> PoCFleet:  # noqa: ANN401
     return fleet_of(in_phase("Failed", fleet, failed=[failure], canary="demo-3"), **spec)
 
 
+@pytest.mark.parametrize(
+    ("fields", "phase"),
+    [
+        ({"node": "", "waiting_for": "0/3 nodes are available: insufficient nvidia.com/gpu"}, "Canary"),
+        ({"scheduled": NOW - timedelta(seconds=3599)}, "Canary"),
+        ({"scheduled": NOW - timedelta(seconds=3601)}, "Failed"),
+    ],
+)
+def test_a_canary_does_not_fail_for_want_of_a_kubernetes_node(fields: dict[str, Any], phase: str) -> None:
+    waits = a_pod(3, NEW, ready=False, age=9000, **fields)
+    step = look(fleet_of(in_phase("Canary", canary="demo-3")), [*FOUR[:3], waits])
+    assert (step.status.update.phase, evicted(step)) == (phase, [])
+
+
+def test_a_canary_that_is_never_created_fails() -> None:
+    first = look(fleet_of(), FOUR)
+    assert first.status.update.canary_time == NOW
+    fleet, limit = fleet_of(after(first)), 3600 + 60
+    objects = objects_of(fleet)
+    ends = a_pod(3, terminating=True)
+    for seconds, pods, phase in (
+        (limit, FOUR[:3], "Canary"),
+        (limit + 1, [*FOUR[:3], ends], "Canary"),  # it keeps the name: its Kubernetes node may be lost
+        (limit + 1, FOUR[:3], "Failed"),
+    ):
+        now = NOW + timedelta(seconds=seconds)
+        step = plan(FleetSnapshot(fleet=fleet, around=AROUND, now=now, objects=objects, pods=pods))
+        assert step.status.update.phase == phase
+    said = "pod demo-3 was not created within 3660 s: the events of its StatefulSet say why"
+    assert said in step.status.update.message
+    # A refused eviction is tried again, and the time begins anew.
+    again = plan(FleetSnapshot(fleet=fleet, around=AROUND, now=now, objects=objects, pods=FOUR))
+    assert (again.status.update.phase, again.status.update.canary_time) == ("Canary", now)
+
+
 BAD = a_pod(3, NEW, ready=False, waiting_for="CrashLoopBackOff")
 
 
@@ -337,6 +373,18 @@ def test_the_last_good_template_comes_back_and_the_bad_pod_goes() -> None:
         assert (list(done.apply), list(done.evict), done.status.reason) == ([], [], "UpdateFailed")
         assert f"back at revision {OLD}" in done.status.message
     assert asked != good
+
+
+def test_a_pod_that_cannot_work_goes_back_also_while_the_update_is_paused() -> None:
+    spec: dict[str, Any] = {"engineArgs": ["--new"], "update": {"paused": True, "maxUnavailable": 3}}
+    fleet, good = failed_fleet(**spec), template_of()
+    objects = objects_of(fleet_of(), revision=OLD)
+    serves = a_pod(2, NEW)
+    step = plan(_snapshot(fleet, objects=objects, pods=[*FOUR[:2], serves, BAD], good_template=good))
+    assert evicted(step) == ["demo-3"]
+    rest = plan(_snapshot(fleet, objects=objects, pods=[*FOUR[:2], serves, FOUR[3]], good_template=good))
+    assert not rest.evict
+    assert "going back to revision demo-old: paused: set update.paused" in rest.status.update.message
 
 
 def test_what_failed_is_not_tried_again_until_the_template_changes() -> None:
