@@ -79,5 +79,5 @@ class _OtherPass:
     def applied(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> AbstractContextManager[None]:
         return self._own.applied(vectors, shape)
 
-    def continuing(self, vectors: Mapping[nn.Module, Tensor]) -> AbstractContextManager[None]:
-        return self._own.continuing(vectors if self._reflects else {})
+    def continuing(self, vectors: Mapping[nn.Module, Tensor], shape: BatchShape) -> AbstractContextManager[None]:
+        return self._own.continuing(vectors if self._reflects else {}, shape)
