@@ -23,7 +23,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
-from vllm_poc.server.settings import PREFIX, Settings, SettingsError
+from vllm_poc.settings import PREFIX, Settings, SettingsError
 from vllm_poc.start_checks import FIRST_RELEASE, LAST_RELEASE, StartError, check_version, vllm_version
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"

@@ -10,7 +10,7 @@ import importlib
 import os
 
 from vllm_poc.logs import get_logger
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 
 #: First and last minor release of vLLM that the extension is made for.
 RELEASES = ((0, 23), (0, 32))

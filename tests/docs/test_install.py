@@ -21,7 +21,7 @@ from poc_operator.fleets.render import render
 from poc_operator.fleets.resolve import TOKEN_SECRET, Resolved, Surroundings, packaged, resolve
 from tests.docs.pages import ROOT, Block, blocks
 from vllm_poc.server.admission import Access, Answered
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 

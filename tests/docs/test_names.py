@@ -28,7 +28,7 @@ from poc_operator.fleets.resolve import Preset, packaged
 from tests.docs.pages import ROOT, TRANSCRIPT, blocks, pages
 from tests.support.builders.deliveries import a_round
 from vllm_poc.server.routes import create_app
-from vllm_poc.server.settings import Settings as PodSettings
+from vllm_poc.settings import Settings as PodSettings
 from vllm_poc.wire.messages import API_PREFIX
 
 REFERENCE = ROOT / "docs" / "reference"

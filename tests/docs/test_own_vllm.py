@@ -10,7 +10,7 @@ import yaml
 from tests.docs.pages import Block, blocks
 from vllm_poc.cli import EXTENSION_CLASS, MIDDLEWARE
 from vllm_poc.server.admission import Access, Answered
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 
 PAGE = "own-vllm.md"
 GATEWAY = "vllm-poc-operator-gateway.poc-system.svc"

@@ -28,7 +28,7 @@ from vllm_poc.cli import (
     summary,
 )
 from vllm_poc.rpc import DecodeFacts
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.start_checks import StartError, check_version
 
 

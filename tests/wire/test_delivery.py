@@ -12,7 +12,7 @@ from tests.support.fakes.clock import FakeClock
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from vllm_poc.server.callbacks.delivery import SEARCH_LIMIT
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.callbacks import GATEWAY_HEADER
 from vllm_poc.wire.partition import MAX_NONCE, NonceSlot

@@ -13,7 +13,7 @@ from tests.support.servers.pod import DISTANCE, SLOT, Pod
 from tests.wire.test_stalls import TRIES, longest_seconds, unlooked, watched
 from vllm_poc.server.bodies import decode
 from vllm_poc.server.errors import MAX_ERRORS, InvalidBodyError
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.wire.answers import ErrorResponse
 from vllm_poc.wire.generate import MAX_REQUEST_NONCES
 from vllm_poc.wire.messages import API_PREFIX

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fakes.engine import distance, vector
 from tests.support.servers.pod import ARTIFACT, DISTANCE, ROUND, SLOT, Pod
-from vllm_poc.server.settings import SettingsError
+from vllm_poc.settings import SettingsError
 from vllm_poc.wire.answers import ErrorResponse
 from vllm_poc.wire.messages import API_PREFIX
 

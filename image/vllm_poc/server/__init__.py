@@ -16,7 +16,7 @@
     engine        vLLM's engine and its workers, called by `vllm_poc.rpc`
     termination   a server that is told to end drains first
     nvml          the GPUs, as their driver tells of them
-    status, metrics, settings, errors
+    status, metrics, errors
 
 Neither torch nor vLLM is imported here: formulas are in `vllm_poc.maths`, forward passes in `vllm_poc.worker`.
 """

@@ -20,7 +20,7 @@ from starlette.types import Scope
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts, chain_nonces
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
-from vllm_poc.server.settings import PREFIX, Settings
+from vllm_poc.settings import PREFIX, Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, Protocol, RoundRequest, Scheme
 

@@ -18,10 +18,10 @@ from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
 from vllm_poc.server.routes import create_app
 from vllm_poc.server.service import PocService
-from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.status import set_gauges
 from vllm_poc.server.termination import Termination
 from vllm_poc.server.vllm_routes import Pauses, Workers, path_of
+from vllm_poc.settings import Priority, Settings
 from vllm_poc.start_checks import check_start
 from vllm_poc.wire.messages import API_PREFIX
 

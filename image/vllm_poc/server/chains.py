@@ -30,7 +30,7 @@ from vllm_poc.server.scheduler import (
     SliceResult,
     keeps_on,
 )
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.wire.artifacts import chain_bytes
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import Protocol, RoundRequest

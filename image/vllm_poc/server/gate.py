@@ -19,8 +19,8 @@ from vllm_poc.server import metrics
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import PausedError, ServerEndsError, refusal
-from vllm_poc.server.settings import Priority, Settings
 from vllm_poc.server.vllm_routes import PAUSE, Pauses
+from vllm_poc.settings import Priority, Settings
 
 T = TypeVar("T")
 

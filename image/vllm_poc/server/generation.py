@@ -30,7 +30,7 @@ from vllm_poc.server.clock import Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import Item, SliceResult, look_ahead
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.wire.answers import Activity, PowState, StopReason
 from vllm_poc.wire.messages import InitGenerateRequest, Protocol
 

@@ -32,8 +32,8 @@ from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
 from vllm_poc.server.gate import RequestShare
 from vllm_poc.server.scheduler import Item, count_values, keeps_on, look_ahead
-from vllm_poc.server.settings import Settings
 from vllm_poc.server.verdicts import artifact_verdict, proof_verdict
+from vllm_poc.settings import Settings
 from vllm_poc.wire.generate import (
     GeneratedResponse,
     GenerateRequest,

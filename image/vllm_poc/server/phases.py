@@ -25,7 +25,7 @@ from vllm_poc.server.chains import Computers
 from vllm_poc.server.clock import Clock, Lease
 from vllm_poc.server.errors import RefusalError, ServerEndsError, field_refusal, refusal
 from vllm_poc.server.generation import Ending, Generation
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.wire.answers import Activity, ErrorResponse, PowState, PowStatus, StopReason
 from vllm_poc.wire.messages import ExtendRequest, InitGenerateRequest, InitRequest, Protocol, SlotRequest
 

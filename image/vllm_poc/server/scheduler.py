@@ -30,8 +30,8 @@ from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.gate import Busy, ChatGate
-from vllm_poc.server.settings import Settings
 from vllm_poc.server.vllm_routes import Pauses
+from vllm_poc.settings import Settings
 from vllm_poc.wire.messages import RoundRequest
 from vllm_poc.wire.stat_test import ChainComparison
 

@@ -23,9 +23,9 @@ from vllm_poc.server.gate import Patience, RequestShare
 from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
-from vllm_poc.server.settings import Settings
 from vllm_poc.server.status import known_facts, model_limits, status_response
 from vllm_poc.server.vllm_routes import Pauses
+from vllm_poc.settings import Settings
 from vllm_poc.wire.answers import CommandResponse, PowState, StatusResponse, VersionsResponse
 from vllm_poc.wire.generate import GenerateRequest, JobResponse, ProofBatch, ProofVerdict
 from vllm_poc.wire.messages import (

@@ -33,7 +33,7 @@ from vllm_poc.server import metrics
 from vllm_poc.server.bodies import off_loop, written
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.scheduler import ComputedChain, Item, count_values
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.wire.callbacks import GATEWAY_HEADER, GATEWAY_REALM, NOT_ABOUT_CONTENT, ROUND_UNKNOWN
 from vllm_poc.wire.messages import WireMessage
 

@@ -12,7 +12,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.delivery import Load, Poster, load_of
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.wire.generate import CallbackState
 from vllm_poc.wire.messages import WireMessage
 

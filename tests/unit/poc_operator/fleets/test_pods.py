@@ -13,7 +13,7 @@ from poc_operator.fleets.resolve import Resolved, Surroundings, resolve
 from tests.docs.pages import ROOT
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from vllm_poc.server.admission import Access, Answered
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 
 DEPLOYMENT = ROOT / "docs" / "examples" / "deployment.yaml"
 #: The spec that says what the example Deployment says, and where it runs.

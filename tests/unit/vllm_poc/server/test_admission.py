@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 
 from vllm_poc.server.admission import Access, deployment_refusal
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 
 SINGLE = {
     "api_server_count": None,

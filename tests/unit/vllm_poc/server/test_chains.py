@@ -14,7 +14,7 @@ from vllm_poc.server.chains import ChainScheduler, Computers, next_passes
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import ComputedChain, Scheduler, SliceResult
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.stat_test import ChainComparison
 

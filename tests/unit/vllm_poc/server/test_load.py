@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_poc.server.callbacks.delivery import Load, load_of
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 
 SETTINGS = Settings.from_environment({"VLLM_POC_PENDING_RESULTS": "10", "VLLM_POC_PENDING_BYTES": "2048"})
 

@@ -12,7 +12,7 @@ from vllm_poc.server.autotune import HalvingSliceSize, TunedPass, TunedSliceSize
 from vllm_poc.server.clock import Clock
 from vllm_poc.server.engine import OutputProcessor, VllmEngine
 from vllm_poc.server.gate import BusyShare, ChatGate
-from vllm_poc.server.settings import Settings
+from vllm_poc.settings import Settings
 
 BUDGET = 0.05
 

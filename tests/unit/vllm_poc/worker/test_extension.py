@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from vllm_poc.server.settings import SettingsError
+from vllm_poc.settings import SettingsError
 from vllm_poc.start_checks import StartError
 from vllm_poc.worker import extension
 from vllm_poc.worker.extension import PocWorkerExtension

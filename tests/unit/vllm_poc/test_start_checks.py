@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from vllm_poc.server import app
-from vllm_poc.server.settings import SettingsError
+from vllm_poc.settings import SettingsError
 from vllm_poc.start_checks import StartError
 
 

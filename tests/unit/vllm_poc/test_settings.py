@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from vllm_poc.server.settings import Settings, SettingsError
+from vllm_poc.settings import Settings, SettingsError
 
 
 def test_by_default_nobody_else_is_answered() -> None:
