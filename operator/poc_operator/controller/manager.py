@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Self
 from uuid import uuid4
 
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.status import is_finished
 from poc_operator.clients.errors import StaleObject, StoreError, StoreForbidden, StoreUnavailable
 from poc_operator.clients.gateway import GatewayClient
@@ -242,6 +243,22 @@ class Manager:
         names = [name for name in (await self._cluster_uid(), self.lease.uid) if name is not None]
         self._sources = dataclasses.replace(self._sources, owner=names[0] if names else None)
         self.reaper.owners = names
+
+    async def wait_for_kinds(self) -> None:
+        """Wait until the API server serves the kinds of work and fleets.
+
+        kopf asks once which kinds there are, and never watches those that come later. An API server that has just
+        started serves them some seconds late.
+        """
+        while True:
+            try:
+                missing = await self._store.unserved([*(kind.resource for kind in PLANNERS), PoCFleet])
+            except StoreError as error:
+                missing = [str(error)]
+            if not missing:
+                return
+            log.warning("the API server does not serve %s yet; are the CRDs installed?", ", ".join(missing))
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _cluster_uid(self) -> str | None:
         while True:

@@ -70,6 +70,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
     stack.push_async_callback(manager.lease.release)
     stack.callback(supervised("leader election", _end_without(manager.lease)).cancel)
     await manager.identify()
+    await manager.wait_for_kinds()
     stack.push_async_callback(manager.stop)
     tasks = {
         "reaper": manager.reaper.run(),

@@ -69,6 +69,10 @@ class MemoryStore(WithoutPods, Generic[WorkT]):
         told: dict[str, Any] = self.work.model_dump(mode="json", by_alias=True, exclude_none=True)
         return [{**told, "status": self.work.status.stored()}]
 
+    async def unserved(self, resources: object) -> list[str]:
+        """Serve all kinds."""
+        return []
+
     async def namespace_uid(self, name: str) -> str:
         """Return the UID of a namespace."""
         return f"uid-of-{name}"

@@ -59,6 +59,14 @@ class ObjectStore:
             return parse_object(resource, body)
         return None
 
+    async def unserved(self, resources: Iterable[type[Resource]]) -> list[str]:
+        """Return the names of those kinds that the API server does not serve, as before their CRDs are installed."""
+        served = set[str]()
+        async with api_errors():
+            answer: Any = await self._objects.get_api_resources(GROUP, VERSION, _request_timeout=REQUEST_SECONDS)
+            served = {one.name for one in answer.resources}
+        return [f"{one.KIND.plural}.{GROUP}" for one in resources if one.KIND.plural not in served]
+
     async def list_bodies(self, resource: type[Resource], namespaces: Collection[str]) -> list[Mapping[str, Any]]:
         """Return the objects of these namespaces as the API server has them; without any, of all."""
         async with api_errors():

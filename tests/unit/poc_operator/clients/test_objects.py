@@ -128,6 +128,26 @@ async def test_an_object_that_makes_no_sense_names_its_field(
     assert caught.value.generation == 1
 
 
+@pytest.mark.parametrize(
+    ("served", "unserved"),
+    [
+        (None, ["pocrounds.poc.gonka.ai", "pocvalidations.poc.gonka.ai"]),
+        ([], ["pocrounds.poc.gonka.ai", "pocvalidations.poc.gonka.ai"]),
+        (["pocrounds", "pocrounds/status"], ["pocvalidations.poc.gonka.ai"]),
+        (["pocrounds", "pocvalidations", "pocfleets"], []),
+    ],
+)
+async def test_kinds_that_are_not_served_are_found(
+    api: tuple[Api, ObjectStore], served: list[str] | None, unserved: list[str]
+) -> None:
+    """Without the CRDs, the API server does not know the group (404)."""
+    server, store = api
+    kinds = [{"name": name, "singularName": "", "namespaced": True, "kind": "K", "verbs": []} for name in served or []]
+    server.body = {"groupVersion": "poc.gonka.ai/v1alpha1", "resources": kinds} if served is not None else {}
+    assert await store.unserved([PoCRound, PoCValidation]) == unserved
+    assert server.seen[0][:2] == ("GET", "/apis/poc.gonka.ai/v1alpha1")
+
+
 async def test_many_objects_are_listed_in_pages(api: tuple[Api, ObjectStore]) -> None:
     """The API server's answer is read in one piece, in which nothing else is done."""
     server, store = api

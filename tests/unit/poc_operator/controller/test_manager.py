@@ -3,13 +3,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
 from kubernetes.aio.client import ApiClient
 
+from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.errors import StoreForbidden, StoreUnavailable
@@ -318,6 +319,34 @@ async def test_orders_are_given_in_the_name_of_the_cluster(
         await lease.acquire()
         await operator.identify()
         assert (operator._sources.owner, operator.reaper.owners) == (owners[0], owners)
+
+
+class Serving:
+    """A store whose API server serves the kinds after these answers."""
+
+    def __init__(self, *answers: list[str] | Exception) -> None:
+        self.answers = list(answers)
+
+    async def unserved(self, resources: Iterable[type[Resource]]) -> list[str]:
+        """Tell what is missing, or fail."""
+        assert {kind.KIND.plural for kind in resources} >= {"pocrounds", "pocfleets"}
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+async def test_the_operator_waits_for_its_kinds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kopf never watches a kind that an API server which has just started did not serve yet."""
+    monkeypatch.setattr(manager, "POLL_SECONDS", 0.01)
+    async with lease_api() as (_, connection), PodClient() as client:
+        store = Serving(StoreUnavailable("away"), ["pocrounds.poc.gonka.ai"], [])
+        operator = Manager(cast(ObjectStore, store), LeaderElection(connection, "ns", "me", time.monotonic), client)
+        await asyncio.wait_for(operator.wait_for_kinds(), 30)
+    assert store.answers == []
+    assert "does not serve pocrounds.poc.gonka.ai yet" in caplog.text
 
 
 async def test_the_lease_has_connections_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
