@@ -206,6 +206,7 @@ async def test_no_ask_and_no_order_takes_the_connections_of_the_polls(
     async with lease_api() as (_, connection), running_pod() as pod:
         monkeypatch.setattr(manager, "connect", partial(connected, connection))
         operator = await Manager.create(None, None, None)
+        await operator.lease.acquire()
         round_, slow = a_round(port=free_port()), Slow(pod.app)
         loop = operator.reconciler(RoundPlanner, ObjectRef("ns", "r", UID), lambda _: None)
         async with serve(slow, HOST, round_.spec.port):
