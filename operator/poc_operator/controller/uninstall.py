@@ -62,7 +62,7 @@ async def suspend_all(
             if not left:
                 return
             if time.monotonic() >= end:
-                await _release(store, left)
+                await _release(store, await _left(store, namespaces))  # as they are by now
                 return
         except StoreError as error:
             log.warning("API server: %s; trying again", error)
