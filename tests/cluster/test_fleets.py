@@ -376,9 +376,10 @@ async def test_a_pod_that_computes_wrongly_gets_no_slot_also_of_the_next_process
             # The selector takes the pods, not the fleet's name, and the fleet bars one of them all the same.
             assert api.create("PoCRound", "barred", {**spec, **slots})[0] == 201
             waits = lambda _, body: "checked-0 (self-check failed" in json.dumps(body.get("status", {}))  # noqa: E731
-            found = await until(api, f"{ROUNDS}/barred", waits)
-            bound = sorted(slot.get("pod", "") for slot in found["status"]["assignments"])
-            assert bound == ["", "checked-1", "checked-2"]
+            await until(api, f"{ROUNDS}/barred", waits)
+            bound = lambda body: sorted(slot.get("pod", "") for slot in body["status"]["assignments"])  # noqa: E731
+            others = ["", "checked-1", "checked-2"]  # the pods are seen one after the other
+            await until(api, f"{ROUNDS}/barred", lambda _, body: bound(body) == others)
             assert len(pods[0].engine.batches) > 0
             assert {batch["block_hash"] for batch in pods[0].engine.batches} != {ROUND["blockHash"]}
             api.request("DELETE", f"{ROUNDS}/barred")

@@ -92,9 +92,12 @@ async def running(environment: Mapping[str, str], folder: Path, *flags: str) -> 
             stdout=log,
             stderr=log,
         )
-        yield process
-        process.terminate()
-        assert await process.wait() == 0
+        try:
+            yield process
+        finally:  # or it would act beside those of the next tests
+            process.terminate()
+            ended = await process.wait()
+    assert ended == 0
     print((folder / "operator.log").read_text())  # noqa: T201 - shown by pytest when the test fails
 
 
