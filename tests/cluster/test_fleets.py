@@ -64,6 +64,11 @@ async def until(api: ApiServer, path: str, holds: Callable[[int, Body], bool], s
         await asyncio.sleep(0.2)
 
 
+def bound(round_: Body) -> list[str]:
+    """Return the pods that have a slot, and an empty name for each slot without one."""
+    return sorted(slot.get("pod", "") for slot in round_["status"]["assignments"])
+
+
 def pod_of(body: Body) -> Body:
     found: Body = body["spec"]["template"]["spec"]
     return found
@@ -377,9 +382,7 @@ async def test_a_pod_that_computes_wrongly_gets_no_slot_also_of_the_next_process
             assert api.create("PoCRound", "barred", {**spec, **slots})[0] == 201
             waits = lambda _, body: "checked-0 (self-check failed" in json.dumps(body.get("status", {}))  # noqa: E731
             await until(api, f"{ROUNDS}/barred", waits)
-            bound = lambda body: sorted(slot.get("pod", "") for slot in body["status"]["assignments"])  # noqa: E731
-            others = ["", "checked-1", "checked-2"]  # the pods are seen one after the other
-            await until(api, f"{ROUNDS}/barred", lambda _, body: bound(body) == others)
+            await until(api, f"{ROUNDS}/barred", lambda _, body: bound(body) == ["", "checked-1", "checked-2"])
             assert len(pods[0].engine.batches) > 0
             assert {batch["block_hash"] for batch in pods[0].engine.batches} != {ROUND["blockHash"]}
             api.request("DELETE", f"{ROUNDS}/barred")
