@@ -10,6 +10,7 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine
+from functools import partial
 from http import HTTPStatus
 from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]
 from typing import Any, TypeVar
@@ -67,10 +68,7 @@ class _ReadRequest(Request):
         self._model = model
 
     async def json(self) -> Any:  # noqa: ANN401 - as it is there
-        body = await self.body()
-        return (
-            parse(self._model, body) if len(body) < _LARGE_BYTES else await asyncio.to_thread(parse, self._model, body)
-        )
+        return await read(await self.body(), partial(parse, self._model))
 
 
 def parse(model: type[BaseModel], body: bytes) -> BaseModel:
@@ -327,6 +325,11 @@ def _decoded(window: bytes) -> str:
         if error.start < len(window) - 3 or error.reason != "unexpected end of data":
             raise _not_utf8() from None
         return window[: error.start].decode()
+
+
+async def read(body: bytes, work: Callable[[bytes], T]) -> T:
+    """Return what ``work`` makes of a body, done in a thread if it is long."""
+    return work(body) if len(body) < _LARGE_BYTES else await asyncio.to_thread(work, body)
 
 
 async def off_loop(items: int, work: Callable[[], T]) -> T:

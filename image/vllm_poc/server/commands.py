@@ -4,10 +4,10 @@
 The middleware stands before vLLM's own check of keys, so that nothing here trusts whoever sends a command.
 """
 
-import asyncio
 import json
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -15,14 +15,12 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope
 
 from vllm_poc.server.admission import Access
-from vllm_poc.server.bodies import decode
+from vllm_poc.server.bodies import decode, read
 from vllm_poc.server.errors import refusal
 from vllm_poc.server.vllm_routes import COLLECTIVE_RPC, WEIGHT_CHECKER, path_of
 
 #: A longer body is passed on unread: no command that matters here has one.
 _MOST_BYTES = 2**20
-#: What is smaller takes less time at once than a thread takes to begin.
-_LARGE_BYTES = 16_384
 #: The field of the body that says what is to be done.
 _FIELDS = {COLLECTIVE_RPC: "method", WEIGHT_CHECKER: "action"}
 
@@ -50,8 +48,7 @@ async def named(scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
     body, replayed = await _begun(receive)
     if body is None:
         return None, replayed
-    found = _field(body, field) if len(body) < _LARGE_BYTES else await asyncio.to_thread(_field, body, field)
-    return found, replayed
+    return await read(body, partial(_field, field)), replayed
 
 
 async def _begun(receive: Receive) -> tuple[bytes | None, Receive]:
@@ -70,7 +67,7 @@ async def _begun(receive: Receive) -> tuple[bytes | None, Receive]:
     return body, replayed
 
 
-def _field(body: bytes, name: str) -> str | None:
+def _field(name: str, body: bytes) -> str | None:
     # vLLM says what is wrong with it, and `decode` bounds how deep it is.
     with suppress(json.JSONDecodeError, HTTPException):
         found = decode(body)
