@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from tests.support.checks.metrics import parse_pod
 from tests.vllm.device import PATIENCE
+from vllm_poc.rpc import DecodeRequest
 from vllm_poc.wire.messages import API_PREFIX
 
 REQUEST_SECONDS = 60 * PATIENCE
@@ -31,6 +32,21 @@ def chat_body(model: str, prompt: Prompt, tokens: int) -> dict[str, Any]:
         "ignore_eos": True,
         "return_token_ids": True,
     }
+
+
+def chain_request(
+    nonces: Sequence[int], forced: Sequence[Sequence[int]] = (), *, seq_len: int, steps: int, passes: int = 5
+) -> DecodeRequest:
+    """Return the request for chains of the round that the tests' client asks for."""
+    return DecodeRequest(
+        block_hash=str(ROUND["block_hash"]),
+        public_key=str(ROUND["public_key"]),
+        nonces=list(nonces),
+        seq_len=seq_len,
+        max_tokens=steps,
+        forced=[list(claim) for claim in forced],
+        passes=passes,
+    )
 
 
 class Client:

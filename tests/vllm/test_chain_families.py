@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.vllm import test_deepseek_v4, test_recurrent
-from tests.vllm.client import ROUND
+from tests.vllm.client import chain_request
 from tests.vllm.device import ON_GPU, lacks
 from tests.vllm.server import command_environment, serving
 from vllm_poc.rpc import DecodeRequest, DecodeSetup, chain_nonces
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 NONCES = [0, 5, 2**31 - 1]
 #: Chains go on beyond windows of 128 tokens, and beyond what is compressed at 128.
 SEQ_LEN, STEPS = 122, 12
+chains_of = partial(chain_request, seq_len=SEQ_LEN, steps=STEPS)
 SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=2**27)
 #: What bfloat16 and an FP8 cache change of a margin: on average, and at most half of the network's tau.
 MEAN_MARGIN, MARGIN = 0.025 / 8, 0.025 / 2
@@ -72,18 +74,6 @@ def client(
         assert facts["refusal"] is None, facts
         assert chain_nonces(facts, SEQ_LEN + STEPS) >= len(NONCES)
         yield client
-
-
-def chains_of(nonces: Sequence[int], forced: Sequence[Sequence[int]] = (), *, passes: int = 5) -> DecodeRequest:
-    return DecodeRequest(
-        block_hash=str(ROUND["block_hash"]),
-        public_key=str(ROUND["public_key"]),
-        nonces=list(nonces),
-        seq_len=SEQ_LEN,
-        max_tokens=STEPS,
-        forced=[list(claim) for claim in forced],
-        passes=passes,
-    )
 
 
 def claims_of(nonces: Sequence[int]) -> list[list[int]]:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from tests.vllm.client import ROUND
+from tests.vllm.client import chain_request
 from tests.vllm.device import ON_GPU
 from tests.vllm.server import serving
 from vllm_poc.rpc import DecodeRequest, DecodeResult, DecodeSetup, chain_nonces
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="the decode scheme is proven on C
 NONCES = [0, 5, 2**31 - 1]
 #: Sequences go on from one block of 128 tokens into the next.
 SEQ_LEN, STEPS = 120, 12
+chains_of = partial(chain_request, seq_len=SEQ_LEN, steps=STEPS)
 SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=16 * 2**20)
 MARGIN_TOLERANCE = 1e-4
 FLAGS = ["--worker-extension-cls", "tests.vllm.chain_faults.ChainFaultExtension"]
@@ -63,18 +65,6 @@ def model(
         assert facts["refusal"] is None, facts
         reference = DecodeReference(folder / "model")
         yield Model(client, reference, [reference.chain(nonce, SEQ_LEN, STEPS) for nonce in NONCES])
-
-
-def chains_of(nonces: Sequence[int], forced: Sequence[Sequence[int]] = (), *, passes: int = 5) -> DecodeRequest:
-    return DecodeRequest(
-        block_hash=str(ROUND["block_hash"]),
-        public_key=str(ROUND["public_key"]),
-        nonces=list(nonces),
-        seq_len=SEQ_LEN,
-        max_tokens=STEPS,
-        forced=[list(claim) for claim in forced],
-        passes=passes,
-    )
 
 
 def decoded(client: Client, request: DecodeRequest) -> DecodeResult:
