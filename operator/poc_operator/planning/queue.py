@@ -10,6 +10,8 @@ There is one order of all rounds, and everything follows it, so no two rounds ev
 A round with Replace stops work that it may replace without waiting for rounds that would not.
 A round that another one may replace always stands behind it. Foreign work, which is no round of this namespace, stands
 in no queue: it is known by what its pod says, and has priority 0.
+
+Validations and calibrations stand behind all rounds: they ask pods that no round has, and keep no pod from a round.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -79,16 +81,18 @@ def may_take(snapshot: Snapshot[Work], other: OtherRound) -> bool:
 
 
 def in_turn(snapshot: Snapshot[Work], idle: Sequence[PodView], busy: Sequence[PodView] = ()) -> list[PodView]:
-    """Return the pods that this round may have now: no other holds them or goes before it.
+    """Return the pods that this work may have now: no other round holds them or goes before it.
 
     ``busy`` are pods whose work this round may replace. Rounds that wait for work to end do not keep it from them.
     """
     work = snapshot.work
-    if not (idle or busy) or snapshot.other_rounds is None or not isinstance(work, PoCRound):
+    if not (idle or busy) or snapshot.other_rounds is None:
         return []
-    place = place_of(work)
     held = frozenset[str]().union(*(other.held for other in snapshot.other_rounds if not may_take(snapshot, other)))
     left = [pod for pod in (*idle, *busy) if pod.uid not in held]
+    if not isinstance(work, PoCRound):
+        return left
+    place = place_of(work)
     waited_for = {pod.uid for pod in idle}
     for other in sorted(snapshot.other_rounds, key=lambda other: other.place):
         if other.place < place:
@@ -99,14 +103,12 @@ def in_turn(snapshot: Snapshot[Work], idle: Sequence[PodView], busy: Sequence[Po
 
 
 def first_in_line(snapshot: Snapshot[Work], idle: Iterable[PodView]) -> OtherRound | None:
-    """Return the first of the rounds that keep these pods from this one; None if there is none."""
+    """Return the first of the rounds that keep these pods from this work; None if there is none."""
     work, uids = snapshot.work, {pod.uid for pod in idle}
-    if not isinstance(work, PoCRound):
-        return None
-    place = place_of(work)
+    place = place_of(work) if isinstance(work, PoCRound) else None
     ahead = [
         other
         for other in snapshot.other_rounds or ()
-        if uids & other.held or (other.place < place and other.needs and uids & other.wanted)
+        if uids & other.held or (place is not None and other.place < place and other.needs and uids & other.wanted)
     ]
     return min(ahead, key=lambda other: other.place, default=None)
