@@ -11,6 +11,9 @@ from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART, operator_values
 from hack.deploy.releases import NAMESPACE, OPERATOR, RESTRICTED, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError, run, wait_until
+from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import SlotState
+from tests.cluster import stand_in
 from tests.cluster.objects import ARTIFACT, Rounds, is_running
 from tests.cluster.pods import statuses
 from tests.support.fakes.receiver import Receiver
@@ -24,6 +27,9 @@ OWN = "poc-other-system"
 #: Namespaces in which the release has nothing but Roles.
 WATCHED = ("poc-roles-a", "poc-roles-b")
 SECONDS = 90.0
+STAND_IN = {"poc-test": "stand-in"}
+#: Seconds for which a deleted stand-in lives.
+GRACE_SECONDS = 20
 
 
 @contextmanager
@@ -76,6 +82,28 @@ def is_gone(kube: Kube, namespace: str) -> bool:
     return not kube.kubectl("get", "namespace", namespace, "--ignore-not-found").strip()
 
 
+def make_pod(kube: Kube, namespace: str, name: str, receiver: Receiver, *options: str) -> None:
+    """Make a pod that computes for rounds, or only seems to; see `stand_in`."""
+    image = operator_values(NAMESPACE)["image"]
+    container = {
+        "name": "vllm",
+        "image": f"{image['repository']}:{image['tag']}",
+        "imagePullPolicy": image["pullPolicy"],
+        "command": ["python3", "-c", Path(stand_in.__file__).read_text(), name, receiver.url, *options],
+        "ports": [{"containerPort": stand_in.PORT}],
+        "readinessProbe": {"tcpSocket": {"port": stand_in.PORT}, "periodSeconds": 1},
+    }
+    metadata = {"name": name, "namespace": namespace, "labels": STAND_IN}
+    spec = {"containers": [container], "terminationGracePeriodSeconds": GRACE_SECONDS}
+    kube.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    kube.kubectl("-n", namespace, "wait", "pod", name, "--for=condition=Ready", f"--timeout={SECONDS:.0f}s", limit=100)
+
+
+def all_work(round_: PoCRound) -> bool:
+    """Whether both stand-ins have taken their slots."""
+    return [slot.state for slot in round_.status.assignments] == [SlotState.RUNNING] * 2
+
+
 @pytest.fixture
 def watched(kube: Kube) -> Iterator[tuple[str, ...]]:
     """Namespaces without any pod."""
@@ -86,14 +114,23 @@ def watched(kube: Kube) -> Iterator[tuple[str, ...]]:
         kube.kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=60s", limit=70)
 
 
-def test_a_namespace_with_roles_alone_can_be_deleted(kube: Kube, watched: tuple[str, ...]) -> None:
-    """The operator's rights go with the namespace, often before the rounds do; its other namespaces go on."""
+def test_a_namespace_with_roles_alone_can_be_deleted(kube: Kube, watched: tuple[str, ...], receiver: Receiver) -> None:
+    """The operator's rights go with the namespace, but after its pods: who answers is told to stop, and nobody is
+    waited for. Its other namespaces go on.
+    """
     first, second = watched
     with release(kube, watchNamespaces=list(watched)):
-        Rounds(kube, first).apply("waits")
+        make_pod(kube, first, "answers", receiver)
+        make_pod(kube, first, "silent", receiver, stand_in.SILENT)
+        Rounds(kube, first).apply("runs", **ARTIFACT, selector={"matchLabels": STAND_IN})
+        Rounds(kube, first).apply("waits", selector={"matchLabels": {"poc-test": "nobody"}})
+        Rounds(kube, first).wait_until("runs", all_work)
         assert wait_until(lambda: Rounds(kube, first).get("waits").status.message != "", SECONDS)
+        assert receiver.bodies == []
         kube.kubectl("delete", "namespace", first, "--wait=false")
+        assert receiver.wait_for(1, GRACE_SECONDS), diagnosis(kube)
         assert wait_until(lambda: is_gone(kube, first), SECONDS), diagnosis(kube)
+        assert {body["stopped"] for body in receiver.bodies} == {"answers"}
         Rounds(kube, second).apply("waits")
         assert wait_until(lambda: Rounds(kube, second).get("waits").status.message != "", SECONDS)
         # Longer than kopf tries by itself.

@@ -23,6 +23,7 @@ from poc_gateway.settings import Settings as GatewaySettings
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import Rounds, RoundTerms
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.controller.metrics import Metrics
 from poc_operator.fleets.resolve import Preset, packaged
 from tests.docs.pages import ROOT, TRANSCRIPT, blocks, pages
@@ -51,6 +52,12 @@ def _first_cells(page: str, section: str = "") -> list[str]:
 
 def _variables(settings: type[BaseModel]) -> set[str]:
     return {str(field.validation_alias or field.alias) for field in settings.model_fields.values()}
+
+
+def test_the_states_of_a_slot_are_listed_in_their_order() -> None:
+    page = (ROOT / "docs" / "explain" / "lifecycle.md").read_text()
+    (section,) = [part for part in page.split("\n## ") if part.startswith("The states of a slot\n")]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(SlotState)
 
 
 def test_presets_are_listed_with_their_figures() -> None:

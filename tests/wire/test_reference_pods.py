@@ -86,6 +86,31 @@ def progressing(status: RoundStatus) -> tuple[str, str]:
     return condition.reason, condition.message
 
 
+async def test_the_fake_refuses_in_the_envelope_of_vllm() -> None:
+    """A fake that explains as plain FastAPI does would hide what the operator does not understand."""
+    async with reference_pod() as pod:
+        transport = httpx.ASGITransport(pod.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://pod{API_PREFIX}") as client:
+            missing = await client.post("/init/generate", json={**FOREIGN, "params": None})
+            other = await client.post("/init/generate", json={**FOREIGN, "params": {"model": "other", "seq_len": 64}})
+            assert (await client.post("/init/generate", json=FOREIGN)).status_code == 200
+            busy = await client.post("/init/generate", json=FOREIGN)
+    errors = [answer.json()["error"] for answer in (missing, other, busy)]
+    assert [
+        (answer.status_code, error["code"]) for answer, error in zip((missing, other, busy), errors, strict=True)
+    ] == [
+        (400, 400),
+        (400, 400),
+        (409, 409),
+    ]
+    assert [error["type"] for error in errors] == ["Bad Request", "BadRequestError", "Conflict"]
+    assert "'loc': 'body.params'" in errors[0]["message"]
+    assert [error["message"] for error in errors[1:]] == [
+        "expected string or bytes-like object, got 'dict'",
+        "Already generating",
+    ]
+
+
 async def test_a_whole_round(fleet: ReferenceFleet) -> None:
     status = await fleet.reconcile_until(complete)
     assert status.totals.checked == status.totals.delivered == status.totals.valid >= 400
