@@ -8,6 +8,7 @@ import kopf
 import pytest
 
 from poc_operator.apis.v1alpha1.status import State
+from poc_operator.controller.manager import Manager
 from poc_operator.handlers import process
 from poc_operator.handlers.objects import _is_held
 
@@ -34,10 +35,11 @@ async def test_with_rights_in_namespaces_alone_nothing_is_held(
     async def create(*_: Any, holds_deleted: bool, **__: Any) -> None:  # noqa: ANN401
         raise Created(holds_deleted)
 
-    monkeypatch.setattr(process.Manager, "create", create)
+    monkeypatch.setattr(Manager, "create", create)
+    start: Any = process.start
     memo = kopf.Memo(options=SimpleNamespace(namespace=namespaces, **OPTIONS))
     with pytest.raises(Created) as found:
-        await process.start(settings=kopf.OperatorSettings(), memo=memo)
+        await start(settings=kopf.OperatorSettings(), memo=memo)
     assert found.value.args == (holds,)
 
 

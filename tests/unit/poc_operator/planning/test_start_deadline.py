@@ -10,6 +10,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import WorkStatus
+from poc_operator.apis.v1alpha1.validation import Proof
 from poc_operator.calibrations import plan as calibrations
 from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.planning.snapshot import OtherRound, Snapshot
@@ -20,7 +21,7 @@ from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_
 from tests.unit.poc_operator.planning.test_eligibility import holding
 
 LIMIT = 900
-PROOFS = [validations.Proof(nonce=0, vector="AAAA")]
+PROOFS = [Proof(nonce=0, vector="AAAA")]
 #: Goes before every round of these tests, and has the pod "a".
 FIRST = OtherRound(
     id="first",
@@ -79,9 +80,9 @@ class World:
         return status
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+@pytest.fixture(params=list(KINDS))
 def world(request: pytest.FixtureRequest) -> World:
-    return World(request.param)
+    return World(KINDS[request.param])
 
 
 def failure(status: WorkStatus) -> str | None:
