@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Start or stop."""
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "{}")
-        if self.path.endswith("/stop"):
+        if self.path.partition("?")[0].endswith("/stop"):
             self.computed.clear()
             self._tell({"stopped": self.name})
         else:
