@@ -99,7 +99,7 @@ fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's route
 
 .PHONY: histories
 histories: .venv/.lock ## Ten thousand random histories for each property of the plans (HISTORIES=10000)
-	HISTORIES=$(or $(HISTORIES),10000) .venv/bin/pytest tests/unit/poc_operator/rounds -k 'histories or Histories or every_combination or take_turns'
+	HISTORIES=$(or $(HISTORIES),10000) .venv/bin/pytest --timeout 0 tests/unit/poc_operator/rounds -k 'histories or Histories or every_combination or take_turns'
 
 # A cache of its own: other tests run meanwhile, and would write down their failures in place of these.
 worker_tests = "$$python" -m pytest $(SERVERS) -o cache_dir=build/pytest-worker tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm

@@ -89,6 +89,11 @@ def _ahead(slot: Assignment) -> int:
     return max(0, (slot.end or 0) - slot.next)
 
 
+def _dealt(slot: Assignment) -> int:
+    """Return how many nonces of the slot are settled or may come: of one that nobody computes no more come."""
+    return slot.next + _ahead(slot) if slot.state.active else slot.delivered
+
+
 def _underway(snapshot: RoundSnapshot, slot: Assignment) -> int:
     """Return how many nonces are not computed or not delivered yet, of those that were dealt.
 
@@ -96,7 +101,7 @@ def _underway(snapshot: RoundSnapshot, slot: Assignment) -> int:
     """
     status = _told(snapshot, slot)
     delivered = max(slot.delivered, status.delivered_index if status is not None else 0)
-    return max(0, slot.next + _ahead(slot) - delivered)
+    return max(0, _dealt(slot) - delivered)
 
 
 def _wanted(snapshot: RoundSnapshot, slot: Assignment) -> int:
@@ -119,7 +124,7 @@ def _chains(snapshot: RoundSnapshot, slot: Assignment) -> int:
 def _left(snapshot: RoundSnapshot, stop: Stop, slots: Sequence[Assignment]) -> int:
     """Return how many nonces may still be dealt out."""
     if stop.after_nonces is not None:
-        return max(0, stop.after_nonces - sum(slot.next + _ahead(slot) for slot in slots))
+        return max(0, stop.after_nonces - sum(_dealt(slot) for slot in slots))
     valid, delivered = sum(slot.valid for slot in slots), sum(slot.delivered for slot in slots)
     needed = math.ceil(max(0, (stop.after_valid or 0) - valid) * (delivered + 1) / (valid + 1))
     return max(0, needed - sum(_underway(snapshot, slot) for slot in slots))

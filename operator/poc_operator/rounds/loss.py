@@ -73,6 +73,7 @@ def _resumes(snapshot: RoundSnapshot, slot: Assignment) -> bool:
 
 def _unbound(slot: Assignment) -> Assignment:
     nobody = {"state": SlotState.WAITING, "pod": None, "uid": None, "session": None, "restarts": None, "stalls": 0}
+    nobody |= {"end": None}  # others may compute what this pod was dealt
     return slot.model_copy(update={**nobody, "previous": slot.pod, "lease_end_time": None, "unconfirmed": False})
 
 

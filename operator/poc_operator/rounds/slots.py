@@ -18,12 +18,16 @@ from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> list[PodView]:
     """Usable pods without a slot that are this round's to take: first those that compute nothing, then those whose vLLM
-    sleeps or is paused, then those whose work may be replaced.
+    sleeps or is paused, then those whose work may be replaced. A pod whose slot was given up comes after its like.
     """
-    taken = {slot.uid for slot in assignments if slot.state is not SlotState.WAITING}
+    slots = list(assignments)
+    taken = {slot.uid for slot in slots if slot.state.active}
+    given_up = {slot.uid for slot in slots if slot.state is SlotState.FAILED}
     pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
     idle = [(pod, report) for pod, report in pods if not (computes_other_work(snapshot, report) or is_stray(report))]
-    idle.sort(key=lambda one: one[1].status is not None and one[1].status.paused_by is not None)
+    idle.sort(
+        key=lambda one: (one[1].status is not None and one[1].status.paused_by is not None, one[0].uid in given_up)
+    )
     busy = [pod for pod, report in pods if computes_other_work(snapshot, report) and may_replace(snapshot, report)]
     return in_turn(snapshot, [pod for pod, _ in idle], busy)
 

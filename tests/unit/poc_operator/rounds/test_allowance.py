@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that stop after so many nonces: how far each slot may go."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,3 +182,25 @@ def test_batches_of_chains_do_not_shrink(limit: int) -> None:
         pod.end = next((end for end in ends(step) if end is not None), pod.end)
     assert (pod.next, sum(pod.sizes)) == (CHAINS, CHAINS)
     assert pod.sizes == [*[limit] * (CHAINS // limit), CHAINS % limit]
+
+
+@pytest.mark.parametrize("stop", [{"after_nonces": 100}, {"after_valid": 100}])
+def test_what_a_given_up_slot_was_dealt_others_get(stop: dict[str, int]) -> None:
+    """A round would never end whose last nonces that slot keeps: those that it may compute, and those not delivered."""
+    lost = slot("a", 0, state=SlotState.FAILED, next=30, end=60, delivered=20, valid=20)
+    other = slot("b", 1, next=40, end=40, delivered=40, valid=40)
+    told = report("b", 1, next_index=40, end_index=40, delivered_index=40, delivered_valid=40)
+    step = plan(look(a_round(running(lost, other), stop=stop, batchSize=BATCH, nodes=NODES), (a_pod("b"), told)))
+    assert step.status.assignments[1].end == 80
+
+
+def test_a_slot_that_its_pod_refused_gets_another_allowance() -> None:
+    begun = slot("a", 0, state=SlotState.STARTING, end=60)
+    other = slot("b", 1, next=40, end=40, delivered=40)
+    refused = replace(says(session="s-a"), refusal=("EngineNotReady", "not now"))
+    told = report("b", 1, next_index=40, end_index=40, delivered_index=40, delivered_valid=14)
+    step = planned(running(begun, other), refused, told, after_nonces=100)
+    assert [(found.state, found.end) for found in step.status.assignments] == [
+        (SlotState.WAITING, None),
+        (SlotState.RUNNING, 100),
+    ]

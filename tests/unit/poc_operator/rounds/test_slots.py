@@ -112,6 +112,15 @@ def test_a_lost_slot_moves_to_a_free_pod() -> None:
     assert step.status.totals.retries == 1
 
 
+@pytest.mark.parametrize(("spares", "expected"), [([], "a"), (["b"], "b")])
+def test_a_pod_whose_slot_was_given_up_takes_a_slot_that_waits(spares: list[str], expected: str) -> None:
+    """Nothing else of the round would go on. A pod that has lost none comes first."""
+    status = a_status(a_slot("a", SlotState.FAILED), a_slot(None, SlotState.WAITING, group=1))
+    step = plan(look(a_round(status), *((a_pod(name), says()) for name in ["a", *spares])))
+    assert [action.pod.name for action in step.actions if isinstance(action, StartPod)] == [expected]
+    assert [slot.pod for slot in step.status.assignments] == ["a", expected]
+
+
 ONE_OF_TWO = {"first": 0, "last": 0, "count": 1, "groups": 2}
 WEB = (Container(id="web", ports=frozenset({80})),)
 VLLM = (Container(id="vllm", ports=frozenset({8000})), Container(id="proxy", ports=frozenset({80})))

@@ -124,7 +124,7 @@ class SimPod:
             start_index=start,
             next_index=self.next,
             delivered_index=self.delivered,
-            delivered_valid=valid_below(self.delivered) - valid_below(start),
+            delivered_valid=self._valid_from(start),
             model=ModelLimits(names=["demo"], max_seq_len=1024, hidden_size=128),
             leases=self.knows_leases,
             lease_remaining_seconds=None if self.lease_end is None else max(0.0, self.lease_end - now),
@@ -132,6 +132,12 @@ class SimPod:
             stop_message=self.stop_reason and "the lease ran out",
         )
         return PodReport(status=status, stalled_seconds=self.stalled_seconds)
+
+    def _valid_from(self, start: int) -> int:
+        """Return how many of the delivered nonces are valid: every artifact is."""
+        if self.request is not None and self.request.params is not None:
+            return self.delivered - start
+        return valid_below(self.delivered) - valid_below(start)
 
 
 @dataclass
