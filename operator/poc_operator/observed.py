@@ -19,6 +19,9 @@ from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
 from vllm_poc.wire.messages import Scheme, ShortText
 from vllm_poc.wire.partition import MAX_NONCE
 
+#: Kubernetes' label of a StatefulSet's pods with the revision of the template that they were made from.
+REVISION_LABEL = "controller-revision-hash"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
@@ -93,6 +96,11 @@ class PodView:
             scheduled=_moment(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
             ready_since=_moment(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         )
+
+    @property
+    def revision(self) -> str:
+        """The revision of its StatefulSet's template that it was made from; empty if it has no StatefulSet."""
+        return self.labels.get(REVISION_LABEL, "")
 
     @property
     def stays(self) -> bool:

@@ -29,7 +29,6 @@ from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
 from poc_operator.fleets.stages import with_stages
 from poc_operator.fleets.update import (
-    REVISION_LABEL,
     Eviction,
     Spares,
     UpdateSeen,
@@ -38,7 +37,7 @@ from poc_operator.fleets.update import (
     ordinal_of,
     plan_update,
 )
-from poc_operator.observed import PodView
+from poc_operator.observed import REVISION_LABEL, PodView
 from poc_operator.planning.snapshot import WorkEvent
 
 #: Kind and name of an object of the fleet's namespace.
@@ -323,7 +322,7 @@ class _Parts:
         told = (seen.stateful_set or {}).get("status") or {}
         newest = str(told.get("updateRevision") or old.update_revision)
         pods = seen.staying
-        outdated = [pod for pod in pods if newest and pod.labels.get(REVISION_LABEL, newest) != newest]
+        outdated = [pod for pod in pods if newest and pod.revision not in ("", newest)]
         counts = PodCounts(
             replicas=fleet.spec.replicas,
             port=fleet.spec.port,
@@ -342,7 +341,7 @@ class _Parts:
             "ready": f"{counts.ready}/{fleet.spec.replicas}",
             "reason": verdict.ready[1],
             "message": verdict.ready[2],
-            "current_revision": next((pod.labels[REVISION_LABEL] for pod in outdated), newest),
+            "current_revision": next((pod.revision for pod in outdated), newest),
             "update_revision": newest,
             "selector": f"{FLEET_LABEL}={fleet.metadata.name}",
             "model": resolved.model if resolved is not None else fleet.spec.model.path or "",

@@ -34,7 +34,6 @@ from poc_operator.fleets.forecast import WorkOnPods, blocker, remembered, replac
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
-REVISION_LABEL = "controller-revision-hash"
 #: What keeps a pod from running and does not pass by itself, in the kubelet's words.
 _HOPELESS = {
     "CrashLoopBackOff",
@@ -121,7 +120,7 @@ def failed_as(old: UpdateStatus, digest: str) -> FailedUpdate | None:
 def plan_update(seen: UpdateSeen) -> UpdateStep:
     """Return the update's next step."""
     pods = [pod for pod in seen.pods if pod.stays and pod.uid not in seen.evicted]
-    updated = [pod for pod in pods if revision_of(pod) == seen.newest]
+    updated = [pod for pod in pods if pod.revision == seen.newest]
     old = seen.old.model_copy(
         update={
             "rounds": remembered(seen.old.rounds, seen.work, seen.now),
@@ -136,11 +135,6 @@ def plan_update(seen: UpdateSeen) -> UpdateStep:
     return _begun(view) if view.outdated else _without_old_pods(view)
 
 
-def revision_of(pod: PodView) -> str:
-    """Return the revision of the template that a pod was made from."""
-    return pod.labels.get(REVISION_LABEL, "")
-
-
 class _View:
     """What is seen, in the words of an update. ``pods`` are those that stay."""
 
@@ -151,8 +145,8 @@ class _View:
         self.failed = failed_as(old, seen.digest)
         # Going back may give the good template a new name.
         kept = {seen.newest, old.good_revision} if self.failed is not None else {seen.newest}
-        self.updated = [pod for pod in self.pods if revision_of(pod) in kept]
-        self.outdated = [pod for pod in self.pods if revision_of(pod) not in kept]
+        self.updated = [pod for pod in self.pods if pod.revision in kept]
+        self.outdated = [pod for pod in self.pods if pod.revision not in kept]
 
     def result(self, pod: PodView) -> CheckResult:
         """Return what the self-check of the pod's present server has found."""

@@ -13,8 +13,8 @@ from poc_operator.apis.v1alpha1.fleet_update import UpdateStatus
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.rollback import differences, digest_of
-from poc_operator.fleets.update import PATIENCE_SECONDS, REVISION_LABEL, Spares
-from poc_operator.observed import Container, PodView
+from poc_operator.fleets.update import PATIENCE_SECONDS, Spares
+from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from tests.unit.poc_operator.fleets.test_forecast import work

@@ -18,8 +18,7 @@ from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
-from poc_operator.fleets.update import REVISION_LABEL
-from poc_operator.observed import Container, PodView
+from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import HISTORIES, NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 
