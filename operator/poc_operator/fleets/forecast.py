@@ -4,7 +4,8 @@
 A round is never lost by an update, since a pod leaves only when three things hold:
 
 1. **Nothing runs.** No PoCRound, PoCValidation or PoCCalibration that selects the fleet's pods is under way. One that
-   is suspended has no pods, and holds up nothing.
+   is suspended has no pods, and holds up nothing. One that none of the old pods can do needs the update: it waits for
+   the new pods, and what may follow it waits too.
 2. **The network does not validate.** After a round that the gateway made for the network, validators ask the same pods
    for named nonces. They have `VALIDATION_SECONDS` for it.
 3. **No round is near.** A pod needs some time to be replaced: as long as the fleet's own pods took to become ready,
@@ -50,7 +51,10 @@ _NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class WorkOnPods:
-    """An object that asks pods to work. ``over`` is when it was finished; ``live`` says that pods may work for it."""
+    """An object that asks pods to work. ``over`` is when it was finished; ``live`` says that pods may work for it.
+
+    ``unfit`` are the revisions of pods that cannot do it.
+    """
 
     record: WorkRecord
     kind: str
@@ -58,6 +62,7 @@ class WorkOnPods:
     live: bool
     over: datetime | None = None
     network: bool = False
+    unfit: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, kind: str, body: Mapping[str, Any]) -> Self:
@@ -71,7 +76,12 @@ class WorkOnPods:
             live=not is_over(status),
             over=datetime.fromisoformat(completed) if completed else None,
             network=(metadata.get("labels") or {}).get(ORIGIN_LABEL) == NETWORK_ORIGIN,
+            unfit=frozenset(map(str, status.get("unfitRevisions") or ())),
         )
+
+    def needs(self, pod: PodView) -> bool:
+        """Whether it is under way, and may lose something with the pod: its slot, or one that can do the work."""
+        return self.live and (pod.uid in self.record.holders or pod.revision not in self.unfit)
 
     def concerns(self, fleet: PoCFleet, labels: Iterable[Mapping[str, str]]) -> bool:
         """Whether it selects pods of the fleet, which have these sets of labels."""
@@ -161,16 +171,19 @@ def _starts(rounds: Sequence[FleetRound]) -> list[datetime]:
     return starts
 
 
-def blocker(rounds: Sequence[FleetRound], work: Iterable[WorkOnPods], now: datetime, need: int) -> str | None:
-    """Say what an update waits for; None if a pod may be replaced, which takes ``need`` seconds."""
-    live = sorted(str(one) for one in work if one.live)
-    if live:
-        more = f" and {len(live) - _NAMED} more" if len(live) > _NAMED else ""
-        return f"the end of {', '.join(live[:_NAMED])}{more}"
+def blocker(
+    rounds: Sequence[FleetRound], work: Sequence[WorkOnPods], pods: Sequence[PodView], now: datetime, need: int
+) -> str | None:
+    """Say what an update waits for; None if one of these pods may be replaced, which takes ``need`` seconds."""
+    needed = sorted(str(one) for one in work if any(map(one.needs, pods)))
+    if needed:
+        more = f" and {len(needed) - _NAMED} more" if len(needed) > _NAMED else ""
+        return f"the end of {', '.join(needed[:_NAMED])}{more}"
     validation = validated_until(rounds)
     if validation is not None and now < validation[0]:
         return f"the network, which may validate round {validation[1]} until {_clock(validation[0])}"
-    expected = next_round(rounds, now, need)
+    # What is live and needs none of these pods waits for the update.
+    expected = None if any(one.live for one in work) else next_round(rounds, now, need)
     if expected is not None:
         return f"a round, which is expected from {_clock(expected)} on, since a pod needs {need} s to be replaced"
     return None

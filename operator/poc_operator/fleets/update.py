@@ -57,7 +57,7 @@ class Spares(Enum):
 
     NOTHING = auto()
     SLOTS = auto()  # a round that has given the pod a slot
-    WORK = auto()  # any work that selects the fleet's pods
+    WORK = auto()  # any work that selects the fleet's pods, and that they can do
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class _View:
         if self.seen.spec.strategy is UpdateStrategy.IMMEDIATE:
             return None
         need = replacement_seconds(self.old.startup_seconds, limit=self.seen.startup_limit, grace=self.seen.grace)
-        return blocker(self.old.rounds, self.seen.work, self.seen.now, need)
+        return blocker(self.old.rounds, self.seen.work, self.outdated, self.seen.now, need)
 
     @cached_property
     def slots(self) -> frozenset[str]:

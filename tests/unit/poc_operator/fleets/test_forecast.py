@@ -49,6 +49,7 @@ def work(
     return WorkOnPods.parse(kind, {"metadata": metadata | body, "spec": spec, "status": status})
 
 
+OLD_POD = PodView(name="demo-0", namespace="ns", uid="u0")
 EVERY_MINUTE = [a_round(40 + 60 * n, 20 + 60 * n) for n in range(5)]
 DAILY = [a_round(2000 + DAY * n, 1820 + DAY * n, network=True) for n in range(3)]
 
@@ -82,25 +83,28 @@ def test_the_next_round_is_forecast_from_the_times_between_starts(
 
 
 def test_what_is_under_way_is_waited_for_by_name() -> None:
-    assert blocker([], [work(uid="r1")], NOW, 1) == "the end of PoCRound r1"
+    assert blocker([], [work(uid="r1")], [OLD_POD], NOW, 1) == "the end of PoCRound r1"
     many = [work("PoCValidation", uid=f"v{n}") for n in range(5)]
-    assert blocker([], many, NOW, 1) == "the end of PoCValidation v0, PoCValidation v1, PoCValidation v2 and 2 more"
+    assert (
+        blocker([], many, [OLD_POD], NOW, 1)
+        == "the end of PoCValidation v0, PoCValidation v1, PoCValidation v2 and 2 more"
+    )
     for state in ("Complete", "Failed", "Suspended"):
-        assert blocker([], [work(state=state)], NOW, 1) is None
+        assert blocker([], [work(state=state)], [OLD_POD], NOW, 1) is None
     for state in ("Pending", "Stopping", "Suspending", "a new word"):
-        assert blocker([], [work(state=state)], NOW, 1) is not None
+        assert blocker([], [work(state=state)], [OLD_POD], NOW, 1) is not None
 
 
 def test_the_network_has_time_to_validate() -> None:
     over = VALIDATION_SECONDS - 5
-    found = blocker([a_round(over + 180, over, uid="n1", network=True)], [], NOW, 1)
+    found = blocker([a_round(over + 180, over, uid="n1", network=True)], [], [OLD_POD], NOW, 1)
     assert found == "the network, which may validate round n1 until 2026-01-01 12:00:05 UTC"
-    assert blocker([a_round(over + 180, over)], [], NOW, 1) is None
-    assert blocker([a_round(over + 190, over + 5, network=True)], [], NOW, 1) is None
+    assert blocker([a_round(over + 180, over)], [], [OLD_POD], NOW, 1) is None
+    assert blocker([a_round(over + 190, over + 5, network=True)], [], [OLD_POD], NOW, 1) is None
 
 
 def test_a_round_that_is_near_is_named_with_the_time_that_a_pod_needs() -> None:
-    assert blocker(EVERY_MINUTE, [], NOW, 21) == (
+    assert blocker(EVERY_MINUTE, [], [OLD_POD], NOW, 21) == (
         "a round, which is expected from 2026-01-01 12:00:20 UTC on, since a pod needs 21 s to be replaced"
     )
 
