@@ -27,14 +27,13 @@ from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
-from poc_operator.fleets.stages import with_stages
+from poc_operator.fleets.stages import Nodes, ordinal_of, with_stages
 from poc_operator.fleets.update import (
     Eviction,
     Spares,
     UpdateSeen,
     UpdateStep,
     failed_as,
-    ordinal_of,
     plan_update,
 )
 from poc_operator.observed import REVISION_LABEL, PodView
@@ -60,7 +59,7 @@ class FleetSnapshot:
     ``health`` is what was seen of the pods' engines, ``memory_errors`` how many their GPUs have had, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
     ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`,
-    and ``evicted_names`` are the names of the latter.
+    and ``evicted_names`` are the names of the latter. ``nodes`` are Kubernetes nodes of pods that are not ready.
     ``good_template`` is the template of the last good revision, if an update has failed and it could be read.
     """
 
@@ -80,6 +79,7 @@ class FleetSnapshot:
     evicted: frozenset[str] = frozenset()
     evicted_names: frozenset[str] = frozenset()
     good_template: Mapping[str, Any] | None = None
+    nodes: Nodes = field(default_factory=dict)
 
     @property
     def staying(self) -> Sequence[PodView]:
@@ -238,6 +238,7 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
         work=seen.work,
         busy=seen.busy,
         evicted=seen.evicted,
+        nodes=seen.nodes,
     )
 
 

@@ -12,9 +12,9 @@ that has the new revision, whoever replaced it. It has passed when it is ready a
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
 ``startupSeconds``. Then the StatefulSet gets the template of the last good revision back, the canary is replaced once
 more, and the failed template is not tried again. A canary that Kubernetes does not create within ``startupSeconds`` of
-its eviction has failed too: its template may be refused. One that no Kubernetes node has room for has not: it waits.
-Later pods do not fail an update: while one of them is not ready, or
-has failed its self-check, no other pod is replaced.
+its eviction has failed too: its template may be refused. One that no Kubernetes node has room for, or whose node is
+not well, has not: it waits, as `poc_operator.fleets.stages` says. Later pods do not fail an update: while one of them
+is not ready, or has failed its self-check, no other pod is replaced.
 
 Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
 they wait for no round. What others wait for is in `poc_operator.fleets.forecast`.
@@ -31,22 +31,10 @@ from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, Up
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.forecast import WorkOnPods, blocker, remembered, replacement_seconds, startup_seconds
+from poc_operator.fleets.stages import Nodes, in_order, is_hopeless, node_fault, ordinal_of, why_not_running
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
-#: What keeps a pod from running and does not pass by itself, in the kubelet's words.
-_HOPELESS = {
-    "CrashLoopBackOff",
-    "ImagePullBackOff",
-    "ErrImagePull",
-    "ErrImageNeverPull",
-    "InvalidImageName",
-    "CreateContainerConfigError",
-    "CreateContainerError",
-    "RunContainerError",
-}
-#: Age in seconds of a pod from which on this counts: a registry may be away for a moment.
-PATIENCE_SECONDS = 120
 #: So many pods are named in a message.
 _NAMED = 3
 _OVERRIDE = " (update.strategy Immediate does not wait)"
@@ -77,7 +65,7 @@ class UpdateSeen:
     why pods could not be evicted a moment ago, by their uids, and ``evicted`` are those that were and may still look
     as before. ``by_number`` says that a pod can get the newest revision only after all with higher numbers, and that
     Kubernetes replaces a pod that crashes. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for
-    its end.
+    its end. ``nodes`` are the Kubernetes nodes that are known, by name.
     """
 
     spec: Update
@@ -97,6 +85,7 @@ class UpdateSeen:
     busy: Mapping[str, str] = field(default_factory=dict)
     evicted: frozenset[str] = frozenset()
     by_number: bool = False
+    nodes: Nodes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,33 +179,17 @@ class _View:
 
     def is_lost(self, pod: PodView) -> bool:
         """Whether a pod cannot work, and has no slot: nothing is lost with it."""
-        return pod.uid not in self.slots and (self.failed_check(pod) or (not pod.ready and self.hopeless(pod)))
+        return pod.uid not in self.slots and (self.failed_check(pod) or (not pod.ready and self._is_hopeless(pod)))
 
-    def hopeless(self, pod: PodView) -> bool:
-        """Whether a pod that is not ready cannot run, and that does not pass by itself."""
-        if pod.waiting_for == "CrashLoopBackOff":
-            return True
-        return pod.waiting_for in _HOPELESS and self.age(pod) >= timedelta(seconds=PATIENCE_SECONDS)
-
-    def age(self, pod: PodView) -> timedelta:
-        """Return how long a pod has existed."""
-        return self.seen.now - (pod.created or self.seen.now)
+    def _is_hopeless(self, pod: PodView) -> bool:
+        return is_hopeless(pod, self.seen.nodes, self.seen.now)
 
     def why_failed(self, pod: PodView) -> str | None:
         """Say why a pod with the newest revision has failed; None if it has not."""
         if self.failed_check(pod):
             found = self.seen.checks[pod.uid].message
             return f"pod {pod.name} failed its self-check{f': {found}' if found else ''}"
-        if pod.ready:
-            return None
-        if self.hopeless(pod) or any(container.restarts for container in pod.containers):
-            return f"pod {pod.name} cannot run ({pod.waiting_for or 'its container has ended'})"
-        limit = self.seen.startup_limit
-        # Without a Kubernetes node it says nothing about its template.
-        since = pod.scheduled or pod.created
-        if pod.node and since and self.seen.now - since > timedelta(seconds=limit):
-            return f"pod {pod.name} was not ready within {limit} s ({pod.waiting_for or 'not ready'})"
-        return None
+        return why_not_running(pod, self.seen.nodes, self.seen.now, self.seen.startup_limit)
 
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for."""
@@ -240,7 +213,7 @@ class _View:
             return None
         canary = self.old.canary
         if self.updated:
-            crashes = self.seen.by_number and all(pod.node for pod in self.updated)
+            crashes = self.seen.by_number and all(pod.node and not self._node_fault(pod) for pod in self.updated)
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
         # One that has yet to end, as on a lost Kubernetes node, keeps its name from the next.
         if not self.awaits_canary or any(pod.name == canary for pod in self.seen.pods):
@@ -311,7 +284,10 @@ class _View:
     def _state(self, pod: PodView) -> str:
         if pod.ready:
             return "self-check failed" if self.failed_check(pod) else "self-check"
-        return pod.waiting_for if self.hopeless(pod) else "not ready"
+        return self._node_fault(pod) or (pod.waiting_for if self._is_hopeless(pod) else "not ready")
+
+    def _node_fault(self, pod: PodView) -> str:
+        return node_fault(pod, self.seen.nodes)
 
     def progress(self, doing: str) -> str:
         """Say how far the update is, and what it does."""
@@ -321,17 +297,6 @@ class _View:
         """Return the status of an update that goes on."""
         change = {"phase": phase, "message": message, "canary": canary, "digest": self.seen.digest}
         return self.old.model_copy(update=change)
-
-
-def ordinal_of(name: str) -> int:
-    """Return the number of a StatefulSet's pod by its name; -1 for a pod of another name."""
-    number = name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1
-
-
-def in_order(pod: PodView) -> tuple[int, str]:
-    """Return what a StatefulSet's pods are sorted by: their numbers."""
-    return ordinal_of(pod.name), pod.name
 
 
 def _without_old_pods(view: _View) -> UpdateStep:
