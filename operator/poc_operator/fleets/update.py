@@ -7,14 +7,19 @@
                                                 │
                                                 └── the canary has failed ──> Failed ── another template ──> Canary
 
+    Rolling ── another new pod has failed ──> Stopped ── it works ──> Rolling
+
 A pod leaves by an eviction; what makes it anew is its StatefulSet, or its LeaderWorkerSet. The canary is the first pod
 that has the new revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
 ``startupSeconds``. Then the StatefulSet gets the template of the last good revision back, the canary is replaced once
 more, and the failed template is not tried again. A canary that Kubernetes does not create within ``startupSeconds`` of
 its eviction has failed too: its template may be refused. One that no Kubernetes node has room for, or whose node is
-not well, has not: it waits, as `poc_operator.fleets.stages` says. Later pods do not fail an update: while one of them
-is not ready, or has failed its self-check, no other pod is replaced.
+not well, has not: it waits, as `poc_operator.fleets.stages` says.
+
+Later pods do not fail an update, since the canary has shown that the template can work: as with ``kubectl rollout``
+nothing goes back by itself. One that has failed like a canary stops the update until it works. Whoever looks decides
+whether the pod or the template is mended. A template that was good before stops at no pod.
 
 Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
 they wait for no round. What others wait for is in `poc_operator.fleets.forecast`.
@@ -37,6 +42,7 @@ from poc_operator.planning.snapshot import WorkEvent
 
 #: So many pods are named in a message.
 _NAMED = 3
+_UNDER_WAY = (UpdatePhase.CANARY, UpdatePhase.ROLLING, UpdatePhase.STOPPED)
 _OVERRIDE = " (update.strategy Immediate does not wait)"
 
 
@@ -191,6 +197,10 @@ class _View:
             return f"pod {pod.name} failed its self-check{f': {found}' if found else ''}"
         return why_not_running(pod, self.seen.nodes, self.seen.now, self.seen.startup_limit)
 
+    def why_any_failed(self) -> str | None:
+        """Say why one of the pods with the newest revision has failed; None if none has."""
+        return next((why for pod in self.updated if (why := self.why_failed(pod)) is not None), None)
+
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for."""
         awaited = self.updated if self.seen.by_number else self.awaits_canary
@@ -309,7 +319,7 @@ def _without_old_pods(view: _View) -> UpdateStep:
         told = step.events
     else:
         told = ()
-    running = old.phase in (UpdatePhase.CANARY, UpdatePhase.ROLLING)
+    running = old.phase in _UNDER_WAY
     complete = len(view.pods) == seen.replicas and not view.away
     if running and not complete:
         message = view.progress(view.waiting_for_pods())
@@ -327,11 +337,11 @@ def _begun(view: _View) -> UpdateStep:
     if seen.spec.strategy is UpdateStrategy.NEVER:
         count = f"{len(view.outdated)} of {len(view.pods)} pods have an old revision"
         return UpdateStep(status=view.status(UpdatePhase.ROLLING, f"{count}: delete them when no round runs"))
-    goes_on = old.digest == seen.digest and old.phase in (UpdatePhase.CANARY, UpdatePhase.ROLLING)
+    goes_on = old.digest == seen.digest and old.phase in _UNDER_WAY
     events = () if goes_on else [_started(view)]
     first = seen.spec.canary and seen.newest != old.good_revision
-    phase = old.phase if goes_on else UpdatePhase.CANARY if first else UpdatePhase.ROLLING
-    if phase is UpdatePhase.CANARY and seen.spec.canary:
+    is_canary = old.phase is UpdatePhase.CANARY if goes_on else first
+    if is_canary and seen.spec.canary:
         view.old = old if goes_on else old.model_copy(update={"canary": "", "canary_time": None})
         return _canary(view, events)
     return _rolling(view, events)
@@ -345,7 +355,7 @@ def _started(view: _View) -> WorkEvent:
 def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     """Replace one pod, and wait until it has passed or failed."""
     view.note_canary()
-    why = next((why for pod in view.updated if (why := view.why_failed(pod)) is not None), view.why_late())
+    why = view.why_any_failed() or view.why_late()
     if why is not None:
         return _failing(view, why, events)
     if view.updated and all(map(view.available, view.updated)):
@@ -363,11 +373,11 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
 
 
 def _rolling(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
-    """Replace as many pods as may be away, unless one of the new ones has failed its self-check."""
-    wrong = [pod.name for pod in view.updated if view.failed_check(pod)]
-    if wrong:
-        doing = f"stopped, since {', '.join(wrong[:_NAMED])} failed the self-check"
-        return UpdateStep(status=view.status(UpdatePhase.ROLLING, view.progress(doing)), events=events)
+    """Replace as many pods as may be away, unless one of the new ones has failed."""
+    why = view.why_any_failed() if view.seen.newest != view.old.good_revision else None
+    if why is not None:
+        doing = f"stopped, since {why}; it goes on when the pod works, and kubectl poc fleet rollout undo goes back"
+        return UpdateStep(status=view.status(UpdatePhase.STOPPED, view.progress(doing)), events=events)
     chosen, doing = view.evictions(len(view.outdated))
     return UpdateStep(status=view.status(UpdatePhase.ROLLING, view.progress(doing)), evict=chosen, events=events)
 

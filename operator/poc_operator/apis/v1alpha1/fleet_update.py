@@ -20,6 +20,7 @@ class UpdatePhase(StrEnum):
     COMPLETE = "Complete"
     CANARY = "Canary"
     ROLLING = "Rolling"
+    STOPPED = "Stopped"
     FAILED = "Failed"
 
     @classmethod
@@ -59,8 +60,9 @@ class UpdateStatus(ApiModel):
     """How far the newest revision is on its way to all pods."""
 
     phase: Annotated[UpdatePhase, Open()] = UpdatePhase.COMPLETE
-    """Canary: one pod gets the newest revision and proves it. Rolling: the others follow. Complete: all pods have it.
-    Failed: the canary failed, and the fleet went back to the last good revision."""
+    """Canary: one pod gets the newest revision and proves it. Rolling: the others follow. Stopped: one of these failed,
+    and no other pod is replaced until it works. Complete: all pods have the newest revision. Failed: the canary failed,
+    and the fleet went back to the last good revision."""
     message: Message = ""
     """What the update does or waits for, in one sentence."""
     digest: str = ""

@@ -162,15 +162,6 @@ def test_pods_that_are_away_for_any_reason_count(pods: Sequence[PodView], says: 
     assert says in step.status.update.message
 
 
-def test_a_new_pod_that_failed_its_check_stops_a_rolling_update() -> None:
-    wrong = a_pod(2, NEW)
-    pods = [FOUR[0], a_pod(1, ready=False, waiting_for="CrashLoopBackOff"), wrong, a_pod(3, NEW)]
-    status = in_phase("Rolling") | {"pods": [check(wrong, "Failed"), check(pods[3], "Passed")]}
-    step = look(fleet_of(status, update={"maxUnavailable": 4}, selfCheck={"enabled": True}), pods)
-    assert not step.evict
-    assert step.status.update.message.endswith("stopped, since demo-2 failed the self-check")
-
-
 @pytest.mark.parametrize(
     ("update", "says"),
     [
