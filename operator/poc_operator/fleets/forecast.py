@@ -22,6 +22,10 @@ A pod that could not be back before ``G`` is not replaced, and none is while the
 With several different times each of them has its span. So rounds every minute leave the pause between two of them, the
 network's daily round leaves most of the day, and one odd short pause holds up an update only briefly. Without two
 starts nothing is forecast. A round that nobody could foresee waits for the slot of the pod that is away.
+
+The heights of blocks tell the network's rounds apart. Regular ones are an epoch of `EPOCH_BLOCKS` apart, or several.
+Those that confirm, and segments of challenges, come at any height, and nothing follows from them. Once two regular
+rounds are known, ``G`` is the time of an epoch for the network's rounds, counted from the last regular one.
 """
 
 import math
@@ -41,6 +45,8 @@ from poc_operator.planning.reaping import WorkRecord
 
 #: Seconds after a round of the network in which validators may ask its pods: 240 blocks of about 5.2 s, rounded up.
 VALIDATION_SECONDS = 1300
+#: Blocks of an epoch of the network.
+EPOCH_BLOCKS = 17_280
 #: A round counts as late until so many times the time since the last start.
 _LATE = 1.25
 #: A pod may take so many times as long to become ready as those before.
@@ -53,7 +59,7 @@ _NAMED = 3
 class WorkOnPods:
     """An object that asks pods to work. ``over`` is when it was finished; ``live`` says that pods may work for it.
 
-    ``unfit`` are the revisions of pods that cannot do it.
+    ``unfit`` are the revisions of pods that cannot do it, ``height`` is that of its block.
     """
 
     record: WorkRecord
@@ -63,12 +69,13 @@ class WorkOnPods:
     over: datetime | None = None
     network: bool = False
     unfit: frozenset[str] = frozenset()
+    height: int | None = None
 
     @classmethod
     def parse(cls, kind: str, body: Mapping[str, Any]) -> Self:
         """Read an object of this kind, as the API server has it."""
         metadata, status = body["metadata"], body.get("status") or {}
-        completed = status.get("completionTime")
+        completed, height = status.get("completionTime"), (body.get("spec") or {}).get("blockHeight")
         return cls(
             record=WorkRecord.parse(body),
             kind=kind,
@@ -77,6 +84,7 @@ class WorkOnPods:
             over=datetime.fromisoformat(completed) if completed else None,
             network=(metadata.get("labels") or {}).get(ORIGIN_LABEL) == NETWORK_ORIGIN,
             unfit=frozenset(map(str, status.get("unfitRevisions") or ())),
+            height=height if isinstance(height, int) else None,
         )
 
     def needs(self, pod: PodView) -> bool:
@@ -111,6 +119,7 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
             start_time=one.created,
             over_time=None if one.live else one.over or earlier or now,
             network=one.network,
+            height=one.height,
         )
     return sorted(found.values(), key=lambda one: (one.start_time, one.uid))[-MAX_ROUNDS:]
 
@@ -148,7 +157,12 @@ def next_round(rounds: Sequence[FleetRound], now: datetime, need: int) -> dateti
 
     ``need`` is for how many seconds the pod would be away.
     """
-    starts = _starts(rounds)
+    regular = _regular(rounds)
+    if regular:
+        expected = _next_regular(regular, now, need)
+        if expected is not None:
+            return expected
+    starts = _starts([one for one in rounds if not (regular and one.network)])
     if not starts:
         return None
     passed = now - starts[-1]
@@ -156,6 +170,30 @@ def next_round(rounds: Sequence[FleetRound], now: datetime, need: int) -> dateti
     near = (gap for gap in gaps if passed + timedelta(seconds=need) > gap and passed <= gap * _LATE)
     gap = next(near, None)
     return starts[-1] + gap if gap is not None else None
+
+
+def _regular(rounds: Iterable[FleetRound]) -> Sequence[tuple[int, datetime]]:
+    """Return heights and starts of the network's regular rounds, the lowest first; none if only one is known."""
+    starts: dict[int, datetime] = {}
+    for one in rounds:
+        if one.network and one.height is not None:
+            starts[one.height] = min(one.start_time, starts.get(one.height, one.start_time))
+    by_place: dict[int, list[tuple[int, datetime]]] = {}
+    for height, start in sorted(starts.items()):
+        by_place.setdefault(height % EPOCH_BLOCKS, []).append((height, start))
+    most = max(by_place.values(), key=len, default=[])
+    in_order = all(before[1] < after[1] for before, after in pairwise(most))
+    return most if len(most) > 1 and in_order else []
+
+
+def _next_regular(regular: Sequence[tuple[int, datetime]], now: datetime, need: int) -> datetime | None:
+    """Return from when on a regular round may start that a pod would miss if it left now."""
+    epochs = [(after[1] - before[1]) * EPOCH_BLOCKS / (after[0] - before[0]) for before, after in pairwise(regular)]
+    fastest, slowest, passed = min(epochs), max(epochs), now - regular[-1][1]
+    # One that has not come although it could be late no longer was missed: the one after it is next.
+    number = max(1, math.ceil(passed / slowest - (_LATE - 1)))
+    is_near = passed + timedelta(seconds=need) > number * fastest
+    return regular[-1][1] + number * fastest if is_near else None
 
 
 def _starts(rounds: Sequence[FleetRound]) -> list[datetime]:
