@@ -204,8 +204,16 @@ class _View:
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for."""
         awaited = self.updated if self.seen.by_number else self.awaits_canary
-        if awaited and self.old.canary_time is None:
+        if self._must_end_first:
+            self.old = self.old.model_copy(update={"canary_time": None})
+        elif awaited and self.old.canary_time is None:
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
+
+    @property
+    def _must_end_first(self) -> bool:
+        """Whether the pod that has the canary's name has yet to end, as on a lost Kubernetes node."""
+        named = any(pod.name == self.old.canary for pod in self.seen.pods)
+        return not self.seen.by_number and self.awaits_canary and named
 
     @property
     def awaits_canary(self) -> bool:
@@ -225,7 +233,6 @@ class _View:
         if self.updated:
             crashes = self.seen.by_number and all(pod.node and not self._node_fault(pod) for pod in self.updated)
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
-        # One that has yet to end, as on a lost Kubernetes node, keeps its name from the next.
         if not self.awaits_canary or any(pod.name == canary for pod in self.seen.pods):
             return None
         return f"pod {canary} was not created within {limit} s: the events of its {self._maker} say why"

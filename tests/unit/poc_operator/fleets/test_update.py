@@ -361,6 +361,11 @@ def test_a_canary_that_is_never_created_fails() -> None:
         now = NOW + timedelta(seconds=seconds)
         step = plan(FleetSnapshot(fleet=fleet, around=AROUND, now=now, objects=objects, pods=pods))
         assert step.status.update.phase == phase
+    # However late the pod before it has ended, as on a lost Kubernetes node, the canary has its time from then on.
+    held = plan(FleetSnapshot(fleet=fleet, around=AROUND, now=now, objects=objects, pods=[*FOUR[:3], ends]))
+    assert held.status.update.canary_time is None
+    free = plan(FleetSnapshot(fleet=fleet_of(after(held)), around=AROUND, now=now, objects=objects, pods=FOUR[:3]))
+    assert (free.status.update.phase, free.status.update.canary_time) == ("Canary", now)
     said = "pod demo-3 was not created within 3660 s: the events of its StatefulSet say why"
     assert said in step.status.update.message
     # A refused eviction is tried again, and the time begins anew.
