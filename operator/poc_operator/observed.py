@@ -159,7 +159,7 @@ class KubernetesNode:
     def parse(cls, body: Mapping[str, Any]) -> Self:
         """Read the API server's JSON. A node that says nothing yet is not ready."""
         conditions = (body.get("status") or {}).get("conditions") or []
-        found = next((one for one in conditions if one["type"] == "Ready"), {})
+        found: Mapping[str, Any] = next((one for one in conditions if one["type"] == "Ready"), {})
         return cls(ready=found.get("status") == "True", since=_moment(found.get("lastTransitionTime")))
 
 
