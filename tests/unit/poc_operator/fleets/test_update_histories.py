@@ -74,7 +74,7 @@ class World:
     def fleet(self) -> PoCFleet:
         env = [{"name": "VALUE", "value": self.value}]
         checks = {"enabled": True}
-        spec = {"update": self.update, "selfCheck": checks, "env": env, "startupSeconds": LIMIT}
+        spec: dict[str, Any] = {"update": self.update, "selfCheck": checks, "env": env, "startupSeconds": LIMIT}
         return a_fleet(replicas=self.replicas, status=self.status, **spec)
 
     def value_of(self, revision: str) -> str:
