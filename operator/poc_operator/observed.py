@@ -19,6 +19,9 @@ from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
 from vllm_poc.wire.messages import Scheme, ShortText
 from vllm_poc.wire.partition import MAX_NONCE
 
+#: Kubernetes' label of a StatefulSet's pods with the revision of the template that they were made from.
+REVISION_LABEL = "controller-revision-hash"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
@@ -63,6 +66,7 @@ class PodView:
     sandboxed: bool = False  # its volumes and its network are there: only images and containers are missing
     created: datetime | None = None
     scheduled: datetime | None = None  # when it was given to its Kubernetes node
+    taken: datetime | None = None  # when the kubelet there took it
     ready_since: datetime | None = None  # of its last change to ready; None while it is not
     #: Why it takes no new slot, as its fleet says, and whether it has failed the self-check. The API server tells
     #: neither: the controller sets them for plans.
@@ -91,8 +95,14 @@ class PodView:
             sandboxed=conditions.get("PodReadyToStartContainers", {}).get("status") == "True",
             created=_moment(meta.get("creationTimestamp")),
             scheduled=_moment(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
+            taken=_taken(meta, status),
             ready_since=_moment(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         )
+
+    @property
+    def revision(self) -> str:
+        """The revision of its StatefulSet's template that it was made from; empty if it has no StatefulSet."""
+        return self.labels.get(REVISION_LABEL, "")
 
     @property
     def stays(self) -> bool:
@@ -138,6 +148,21 @@ class PodView:
         return None if server.started else server.running_since + timedelta(seconds=server.startup_seconds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class KubernetesNode:
+    """Whether the kubelet of a Kubernetes node is well, and since when that is so."""
+
+    ready: bool
+    since: datetime | None = None
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Read the API server's JSON. A node that says nothing yet is not ready."""
+        conditions = (body.get("status") or {}).get("conditions") or []
+        found: Mapping[str, Any] = next((one for one in conditions if one["type"] == "Ready"), {})
+        return cls(ready=found.get("status") == "True", since=_moment(found.get("lastTransitionTime")))
+
+
 #: So much of a container's last line is told.
 _LAST_WORDS = 200
 
@@ -149,6 +174,11 @@ def _moment(text: str | None) -> datetime | None:
 def is_container_session(session: str | None) -> bool:
     """Whether a session is a container's id, as that of a pod whose server has no sessions: `Container.id`."""
     return session is not None and "#" in session
+
+
+def _taken(meta: Mapping[str, Any], status: Mapping[str, Any]) -> datetime | None:
+    """Return when a kubelet took the pod; its creation, if it tells of containers and not when it took them."""
+    return _moment(status.get("startTime") or (status.get("containerStatuses") and meta.get("creationTimestamp")))
 
 
 def _has_ended(status: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
-from poc_operator.fleets.update import REVISION_LABEL
+from poc_operator.observed import REVISION_LABEL
 from tests.support.servers.api_server import ApiServer
 
 PODS = "/api/v1/namespaces/default/pods"

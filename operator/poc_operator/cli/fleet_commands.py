@@ -86,7 +86,7 @@ def status(
     namespace: Namespace = None,
     format_: Output = Format.TABLE,
 ) -> None:
-    """Show how far the update of a fleet's pods is; exit code 1 if it failed."""
+    """Show how far the update of a fleet's pods is; exit code 1 if it failed or was stopped by a pod that failed."""
     cluster = connect(context, namespace, kubeconfig)
     fleet = cluster.object(PoCFleet, name)
     told = ""
@@ -101,13 +101,13 @@ def status(
     else:
         found = fleet.status.update.model_dump(mode="json", by_alias=True, exclude_none=True)
         output.show({**found, "paused": fleet.spec.update.paused}, format_)
-    if fleet.status.update.phase is UpdatePhase.FAILED:
+    if fleet.status.update.phase in (UpdatePhase.FAILED, UpdatePhase.STOPPED):
         raise typer.Exit(FAILED)
 
 
 def _settled(fleet: PoCFleet) -> bool:
     seen = fleet.status.observed_generation >= fleet.metadata.generation
-    return seen and fleet.status.update.phase in (UpdatePhase.COMPLETE, UpdatePhase.FAILED)
+    return seen and fleet.status.update.phase in (UpdatePhase.COMPLETE, UpdatePhase.STOPPED, UpdatePhase.FAILED)
 
 
 def rollout_lines(fleet: PoCFleet) -> list[str]:

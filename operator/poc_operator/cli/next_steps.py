@@ -43,6 +43,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.GPU_FAULTY: "kubectl -n {namespace} get pod {pod} -o wide",
     Reason.PODS_OUTDATED: "kubectl poc -n {namespace} fleet rollout status {fleet}",
     Reason.UPDATE_FAILED: "kubectl poc -n {namespace} fleet rollout status {fleet}",
+    Reason.UPDATE_STOPPED: _DESCRIBE_POD,
     Reason.SELF_CHECK_FAILED: "kubectl -n {namespace} get pocfleet {fleet} -o yaml",
     Reason.NO_MATCHING_PODS: _PODS,
     Reason.NO_POD_READY: _DESCRIBE_POD,

@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_LABEL
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.fleets.plan import Key, key_of
 from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Surroundings, packaged, with_config_maps
+from poc_operator.fleets.stages import Nodes
+from poc_operator.observed import KubernetesNode, PodView
 
 #: Seconds between two looks at presets, products, tokens, and at what the cluster knows.
 SURROUNDINGS_SECONDS = 60.0
+#: Seconds between two looks at a Kubernetes node.
+NODE_SECONDS = 10.0
 
 Body = Mapping[str, Any]
 
@@ -80,6 +85,7 @@ class FleetSurroundings:
         self._pod_monitors: tuple[float, bool] = (float("-inf"), False)
         self._groups: tuple[float, bool] = (float("-inf"), False)
         self._tokens: dict[str, float] = {}
+        self._nodes: dict[str, tuple[float, KubernetesNode | None]] = {}
 
     async def of(self, fleet: PoCFleet) -> Surroundings:
         """Return what a fleet is resolved by, as far as its spec needs it. StoreError if it cannot be read."""
@@ -102,6 +108,23 @@ class FleetSurroundings:
             pod_monitors=self._pod_monitors[1],
             leader_worker_sets=self._groups[1],
         )
+
+    async def nodes(self, fleet: PoCFleet, pods: Collection[PodView]) -> Nodes:
+        """Return the Kubernetes nodes of pods that are not ready, while pods have several templates.
+
+        Only then they tell something of a template. StoreError if they cannot be read.
+        """
+        now = self._clock()
+        self._nodes = {name: one for name, one in self._nodes.items() if now - one[0] < NODE_SECONDS}
+        staying = [pod for pod in pods if pod.stays]
+        if fleet.status.update.phase is UpdatePhase.COMPLETE and len({pod.revision for pod in staying}) <= 1:
+            return {}
+        names = {pod.node for pod in staying if pod.node and not pod.ready}
+        for name in names - self._nodes.keys():
+            body = await self._objects.node(name)
+            self._nodes[name] = (now, KubernetesNode.parse(body) if body is not None else None)
+        found = ((name, self._nodes[name][1]) for name in names)
+        return {name: node for name, node in found if node is not None}
 
     async def ensure_token(self, namespace: str) -> None:
         """Make the Secret with the token of a namespace's pods, unless there is one. StoreError if that fails."""

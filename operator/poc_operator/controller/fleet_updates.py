@@ -43,12 +43,12 @@ class WorkOnFleets:
         self._by_namespace: dict[str, dict[str, WorkOnPods]] = {}
 
     def put(self, kind: str, body: Mapping[str, Any]) -> bool:
-        """Remember an object as it is now; return whether it began or ended."""
+        """Remember an object as it is now; return whether it began or ended, or needs other pods than before."""
         work = WorkOnPods.parse(kind, body)
         known = self._by_namespace.setdefault(work.record.namespace, {})
         before = known.get(work.record.uid)
         known[work.record.uid] = work
-        return before is None or before.live != work.live
+        return before is None or (before.live, before.unfit) != (work.live, work.unfit)
 
     def forget(self, uid: str) -> str | None:
         """Forget an object that is gone; return the namespace in which it was."""
@@ -132,10 +132,10 @@ class Evictor:
             for kind in _WORK
             for body in await self._store.list_bodies(kind, [namespace])
         ]
-        live = [one for one in found if one.live and one.concerns(fleet, labels)]
+        needing = [one for one in found if one.needs(pod) and one.concerns(fleet, labels)]
         if eviction.spares is Spares.SLOTS:
-            live = [one for one in live if pod.uid in one.record.holders]
-        return f"waiting for the end of {live[0]}" if live else None
+            needing = [one for one in needing if pod.uid in one.record.holders]
+        return f"waiting for the end of {needing[0]}" if needing else None
 
     async def _computes(self, pod: PodView, port: int) -> bool:
         """Whether the pod says that it computes a round. One that does not answer does not say so."""

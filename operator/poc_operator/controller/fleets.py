@@ -360,6 +360,7 @@ class Fleets:
             evicted=loop.evictor.evicted,
             evicted_names=loop.evictor.evicted_names,
             good_template=await self._good_template(loop, fleet),
+            nodes=await self._around.nodes(fleet, pods),
         )
 
     async def _download(self, fleet: PoCFleet) -> DownloadSeen:

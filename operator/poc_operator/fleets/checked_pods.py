@@ -36,7 +36,6 @@ from poc_operator.fleets.self_check import (
     packed,
     unpacked,
 )
-from poc_operator.fleets.update import revision_of
 from poc_operator.observed import PodView, served_model
 from poc_operator.planning.eligibility import named
 from vllm_poc.wire.messages import Protocol
@@ -152,7 +151,7 @@ class _View:
         return cls(
             pod=pod,
             port=port,
-            entry=told.model_copy(update={"revision": revision_of(pod)}),
+            entry=told.model_copy(update={"revision": pod.revision}),
             check=check,
             answer=answer,
         )

@@ -18,6 +18,9 @@ from poc_operator.observed import PodView
 
 _Told = tuple[bool, Reason, str]
 
+#: What is told of updates that wait for somebody.
+_UPDATES = {UpdatePhase.FAILED: Reason.UPDATE_FAILED, UpdatePhase.STOPPED: Reason.UPDATE_STOPPED}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PodCounts:
@@ -88,10 +91,11 @@ class Verdict:
         return replace(self, ready=(False, *found), progressing=(True, *found), degraded=degraded)
 
     def with_update(self, update: UpdateStatus) -> Self:
-        """Return the verdict with an update that has failed."""
-        if update.phase is not UpdatePhase.FAILED:
+        """Return the verdict with an update that has failed, or stopped at a pod that has."""
+        reason = _UPDATES.get(update.phase)
+        if reason is None:
             return self
-        told = (Reason.UPDATE_FAILED, update.message)
+        told = (reason, update.message)
         return replace(self, ready=(self.ready[0], *told), degraded=(True, *told), stalled=(True, *told))
 
     def with_download(self, ahead: Download | None, pods: Sequence[PodView], *, exists: bool) -> Self:

@@ -4,7 +4,8 @@
 A round is never lost by an update, since a pod leaves only when three things hold:
 
 1. **Nothing runs.** No PoCRound, PoCValidation or PoCCalibration that selects the fleet's pods is under way. One that
-   is suspended has no pods, and holds up nothing.
+   is suspended has no pods, and holds up nothing. One that none of the old pods can do needs the update: it waits for
+   the new pods, and what may follow it waits too.
 2. **The network does not validate.** After a round that the gateway made for the network, validators ask the same pods
    for named nonces. They have `VALIDATION_SECONDS` for it.
 3. **No round is near.** A pod needs some time to be replaced: as long as the fleet's own pods took to become ready,
@@ -21,6 +22,10 @@ A pod that could not be back before ``G`` is not replaced, and none is while the
 With several different times each of them has its span. So rounds every minute leave the pause between two of them, the
 network's daily round leaves most of the day, and one odd short pause holds up an update only briefly. Without two
 starts nothing is forecast. A round that nobody could foresee waits for the slot of the pod that is away.
+
+The heights of blocks tell the network's rounds apart. Regular ones are an epoch of `EPOCH_BLOCKS` apart, or several.
+Those that confirm, and segments of challenges, come at any height, and nothing follows from them. Once two regular
+rounds are known, ``G`` is the time of an epoch for the network's rounds, counted from the last regular one.
 """
 
 import math
@@ -40,6 +45,8 @@ from poc_operator.planning.reaping import WorkRecord
 
 #: Seconds after a round of the network in which validators may ask its pods: 240 blocks of about 5.2 s, rounded up.
 VALIDATION_SECONDS = 1300
+#: Blocks of an epoch of the network.
+EPOCH_BLOCKS = 17_280
 #: A round counts as late until so many times the time since the last start.
 _LATE = 1.25
 #: A pod may take so many times as long to become ready as those before.
@@ -50,7 +57,10 @@ _NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class WorkOnPods:
-    """An object that asks pods to work. ``over`` is when it was finished; ``live`` says that pods may work for it."""
+    """An object that asks pods to work. ``over`` is when it was finished; ``live`` says that pods may work for it.
+
+    ``unfit`` are the revisions of pods that cannot do it, ``height`` is that of its block.
+    """
 
     record: WorkRecord
     kind: str
@@ -58,12 +68,14 @@ class WorkOnPods:
     live: bool
     over: datetime | None = None
     network: bool = False
+    unfit: frozenset[str] = frozenset()
+    height: int | None = None
 
     @classmethod
     def parse(cls, kind: str, body: Mapping[str, Any]) -> Self:
         """Read an object of this kind, as the API server has it."""
         metadata, status = body["metadata"], body.get("status") or {}
-        completed = status.get("completionTime")
+        completed, height = status.get("completionTime"), (body.get("spec") or {}).get("blockHeight")
         return cls(
             record=WorkRecord.parse(body),
             kind=kind,
@@ -71,7 +83,13 @@ class WorkOnPods:
             live=not is_over(status),
             over=datetime.fromisoformat(completed) if completed else None,
             network=(metadata.get("labels") or {}).get(ORIGIN_LABEL) == NETWORK_ORIGIN,
+            unfit=frozenset(map(str, status.get("unfitRevisions") or ())),
+            height=height if isinstance(height, int) else None,
         )
+
+    def needs(self, pod: PodView) -> bool:
+        """Whether it is under way, and may lose something with the pod: its slot, or one that can do the work."""
+        return self.live and (pod.uid in self.record.holders or pod.revision not in self.unfit)
 
     def concerns(self, fleet: PoCFleet, labels: Iterable[Mapping[str, str]]) -> bool:
         """Whether it selects pods of the fleet, which have these sets of labels."""
@@ -101,6 +119,7 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
             start_time=one.created,
             over_time=None if one.live else one.over or earlier or now,
             network=one.network,
+            height=one.height,
         )
     return sorted(found.values(), key=lambda one: (one.start_time, one.uid))[-MAX_ROUNDS:]
 
@@ -138,7 +157,12 @@ def next_round(rounds: Sequence[FleetRound], now: datetime, need: int) -> dateti
 
     ``need`` is for how many seconds the pod would be away.
     """
-    starts = _starts(rounds)
+    regular = _regular(rounds)
+    if regular:
+        expected = _next_regular(regular, now, need)
+        if expected is not None:
+            return expected
+    starts = _starts([one for one in rounds if not (regular and one.network)])
     if not starts:
         return None
     passed = now - starts[-1]
@@ -146,6 +170,30 @@ def next_round(rounds: Sequence[FleetRound], now: datetime, need: int) -> dateti
     near = (gap for gap in gaps if passed + timedelta(seconds=need) > gap and passed <= gap * _LATE)
     gap = next(near, None)
     return starts[-1] + gap if gap is not None else None
+
+
+def _regular(rounds: Iterable[FleetRound]) -> Sequence[tuple[int, datetime]]:
+    """Return heights and starts of the network's regular rounds, the lowest first; none if only one is known."""
+    starts: dict[int, datetime] = {}
+    for one in rounds:
+        if one.network and one.height is not None:
+            starts[one.height] = min(one.start_time, starts.get(one.height, one.start_time))
+    by_place: dict[int, list[tuple[int, datetime]]] = {}
+    for height, start in sorted(starts.items()):
+        by_place.setdefault(height % EPOCH_BLOCKS, []).append((height, start))
+    most = max(by_place.values(), key=len, default=[])
+    in_order = all(before[1] < after[1] for before, after in pairwise(most))
+    return most if len(most) > 1 and in_order else []
+
+
+def _next_regular(regular: Sequence[tuple[int, datetime]], now: datetime, need: int) -> datetime | None:
+    """Return from when on a regular round may start that a pod would miss if it left now."""
+    epochs = [(after[1] - before[1]) * EPOCH_BLOCKS / (after[0] - before[0]) for before, after in pairwise(regular)]
+    fastest, slowest, passed = min(epochs), max(epochs), now - regular[-1][1]
+    # One that has not come although it could be late no longer was missed: the one after it is next.
+    number = max(1, math.ceil(passed / slowest - (_LATE - 1)))
+    is_near = passed + timedelta(seconds=need) > number * fastest
+    return regular[-1][1] + number * fastest if is_near else None
 
 
 def _starts(rounds: Sequence[FleetRound]) -> list[datetime]:
@@ -161,16 +209,19 @@ def _starts(rounds: Sequence[FleetRound]) -> list[datetime]:
     return starts
 
 
-def blocker(rounds: Sequence[FleetRound], work: Iterable[WorkOnPods], now: datetime, need: int) -> str | None:
-    """Say what an update waits for; None if a pod may be replaced, which takes ``need`` seconds."""
-    live = sorted(str(one) for one in work if one.live)
-    if live:
-        more = f" and {len(live) - _NAMED} more" if len(live) > _NAMED else ""
-        return f"the end of {', '.join(live[:_NAMED])}{more}"
+def blocker(
+    rounds: Sequence[FleetRound], work: Sequence[WorkOnPods], pods: Sequence[PodView], now: datetime, need: int
+) -> str | None:
+    """Say what an update waits for; None if one of these pods may be replaced, which takes ``need`` seconds."""
+    needed = sorted(str(one) for one in work if any(map(one.needs, pods)))
+    if needed:
+        more = f" and {len(needed) - _NAMED} more" if len(needed) > _NAMED else ""
+        return f"the end of {', '.join(needed[:_NAMED])}{more}"
     validation = validated_until(rounds)
     if validation is not None and now < validation[0]:
         return f"the network, which may validate round {validation[1]} until {_clock(validation[0])}"
-    expected = next_round(rounds, now, need)
+    # What is live and needs none of these pods waits for the update.
+    expected = None if any(one.live for one in work) else next_round(rounds, now, need)
     if expected is not None:
         return f"a round, which is expected from {_clock(expected)} on, since a pod needs {need} s to be replaced"
     return None

@@ -27,18 +27,16 @@ from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
-from poc_operator.fleets.stages import with_stages
+from poc_operator.fleets.stages import Nodes, ordinal_of, with_stages
 from poc_operator.fleets.update import (
-    REVISION_LABEL,
     Eviction,
     Spares,
     UpdateSeen,
     UpdateStep,
     failed_as,
-    ordinal_of,
     plan_update,
 )
-from poc_operator.observed import PodView
+from poc_operator.observed import REVISION_LABEL, PodView
 from poc_operator.planning.snapshot import WorkEvent
 
 #: Kind and name of an object of the fleet's namespace.
@@ -61,7 +59,7 @@ class FleetSnapshot:
     ``health`` is what was seen of the pods' engines, ``memory_errors`` how many their GPUs have had, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
     ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`,
-    and ``evicted_names`` are the names of the latter.
+    and ``evicted_names`` are the names of the latter. ``nodes`` are Kubernetes nodes of pods that are not ready.
     ``good_template`` is the template of the last good revision, if an update has failed and it could be read.
     """
 
@@ -81,6 +79,7 @@ class FleetSnapshot:
     evicted: frozenset[str] = frozenset()
     evicted_names: frozenset[str] = frozenset()
     good_template: Mapping[str, Any] | None = None
+    nodes: Nodes = field(default_factory=dict)
 
     @property
     def staying(self) -> Sequence[PodView]:
@@ -239,6 +238,7 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
         work=seen.work,
         busy=seen.busy,
         evicted=seen.evicted,
+        nodes=seen.nodes,
     )
 
 
@@ -323,7 +323,7 @@ class _Parts:
         told = (seen.stateful_set or {}).get("status") or {}
         newest = str(told.get("updateRevision") or old.update_revision)
         pods = seen.staying
-        outdated = [pod for pod in pods if newest and pod.labels.get(REVISION_LABEL, newest) != newest]
+        outdated = [pod for pod in pods if newest and pod.revision not in ("", newest)]
         counts = PodCounts(
             replicas=fleet.spec.replicas,
             port=fleet.spec.port,
@@ -342,7 +342,7 @@ class _Parts:
             "ready": f"{counts.ready}/{fleet.spec.replicas}",
             "reason": verdict.ready[1],
             "message": verdict.ready[2],
-            "current_revision": next((pod.labels[REVISION_LABEL] for pod in outdated), newest),
+            "current_revision": next((pod.revision for pod in outdated), newest),
             "update_revision": newest,
             "selector": f"{FLEET_LABEL}={fleet.metadata.name}",
             "model": resolved.model if resolved is not None else fleet.spec.model.path or "",

@@ -1,21 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each pod of a fleet is on its way to serving, and the list of pods in the fleet's status.
+"""Where each pod of a fleet is on its way to serving, why one does not get there, and the list of pods in the status.
 
 A stage is what the kubelet and the scheduler tell, and no more: whether vLLM downloads weights, reads them or compiles
 is not to be seen from outside, so all of that is Loading.
+
+What a pod with a new template meets decides whether the template is good. A Kubernetes node whose kubelet is away says
+nothing of it, and neither do pods there: one that the kubelet has not taken, or whose containers ended with the node.
+So time and restarts count from when the pod has a kubelet that is well. Where the operator may not read nodes, only
+what the pod itself tells counts. A node that cannot pull images looks like a template with a wrong one.
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
-from poc_operator.fleets.update import in_order
-from poc_operator.observed import PodView
+from poc_operator.observed import KubernetesNode, PodView
 from poc_operator.planning.eligibility import named
 
 #: What pods wait for that passes by itself.
 PASSING = frozenset(
     {"", "ContainersNotReady", "ContainerCreating", "PodInitializing", "Pending", "PodReadyToStartContainers"}
 )
+#: What keeps a pod from running and does not pass by itself, in the kubelet's words.
+_HOPELESS = {
+    "CrashLoopBackOff",
+    "ImagePullBackOff",
+    "ErrImagePull",
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+}
+#: Seconds that a kubelet has had the pod from which on this counts: a registry may be away for a moment.
+PATIENCE_SECONDS = 120
+
+#: Kubernetes nodes by name, as far as they are known.
+Nodes = Mapping[str, KubernetesNode]
 
 
 def stage_of(pod: PodView, port: int) -> Stage:
@@ -48,6 +69,63 @@ def _state(pod: PodView, port: int) -> str:
     last_end = pod.container(port).last_end
     ended = f"last ended with {last_end}" if last_end else ""
     return "; ".join(text for text in (why or stage.value, ended) if text)
+
+
+def node_fault(pod: PodView, nodes: Nodes) -> str:
+    """Say why a pod that is not ready waits for its Kubernetes node; empty if it does not, or has none yet."""
+    if pod.ready or not pod.node:
+        return ""
+    known = nodes.get(pod.node)
+    if known is not None and not known.ready:
+        return f"Kubernetes node {pod.node} is not ready"
+    return "" if pod.taken else f"the kubelet of {pod.node} has not taken it yet"
+
+
+def is_hopeless(pod: PodView, nodes: Nodes, now: datetime) -> bool:
+    """Whether a pod that is not ready cannot run, and that does not pass by itself."""
+    if pod.waiting_for == "CrashLoopBackOff":
+        return True
+    since = _begun(pod, nodes)
+    return pod.waiting_for in _HOPELESS and since is not None and now - since >= timedelta(seconds=PATIENCE_SECONDS)
+
+
+def why_not_running(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> str | None:
+    """Say why the template of a pod is not good, which is to be ready within ``limit`` seconds; None if it may be."""
+    if pod.ready or node_fault(pod, nodes):
+        return None
+    if is_hopeless(pod, nodes, now) or _has_ended(pod, nodes):
+        return f"pod {pod.name} cannot run ({pod.waiting_for or 'its container has ended'})"
+    since = _begun(pod, nodes)
+    # Without a Kubernetes node it waits for one.
+    if pod.node and since is not None and now - since > timedelta(seconds=limit):
+        return f"pod {pod.name} was not ready within {limit} s ({pod.waiting_for or 'not ready'})"
+    return None
+
+
+def _begun(pod: PodView, nodes: Nodes) -> datetime | None:
+    """Return since when the pod has had a kubelet that is well, as far as it is known."""
+    known = nodes.get(pod.node)
+    times = (pod.created, pod.scheduled, pod.taken, known.since if known is not None else None)
+    return max((time for time in times if time is not None), default=None)
+
+
+def _has_ended(pod: PodView, nodes: Nodes) -> bool:
+    """Whether a container has ended by itself: a Kubernetes node that starts anew ends all of its containers."""
+    known, taken = nodes.get(pod.node), pod.taken or pod.scheduled
+    if known is not None and known.since is not None and taken is not None and known.since > taken:
+        return False
+    return any(container.restarts for container in pod.containers)
+
+
+def ordinal_of(name: str) -> int:
+    """Return the number of a StatefulSet's pod by its name; -1 for a pod of another name."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def in_order(pod: PodView) -> tuple[int, str]:
+    """Return what a StatefulSet's pods are sorted by: their numbers."""
+    return ordinal_of(pod.name), pod.name
 
 
 def with_stages(

@@ -7,14 +7,19 @@
                                                 │
                                                 └── the canary has failed ──> Failed ── another template ──> Canary
 
+    Rolling ── another new pod has failed ──> Stopped ── it works ──> Rolling
+
 A pod leaves by an eviction; what makes it anew is its StatefulSet, or its LeaderWorkerSet. The canary is the first pod
 that has the new revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
 ``startupSeconds``. Then the StatefulSet gets the template of the last good revision back, the canary is replaced once
 more, and the failed template is not tried again. A canary that Kubernetes does not create within ``startupSeconds`` of
-its eviction has failed too: its template may be refused. One that no Kubernetes node has room for has not: it waits.
-Later pods do not fail an update: while one of them is not ready, or
-has failed its self-check, no other pod is replaced.
+its eviction has failed too: its template may be refused. One that no Kubernetes node has room for, or whose node is
+not well, has not: it waits, as `poc_operator.fleets.stages` says.
+
+Later pods do not fail an update, since the canary has shown that the template can work: as with ``kubectl rollout``
+nothing goes back by itself. One that has failed like a canary stops the update until it works. Whoever looks decides
+whether the pod or the template is mended. A template that was good before stops at no pod.
 
 Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
 they wait for no round. What others wait for is in `poc_operator.fleets.forecast`.
@@ -31,25 +36,13 @@ from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, Up
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.forecast import WorkOnPods, blocker, remembered, replacement_seconds, startup_seconds
+from poc_operator.fleets.stages import Nodes, in_order, is_hopeless, node_fault, ordinal_of, why_not_running
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
-REVISION_LABEL = "controller-revision-hash"
-#: What keeps a pod from running and does not pass by itself, in the kubelet's words.
-_HOPELESS = {
-    "CrashLoopBackOff",
-    "ImagePullBackOff",
-    "ErrImagePull",
-    "ErrImageNeverPull",
-    "InvalidImageName",
-    "CreateContainerConfigError",
-    "CreateContainerError",
-    "RunContainerError",
-}
-#: Age in seconds of a pod from which on this counts: a registry may be away for a moment.
-PATIENCE_SECONDS = 120
 #: So many pods are named in a message.
 _NAMED = 3
+_UNDER_WAY = (UpdatePhase.CANARY, UpdatePhase.ROLLING, UpdatePhase.STOPPED)
 _OVERRIDE = " (update.strategy Immediate does not wait)"
 
 
@@ -58,7 +51,7 @@ class Spares(Enum):
 
     NOTHING = auto()
     SLOTS = auto()  # a round that has given the pod a slot
-    WORK = auto()  # any work that selects the fleet's pods
+    WORK = auto()  # any work that selects the fleet's pods, and that they can do
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class UpdateSeen:
     why pods could not be evicted a moment ago, by their uids, and ``evicted`` are those that were and may still look
     as before. ``by_number`` says that a pod can get the newest revision only after all with higher numbers, and that
     Kubernetes replaces a pod that crashes. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for
-    its end.
+    its end. ``nodes`` are the Kubernetes nodes that are known, by name.
     """
 
     spec: Update
@@ -98,6 +91,7 @@ class UpdateSeen:
     busy: Mapping[str, str] = field(default_factory=dict)
     evicted: frozenset[str] = frozenset()
     by_number: bool = False
+    nodes: Nodes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +115,7 @@ def failed_as(old: UpdateStatus, digest: str) -> FailedUpdate | None:
 def plan_update(seen: UpdateSeen) -> UpdateStep:
     """Return the update's next step."""
     pods = [pod for pod in seen.pods if pod.stays and pod.uid not in seen.evicted]
-    updated = [pod for pod in pods if revision_of(pod) == seen.newest]
+    updated = [pod for pod in pods if pod.revision == seen.newest]
     old = seen.old.model_copy(
         update={
             "rounds": remembered(seen.old.rounds, seen.work, seen.now),
@@ -136,11 +130,6 @@ def plan_update(seen: UpdateSeen) -> UpdateStep:
     return _begun(view) if view.outdated else _without_old_pods(view)
 
 
-def revision_of(pod: PodView) -> str:
-    """Return the revision of the template that a pod was made from."""
-    return pod.labels.get(REVISION_LABEL, "")
-
-
 class _View:
     """What is seen, in the words of an update. ``pods`` are those that stay."""
 
@@ -151,8 +140,8 @@ class _View:
         self.failed = failed_as(old, seen.digest)
         # Going back may give the good template a new name.
         kept = {seen.newest, old.good_revision} if self.failed is not None else {seen.newest}
-        self.updated = [pod for pod in self.pods if revision_of(pod) in kept]
-        self.outdated = [pod for pod in self.pods if revision_of(pod) not in kept]
+        self.updated = [pod for pod in self.pods if pod.revision in kept]
+        self.outdated = [pod for pod in self.pods if pod.revision not in kept]
 
     def result(self, pod: PodView) -> CheckResult:
         """Return what the self-check of the pod's present server has found."""
@@ -187,7 +176,7 @@ class _View:
         if self.seen.spec.strategy is UpdateStrategy.IMMEDIATE:
             return None
         need = replacement_seconds(self.old.startup_seconds, limit=self.seen.startup_limit, grace=self.seen.grace)
-        return blocker(self.old.rounds, self.seen.work, self.seen.now, need)
+        return blocker(self.old.rounds, self.seen.work, self.outdated, self.seen.now, need)
 
     @cached_property
     def slots(self) -> frozenset[str]:
@@ -196,39 +185,35 @@ class _View:
 
     def is_lost(self, pod: PodView) -> bool:
         """Whether a pod cannot work, and has no slot: nothing is lost with it."""
-        return pod.uid not in self.slots and (self.failed_check(pod) or (not pod.ready and self.hopeless(pod)))
+        return pod.uid not in self.slots and (self.failed_check(pod) or (not pod.ready and self._is_hopeless(pod)))
 
-    def hopeless(self, pod: PodView) -> bool:
-        """Whether a pod that is not ready cannot run, and that does not pass by itself."""
-        if pod.waiting_for == "CrashLoopBackOff":
-            return True
-        return pod.waiting_for in _HOPELESS and self.age(pod) >= timedelta(seconds=PATIENCE_SECONDS)
-
-    def age(self, pod: PodView) -> timedelta:
-        """Return how long a pod has existed."""
-        return self.seen.now - (pod.created or self.seen.now)
+    def _is_hopeless(self, pod: PodView) -> bool:
+        return is_hopeless(pod, self.seen.nodes, self.seen.now)
 
     def why_failed(self, pod: PodView) -> str | None:
         """Say why a pod with the newest revision has failed; None if it has not."""
         if self.failed_check(pod):
             found = self.seen.checks[pod.uid].message
             return f"pod {pod.name} failed its self-check{f': {found}' if found else ''}"
-        if pod.ready:
-            return None
-        if self.hopeless(pod) or any(container.restarts for container in pod.containers):
-            return f"pod {pod.name} cannot run ({pod.waiting_for or 'its container has ended'})"
-        limit = self.seen.startup_limit
-        # Without a Kubernetes node it says nothing about its template.
-        since = pod.scheduled or pod.created
-        if pod.node and since and self.seen.now - since > timedelta(seconds=limit):
-            return f"pod {pod.name} was not ready within {limit} s ({pod.waiting_for or 'not ready'})"
-        return None
+        return why_not_running(pod, self.seen.nodes, self.seen.now, self.seen.startup_limit)
+
+    def why_any_failed(self) -> str | None:
+        """Say why one of the pods with the newest revision has failed; None if none has."""
+        return next((why for pod in self.updated if (why := self.why_failed(pod)) is not None), None)
 
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for."""
         awaited = self.updated if self.seen.by_number else self.awaits_canary
-        if awaited and self.old.canary_time is None:
+        if self._must_end_first:
+            self.old = self.old.model_copy(update={"canary_time": None})
+        elif awaited and self.old.canary_time is None:
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
+
+    @property
+    def _must_end_first(self) -> bool:
+        """Whether the pod that has the canary's name has yet to end, as on a lost Kubernetes node."""
+        named = any(pod.name == self.old.canary for pod in self.seen.pods)
+        return not self.seen.by_number and self.awaits_canary and named
 
     @property
     def awaits_canary(self) -> bool:
@@ -246,9 +231,8 @@ class _View:
             return None
         canary = self.old.canary
         if self.updated:
-            crashes = self.seen.by_number and all(pod.node for pod in self.updated)
+            crashes = self.seen.by_number and all(pod.node and not self._node_fault(pod) for pod in self.updated)
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
-        # One that has yet to end, as on a lost Kubernetes node, keeps its name from the next.
         if not self.awaits_canary or any(pod.name == canary for pod in self.seen.pods):
             return None
         return f"pod {canary} was not created within {limit} s: the events of its {self._maker} say why"
@@ -317,7 +301,10 @@ class _View:
     def _state(self, pod: PodView) -> str:
         if pod.ready:
             return "self-check failed" if self.failed_check(pod) else "self-check"
-        return pod.waiting_for if self.hopeless(pod) else "not ready"
+        return self._node_fault(pod) or (pod.waiting_for if self._is_hopeless(pod) else "not ready")
+
+    def _node_fault(self, pod: PodView) -> str:
+        return node_fault(pod, self.seen.nodes)
 
     def progress(self, doing: str) -> str:
         """Say how far the update is, and what it does."""
@@ -327,17 +314,6 @@ class _View:
         """Return the status of an update that goes on."""
         change = {"phase": phase, "message": message, "canary": canary, "digest": self.seen.digest}
         return self.old.model_copy(update=change)
-
-
-def ordinal_of(name: str) -> int:
-    """Return the number of a StatefulSet's pod by its name; -1 for a pod of another name."""
-    number = name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1
-
-
-def in_order(pod: PodView) -> tuple[int, str]:
-    """Return what a StatefulSet's pods are sorted by: their numbers."""
-    return ordinal_of(pod.name), pod.name
 
 
 def _without_old_pods(view: _View) -> UpdateStep:
@@ -350,7 +326,7 @@ def _without_old_pods(view: _View) -> UpdateStep:
         told = step.events
     else:
         told = ()
-    running = old.phase in (UpdatePhase.CANARY, UpdatePhase.ROLLING)
+    running = old.phase in _UNDER_WAY
     complete = len(view.pods) == seen.replicas and not view.away
     if running and not complete:
         message = view.progress(view.waiting_for_pods())
@@ -368,11 +344,11 @@ def _begun(view: _View) -> UpdateStep:
     if seen.spec.strategy is UpdateStrategy.NEVER:
         count = f"{len(view.outdated)} of {len(view.pods)} pods have an old revision"
         return UpdateStep(status=view.status(UpdatePhase.ROLLING, f"{count}: delete them when no round runs"))
-    goes_on = old.digest == seen.digest and old.phase in (UpdatePhase.CANARY, UpdatePhase.ROLLING)
+    goes_on = old.digest == seen.digest and old.phase in _UNDER_WAY
     events = () if goes_on else [_started(view)]
     first = seen.spec.canary and seen.newest != old.good_revision
-    phase = old.phase if goes_on else UpdatePhase.CANARY if first else UpdatePhase.ROLLING
-    if phase is UpdatePhase.CANARY and seen.spec.canary:
+    is_canary = old.phase is UpdatePhase.CANARY if goes_on else first
+    if is_canary and seen.spec.canary:
         view.old = old if goes_on else old.model_copy(update={"canary": "", "canary_time": None})
         return _canary(view, events)
     return _rolling(view, events)
@@ -386,7 +362,7 @@ def _started(view: _View) -> WorkEvent:
 def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     """Replace one pod, and wait until it has passed or failed."""
     view.note_canary()
-    why = next((why for pod in view.updated if (why := view.why_failed(pod)) is not None), view.why_late())
+    why = view.why_any_failed() or view.why_late()
     if why is not None:
         return _failing(view, why, events)
     if view.updated and all(map(view.available, view.updated)):
@@ -404,11 +380,11 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
 
 
 def _rolling(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
-    """Replace as many pods as may be away, unless one of the new ones has failed its self-check."""
-    wrong = [pod.name for pod in view.updated if view.failed_check(pod)]
-    if wrong:
-        doing = f"stopped, since {', '.join(wrong[:_NAMED])} failed the self-check"
-        return UpdateStep(status=view.status(UpdatePhase.ROLLING, view.progress(doing)), events=events)
+    """Replace as many pods as may be away, unless one of the new ones has failed."""
+    why = view.why_any_failed() if view.seen.newest != view.old.good_revision else None
+    if why is not None:
+        doing = f"stopped, since {why}; it goes on when the pod works, and kubectl poc fleet rollout undo goes back"
+        return UpdateStep(status=view.status(UpdatePhase.STOPPED, view.progress(doing)), events=events)
     chosen, doing = view.evictions(len(view.outdated))
     return UpdateStep(status=view.status(UpdatePhase.ROLLING, view.progress(doing)), evict=chosen, events=events)
 

@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merg
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES, shorten
 from poc_operator.apis.v1alpha1.status import Result, SlotState, State, WorkStatus
-from poc_operator.planning.eligibility import Finding, incompatibility
+from poc_operator.planning.eligibility import Finding, incompatibility, unfit_revisions
 from poc_operator.planning.snapshot import Snapshot, Step, Work, WorkEvent
 from poc_operator.planning.waiting import waits_for
 
@@ -31,7 +31,7 @@ def set_conditions(
     findings: Sequence[Finding] = (),
     blocked: Finding | None = None,
 ) -> StepT:
-    """Write all conditions, and the message that ``kubectl get -o wide`` shows.
+    """Write all conditions, the message that ``kubectl get -o wide`` shows, and which pods cannot do the work.
 
     ``pace`` says how running work gets on, ``findings`` are all that is lost, missing or in doubt, and ``blocked`` is
     what the object itself lacks before any pod can be asked.
@@ -53,6 +53,7 @@ def set_conditions(
     return step.extended(
         conditions=merge_conditions(status.conditions, new),
         message=shorten(progressing[2]),
+        unfit_revisions=unfit_revisions(snapshot) if status.outcome is None else [],
         degraded=",".join(dict.fromkeys(str(reason) for reason, _ in findings)),
         events=_news(status, findings),
     )

@@ -14,6 +14,7 @@ from typing import TypeVar
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.status import MAX_UNFIT
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy, ProtocolSpec, WorkSpec
 from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.planning.queue import may_take, other_round
@@ -94,6 +95,15 @@ def incompatibility(spec: WorkSpec, report: PodReport) -> Finding | None:
     findings = (check(spec, report.status.model) for check in _CHECKS)
     known = next((finding for finding in findings if finding), None)
     return known or _scheme_not_offered(spec, report) or _refused(report)
+
+
+def unfit_revisions(snapshot: Snapshot[Work]) -> list[str]:
+    """Return the revisions of StatefulSets of which no pod that answers can do the work."""
+    fits: dict[str, bool] = {}
+    for pod, report in snapshot.answering:
+        able = incompatibility(snapshot.work.spec, report) is None
+        fits[pod.revision] = able or fits.get(pod.revision, False)
+    return sorted(revision for revision, able in fits.items() if revision and not able)[:MAX_UNFIT]
 
 
 def computes_other_work(snapshot: Snapshot[Work], report: PodReport) -> bool:

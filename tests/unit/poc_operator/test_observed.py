@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pod's view: which container serves a port, and when it has restarted."""
 
+from datetime import datetime
 from typing import Any
 
 import pytest
 
-from poc_operator.observed import Container, PodView
+from poc_operator.observed import Container, KubernetesNode, PodView
 
 
 def body(restarts: int = 0, **status: Any) -> dict[str, Any]:  # noqa: ANN401 - the API server's JSON
@@ -64,6 +65,32 @@ def test_the_port_named_http_is_known() -> None:
 def test_a_restart_changes_the_view() -> None:
     assert PodView.parse(body()).server(8000) != PodView.parse(body(restarts=1)).server(8000)
     assert PodView.parse(body()) != PodView.parse(body(restarts=1))
+
+
+BORN, TAKEN = "2026-01-01T12:00:00Z", "2026-01-01T12:00:05Z"
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        pytest.param({"startTime": TAKEN}, TAKEN, id="by a kubelet"),
+        pytest.param({}, BORN, id="its containers are told of"),
+        pytest.param({"containerStatuses": None}, None, id="nobody tells of it"),
+    ],
+)
+def test_it_is_known_when_a_kubelet_took_a_pod(status: dict[str, Any], expected: str | None) -> None:
+    pod = body(**status)
+    pod["metadata"]["creationTimestamp"] = BORN
+    assert PodView.parse(pod).taken == (datetime.fromisoformat(expected) if expected else None)
+
+
+@pytest.mark.parametrize(("word", "ready"), [("True", True), ("False", False), ("Unknown", False)])
+def test_a_kubernetes_node_is_ready_as_its_condition_says(word: str, ready: bool) -> None:
+    conditions = [{"type": "DiskPressure", "status": "True"}, {"type": "Ready", "status": word}]
+    conditions[1]["lastTransitionTime"] = BORN
+    found = KubernetesNode.parse({"status": {"conditions": conditions}})
+    assert found == KubernetesNode(ready=ready, since=datetime.fromisoformat(BORN))
+    assert KubernetesNode.parse({}) == KubernetesNode(ready=False)
 
 
 def test_a_pod_without_containers_yet() -> None:

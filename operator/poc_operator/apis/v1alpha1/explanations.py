@@ -163,6 +163,15 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "`spec.podTemplate.metadata.annotations`.",
         _FLEET,
     ),
+    Reason.UPDATE_STOPPED: Explanation(
+        "Degraded, Stalled=True, Event",
+        "A pod failed with the new revision after the canary had passed. It failed its self-check, crashed, or was not "
+        "ready in time. The fleet has pods of both revisions, and replaces none until that pod works.",
+        "Look at the pod that the message names. If it is the pod's own fault, as of its GPUs, mend or delete it, and "
+        "the update goes on. If the template is wrong, go back with `kubectl poc fleet rollout undo`, or correct the "
+        "spec.",
+        _FLEET,
+    ),
     Reason.REPLICAS_NOT_READY: Explanation(
         "Ready=False, Progressing=True",
         "Pods are created or load their model. The message says what they wait for.",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, ListMap, Message, Open
+from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, Int64, ListMap, Message, Open
 
 #: Rounds and failed templates that a fleet remembers.
 MAX_ROUNDS = 16
@@ -20,6 +20,7 @@ class UpdatePhase(StrEnum):
     COMPLETE = "Complete"
     CANARY = "Canary"
     ROLLING = "Rolling"
+    STOPPED = "Stopped"
     FAILED = "Failed"
 
     @classmethod
@@ -40,6 +41,8 @@ class FleetRound(ApiModel):
     """When it was over. Not set while it is not."""
     network: bool = False
     """Whether the gateway made it for the network, which validates it afterwards."""
+    height: Int64 | None = None
+    """Height of its block. Regular rounds of the network are whole epochs apart."""
 
 
 class FailedUpdate(ApiModel):
@@ -59,8 +62,9 @@ class UpdateStatus(ApiModel):
     """How far the newest revision is on its way to all pods."""
 
     phase: Annotated[UpdatePhase, Open()] = UpdatePhase.COMPLETE
-    """Canary: one pod gets the newest revision and proves it. Rolling: the others follow. Complete: all pods have it.
-    Failed: the canary failed, and the fleet went back to the last good revision."""
+    """Canary: one pod gets the newest revision and proves it. Rolling: the others follow. Stopped: one of these failed,
+    and no other pod is replaced until it works. Complete: all pods have the newest revision. Failed: the canary failed,
+    and the fleet went back to the last good revision."""
     message: Message = ""
     """What the update does or waits for, in one sentence."""
     digest: str = ""
@@ -68,7 +72,7 @@ class UpdateStatus(ApiModel):
     canary: str = ""
     """Name of the pod that was replaced first."""
     canary_time: datetime | None = None
-    """When a pod was last evicted so that the canary comes. Not set while none was."""
+    """Since when the canary may be created: a pod was evicted for it. Not set while that pod has yet to end."""
     good_revision: str = ""
     """Last revision that all pods had while they were ready. A failed update goes back to it."""
     startup_seconds: Int32 = 0

@@ -86,4 +86,5 @@ class Reason(StrEnum):
     UPDATE_COMPLETE = "UpdateComplete"
     UPDATE_FAILED = "UpdateFailed"
     UPDATE_STARTED = "UpdateStarted"
+    UPDATE_STOPPED = "UpdateStopped"
     WORK_LOST = "WorkLost"

@@ -27,6 +27,8 @@ from poc_operator.apis.v1alpha1.schema import (
 
 #: So many different errors are stored; the others are counted together.
 MAX_ERRORS = 20
+#: So many revisions of pods are told that cannot do the work.
+MAX_UNFIT = 100
 _OTHER_ERRORS = "other errors; see the object's Events"
 
 
@@ -167,6 +169,9 @@ class WorkStatus(ApiModel):
     """Those of them that are done."""
     failed: Int32 = 0
     """Those of them that were given up."""
+    unfit_revisions: Annotated[list[str], Field(max_length=MAX_UNFIT)] = Field(default_factory=list)
+    """Revisions of StatefulSets of which no pod that answers can do the work, as with another model. Updates of fleets
+    do not spare these pods for it."""
     errors: list[SharedError] = Field(default_factory=list)
     """What went wrong last, by error; at most 20 different ones."""
     conditions: Annotated[list[StoredCondition], ListMap(("type",))] = Field(default_factory=list)

@@ -190,6 +190,17 @@ class FleetObjects:
             return None
         return sorted({node["metadata"]["labels"][PRODUCT_LABEL] for node in nodes})
 
+    async def node(self, name: str) -> Object | None:
+        """Return a Kubernetes node; None if there is none, or the operator may not read it.
+
+        It may list nodes, and this is a list of one.
+        """
+        try:
+            page = await self._request("GET", "/api/v1/nodes", query={"fieldSelector": f"metadata.name={name}"})
+        except StoreForbidden:
+            return None
+        return next(iter(page.get("items") or ()), None)
+
     async def presets(self) -> list[tuple[str, str, str]]:
         """Return the entries of ConfigMaps with presets, as (ConfigMap, key, text); none if it may not read them."""
         path = f"/api/v1/namespaces/{self._namespace}/configmaps"

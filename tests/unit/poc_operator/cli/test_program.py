@@ -217,6 +217,13 @@ def test_a_rollout_is_paused_and_resumed(run: Run, api: ApiPaths) -> None:
     assert run("fleet", "rollout", "resume", "demo").code == 1  # it is not paused
 
 
+def test_a_rollout_that_has_stopped_is_waited_for_no_longer(run: Run, api: ApiPaths) -> None:
+    update = {"phase": "Stopped", "message": "1 of 2 pods are updated; stopped, since demo-1 failed"}
+    api.answers[f"{seen.FLEETS}/demo"] = seen.a_fleet(update=update)
+    done = run("fleet", "rollout", "status", "demo", "-w")
+    assert (done.code, "since demo-1 failed" in done.out) == (1, True)
+
+
 def test_a_failed_rollout_says_why(run: Run, api: ApiPaths) -> None:
     failed = {"digest": "d", "revision": "demo-2", "message": "OOMKilled", "time": seen.START.isoformat()}
     update = {"phase": "Failed", "message": "back to demo-1", "failed": [failed]}

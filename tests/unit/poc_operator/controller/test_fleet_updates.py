@@ -2,7 +2,7 @@
 """The last look before an eviction: work that has come meanwhile, pods that compute, evictions that are refused."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,24 +14,30 @@ from poc_operator.clients.errors import EvictionRefused, PodTimeout, StaleObject
 from poc_operator.controller.fleet_updates import BUSY_SECONDS, EVICTED_SECONDS, Evictor, WorkOnFleets, labels_of
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.fleets.update import Eviction, Spares
-from poc_operator.observed import PodView
+from poc_operator.observed import REVISION_LABEL, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import a_fleet
 from vllm_poc.wire.answers import PowState
 
-LABELS: list[Mapping[str, str]] = [{"poc.gonka.ai/fleet": "demo"}]
+LABELS: list[Mapping[str, str]] = [{"poc.gonka.ai/fleet": "demo", REVISION_LABEL: "demo-old"}]
 POD = PodView(name="demo-1", namespace="ns", uid="u1", ip="10.0.0.1", ready=True, labels=LABELS[0])
 
 
 def body(
-    kind: str = "PoCRound", *, uid: str = "r1", state: str = "Running", holder: str = "", fleet: str = "demo"
+    kind: str = "PoCRound",
+    *,
+    uid: str = "r1",
+    state: str = "Running",
+    holder: str = "",
+    fleet: str = "demo",
+    unfit: Sequence[str] = (),
 ) -> Any:  # noqa: ANN401
     slots = [{"uid": holder, "state": "Running"}] if holder else []
     return {
         "kind": kind,
         "metadata": {"uid": uid, "name": uid, "namespace": "ns", "creationTimestamp": NOW.isoformat()},
         "spec": {"fleetRef": {"name": fleet}},
-        "status": {"state": state, "assignments": slots},
+        "status": {"state": state, "assignments": slots, "unfitRevisions": list(unfit)},
     }
 
 
@@ -93,6 +99,9 @@ def an_evictor(store: Store, state: PowState | None = PowState.IDLE) -> tuple[Ev
         ([body("PoCValidation", uid="v")], Spares.WORK, "waiting for the end of PoCValidation v"),
         ([body("PoCCalibration", uid="c")], Spares.WORK, "waiting for the end of PoCCalibration c"),
         ([body(state="Complete"), body(fleet="other")], Spares.WORK, None),
+        ([body(unfit=["demo-old"])], Spares.WORK, None),
+        ([body(unfit=["demo-new"])], Spares.WORK, "waiting for the end of PoCRound r1"),
+        ([body(unfit=["demo-old"], holder="u1")], Spares.WORK, "waiting for the end of PoCRound r1"),
         ([body()], Spares.SLOTS, None),
         ([body(holder="u1")], Spares.SLOTS, "waiting for the end of PoCRound r1"),
         ([body(holder="u1")], Spares.NOTHING, None),
@@ -152,6 +161,7 @@ def test_work_is_known_until_it_is_gone() -> None:
     work = WorkOnFleets()
     assert work.put("PoCRound", body())
     assert not work.put("PoCRound", body())
+    assert work.put("PoCRound", body(unfit=["demo-old"]))
     assert work.put("PoCRound", body(state="Complete"))
     work.put("PoCRound", body(uid="r2", fleet="other"))
     assert [one.record.uid for one in work.on(a_fleet(), LABELS)] == ["r1"]
@@ -163,4 +173,4 @@ def test_work_is_known_until_it_is_gone() -> None:
 def test_work_may_select_pods_that_are_yet_to_come() -> None:
     stateful_set = {"spec": {"template": {"metadata": {"labels": {"own": "yes"}}}}}
     assert labels_of(a_fleet(), stateful_set, [POD]) == [{"own": "yes"}, POD.labels]
-    assert labels_of(a_fleet(), None, []) == LABELS
+    assert labels_of(a_fleet(), None, []) == [{"poc.gonka.ai/fleet": "demo"}]

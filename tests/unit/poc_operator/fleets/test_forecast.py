@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps pods from being replaced: work under way, the network's validation, and rounds that are near."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.fleet_update import MAX_ROUNDS, FleetRound
 from poc_operator.fleets.forecast import (
+    EPOCH_BLOCKS,
     VALIDATION_SECONDS,
     WorkOnPods,
     blocker,
@@ -28,11 +29,13 @@ def ago(seconds: float) -> Any:  # noqa: ANN401
     return NOW - timedelta(seconds=seconds)
 
 
-def a_round(start: float, over: float | None = None, *, uid: str = "", network: bool = False) -> FleetRound:
+def a_round(
+    start: float, over: float | None = None, *, uid: str = "", network: bool = False, height: int | None = None
+) -> FleetRound:
     """A round that began and was over so many seconds ago."""
     name = uid or f"r{start:.0f}"
     over_time = ago(over) if over is not None else None
-    return FleetRound(uid=name, name=name, start_time=ago(start), over_time=over_time, network=network)
+    return FleetRound(uid=name, name=name, start_time=ago(start), over_time=over_time, network=network, height=height)
 
 
 def work(
@@ -49,6 +52,7 @@ def work(
     return WorkOnPods.parse(kind, {"metadata": metadata | body, "spec": spec, "status": status})
 
 
+OLD_POD = PodView(name="demo-0", namespace="ns", uid="u0")
 EVERY_MINUTE = [a_round(40 + 60 * n, 20 + 60 * n) for n in range(5)]
 DAILY = [a_round(2000 + DAY * n, 1820 + DAY * n, network=True) for n in range(3)]
 
@@ -81,26 +85,81 @@ def test_the_next_round_is_forecast_from_the_times_between_starts(
     assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
 
 
+HOUR = 3600
+#: Of the network's rounds how many hours before the last regular one each began, and its height.
+EPOCHS = {HOUR * 48: 1_000_000, HOUR * 24: 1_000_000 + EPOCH_BLOCKS, 0: 1_000_000 + 2 * EPOCH_BLOCKS}
+#: Rounds that confirm: seven hours after each regular one but the last.
+CONFIRMING = {HOUR * 41: 1_005_040, HOUR * 17: 1_022_322}
+
+
+def network(since: float, *more: Mapping[int, int]) -> list[FleetRound]:
+    """The network's rounds; the last regular one began so many seconds ago."""
+    found = {start: height for rounds in (EPOCHS, *more) for start, height in rounds.items()}
+    return [
+        a_round(since + start, since + start - 180, network=True, height=height)
+        for start, height in sorted(found.items(), reverse=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "need", "expected"),
+    [
+        pytest.param(network(HOUR * 23), HOUR + 1, HOUR, id="regular ones"),
+        pytest.param(network(HOUR * 23), HOUR, None, id="there is time"),
+        pytest.param(network(HOUR * 7, CONFIRMING), HOUR, None, id="nothing tells when one confirms"),
+        pytest.param(network(HOUR * 23, CONFIRMING, {-HOUR * 9: 1_041_211}), HOUR + 1, HOUR, id="one confirmed since"),
+        pytest.param(network(HOUR * 47), HOUR + 1, HOUR, id="one was missed"),
+        pytest.param(network(HOUR * 29), HOUR, -HOUR * 5, id="late"),
+        pytest.param(network(HOUR * 31), HOUR, None, id="missed"),
+        pytest.param([*network(HOUR * 9), *EVERY_MINUTE], 21, 20, id="beside rounds of others"),
+        # Heights that no epoch explains: the times alone count, as without heights.
+        pytest.param(network(HOUR * 7, {48 * HOUR: 7, 24 * HOUR: 8, 17 * HOUR: 9}), HOUR * 20, 0, id="others"),
+    ],
+)
+def test_heights_tell_which_rounds_are_regular(rounds: Sequence[FleetRound], need: int, expected: int | None) -> None:
+    found = next_round(sorted(rounds, key=lambda one: one.start_time), NOW, need)
+    assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
+
+
+def test_the_fastest_epoch_tells_from_when_on_and_the_slowest_for_how_long() -> None:
+    starts = [49 * HOUR, 24 * HOUR, HOUR]  # epochs of 25 and of 23 hours
+    for since, expected in ((21 * HOUR, 2 * HOUR), (30 * HOUR, -7 * HOUR), (33 * HOUR, None)):
+        rounds = [
+            a_round(start - HOUR + since, network=True, height=n * EPOCH_BLOCKS) for n, start in enumerate(starts)
+        ]
+        found = next_round(rounds, NOW, 3 * HOUR)
+        assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
+
+
+def test_the_height_of_a_round_is_remembered() -> None:
+    (found,) = remembered([], [work(spec={"fleetRef": {"name": "demo"}, "blockHeight": 7})], NOW)
+    assert found.height == 7
+    assert remembered([found], [], NOW)[0].height == 7
+
+
 def test_what_is_under_way_is_waited_for_by_name() -> None:
-    assert blocker([], [work(uid="r1")], NOW, 1) == "the end of PoCRound r1"
+    assert blocker([], [work(uid="r1")], [OLD_POD], NOW, 1) == "the end of PoCRound r1"
     many = [work("PoCValidation", uid=f"v{n}") for n in range(5)]
-    assert blocker([], many, NOW, 1) == "the end of PoCValidation v0, PoCValidation v1, PoCValidation v2 and 2 more"
+    assert (
+        blocker([], many, [OLD_POD], NOW, 1)
+        == "the end of PoCValidation v0, PoCValidation v1, PoCValidation v2 and 2 more"
+    )
     for state in ("Complete", "Failed", "Suspended"):
-        assert blocker([], [work(state=state)], NOW, 1) is None
+        assert blocker([], [work(state=state)], [OLD_POD], NOW, 1) is None
     for state in ("Pending", "Stopping", "Suspending", "a new word"):
-        assert blocker([], [work(state=state)], NOW, 1) is not None
+        assert blocker([], [work(state=state)], [OLD_POD], NOW, 1) is not None
 
 
 def test_the_network_has_time_to_validate() -> None:
     over = VALIDATION_SECONDS - 5
-    found = blocker([a_round(over + 180, over, uid="n1", network=True)], [], NOW, 1)
+    found = blocker([a_round(over + 180, over, uid="n1", network=True)], [], [OLD_POD], NOW, 1)
     assert found == "the network, which may validate round n1 until 2026-01-01 12:00:05 UTC"
-    assert blocker([a_round(over + 180, over)], [], NOW, 1) is None
-    assert blocker([a_round(over + 190, over + 5, network=True)], [], NOW, 1) is None
+    assert blocker([a_round(over + 180, over)], [], [OLD_POD], NOW, 1) is None
+    assert blocker([a_round(over + 190, over + 5, network=True)], [], [OLD_POD], NOW, 1) is None
 
 
 def test_a_round_that_is_near_is_named_with_the_time_that_a_pod_needs() -> None:
-    assert blocker(EVERY_MINUTE, [], NOW, 21) == (
+    assert blocker(EVERY_MINUTE, [], [OLD_POD], NOW, 21) == (
         "a round, which is expected from 2026-01-01 12:00:20 UTC on, since a pod needs 21 s to be replaced"
     )
 

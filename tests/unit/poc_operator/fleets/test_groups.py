@@ -14,8 +14,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.groups import HELD, partition_of, with_partition, without_nulls
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.render import signed
-from poc_operator.fleets.update import REVISION_LABEL
-from poc_operator.observed import PodView
+from poc_operator.observed import REVISION_LABEL, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from tests.unit.poc_operator.fleets.test_update import GOOD, NEW, OLD, a_pod

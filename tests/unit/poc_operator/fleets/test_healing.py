@@ -15,8 +15,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.healing import BUDGET_TIME, Healed, faulty_gpus, heal
 from poc_operator.fleets.plan import FleetSnapshot, plan
 from poc_operator.fleets.progress import Watched, hung, parse_look, watched
-from poc_operator.fleets.update import REVISION_LABEL
-from poc_operator.observed import Container, PodView
+from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from tests.unit.poc_operator.fleets.test_plan import stored

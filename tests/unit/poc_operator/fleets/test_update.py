@@ -13,8 +13,9 @@ from poc_operator.apis.v1alpha1.fleet_update import UpdateStatus
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.rollback import differences, digest_of
-from poc_operator.fleets.update import PATIENCE_SECONDS, REVISION_LABEL, Spares
-from poc_operator.observed import Container, PodView
+from poc_operator.fleets.stages import PATIENCE_SECONDS
+from poc_operator.fleets.update import Spares
+from poc_operator.observed import REVISION_LABEL, Container, KubernetesNode, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from tests.unit.poc_operator.fleets.test_forecast import work
@@ -33,6 +34,7 @@ def a_pod(number: int, revision: str = OLD, *, ready: bool = True, age: float = 
         "ready_since": created + timedelta(seconds=60) if ready else None,
         "containers": [server],
         "node": "node-1",
+        "taken": created,
         **fields,
     }
     return PodView(
@@ -158,15 +160,6 @@ def test_pods_that_are_away_for_any_reason_count(pods: Sequence[PodView], says: 
     step = look(fleet_of(in_phase("Rolling")), pods)
     assert not step.evict
     assert says in step.status.update.message
-
-
-def test_a_new_pod_that_failed_its_check_stops_a_rolling_update() -> None:
-    wrong = a_pod(2, NEW)
-    pods = [FOUR[0], a_pod(1, ready=False, waiting_for="CrashLoopBackOff"), wrong, a_pod(3, NEW)]
-    status = in_phase("Rolling") | {"pods": [check(wrong, "Failed"), check(pods[3], "Passed")]}
-    step = look(fleet_of(status, update={"maxUnavailable": 4}, selfCheck={"enabled": True}), pods)
-    assert not step.evict
-    assert step.status.update.message.endswith("stopped, since demo-2 failed the self-check")
 
 
 @pytest.mark.parametrize(
@@ -321,6 +314,39 @@ def test_a_canary_does_not_fail_for_want_of_a_kubernetes_node(fields: dict[str, 
     assert (step.status.update.phase, evicted(step)) == (phase, [])
 
 
+AWAY = KubernetesNode(ready=False, since=NOW - timedelta(seconds=60))
+BACK = KubernetesNode(ready=True, since=NOW - timedelta(seconds=60))
+
+
+@pytest.mark.parametrize(
+    ("fields", "node", "says"),
+    [
+        ({"age": 9000}, AWAY, "canary: waiting for demo-3 (Kubernetes node node-1 is not ready)"),
+        ({"age": 9000, "restarts": 1}, AWAY, "(Kubernetes node node-1 is not ready)"),
+        ({"age": 9000, "waiting_for": "ErrImagePull"}, AWAY, "(Kubernetes node node-1 is not ready)"),
+        ({"age": 9000, "taken": None}, None, "(the kubelet of node-1 has not taken it yet)"),
+        # What its containers met before the node came back says nothing.
+        ({"age": 9000}, BACK, "(not ready)"),
+        ({"age": 9000, "restarts": 1}, BACK, "(not ready)"),
+        ({"age": 9000, "waiting_for": "ErrImagePull"}, BACK, "(not ready)"),
+        ({"age": 9000, "taken": NOW - timedelta(seconds=9)}, None, "(not ready)"),
+        # All else says something of the template.
+        ({"age": 9000}, None, "demo-3 was not ready within 3600 s"),
+        ({"age": 50, "restarts": 1}, BACK, "demo-3 cannot run"),
+        ({"age": 9000, "waiting_for": "CrashLoopBackOff"}, BACK, "demo-3 cannot run"),
+    ],
+)
+def test_a_canary_does_not_fail_for_its_kubernetes_node(
+    fields: dict[str, Any], node: KubernetesNode | None, says: str
+) -> None:
+    canary = a_pod(3, NEW, ready=False, **fields)
+    nodes = {"node-1": node} if node is not None else {}
+    step = look(fleet_of(in_phase("Canary", canary="demo-3")), [*FOUR[:3], canary], nodes=nodes)
+    assert step.status.update.phase == ("Canary" if "(" in says else "Failed")
+    assert says in step.status.update.message
+    assert not step.evict
+
+
 def test_a_canary_that_is_never_created_fails() -> None:
     first = look(fleet_of(), FOUR)
     assert first.status.update.canary_time == NOW
@@ -335,6 +361,11 @@ def test_a_canary_that_is_never_created_fails() -> None:
         now = NOW + timedelta(seconds=seconds)
         step = plan(FleetSnapshot(fleet=fleet, around=AROUND, now=now, objects=objects, pods=pods))
         assert step.status.update.phase == phase
+    # However late the pod before it has ended, as on a lost Kubernetes node, the canary has its time from then on.
+    held = plan(FleetSnapshot(fleet=fleet, around=AROUND, now=now, objects=objects, pods=[*FOUR[:3], ends]))
+    assert held.status.update.canary_time is None
+    free = plan(FleetSnapshot(fleet=fleet_of(after(held)), around=AROUND, now=now, objects=objects, pods=FOUR[:3]))
+    assert (free.status.update.phase, free.status.update.canary_time) == ("Canary", now)
     said = "pod demo-3 was not created within 3660 s: the events of its StatefulSet say why"
     assert said in step.status.update.message
     # A refused eviction is tried again, and the time begins anew.

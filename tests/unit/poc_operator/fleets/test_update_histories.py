@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of an update: pods that start, break and leave, rounds that come and go, templates that fail.
+"""Random histories of an update: pods and Kubernetes nodes that break, rounds that come and go, templates that fail.
 
-Whatever happens, an update takes no more than ``maxUnavailable`` pods away, takes none while a round is live, never
-spreads a template whose canary failed, and ends when nothing holds it up.
+Meanwhile somebody scales the fleet, and pauses the update. Whatever happens, an update takes no more than
+``maxUnavailable`` pods away, and none that a live round may need. It never spreads a template whose canary failed,
+blames no template for a node, and ends when nothing holds it up.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
@@ -18,8 +20,7 @@ from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
-from poc_operator.fleets.update import REVISION_LABEL
-from poc_operator.observed import Container, PodView
+from poc_operator.observed import REVISION_LABEL, Container, KubernetesNode, PodView
 from tests.unit.poc_operator.build import HISTORIES, NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 
@@ -30,7 +31,10 @@ TURNS = 40
 CALM = 300
 #: Seconds from a pod's creation until it is ready, if it ever is.
 STARTUP = 15
+#: Seconds that it may take; nodes are away for longer.
+LIMIT = 60
 REPLICAS = 4
+MOST = 6
 
 
 @dataclass
@@ -40,8 +44,11 @@ class Pod:
     uid: str
     revision: str
     created: datetime
-    broken: bool = False  # by its Kubernetes node; a new one works
-    checked: bool = False
+    started: datetime  # its container; anew when its Kubernetes node is back
+    taken: datetime | None  # by the kubelet
+    broken: bool = False  # a new one works
+    restarts: int = 0
+    ends: bool = False
 
 
 @dataclass
@@ -57,14 +64,18 @@ class World:
     revisions: list[Any] = field(default_factory=list)  # templates; the index is the revision's name
     pods: dict[int, Pod] = field(default_factory=dict)
     rounds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    nodes: dict[int, KubernetesNode] = field(default_factory=dict)  # one for each number of a pod
+    replicas: int = REPLICAS
     made: int = 0
+    broke: bool = False
     phases: set[str] = field(default_factory=set)
 
     @property
     def fleet(self) -> PoCFleet:
         env = [{"name": "VALUE", "value": self.value}]
         checks = {"enabled": True}
-        return a_fleet(replicas=REPLICAS, update=self.update, status=self.status, selfCheck=checks, env=env)
+        spec: dict[str, Any] = {"update": self.update, "selfCheck": checks, "env": env, "startupSeconds": LIMIT}
+        return a_fleet(replicas=self.replicas, status=self.status, **spec)
 
     def value_of(self, revision: str) -> str:
         env = self.revisions[int(revision)]["spec"]["containers"][0]["env"]
@@ -73,13 +84,18 @@ class World:
     def fault_of(self, pod: Pod) -> str:
         return self.bad.get(self.value_of(pod.revision), "")
 
-    def ready(self, pod: Pod) -> bool:
-        old = self.now - pod.created >= timedelta(seconds=STARTUP)
-        return old and not pod.broken and self.fault_of(pod) != "crashes"
+    def node_of(self, number: int) -> KubernetesNode:
+        return self.nodes.get(number, KubernetesNode(ready=True, since=NOW))
+
+    def ready(self, number: int) -> bool:
+        pod = self.pods[number]
+        old = self.now - pod.started >= timedelta(seconds=STARTUP)
+        works = not pod.broken and self.fault_of(pod) != "crashes"
+        return old and works and pod.taken is not None and self.node_of(number).ready
 
     def view(self, number: int, pod: Pod) -> PodView:
-        ready = self.ready(pod)
-        crashes = pod.broken or self.fault_of(pod) == "crashes"
+        ready = self.ready(number)
+        crashes = pod.taken is not None and (pod.broken or self.fault_of(pod) == "crashes")
         return PodView(
             name=f"demo-{number}",
             namespace="ns",
@@ -87,34 +103,56 @@ class World:
             labels={FLEET_LABEL: "demo", REVISION_LABEL: pod.revision},
             ready=ready,
             waiting_for="" if ready else "CrashLoopBackOff" if crashes else "ContainersNotReady",
-            containers=[Container(id=pod.uid)],
+            containers=[Container(id=f"{pod.uid}#{pod.restarts}", restarts=pod.restarts)],
+            node=f"node-{number}",
+            terminating=pod.ends,
             created=pod.created,
-            ready_since=pod.created + timedelta(seconds=STARTUP) if ready else None,
+            scheduled=pod.created,
+            taken=pod.taken,
+            ready_since=pod.started + timedelta(seconds=STARTUP) if ready else None,
         )
 
     def work(self) -> list[WorkOnPods]:
         return [WorkOnPods.parse("PoCRound", body) for body in self.rounds.values()]
 
-    def live(self) -> bool:
-        return any(one.live for one in self.work())
-
     def check_pods(self) -> None:
         """Record what self-checks would find: the plan keeps it, since it hears no answer of pods."""
-        pods = {pod.uid: pod for pod in self.pods.values() if self.ready(pod)}
+        pods = {pod.uid: pod for number, pod in self.pods.items() if self.ready(number)}
         for entry in self.status.get("pods", []):
             if entry["uid"] in pods:
                 failed = self.fault_of(pods[entry["uid"]]) == "computes wrong vectors"
                 entry["result"] = "Failed" if failed else "Passed"
 
     def kubernetes(self) -> None:
-        """Make missing pods, with the newest revision."""
+        """Make missing pods, with the newest revision, and end those that are too many."""
         if SET not in self.objects:
             return
-        newest = self.objects[SET]["status"]["updateRevision"]
-        for number in range(REPLICAS):
+        newest, replicas = self.objects[SET]["status"]["updateRevision"], self.objects[SET]["spec"]["replicas"]
+        for number in [number for number in self.pods if number >= replicas]:
+            self.end(number)
+        for number in range(replicas):
             if number not in self.pods:
                 self.made += 1
-                self.pods[number] = Pod(f"u{self.made}", newest, self.now)
+                taken = self.now if self.node_of(number).ready else None
+                self.pods[number] = Pod(f"u{self.made}", newest, self.now, self.now, taken)
+
+    def end(self, number: int) -> None:
+        """Delete a pod. One whose kubelet is away ends when that is back."""
+        if self.node_of(number).ready:
+            del self.pods[number]
+        else:
+            self.pods[number].ends = True
+
+    def turn_node(self, number: int) -> None:
+        """Let a Kubernetes node go away, or come back: its kubelet takes pods, and starts their containers anew."""
+        self.nodes[number] = KubernetesNode(ready=not self.node_of(number).ready, since=self.now)
+        pod = self.pods.get(number)
+        if pod is None or not self.nodes[number].ready:
+            return
+        pod.restarts += pod.taken is not None
+        pod.taken, pod.started = pod.taken or self.now, self.now
+        if pod.ends:
+            del self.pods[number]
 
     def apply(self, body: Any) -> None:  # noqa: ANN401
         stored = copy.deepcopy(body)
@@ -140,6 +178,7 @@ class World:
                 pods=[self.view(number, pod) for number, pod in self.pods.items()],
                 work=self.work(),
                 good_template=self.revisions[int(good)] if good else None,
+                nodes={f"node-{number}": self.node_of(number) for number in self.pods},
             )
         )
         self.status = step.status.stored()
@@ -148,14 +187,14 @@ class World:
         for body in step.apply:
             self.apply(body)
         for eviction in step.evict:
-            del self.pods[int(eviction.pod.name.rpartition("-")[2])]
+            self.end(int(eviction.pod.name.rpartition("-")[2]))
         self.kubernetes()
         return step
 
     def rests(self, step: FleetStep) -> bool:
         """Whether the update is over and all pods work."""
         over = step.status.update.phase in (UpdatePhase.COMPLETE, UpdatePhase.FAILED)
-        return over and not step.apply and not step.moves and all(map(self.ready, self.pods.values()))
+        return over and not step.apply and not step.moves and all(map(self.ready, self.pods))
 
     def check(self, step: FleetStep) -> None:
         """What must hold of every step."""
@@ -163,13 +202,14 @@ class World:
         ready = [pod for number, pod in self.pods.items() if self.view(number, pod).ready]
         taken = [pod for pod in evicted if pod.ready]
         limit = self.update["maxUnavailable"]
-        assert not taken or REPLICAS - len(ready) + len(taken) <= limit, (taken, len(ready))
-        if self.live() and self.update["strategy"] == "BetweenRounds":
-            holders = {uid for one in self.work() if one.live for uid in one.record.holders}
-            for pod in evicted:
-                lost = self.fault_of(next(one for one in self.pods.values() if one.uid == pod.uid))
-                assert pod.uid not in holders
-                assert not pod.ready or lost == "computes wrong vectors", f"{pod.name} leaves during a round"
+        assert not taken or self.replicas - len(ready) + len(taken) <= limit, (taken, len(ready))
+        works = [pod for pod in taken if self.fault_by(pod.uid) != "computes wrong vectors"]
+        if self.update["strategy"] == "BetweenRounds":
+            live = [one for one in self.work() if one.live]
+            assert not {pod.uid for pod in evicted} & {uid for one in live for uid in one.record.holders}
+            assert not [pod.name for pod in works if any(one.needs(pod) for one in live)]
+        if self.update["paused"]:
+            assert not works
         if self.update["strategy"] == "Never":
             assert not evicted
         if step.status.update.phase is UpdatePhase.CANARY:
@@ -177,12 +217,17 @@ class World:
         if step.status.update.phase is UpdatePhase.FAILED and self.update["canary"]:
             for pod in evicted:
                 assert pod.labels[REVISION_LABEL] != step.status.update.good_revision
+        if not self.broke:
+            assert all(self.value_of(one.revision) in self.bad for one in step.status.update.failed)
 
-    def begin_round(self, holders: list[str]) -> None:
+    def fault_by(self, uid: str) -> str:
+        return self.fault_of(next(one for one in self.pods.values() if one.uid == uid))
+
+    def begin_round(self, holders: list[str], *, unfit: Sequence[str] = ()) -> None:
         uid = f"r{len(self.rounds)}"
         metadata = {"uid": uid, "name": uid, "namespace": "ns", "creationTimestamp": self.now.isoformat()}
         slots = [{"uid": one, "state": "Running"} for one in holders]
-        status = {"state": "Running", "assignments": slots}
+        status = {"state": "Running", "assignments": slots, "unfitRevisions": list(unfit)}
         self.rounds[uid] = {"metadata": metadata, "spec": {"fleetRef": {"name": "demo"}}, "status": status}
 
     def end_rounds(self) -> None:
@@ -193,7 +238,7 @@ class World:
 
 def prepared(update: dict[str, Any], bad: dict[str, str]) -> World:
     """A fleet all of whose pods are ready."""
-    world = World(update, bad)
+    world = World({"paused": False, **update}, bad)
     for _ in range(8):
         world.turn()
     assert world.status["update"]["goodRevision"] == "0"
@@ -205,11 +250,10 @@ UPDATES = st.fixed_dictionaries(
         "strategy": st.sampled_from(["BetweenRounds", "BetweenRounds", "Immediate", "Never"]),
         "maxUnavailable": st.integers(1, 3),
         "canary": st.booleans(),
-        "paused": st.just(False),
     }
 )
 BAD = st.sampled_from(["", "", "crashes", "computes wrong vectors"])
-ACTIONS = ["change", "round", "end", "break", "lose", "nothing", "nothing", "nothing"]
+ASKED, BROKEN = ("change", "round", "end", "scale", "pause"), ("node", "break", "lose")
 
 
 @given(data=st.data(), update=UPDATES, bad=st.lists(BAD, min_size=3, max_size=3))
@@ -217,27 +261,56 @@ ACTIONS = ["change", "round", "end", "break", "lose", "nothing", "nothing", "not
 def test_no_history_takes_more_than_it_may(data: st.DataObject, update: dict[str, Any], bad: list[str]) -> None:
     world = prepared(update, {f"v{n}": how for n, how in enumerate(bad, start=1) if how})
     for _ in range(data.draw(st.integers(1, TURNS))):
-        action = data.draw(st.sampled_from(ACTIONS))
-        number = data.draw(st.integers(0, REPLICAS - 1))
-        if action == "change":
-            world.value = data.draw(st.sampled_from([f"v{n}" for n in range(4)]))
-        elif action == "round":
-            ready = [pod.uid for pod in world.pods.values() if world.ready(pod)]
-            world.begin_round(ready if data.draw(st.booleans()) else ready[:1])
-        elif action == "end":
-            world.end_rounds()
-        elif action == "break":
-            world.pods[number].broken = True
-        elif action == "lose":
-            del world.pods[number]
-            world.kubernetes()
+        action = data.draw(st.sampled_from([*ASKED, *BROKEN, *["nothing"] * 4]))
+        if action in ASKED:
+            ask(world, action, data)
+        elif action in BROKEN:
+            harm(world, action, data.draw(st.integers(0, MOST - 1)))
         world.turn()
     finish(world)
 
 
+def ask(world: World, action: str, data: st.DataObject) -> None:
+    """Do what users and the network do."""
+    if action == "change":
+        world.value = data.draw(st.sampled_from([f"v{n}" for n in range(4)]))
+    elif action == "round":
+        begin_any_round(world, data)
+    elif action == "end":
+        world.end_rounds()
+    elif action == "scale":
+        world.replicas = data.draw(st.integers(0, MOST))
+    else:
+        world.update["paused"] = not world.update["paused"]
+
+
+def harm(world: World, action: str, number: int) -> None:
+    """Let a Kubernetes node go away or come back, a pod break, or somebody delete one."""
+    if action == "node":
+        world.turn_node(number)
+    elif number in world.pods:
+        if action == "break":
+            world.pods[number].broken = world.broke = True
+        else:
+            world.end(number)
+            world.kubernetes()
+
+
+def begin_any_round(world: World, data: st.DataObject) -> None:
+    """Begin a round on all ready pods, or on one; or one that only pods with the newest revision can do."""
+    ready = {pod.uid: pod.revision for number, pod in world.pods.items() if world.ready(number)}
+    newest = world.objects[SET]["status"]["updateRevision"]
+    unfit = {*ready.values()} - {newest} if data.draw(st.booleans()) else set()
+    able = [uid for uid, revision in ready.items() if revision not in unfit]
+    world.begin_round(able if data.draw(st.booleans()) else able[:1], unfit=sorted(unfit))
+
+
 def finish(world: World) -> None:
-    """Let all rounds end, and mend what is broken: the update ends, and says so."""
+    """Let all rounds end, resume, and mend what is broken: the update ends, and says so."""
     world.end_rounds()
+    world.update["paused"], world.replicas = False, max(world.replicas, 1)
+    for number in [number for number, node in world.nodes.items() if not node.ready]:
+        world.turn_node(number)
     for pod in world.pods.values():
         pod.broken = False
     for _ in range(CALM):
@@ -259,7 +332,28 @@ def finish(world: World) -> None:
     else:
         # Without a canary a bad template stops where its first pods stop; so does one that was good before.
         assert world.bad.get(world.value), told
-        assert not world.update["canary"] or told.phase is UpdatePhase.ROLLING
+        assert not world.update["canary"] or told.phase in (UpdatePhase.ROLLING, UpdatePhase.STOPPED)
+
+
+ABSENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, REPLICAS - 1), st.integers(1, 30)), max_size=6)
+
+
+@given(absences=ABSENCES)
+@settings(max_examples=HISTORIES // 4, deadline=None)
+@example(absences=[(1, REPLICAS - 1, 30)])
+@example(absences=[(6, REPLICAS - 1, 2)])
+def test_a_good_template_is_not_blamed_for_kubernetes_nodes(absences: list[tuple[int, int, int]]) -> None:
+    world = prepared({"strategy": "BetweenRounds", "maxUnavailable": 1, "canary": True}, {})
+    world.value = "v1"
+    turns = {(turn, number) for begin, number, time in absences for turn in range(begin, begin + time)}
+    for turn in range(CALM):
+        for number in range(REPLICAS):
+            if world.node_of(number).ready is ((turn, number) in turns):
+                world.turn_node(number)
+        world.turn()
+    assert "Failed" not in world.phases
+    assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v1"}
+    assert world.status["update"]["phase"] == "Complete"
 
 
 @given(how=st.sampled_from(["crashes", "computes wrong vectors"]), limit=st.integers(1, 3), ends=st.booleans())

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pod that fails after the canary has passed: the update stops, says so by a condition, and goes on when it works."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from poc_operator.fleets.plan import FleetStep
+from poc_operator.observed import KubernetesNode, PodView
+from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.test_update import (
+    FOUR,
+    NEW,
+    OLD,
+    WRONG,
+    a_pod,
+    after,
+    check,
+    evicted,
+    fleet_of,
+    in_phase,
+    look,
+    reasons,
+)
+
+GOES_ON = "; it goes on when the pod works, and kubectl poc fleet rollout undo goes back"
+
+
+def rolling(pods: Sequence[PodView], status: Any = None, *, failed_check: bool = False, **seen: Any) -> FleetStep:  # noqa: ANN401
+    """Look at an update that may take three pods away; the canary, demo-3, has passed."""
+    checked = [check(pods[3], "Passed"), *([check(pods[2], "Failed", "9 of 32 differ")] if failed_check else [])]
+    status = {**(status or in_phase("Rolling")), "pods": checked if failed_check else []}
+    checks = {"enabled": failed_check}
+    return look(fleet_of(status, update={"maxUnavailable": 3}, selfCheck=checks), pods, **seen)
+
+
+@pytest.mark.parametrize(("fields", "says"), WRONG.values(), ids=WRONG)
+def test_a_later_pod_that_fails_stops_the_update(fields: dict[str, Any], says: str) -> None:
+    wrong, canary = a_pod(2, NEW, **fields), a_pod(3, NEW)
+    step = rolling([*FOUR[:2], wrong, canary], failed_check=not fields)
+    assert not step.evict
+    told = step.status.update
+    assert told.phase == "Stopped"
+    assert told.message.startswith("2 of 4 pods are updated; stopped, since pod demo-2 ")
+    assert says in told.message
+    assert told.message.endswith(GOES_ON)
+    # The template is tried on: the canary has shown that it can work.
+    assert not told.failed
+    found = {kind: (one.status, one.reason) for kind, one in step.status.own_conditions.items()}
+    assert found["Ready"] == ("False", "UpdateStopped")
+    assert found["Degraded"] == found["Stalled"] == ("True", "UpdateStopped")
+    assert step.status.message == told.message
+
+
+def test_the_update_goes_on_when_the_pod_works() -> None:
+    crashing = a_pod(2, NEW, ready=False, waiting_for="CrashLoopBackOff")
+    stopped = after(rolling([*FOUR[:2], crashing, a_pod(3, NEW)]))
+    step = rolling([*FOUR[:2], a_pod(2, NEW), a_pod(3, NEW)], stopped)
+    assert (evicted(step), step.status.update.phase, reasons(step)) == (["demo-1", "demo-0"], "Rolling", [])
+    assert step.status.reason == "PodsOutdated"
+
+
+def test_one_whose_kubernetes_node_is_away_stops_nothing() -> None:
+    away = a_pod(2, NEW, ready=False, age=9000)
+    nodes = {"node-1": KubernetesNode(ready=False, since=NOW - timedelta(seconds=9))}
+    step = rolling([*FOUR[:2], away, a_pod(3, NEW)], nodes=nodes)
+    assert (evicted(step), step.status.update.phase) == (["demo-1", "demo-0"], "Rolling")
+
+
+def test_pods_with_a_template_that_was_good_do_not_keep_others_from_it() -> None:
+    crashing = a_pod(3, OLD, ready=False, waiting_for="CrashLoopBackOff")
+    back = [a_pod(0, NEW, ready=False, waiting_for="CrashLoopBackOff"), *FOUR[1:3], crashing]
+    step = rolling(back, revision=OLD)
+    assert (evicted(step), step.status.update.phase) == (["demo-0"], "Rolling")
+
+
+def test_without_old_pods_there_is_nothing_to_stop() -> None:
+    crashing = a_pod(0, NEW, ready=False, waiting_for="CrashLoopBackOff")
+    step = rolling([crashing, *(a_pod(n, NEW) for n in (1, 2, 3))], in_phase("Stopped"))
+    assert (step.status.update.phase, step.status.reason) == ("Rolling", "PodsFailing")
+
+
+def test_another_template_begins_anew() -> None:
+    crashing = a_pod(2, NEW, ready=False, waiting_for="CrashLoopBackOff")
+    stopped = after(rolling([*FOUR[:2], crashing, a_pod(3, NEW)]))
+    fleet = fleet_of(stopped, engineArgs=["--better"])
+    step = look(fleet, [*FOUR[:2], crashing, a_pod(3, NEW)], revision="demo-3rd")
+    assert (step.status.update.phase, evicted(step), reasons(step)) == ("Canary", ["demo-2"], ["UpdateStarted"])
