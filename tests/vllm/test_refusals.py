@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import reduce
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -96,6 +97,39 @@ def test_what_has_been_compared_with_some_flags_is_refused_without_them(tmp_path
     assert "start vLLM with --kv-cache-dtype auto" in (refusal(config, model) or "")
 
 
+#: Where the flag is in one release or another that records experts.
+RECORDING = ("model_config.enable_return_routed_experts", "aux_output_config.enable_return_routed_experts")
+#: Settings that came with one of the later releases, or that vLLM has taken back.
+NOT_EVERYWHERE = {
+    "attention_config.hisparse_config",
+    "attention_config.indexer_kv_dtype",
+    "attention_config.indexer_sparse_logits",
+    "cache_config.calculate_kv_scales",
+    "cache_config.kv_cache_layout",
+    "diffusion_config",
+    "parallel_config.enable_elastic_ep",
+    "parallel_config.enable_fault_tolerance",
+    "parallel_config.enable_hc_sp",
+    *RECORDING,
+}
+
+
+def has(config: object, path: str) -> bool:
+    *owners, name = path.split(".")
+    return hasattr(reduce(lambda part, owner: getattr(part, owner, None), owners, config), name)
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
+def test_the_release_has_all_settings_that_are_judged(tmp_path: Path) -> None:
+    """One that is called otherwise would count as off."""
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import JUDGED  # noqa: PLC0415
+
+    config, _ = build("OPTForCausalLM", tmp_path)
+    assert {setting.path for setting in JUDGED if not has(config, setting.path)} - NOT_EVERYWHERE == set()
+
+
 @on_one_device
 @pytest.mark.usefixtures("rank")
 def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
@@ -103,9 +137,25 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
     from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
 
     config, model = build("OPTForCausalLM", tmp_path)
-    assert refusal(config, model) is None
-    config.model_config.enable_return_routed_experts = True
+    (owner,) = {path.partition(".")[0] for path in RECORDING if has(config, path)}
+    object.__setattr__(getattr(config, owner), "enable_return_routed_experts", True)
     assert "--enable-return-routed-experts" in (refusal(config, model) or "")
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
+def test_layers_are_refused_that_do_more_than_their_attention_says(tmp_path: Path) -> None:
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+
+    config, model = build("OPTForCausalLM", tmp_path)
+    *_, layer = config.compilation_config.static_forward_context.values()
+    layer.attn_type = "encoder_only"
+    assert "not proven with attention of type encoder_only" in (refusal(config, model) or "")
+    layer.attn_type = "decoder"
+    assert refusal(config, model) is None
+    layer.__class__ = type("SinkAttention", (type(layer),), {})
+    assert "not proven with SinkAttention" in (refusal(config, model) or "")
 
 
 @on_one_device
@@ -121,6 +171,8 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
         ),
         ("kv_transfer_config", a_connector("NixlConnector"), "the KV connector NixlConnector: start vLLM without"),
         ("kv_transfer_config", a_connector("MultiConnector"), "without --kv-transfer-config and --kv-offloading-size"),
+        ("model_config.quantization", "a_new_one", "the quantization a_new_one: serve the model with FP8"),
+        ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1 instead of 2"),
         ("parallel_config.enable_eplb", True, "start vLLM without --enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, "start vLLM without --cpu-offload-gb"),
         ("offload_config.prefetch.offload_group_size", 2, "start vLLM without --offload-group-size"),
