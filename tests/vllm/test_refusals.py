@@ -17,7 +17,7 @@ from tests.vllm.device import ON_GPU, lacks
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 # On a GPU, vLLM takes the kernels of such models from flashinfer.
@@ -25,13 +25,17 @@ KERNELS_FOR_LINEAR_ATTENTION = not ON_GPU or find_spec("flashinfer") is not None
 on_one_device = pytest.mark.skipif(ON_GPU, reason="asks what a model is made of, which the CPU has shown")
 
 
-def a_connector(name: str, module: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
+def a_connector(name: str, module: str | None = None, several: Sequence[SimpleNamespace] = ()) -> SimpleNamespace:
+    parts = {"connectors": [vars(one) for one in several]} if several else {}
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=parts)
 
 
-def drafting_by(layers: str) -> SimpleNamespace:
-    drafts = SimpleNamespace(hf_config=SimpleNamespace(model_type=layers))
+def drafting_by(*layers: str) -> SimpleNamespace:
+    drafts = SimpleNamespace(hf_config=SimpleNamespace(architectures=list(layers)))
     return SimpleNamespace(method="mtp", draft_model_config=drafts)
+
+
+EXAMPLE = a_connector("ExampleConnector")
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +167,14 @@ def test_layers_are_refused_that_do_more_than_their_attention_says(tmp_path: Pat
     ("path", "value", "reason"),
     [
         ("lora_config", SimpleNamespace(), None),
-        ("kv_transfer_config", a_connector("ExampleConnector"), None),
+        ("kv_transfer_config", EXAMPLE, None),
+        ("kv_transfer_config", a_connector("MultiConnector", None, [EXAMPLE, EXAMPLE]), None),
+        (
+            "kv_transfer_config",
+            a_connector("MultiConnector", None, [EXAMPLE, a_connector("MultiConnector", None, [a_connector("New")])]),
+            "the KV connector New: start vLLM without",
+        ),
+        ("kv_transfer_config", a_connector("MultiConnector", "own.module", [EXAMPLE]), "MultiConnector of own.module"),
         (
             "kv_transfer_config",
             a_connector("ExampleConnector", "own.module"),
@@ -178,8 +189,10 @@ def test_layers_are_refused_that_do_more_than_their_attention_says(tmp_path: Pat
         ("offload_config.prefetch.offload_group_size", 2, "start vLLM without --offload-group-size"),
         ("speculative_config", SimpleNamespace(method="eagle3"), "not proven beside the drafts of eagle3"),
         ("speculative_config", SimpleNamespace(method="ngram"), None),
-        ("speculative_config", drafting_by("mimo_mtp"), None),
-        ("speculative_config", drafting_by("deepseek_mtp"), "not proven beside the drafts of deepseek_mtp"),
+        ("speculative_config", drafting_by("MiMoMTPModel"), None),
+        ("speculative_config", drafting_by("DeepSeekMTPModel"), None),
+        ("speculative_config", drafting_by("NewMTPModel"), "not proven beside the drafts of NewMTPModel"),
+        ("speculative_config", drafting_by(), "not proven beside the drafts of mtp"),
         ("speculative_config", SimpleNamespace(method="mtp"), 'or with "method": "ngram"'),
     ],
 )

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from vllm.distributed import get_pp_group
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 #: Speculative decoding whose drafts come from no model, so that nothing but the target's own forward pass runs.
 _DRAFTS_WITHOUT_MODEL = {"ngram"}
-#: Types of layers that draft behind the target (method ``mtp``) and leave what it computes as it is.
-_COMPARED_DRAFT_LAYERS = {"mimo_mtp"}
-#: KV connectors beside which chat and PoC have been compared with a server that has none.
+#: Models of layers that draft behind the target (method ``mtp``) and leave what it computes as it is.
+_COMPARED_DRAFT_LAYERS = {"DeepSeekMTPModel", "Glm4MoeMTPModel", "MiMoMTPModel"}
+#: KV connectors beside which chat and PoC have been compared with a server that has none, and the one that has several.
 _COMPARED_CONNECTORS = {"ExampleConnector"}
+_CONNECTOR_OF_SEVERAL = "MultiConnector"
 #: Layers with adapters (``--enable-lora``) whose base layers are left as they were.
 _COMPARED_ADAPTED = {
     "ColumnParallelLinearWithLoRA",
@@ -325,8 +327,9 @@ def _drafts_refusal(speculative: SpeculativeConfig | None) -> str | None:
     method = getattr(speculative, "method", None)
     if method is None or method in _DRAFTS_WITHOUT_MODEL:
         return None
-    drafts = _part(speculative, "draft_model_config.hf_config.model_type") if method == "mtp" else method
-    if method == "mtp" and drafts in _COMPARED_DRAFT_LAYERS:
+    models = _part(speculative, "draft_model_config.hf_config.architectures") if method == "mtp" else None
+    drafts = models[0] if isinstance(models, list) and models else method
+    if drafts in _COMPARED_DRAFT_LAYERS:
         return None
     return (
         f"PoC is not proven beside the drafts of {drafts}: "
@@ -335,16 +338,25 @@ def _drafts_refusal(speculative: SpeculativeConfig | None) -> str | None:
 
 
 def _connector_refusal(transfer: KVTransferConfig | None) -> str | None:
-    if transfer is None:
-        return None
-    connector, module = transfer.kv_connector, getattr(transfer, "kv_connector_module_path", None)
-    if connector in _COMPARED_CONNECTORS and module is None:
-        return None
-    named = f"{connector} of {module}" if module is not None else connector
-    return (
-        f"PoC is not proven beside the KV connector {named}: "
-        "start vLLM without --kv-transfer-config and --kv-offloading-size."
-    )
+    for connector, module in _connectors(vars(transfer) if transfer is not None else {}):
+        if connector not in _COMPARED_CONNECTORS or module is not None:
+            named = f"{connector} of {module}" if module is not None else connector
+            return (
+                f"PoC is not proven beside the KV connector {named}: "
+                "start vLLM without --kv-transfer-config and --kv-offloading-size."
+            )
+    return None
+
+
+def _connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yield the names of the KV connectors, and of the modules of those that are not vLLM's own."""
+    connector, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
+    several = (transfer.get("kv_connector_extra_config") or {}).get("connectors")
+    if several and (connector, module) == (_CONNECTOR_OF_SEVERAL, None):
+        for one in several:
+            yield from _connectors(one)
+    elif transfer:
+        yield str(connector), module
 
 
 def _adapters_refusal(model: nn.Module) -> str | None:
