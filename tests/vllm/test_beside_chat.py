@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.error import HTTPError
 
 import pytest
 
 from tests.support.builders.batches import a_batch
-from tests.vllm.families import FAMILIES
+from tests.vllm.device import ON_GPU
+from tests.vllm.families import FAMILIES, is_servable
 from tests.vllm.server import serving
 from tests.vllm.test_chat import PROMPTS
 
@@ -41,21 +42,35 @@ class Connected(NamedTuple):
         return {str(file): sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-@pytest.fixture(scope="module")
-def connected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connected]:
-    from tests.vllm.adapters import write_adapter  # noqa: PLC0415 - needs transformers
-
-    folder = tmp_path_factory.mktemp("beside")
-    storage = folder / "storage"
-    storage.mkdir()
-    write_adapter(model_folder / "qwen3-tiny", folder / ADAPTER)
-    transfer = {
+def an_example(storage: Path) -> dict[str, Any]:
+    """Return the configuration of a connector that keeps chat's keys and values in files."""
+    return {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(storage)},
     }
+
+
+def several(storage: Path) -> dict[str, Any]:
+    """Return that of a connector which is two of these."""
+    two = [an_example(storage / "first"), an_example(storage / "second")]
+    extra = {"connectors": two}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.fixture(scope="module", params=[an_example, several])
+def connected(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Connected]:
+    from tests.vllm.adapters import write_adapter  # noqa: PLC0415 - needs transformers
+
+    folder = tmp_path_factory.mktemp("beside")
+    storage = folder / "storage"
+    for place in ("first", "second"):
+        (storage / place).mkdir(parents=True)
+    write_adapter(model_folder / "qwen3-tiny", folder / ADAPTER)
     flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={folder / ADAPTER}"]
-    flags += ["--kv-transfer-config", json.dumps(transfer)]
+    flags += ["--kv-transfer-config", json.dumps(request.param(storage))]
     with serving(model_folder / "qwen3-tiny", folder / "server.log", [*FAMILIES["qwen3"], *flags]) as client:
         yield Connected(client, storage)
 
@@ -109,3 +124,43 @@ def test_the_connector_keeps_what_chat_computes_and_nothing_of_poc(qwen3: Client
     assert ordered, "the orders must have outlived PoC"
     assert connected.stored() == stored
     assert client.chat(LONG) == answer == qwen3.chat(LONG), "found by the connector, or computed"
+
+
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+def latent_drafts() -> dict[str, str]:
+    """Return what makes the layer that drafts take the target's backend: where it may have one of its own, it has."""
+    from vllm.config import SpeculativeConfig  # noqa: PLC0415 - needs vLLM
+
+    has_own = "attention_backend" in SpeculativeConfig.__dataclass_fields__
+    return {"attention_backend": "CPU_MLA"} if has_own and not ON_GPU else {}
+
+
+@pytest.mark.parametrize(
+    ("target", "family"), [("DeepseekV3ForCausalLM", "deepseek"), ("Glm4MoeForCausalLM", "qwen3-moe")]
+)
+def test_layers_that_draft_change_no_result_and_poc_none_of_chats_tokens(
+    target: str, family: str, model_folder: Path, tmp_path: Path
+) -> None:
+    """The target's forward pass is the same, and the layer behind it runs for chat alone."""
+    from tests.vllm.drafting import write_drafting  # noqa: PLC0415 - needs transformers
+
+    if not is_servable(family):
+        pytest.skip("this release of vLLM has no latent attention for CPU")
+    model, flags = tmp_path / "model", [*FAMILIES[family]]
+    write_drafting(model_folder / "qwen3-tiny", model, target)
+    with serving(model, tmp_path / "plain.log", flags) as plain:
+        expected = [plain.artifacts(NONCES, seq_len=seq_len) for seq_len in LENGTHS]
+        distances, answer = plain.distances(NONCES), plain.chat(LONG)
+    flags += ["--speculative-config", json.dumps(DRAFTS | (latent_drafts() if family == "deepseek" else {}))]
+    with serving(model, tmp_path / "drafting.log", flags) as drafting:
+        assert drafting.worker("poc_describe")["refusal"] is None
+        assert [drafting.chat(LONG), drafting.chat(LONG)] == [answer] * 2
+        filled, held = drafting.worker("poc_test_kv_checksum"), drafting.worker("poc_test_held")
+        assert [drafting.artifacts(NONCES, seq_len=seq_len) for seq_len in LENGTHS] == expected
+        assert drafting.distances(NONCES) == distances
+        assert drafting.worker("poc_test_kv_checksum") == filled
+        assert drafting.worker("poc_test_held") == held
+        assert drafting.chat(LONG) == answer
+        assert drafting.metric("vllm:spec_decode_num_draft_tokens_total") > 0, "chat must have had drafts"

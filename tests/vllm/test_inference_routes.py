@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every route of this release of vLLM is known: it makes the engine compute, or keeps it from that, or neither."""
+"""Every route of this release of vLLM is known: it makes the engine compute, or keeps it from that, or neither.
+
+So is every method of its workers that may take memory or weights away, which ``/collective_rpc`` calls by name.
+"""
 
 import ast
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +24,14 @@ _ADAPTERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 _REFUSED = {"/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply"}
 _MORE = {"/ping", "/start_profile", "/stop_profile", "/cohere/v2/chat/render"}
 OTHERS = _TEXTS | _TEMPLATES | _STOPS | _CACHES | _CONNECTIONS | _ADAPTERS | _REFUSED | _MORE
+#: Methods of workers by which PoC has to wait or to look anew, and those that may be called beside it.
+_HOLDING = {"sleep", "discard", "wake_up", "checkpoint_prepare", "checkpoint_restore", "reset_weights"}
+_LOADING = {"load_model", "reload_weights", "update_weights"}
+_UPDATING = {"start_weight_update", "start_draft_weight_update", "finish_weight_update"}
+_HARMLESS = {"compute_weight_checksums", "reset_mm_cache", "reset_encoder_cache", "sleep_mode_backend"}
+_TRANSFERRING = {"init_weight_transfer_engine", "shutdown_weight_transfer_engine", "supports_draft_weight_updates"}
+METHODS = _HOLDING | _LOADING | _UPDATING | _HARMLESS | _TRANSFERRING
+_MAY_HOLD = re.compile("(^|_)(sleep|wake|discard|suspend|resume|checkpoint|weight|load|reset)")
 #: Another server of vLLM's, which has no middleware.
 NOT_SERVED = "api_server.py"
 
@@ -30,12 +42,28 @@ def test_every_route_is_known() -> None:
     assert sorted(paths - INFERENCE_PATHS - COMMANDS - OTHERS) == []
 
 
-def modules() -> list[Path]:
-    """Return vLLM's modules that may have routes."""
+def test_every_method_of_workers_that_may_take_something_away_is_known() -> None:
+    found = {
+        node.name
+        for module in ("gpu_worker", "cpu_worker", "worker_base")
+        for node in ast.walk(ast.parse((vllm() / f"v1/worker/{module}.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    assert {"sleep", "wake_up", "load_model"} <= found
+    assert sorted({name for name in found if _MAY_HOLD.search(name)} - METHODS) == []
+
+
+def vllm() -> Path:
+    """Return vLLM's folder."""
     spec = find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
-    entrypoints = Path(spec.origin).parent / "entrypoints"
+    return Path(spec.origin).parent
+
+
+def modules() -> list[Path]:
+    """Return vLLM's modules that may have routes."""
+    entrypoints = vllm() / "entrypoints"
     return [module for module in sorted(entrypoints.rglob("*.py")) if module != entrypoints / NOT_SERVED]
 
 

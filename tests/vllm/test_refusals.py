@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import reduce
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from tests.vllm.device import ON_GPU, lacks
 from tests.vllm.server import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 # On a GPU, vLLM takes the kernels of such models from flashinfer.
@@ -24,13 +25,17 @@ KERNELS_FOR_LINEAR_ATTENTION = not ON_GPU or find_spec("flashinfer") is not None
 on_one_device = pytest.mark.skipif(ON_GPU, reason="asks what a model is made of, which the CPU has shown")
 
 
-def a_connector(name: str, module: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
+def a_connector(name: str, module: str | None = None, several: Sequence[SimpleNamespace] = ()) -> SimpleNamespace:
+    parts = {"connectors": [vars(one) for one in several]} if several else {}
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=parts)
 
 
-def drafting_by(layers: str) -> SimpleNamespace:
-    drafts = SimpleNamespace(hf_config=SimpleNamespace(model_type=layers))
+def drafting_by(*layers: str) -> SimpleNamespace:
+    drafts = SimpleNamespace(hf_config=SimpleNamespace(architectures=list(layers)))
     return SimpleNamespace(method="mtp", draft_model_config=drafts)
+
+
+EXAMPLE = a_connector("ExampleConnector")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,39 @@ def test_what_has_been_compared_with_some_flags_is_refused_without_them(tmp_path
     assert "start vLLM with --kv-cache-dtype auto" in (refusal(config, model) or "")
 
 
+#: Where the flag is in one release or another that records experts.
+RECORDING = ("model_config.enable_return_routed_experts", "aux_output_config.enable_return_routed_experts")
+#: Settings that came with one of the later releases, or that vLLM has taken back.
+NOT_EVERYWHERE = {
+    "attention_config.hisparse_config",
+    "attention_config.indexer_kv_dtype",
+    "attention_config.indexer_sparse_logits",
+    "cache_config.calculate_kv_scales",
+    "cache_config.kv_cache_layout",
+    "diffusion_config",
+    "parallel_config.enable_elastic_ep",
+    "parallel_config.enable_fault_tolerance",
+    "parallel_config.enable_hc_sp",
+    *RECORDING,
+}
+
+
+def has(config: object, path: str) -> bool:
+    *owners, name = path.split(".")
+    return hasattr(reduce(lambda part, owner: getattr(part, owner, None), owners, config), name)
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
+def test_the_release_has_all_settings_that_are_judged(tmp_path: Path) -> None:
+    """One that is called otherwise would count as off."""
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import JUDGED  # noqa: PLC0415
+
+    config, _ = build("OPTForCausalLM", tmp_path)
+    assert {setting.path for setting in JUDGED if not has(config, setting.path)} - NOT_EVERYWHERE == set()
+
+
 @on_one_device
 @pytest.mark.usefixtures("rank")
 def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
@@ -103,9 +141,25 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
     from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
 
     config, model = build("OPTForCausalLM", tmp_path)
-    assert refusal(config, model) is None
-    config.model_config.enable_return_routed_experts = True
+    (owner,) = {path.partition(".")[0] for path in RECORDING if has(config, path)}
+    object.__setattr__(getattr(config, owner), "enable_return_routed_experts", True)
     assert "--enable-return-routed-experts" in (refusal(config, model) or "")
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
+def test_layers_are_refused_that_do_more_than_their_attention_says(tmp_path: Path) -> None:
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+
+    config, model = build("OPTForCausalLM", tmp_path)
+    *_, layer = config.compilation_config.static_forward_context.values()
+    layer.attn_type = "encoder_only"
+    assert "not proven with attention of type encoder_only" in (refusal(config, model) or "")
+    layer.attn_type = "decoder"
+    assert refusal(config, model) is None
+    layer.__class__ = type("SinkAttention", (type(layer),), {})
+    assert "not proven with SinkAttention" in (refusal(config, model) or "")
 
 
 @on_one_device
@@ -113,7 +167,14 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
     ("path", "value", "reason"),
     [
         ("lora_config", SimpleNamespace(), None),
-        ("kv_transfer_config", a_connector("ExampleConnector"), None),
+        ("kv_transfer_config", EXAMPLE, None),
+        ("kv_transfer_config", a_connector("MultiConnector", None, [EXAMPLE, EXAMPLE]), None),
+        (
+            "kv_transfer_config",
+            a_connector("MultiConnector", None, [EXAMPLE, a_connector("MultiConnector", None, [a_connector("New")])]),
+            "the KV connector New: start vLLM without",
+        ),
+        ("kv_transfer_config", a_connector("MultiConnector", "own.module", [EXAMPLE]), "MultiConnector of own.module"),
         (
             "kv_transfer_config",
             a_connector("ExampleConnector", "own.module"),
@@ -121,13 +182,17 @@ def test_a_flag_is_refused_that_records_experts(tmp_path: Path) -> None:
         ),
         ("kv_transfer_config", a_connector("NixlConnector"), "the KV connector NixlConnector: start vLLM without"),
         ("kv_transfer_config", a_connector("MultiConnector"), "without --kv-transfer-config and --kv-offloading-size"),
+        ("model_config.quantization", "a_new_one", "the quantization a_new_one: serve the model with FP8"),
+        ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1 instead of 2"),
         ("parallel_config.enable_eplb", True, "start vLLM without --enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, "start vLLM without --cpu-offload-gb"),
         ("offload_config.prefetch.offload_group_size", 2, "start vLLM without --offload-group-size"),
         ("speculative_config", SimpleNamespace(method="eagle3"), "not proven beside the drafts of eagle3"),
         ("speculative_config", SimpleNamespace(method="ngram"), None),
-        ("speculative_config", drafting_by("mimo_mtp"), None),
-        ("speculative_config", drafting_by("deepseek_mtp"), "not proven beside the drafts of deepseek_mtp"),
+        ("speculative_config", drafting_by("MiMoMTPModel"), None),
+        ("speculative_config", drafting_by("DeepSeekMTPModel"), None),
+        ("speculative_config", drafting_by("NewMTPModel"), "not proven beside the drafts of NewMTPModel"),
+        ("speculative_config", drafting_by(), "not proven beside the drafts of mtp"),
         ("speculative_config", SimpleNamespace(method="mtp"), 'or with "method": "ngram"'),
     ],
 )

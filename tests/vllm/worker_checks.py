@@ -76,17 +76,18 @@ class CheckingExtension(PocWorkerExtension):
         return build(builder, *args, **options)
 
     def poc_test_order_saves(self) -> None:
-        """Order chat's KV connector to keep two blocks of each layer, as if a batch were not over yet."""
+        """Order each of chat's KV connectors to keep two blocks of each layer, as if a batch were not over yet."""
         orders = ExampleConnectorMetadata()
         size = self.model_runner.vllm_config.cache_config.block_size
         orders.add_request(list(range(2 * size + 1)), [1, 2], size, is_store=True, mm_hashes=[])
-        get_kv_transfer_group().bind_connector_metadata(orders)
+        for connector in _connectors():
+            connector.bind_connector_metadata(orders)
 
     def poc_test_end_orders(self) -> bool:
         """Take the orders back, and return whether they were still there."""
-        connector = get_kv_transfer_group()
-        ordered: bool = connector.has_connector_metadata()
-        connector.clear_connector_metadata()
+        ordered = all(connector.has_connector_metadata() for connector in _connectors())
+        for connector in _connectors():
+            connector.clear_connector_metadata()
         return ordered
 
     def poc_test_workspace(self) -> tuple[bool, list[int]]:
@@ -94,3 +95,8 @@ class CheckingExtension(PocWorkerExtension):
         workspace = current_workspace_manager()
         parts = [part.data_ptr() for part in workspace._current_workspaces if part is not None]
         return workspace.is_locked(), parts
+
+
+def _connectors() -> list[Any]:
+    connector = get_kv_transfer_group()
+    return getattr(connector, "_connectors", [connector])

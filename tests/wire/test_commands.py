@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.servers.pod import DISTANCE, PAUSING, SLOT, Pod, running_pod
 from tests.wire.test_pauses import call, stands_still
-from vllm_poc.server.vllm_routes import BROKEN, DISCARDED, SLEEP
+from vllm_poc.server.vllm_routes import BROKEN, DISCARDED, SLEEP, UPDATE, WORKERS_SLEEP
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,8 +25,9 @@ async def computes(pod: Pod) -> bool:
     return (await pod.reach(lambda s: s.total_checked > before)).paused_by is None
 
 
-async def rpc(pod: Pod, method: str) -> int:
-    return (await pod.http.post("/collective_rpc", json={"method": method})).status_code
+async def rpc(pod: Pod, method: str, *args: object, **kwargs: object) -> int:
+    body = {"method": method, "args": args, "kwargs": kwargs}
+    return (await pod.http.post("/collective_rpc", json=body)).status_code
 
 
 @pytest.mark.parametrize("path", PAUSING)
@@ -99,6 +100,83 @@ async def test_a_deep_sleep_that_fails_half_way_is_one(pod: Pod) -> None:
 async def test_after_another_sleep_they_need_not(pod: Pod, level: str) -> None:
     await pod.start(DISTANCE | SLOT)
     await call(pod, [f"/sleep{level}", "/wake_up"])
+    assert await computes(pod)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("slept", [("sleep", 1), ("sleep",), ("discard", ["kv_cache"]), ("discard", "kv_cache")])
+async def test_workers_that_sleep_behind_the_engines_back_compute_when_they_were_woken_there(
+    pod: Pod, slept: tuple[str, ...], status: int
+) -> None:
+    """The engine knows of no sleep, and its own command wakes nobody."""
+    await pod.start(DISTANCE | SLOT)
+    pod.refusing = {"/collective_rpc"} if status == 500 else set()
+    assert await rpc(pod, *slept) == status
+    pod.refusing = set()
+    await stands_still(pod)
+    assert (await pod.status()).paused_by == WORKERS_SLEEP
+    await call(pod, ["/wake_up"])
+    assert (await pod.status()).paused_by == WORKERS_SLEEP
+    pod.refusing = {"/collective_rpc"}
+    assert await rpc(pod, "wake_up") == 500
+    assert (await pod.status()).paused_by == WORKERS_SLEEP
+    pod.refusing = set()
+    await rpc(pod, "wake_up")
+    assert await computes(pod)
+
+
+async def test_workers_are_awake_when_all_of_their_memory_is_back(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT)
+    await rpc(pod, "sleep", level=1)
+    for tags in (["weights"], [], "other", 7, None):
+        assert (await pod.status()).paused_by == WORKERS_SLEEP
+        await rpc(pod, "wake_up", tags=tags)
+    assert await computes(pod)
+
+
+async def test_connections_that_were_given_back_for_a_checkpoint_are_no_memory(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT)
+    for method in ("checkpoint_prepare", "sleep", "wake_up"):
+        await rpc(pod, method)
+        assert (await pod.status()).paused_by == WORKERS_SLEEP
+    await rpc(pod, "checkpoint_restore")
+    assert await computes(pod)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize(
+    "slept", [("sleep", 2), ("sleep", 0), ("sleep", "1"), ("discard", ["weights"]), ("discard", 7), ("discard",)]
+)
+async def test_workers_that_gave_their_weights_away_get_them_back_by_a_load_alone(
+    pod: Pod, slept: tuple[str, ...], status: int
+) -> None:
+    await pod.start(DISTANCE | SLOT)
+    pod.refusing = {"/collective_rpc"} if status == 500 else set()
+    assert await rpc(pod, *slept) == status
+    pod.refusing = set()
+    await rpc(pod, "wake_up")
+    await stands_still(pod)
+    assert (await pod.status()).paused_by == DISCARDED
+    await rpc(pod, "reload_weights")
+    assert await computes(pod)
+
+
+@pytest.mark.parametrize("begin", ["start_weight_update", "start_draft_weight_update"])
+async def test_an_update_of_the_workers_weights_lasts_until_it_is_finished(pod: Pod, begin: str) -> None:
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda s: s.total_checked > 0)
+    assert await rpc(pod, begin) == 200
+    await stands_still(pod)
+    assert (await pod.status()).paused_by == UPDATE
+    pod.refusing = {"/collective_rpc"}
+    assert await rpc(pod, "update_weights", {}) == 500
+    assert (await pod.status()).paused_by == f"{BROKEN}; {UPDATE}"
+    pod.refusing = set()
+    await rpc(pod, "update_weights", {})
+    assert (await pod.status()).paused_by == UPDATE
+    forgotten = pod.engine.forgotten
+    await rpc(pod, "finish_weight_update")
+    assert pod.engine.forgotten == forgotten + 1, "the parity check is made anew"
     assert await computes(pod)
 
 

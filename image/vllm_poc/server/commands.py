@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope
 from vllm_poc.server.admission import Access
 from vllm_poc.server.bodies import decode, read
 from vllm_poc.server.errors import refusal
-from vllm_poc.server.vllm_routes import COLLECTIVE_RPC, WEIGHT_CHECKER, path_of
+from vllm_poc.server.vllm_routes import COLLECTIVE_RPC, NOTHING_NAMED, WEIGHT_CHECKER, Named, path_of
 
 #: A longer body is passed on unread: no command that matters here has one.
 _MOST_BYTES = 2**20
@@ -40,15 +40,15 @@ def check_sender(scope: Scope, access: Access) -> None:
         raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
 
 
-async def named(scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
-    """Return the method or the action that a command's body names, if it names one, and what receives all of it."""
+async def named(scope: Scope, receive: Receive) -> tuple[Named, Receive]:
+    """Return what a command's body names, and what receives all of the body."""
     field = _FIELDS.get(path_of(scope))
     if field is None:
-        return None, receive
+        return NOTHING_NAMED, receive
     body, replayed = await _begun(receive)
     if body is None:
-        return None, replayed
-    return await read(body, partial(_field, field)), replayed
+        return NOTHING_NAMED, replayed
+    return await read(body, partial(_named, field)), replayed
 
 
 async def _begun(receive: Receive) -> tuple[bytes | None, Receive]:
@@ -67,10 +67,11 @@ async def _begun(receive: Receive) -> tuple[bytes | None, Receive]:
     return body, replayed
 
 
-def _field(name: str, body: bytes) -> str | None:
+def _named(field: str, body: bytes) -> Named:
     # vLLM says what is wrong with it, and `decode` bounds how deep it is.
     with suppress(json.JSONDecodeError, HTTPException):
         found = decode(body)
-        value = found.get(name) if isinstance(found, dict) else None
-        return value if isinstance(value, str) else None
-    return None
+        if isinstance(found, dict) and isinstance(name := found.get(field), str):
+            args, kwargs = found.get("args"), found.get("kwargs")
+            return Named(name, args if isinstance(args, list) else (), kwargs if isinstance(kwargs, dict) else {})
+    return NOTHING_NAMED

@@ -14,6 +14,11 @@ middleware sees:
               -> /update_weights, /weight_checker,
                  /collective_rpc                  -> paused -> its answer
 
+By /collective_rpc the workers can be told the same behind the engine's back: with the methods that do what a route
+does, it counts as that route. What the engine has not put to sleep, its /wake_up does not wake either:
+
+    computing -> /collective_rpc of sleep or discard -> paused -> /collective_rpc of wake_up, once all is back
+
 A pause begins before vLLM gets the call, and only a call that succeeds ends it. It ends before the client gets the
 answer. An update that fails may have left some weights as they were, a sleep of level 2 discards them all, and a reset
 makes zeros of them: nothing is computed until weights have been loaded again.
@@ -21,10 +26,12 @@ makes zeros of them: nothing is computed until weights have been loaded again.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from types import MappingProxyType
+from typing import NamedTuple
 
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse
@@ -93,6 +100,7 @@ _SUCCESS = range(200, 300)
 _SERVER_ERRORS = range(500, 600)
 
 SLEEP, PAUSE, UPDATE = "vLLM sleeps", "vLLM is paused", "vLLM gets new weights"
+WORKERS_SLEEP = "vLLM's workers sleep by /collective_rpc, which has to wake them, too"
 BROKEN = "an update of vLLM's weights failed, and has to be made again, or vLLM restarted"
 DISCARDED = "vLLM has discarded its weights, and they have to be loaded again, or vLLM restarted"
 COLLECTIVE_RPC, WEIGHT_CHECKER = "/collective_rpc", "/weight_checker"
@@ -116,28 +124,70 @@ _LASTING = frozenset(
 _NEW_WEIGHTS = frozenset({"/update_weights", "/finish_weight_update", WEIGHT_CHECKER, COLLECTIVE_RPC})
 #: All that begins a pause or ends one.
 COMMANDS = _MEANWHILE.keys() | {"/wake_up", "/resume"}
-#: Methods of vLLM's workers that load weights, for ``/collective_rpc``.
-_LOADING_METHODS = frozenset({"reload_weights", "update_weights", "load_model"})
+#: Those of which vLLM's workers have a method of the same name, for ``/collective_rpc``.
+_METHODS = frozenset({"/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"})
+#: Methods of vLLM's workers that load weights.
+_LOADING_METHODS = frozenset({"reload_weights", "load_model"})
+#: What workers give back in their sleep, by vLLM's tags.
+_WEIGHTS = "weights"
+_MEMORY = frozenset({_WEIGHTS, "kv_cache"})
+#: What workers of several GPUs give back for a checkpoint.
+_CONNECTIONS = frozenset({"the connections of several GPUs"})
 
 
-def calls_extension(scope: Scope, named: str | None) -> bool:
+class Named(NamedTuple):
+    """What the body of a command names: a method or an action, and the arguments of the method."""
+
+    name: str | None = None
+    args: Sequence[object] = ()
+    kwargs: Mapping[str, object] = MappingProxyType({})
+
+    def argument(self, name: str, default: object) -> object:
+        """Return the only argument of a method, which may be given by its ``name``."""
+        return self.kwargs.get(name, self.args[0] if self.args else default)
+
+    @property
+    def tags(self) -> frozenset[str] | None:
+        """What of the workers' memory is meant; None if nothing is said, and nothing if nobody can know."""
+        match self.argument("tags", None):
+            case None:
+                return None
+            case str(tag):
+                return frozenset({tag})
+            case list(tags):
+                return frozenset(tag for tag in tags if isinstance(tag, str))
+        return frozenset()
+
+
+NOTHING_NAMED = Named()
+
+
+def calls_extension(scope: Scope, named: Named) -> bool:
     """Whether ``/collective_rpc`` names a method of PoC's own, which leaves the weights alone."""
-    return path_of(scope) == COLLECTIVE_RPC and named is not None and named.startswith("poc_")
+    return path_of(scope) == COLLECTIVE_RPC and named.name is not None and named.name.startswith("poc_")
 
 
-def _loads_weights(path: str, named: str | None) -> bool:
-    return path == "/update_weights" or (path == COLLECTIVE_RPC and named in _LOADING_METHODS)
+def _route_of(scope: Scope, named: Named) -> str:
+    """Return the route, or the one that does the same as the workers' method."""
+    path, same = path_of(scope), f"/{named.name}"
+    return same if path == COLLECTIVE_RPC and same in _METHODS else path
 
 
-def _discards_weights(scope: Scope, named: str | None) -> bool:
-    match path_of(scope):
-        case "/sleep":
+def _loads_weights(path: str, named: Named) -> bool:
+    return path == "/update_weights" or (path == COLLECTIVE_RPC and named.name in _LOADING_METHODS)
+
+
+def _discards_weights(scope: Scope, named: Named) -> bool:
+    match path_of(scope), named.name:
+        case "/sleep", _:
             level = QueryParams(scope.get("query_string", b"")).get("level", "1")
             return level.strip() not in ("0", "1")
-        case "/weight_checker":
-            return named == "reset"
-        case "/collective_rpc":
-            return named == "reset_weights"
+        case ("/weight_checker", "reset") | ("/collective_rpc", "reset_weights"):
+            return True
+        case "/collective_rpc", "sleep":
+            return named.argument("level", 1) != 1  # a worker knows no level 0
+        case "/collective_rpc", "discard":
+            return not named.tags or _WEIGHTS in named.tags
     return False
 
 
@@ -157,6 +207,7 @@ class Pauses:
     def __init__(self) -> None:
         self._lasting: set[str] = set()
         self._meanwhile = Counter[str]()  # commands without an answer so far
+        self._asleep: frozenset[str] = frozenset()  # of the workers, behind the engine's back
         self._held = asyncio.Event()
 
     @property
@@ -179,13 +230,10 @@ class Pauses:
         receive: Receive,
         send: Send,
         workers: Workers,
-        named: str | None = None,
+        named: Named = NOTHING_NAMED,
     ) -> None:
-        """Let ``app`` answer such a request: once the workers are idle, if it begins a pause.
-
-        ``named`` is the method or the action in its body.
-        """
-        path, answered = path_of(scope), False
+        """Let ``app`` answer such a request: once the workers are idle, if it begins a pause."""
+        path, answered = _route_of(scope, named), False
 
         async def told(message: Message) -> None:
             nonlocal answered
@@ -217,13 +265,15 @@ class Pauses:
             self._meanwhile.subtract(reasons)
             self._held_or_not()
 
-    async def _answered(self, scope: Scope, named: str | None, status: int, workers: Workers) -> None:
+    async def _answered(self, scope: Scope, named: Named, status: int, workers: Workers) -> None:
         if status not in _SUCCESS and status not in _SERVER_ERRORS:
             return
-        path = path_of(scope)
+        path = _route_of(scope, named)
         if path in _NEW_WEIGHTS:
             await workers.forget()
         done = status in _SUCCESS
+        if path == COLLECTIVE_RPC:
+            self._note_sleep(named, done=done)
         if done:
             await self._succeeded(path, workers)
         elif _MEANWHILE.get(path) == SLEEP and await workers.sleeps():
@@ -231,8 +281,25 @@ class Pauses:
             done = True
         self._note_weights(scope, named, done=done)
 
-    def _note_weights(self, scope: Scope, named: str | None, *, done: bool) -> None:
-        path = path_of(scope)
+    def _note_sleep(self, named: Named, *, done: bool) -> None:
+        match named.name:
+            case "sleep":  # a call that fails may have begun
+                self._asleep |= _MEMORY
+            case "discard":
+                self._asleep |= named.tags or _MEMORY
+            case "wake_up" if done:
+                self._asleep &= _CONNECTIONS if named.tags is None else self._asleep - named.tags
+            case "checkpoint_prepare":
+                self._asleep |= _CONNECTIONS
+            case "checkpoint_restore" if done:
+                self._asleep -= _CONNECTIONS
+        if self._asleep:
+            self._lasting.add(WORKERS_SLEEP)
+        else:
+            self._lasting.discard(WORKERS_SLEEP)
+
+    def _note_weights(self, scope: Scope, named: Named, *, done: bool) -> None:
+        path = _route_of(scope, named)
         if _loads_weights(path, named):
             if done:
                 self._lasting -= {BROKEN, DISCARDED}

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from vllm.distributed import get_pp_group
@@ -22,14 +23,15 @@ from vllm_poc.worker.model.adapter import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
 
 #: Speculative decoding whose drafts come from no model, so that nothing but the target's own forward pass runs.
 _DRAFTS_WITHOUT_MODEL = {"ngram"}
-#: Types of layers that draft behind the target (method ``mtp``) and leave what it computes as it is.
-_COMPARED_DRAFT_LAYERS = {"mimo_mtp"}
-#: KV connectors beside which chat and PoC have been compared with a server that has none.
+#: Models of layers that draft behind the target (method ``mtp``) and leave what it computes as it is.
+_COMPARED_DRAFT_LAYERS = {"DeepSeekMTPModel", "Glm4MoeMTPModel", "MiMoMTPModel"}
+#: KV connectors beside which chat and PoC have been compared with a server that has none, and the one that has several.
 _COMPARED_CONNECTORS = {"ExampleConnector"}
+_CONNECTOR_OF_SEVERAL = "MultiConnector"
 #: Layers with adapters (``--enable-lora``) whose base layers are left as they were.
 _COMPARED_ADAPTED = {
     "ColumnParallelLinearWithLoRA",
@@ -40,16 +42,6 @@ _COMPARED_ADAPTED = {
     "ReplicatedLinearWithLoRA",
     "RowParallelLinearWithLoRA",
     "VocabParallelEmbeddingWithLoRA",
-}
-#: Parts of vLLM's configuration that change what a forward pass computes, writes or counts: what each would do to PoC,
-#: and the flag.
-_UNPROVEN_PARTS = {
-    "parallel_config.enable_eplb": ("would count its tokens in the statistics that place experts", "--enable-eplb"),
-    "offload_config.uva.cpu_offload_gb": ("is not proven with weights in the CPU's memory", "--cpu-offload-gb"),
-    "offload_config.prefetch.offload_group_size": (
-        "is not proven with weights in the CPU's memory",
-        "--offload-group-size",
-    ),
 }
 #: Types of models with positions of several dimensions (M-RoPE) whose results were compared with the engine's.
 _COMPARED_DIMENSIONS = {"qwen2_5_vl"}
@@ -65,6 +57,9 @@ _SPARSE_16_BITS = {"FlashAttnMLASparseImpl"}
 _16_BITS_ONLY = {"AMXMLAImpl", "FlashAttnMLAImpl", "FlexAttentionImpl"} | _SPARSE_16_BITS
 #: Types of models with which the sparse ones have been compared.
 _COMPARED_SPARSE = {"deepseek_v4"} | _GLM_5_3
+#: Layers with such an ``impl``: others do more than it, such as sinks in chat's cache or queries that see what follows.
+_COMPARED_LAYERS = {"Attention", "MLAAttention"}
+_CAUSAL = "decoder"
 #: Layers without an ``impl``: caches of an index, and those of DeepSeek-V4 and GLM-5.3.
 _LAYERS = {
     "CompressorStateCache",
@@ -124,15 +119,93 @@ _COMPARED_STEPS = {
     "Glm5NextLinearAttention",
     "Glm5NextTailCache",
 }
-_PARALLEL_SIZES = {
-    "data_parallel_size": "--data-parallel-size",
-    "decode_context_parallel_size": "--decode-context-parallel-size",
-    "prefill_context_parallel_size": "--prefill-context-parallel-size",
-}
-
-
 #: Tokens of a batch beyond which no GPU computes faster; each of many experts gets only a few of them.
 _MOST_TOKENS, _MOST_TOKENS_OF_EXPERTS = 8192, 32_768
+
+
+class Judged(NamedTuple):
+    """A setting of which all values but the ``proven`` are refused, by a sentence with the ``{value}``.
+
+    A release that has no such setting has it off. So has one that calls it otherwise, which a test would see.
+    """
+
+    path: str
+    proven: tuple[object, ...]
+    refusal: str
+
+    @classmethod
+    def off(cls, path: str, flag: str, why: str = "") -> Judged:
+        """Judge a feature that has to be off; ``why``, where it is more than that nobody has proven it."""
+        reason = f"{why}: start vLLM without {flag}." if why else f"is not proven with {flag}: start vLLM without it."
+        return cls(path, (False,), f"PoC {reason}")
+
+    @classmethod
+    def of_ranks(cls, path: str, flag: str) -> Judged:
+        """Judge a way to spread work over ranks by which they would not do the same."""
+        return cls(
+            path, (1,), f"PoC would not run the same on all ranks: start vLLM with {flag} 1 instead of {{value}}."
+        )
+
+
+_IN_CPU_MEMORY = "is not proven with weights in the CPU's memory"
+#: What changes how a forward pass computes, writes or counts, except what `refusal` knows better. A new feature of vLLM
+#: is no part of it until somebody has read of it, but a new value of one of these is refused.
+JUDGED = (
+    Judged.of_ranks("parallel_config.data_parallel_size", "--data-parallel-size"),
+    Judged.of_ranks("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size"),
+    Judged.of_ranks("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    Judged.off("parallel_config.enable_expert_parallel", "--enable-expert-parallel"),
+    Judged.off(
+        "parallel_config.enable_eplb",
+        "--enable-eplb",
+        "would count its tokens in the statistics that place experts",
+    ),
+    Judged.off("parallel_config.enable_elastic_ep", "--enable-elastic-ep"),
+    Judged.off("parallel_config.enable_fault_tolerance", "--enable-fault-tolerance"),
+    Judged.off("parallel_config.enable_dbo", "--enable-dbo"),
+    Judged(
+        "parallel_config.ubatch_size", (0, 1), "PoC is not proven with --ubatch-size {value}: start vLLM without it."
+    ),
+    Judged.off("parallel_config.enable_hc_sp", "--enable-hc-sp"),
+    Judged(
+        "model_config.quantization",
+        (None, "fp8", "deepseek_v4_fp8"),
+        "PoC is not proven with weights of the quantization {value}: serve the model with FP8 or unquantized weights.",
+    ),
+    Judged(
+        "offload_config.offload_backend",
+        ("auto", "uva", "prefetch"),
+        "PoC is not proven with --offload-backend {value}: start vLLM without it.",
+    ),
+    Judged.off("offload_config.uva.cpu_offload_gb", "--cpu-offload-gb", _IN_CPU_MEMORY),
+    Judged.off("offload_config.prefetch.offload_group_size", "--offload-group-size", _IN_CPU_MEMORY),
+    Judged(
+        "cache_config.kv_cache_layout",
+        ("NHD", "HND", "LBNHC", "LBHNC", "BLNHC", "BLHNC"),
+        "PoC is not proven with VLLM_KV_CACHE_LAYOUT={value}: start vLLM without it.",
+    ),
+    Judged.off("cache_config.calculate_kv_scales", "--calculate-kv-scales", "results would depend on the first chat"),
+    Judged.off("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill"),
+    Judged(
+        "attention_config.indexer_kv_dtype",
+        ("auto",),
+        "PoC is not proven with indexer_kv_dtype {value}: leave it out of --attention-config.",
+    ),
+    *(
+        Judged.off(f"attention_config.{name}", f"{name} in --attention-config")
+        for name in ("indexer_sparse_logits", "hisparse_config", "use_non_causal")
+    ),
+    *(
+        Judged.off(
+            f"{part}.enable_return_routed_experts",
+            "--enable-return-routed-experts",
+            "has batches that it cannot record",
+        )
+        for part in ("model_config", "aux_output_config")
+    ),
+    Judged.off("ec_transfer_config", "--ec-transfer-config"),
+    Judged.off("diffusion_config", "--diffusion-config"),
+)
 
 
 def model_facts(config: VllmConfig) -> ModelFacts:
@@ -181,8 +254,7 @@ def needs_vllms_operations() -> bool:
 def refusal(config: VllmConfig, model: nn.Module) -> str | None:
     """Return one sentence that says why PoC cannot run with this configuration and model, or None."""
     return (
-        _parallel_refusal(config.parallel_config)
-        or _section_refusal(config)
+        settings_refusal(config)
         or _drafts_refusal(config.speculative_config)
         or _connector_refusal(config.kv_transfer_config)
         or _adapters_refusal(model)
@@ -242,22 +314,12 @@ def _model_type(kind: ModelConfig) -> str | None:
     return getattr(kind.hf_config, "model_type", None)
 
 
-def _parallel_refusal(parallel: ParallelConfig) -> str | None:
-    for name, flag in _PARALLEL_SIZES.items():
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            return f"PoC would not run the same on all ranks: start vLLM with {flag} 1 instead of {size}."
-    return None
-
-
-def _section_refusal(config: VllmConfig) -> str | None:
-    for path, (why, flag) in _UNPROVEN_PARTS.items():
-        if _part(config, path):
-            return f"PoC {why}: start vLLM without {flag}."
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        return "PoC results would depend on the first chat with --calculate-kv-scales: start vLLM without it."
-    if getattr(config.model_config, "enable_return_routed_experts", False):
-        return "PoC has batches that --enable-return-routed-experts cannot record: start vLLM without it."
+def settings_refusal(config: object) -> str | None:
+    """Return the sentence on the first of the `JUDGED` settings that has another value than those that are proven."""
+    for setting in JUDGED:
+        value = _part(config, setting.path)
+        if value is not None and not any(value == proven for proven in setting.proven):
+            return setting.refusal.format(value=value)
     return None
 
 
@@ -265,8 +327,9 @@ def _drafts_refusal(speculative: SpeculativeConfig | None) -> str | None:
     method = getattr(speculative, "method", None)
     if method is None or method in _DRAFTS_WITHOUT_MODEL:
         return None
-    drafts = _part(speculative, "draft_model_config.hf_config.model_type") if method == "mtp" else method
-    if method == "mtp" and drafts in _COMPARED_DRAFT_LAYERS:
+    models = _part(speculative, "draft_model_config.hf_config.architectures") if method == "mtp" else None
+    drafts = models[0] if isinstance(models, list) and models else method
+    if drafts in _COMPARED_DRAFT_LAYERS:
         return None
     return (
         f"PoC is not proven beside the drafts of {drafts}: "
@@ -275,16 +338,25 @@ def _drafts_refusal(speculative: SpeculativeConfig | None) -> str | None:
 
 
 def _connector_refusal(transfer: KVTransferConfig | None) -> str | None:
-    if transfer is None:
-        return None
-    connector, module = transfer.kv_connector, getattr(transfer, "kv_connector_module_path", None)
-    if connector in _COMPARED_CONNECTORS and module is None:
-        return None
-    named = f"{connector} of {module}" if module is not None else connector
-    return (
-        f"PoC is not proven beside the KV connector {named}: "
-        "start vLLM without --kv-transfer-config and --kv-offloading-size."
-    )
+    for connector, module in _connectors(vars(transfer) if transfer is not None else {}):
+        if connector not in _COMPARED_CONNECTORS or module is not None:
+            named = f"{connector} of {module}" if module is not None else connector
+            return (
+                f"PoC is not proven beside the KV connector {named}: "
+                "start vLLM without --kv-transfer-config and --kv-offloading-size."
+            )
+    return None
+
+
+def _connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yield the names of the KV connectors, and of the modules of those that are not vLLM's own."""
+    connector, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
+    several = (transfer.get("kv_connector_extra_config") or {}).get("connectors")
+    if several and (connector, module) == (_CONNECTOR_OF_SEVERAL, None):
+        for one in several:
+            yield from _connectors(one)
+    elif transfer:
+        yield str(connector), module
 
 
 def _adapters_refusal(model: nn.Module) -> str | None:
@@ -318,9 +390,20 @@ def _attention_refusal(config: VllmConfig) -> str | None:
         if isinstance(layer, AttentionLayerBase) and not isinstance(layer, MambaBase):
             dtype = getattr(layer, "kv_cache_dtype", config.cache_config.cache_dtype)
             name = type(getattr(layer, "impl", layer)).__name__
-            reason = attention_refusal(dtype, name) or _sparse_refusal(config.model_config, name)
+            reason = (
+                attention_refusal(dtype, name) or _layer_refusal(layer) or _sparse_refusal(config.model_config, name)
+            )
             if reason is not None:
                 return reason
+    return None
+
+
+def _layer_refusal(layer: AttentionLayerBase) -> str | None:
+    kind, sees = type(layer).__name__, getattr(layer, "attn_type", _CAUSAL)
+    if hasattr(layer, "impl") and kind not in _COMPARED_LAYERS:
+        return f"PoC is not proven with {kind}: serve another model."
+    if sees != _CAUSAL:
+        return f"PoC is not proven with attention of type {getattr(sees, 'value', sees)}: serve another model."
     return None
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 
@@ -11,7 +12,10 @@ pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hac
 
 from vllm.config.cache import CacheDType
 
-from vllm_poc.worker.model.capabilities import ATTENTION_BY_CACHE_DTYPE, attention_refusal
+from vllm_poc.worker.model.capabilities import ATTENTION_BY_CACHE_DTYPE, JUDGED, attention_refusal, settings_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_each_type_of_cache_of_the_release_is_decided() -> None:
@@ -67,3 +71,68 @@ def test_attention_that_is_not_on_the_list_is_refused(dtype: str, attention: str
         f"PoC is not proven with {attention} over a KV cache of type {dtype}: "
         "choose another --attention-backend, or --kv-cache-dtype auto."
     )
+
+
+#: What PoC asks of vLLM's settings, by their place, and a part of the sentence on a value that it does not know.
+SETTINGS = {
+    "parallel_config.data_parallel_size": "--data-parallel-size 1",
+    "parallel_config.decode_context_parallel_size": "--decode-context-parallel-size 1",
+    "parallel_config.prefill_context_parallel_size": "--prefill-context-parallel-size 1",
+    "parallel_config.enable_expert_parallel": "--enable-expert-parallel",
+    "parallel_config.enable_eplb": "--enable-eplb",
+    "parallel_config.enable_elastic_ep": "--enable-elastic-ep",
+    "parallel_config.enable_fault_tolerance": "--enable-fault-tolerance",
+    "parallel_config.enable_dbo": "--enable-dbo",
+    "parallel_config.ubatch_size": "--ubatch-size",
+    "parallel_config.enable_hc_sp": "--enable-hc-sp",
+    "model_config.quantization": "quantization",
+    "model_config.enable_return_routed_experts": "--enable-return-routed-experts",
+    "aux_output_config.enable_return_routed_experts": "--enable-return-routed-experts",
+    "offload_config.offload_backend": "--offload-backend",
+    "offload_config.uva.cpu_offload_gb": "--cpu-offload-gb",
+    "offload_config.prefetch.offload_group_size": "--offload-group-size",
+    "cache_config.kv_cache_layout": "VLLM_KV_CACHE_LAYOUT",
+    "cache_config.calculate_kv_scales": "--calculate-kv-scales",
+    "cache_config.kv_sharing_fast_prefill": "--kv-sharing-fast-prefill",
+    "attention_config.indexer_kv_dtype": "indexer_kv_dtype",
+    "attention_config.indexer_sparse_logits": "indexer_sparse_logits",
+    "attention_config.hisparse_config": "hisparse_config",
+    "attention_config.use_non_causal": "use_non_causal",
+    "ec_transfer_config": "--ec-transfer-config",
+    "diffusion_config": "--diffusion-config",
+}
+UNKNOWN = ("a_new_value", 7, 0.5, SimpleNamespace(kind="new"))
+
+
+def configured(path: str, value: object) -> object:
+    """Return a configuration in which this is all that is set."""
+    for name in reversed(path.split(".")):
+        value = SimpleNamespace(**{name: value})
+    return value
+
+
+def test_all_settings_that_matter_are_judged() -> None:
+    assert sorted(setting.path for setting in JUDGED) == sorted(SETTINGS)
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_a_value_that_nobody_has_proven_is_refused_by_name(path: str) -> None:
+    """Whatever it is: a feature may become one of several kinds in the next release."""
+    is_number = any(1 in setting.proven for setting in JUDGED if setting.path == path)
+    for value in (*UNKNOWN, 2 if is_number else True):
+        reason = settings_refusal(configured(path, value)) or ""
+        assert reason.startswith("PoC ")
+        assert SETTINGS[path] in reason
+        assert reason.count(": ") == 1, "what is wrong, and what to do about it"
+
+
+def proven() -> Iterator[tuple[str, object]]:
+    """Return each value that is proven, and those that stand for a setting which is off or which a release lacks."""
+    for setting in JUDGED:
+        yield from ((setting.path, value) for value in (*setting.proven, None))
+
+
+def test_what_is_proven_and_what_a_release_does_not_know_runs() -> None:
+    assert [case for case in proven() if settings_refusal(configured(*case)) is not None] == []
+    assert settings_refusal(SimpleNamespace()) is None
+    assert settings_refusal(configured("parallel_config.a_new_feature", "on")) is None, "a release after the last one"
