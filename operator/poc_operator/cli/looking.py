@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, Resource, fleet_selector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.cli import preflight
+from poc_operator.cli import gateway_proxy, preflight
 from poc_operator.cli.cluster import Cluster, Forbidden, NotFound, Object, UserError, core
 from poc_operator.cli.explanation import Event, Evidence, Subject
 from poc_operator.cli.overview import Overview, Seen, overview
@@ -108,6 +108,7 @@ def evidence(cluster: Cluster, found: Subject) -> Evidence:
         events=_events(cluster, found),
         chat=chat,
         operator=operator_trouble(cluster),
+        forwarding=_forwarding(cluster, found) if isinstance(found, PoCRound) else None,
     )
 
 
@@ -118,6 +119,14 @@ def _fleet(cluster: Cluster, found: Subject) -> PoCFleet | None:
         return cluster.object(PoCFleet, found.spec.fleet_ref.name, found.metadata.namespace)
     except NotFound:
         return None  # the round's own condition says so
+
+
+def _forwarding(cluster: Cluster, found: PoCRound) -> gateway_proxy.Forwarding | None:
+    """Ask the only gateway; None if there is none, or it may not or cannot be asked: `check` tells of that."""
+    try:
+        return gateway_proxy.find(cluster, None).forwarding(found.metadata.namespace, found.metadata.name)
+    except UserError:
+        return None
 
 
 def _events(cluster: Cluster, found: Subject) -> list[Event]:
