@@ -66,7 +66,7 @@ class Gateway:
 
     def is_full(self) -> bool:
         """Return whether its disk is full, so that nothing new is stored."""
-        return self.get("/health").get("storage") == "full"
+        return bool(self.get("/health").get("storage") == "full")
 
     def forwarding(self, namespace: str, name: str) -> Forwarding:
         """Return how far a round is forwarded, and what keeps it; without any results of it the disk alone is told."""

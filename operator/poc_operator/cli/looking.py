@@ -94,8 +94,11 @@ def subject(cluster: Cluster, text: str) -> Subject:
             raise error from None
 
 
-def evidence(cluster: Cluster, found: Subject) -> Evidence:
-    """Read what stands around an object: its fleet, pods and Events, the operator, and what pods tell of chat."""
+def evidence(cluster: Cluster, found: Subject, told: gateway_proxy.Forwarding | None = None) -> Evidence:
+    """Read what stands around an object: its fleet, pods and Events, the operator, and what pods tell of chat.
+
+    ``told`` is what a gateway has told of it: `forwarding`.
+    """
     namespace = found.metadata.namespace
     fleet = _fleet(cluster, found)
     selector = str(fleet_selector(found.metadata.name) if isinstance(found, PoCFleet) else found.spec.pods)
@@ -108,7 +111,7 @@ def evidence(cluster: Cluster, found: Subject) -> Evidence:
         events=_events(cluster, found),
         chat=chat,
         operator=operator_trouble(cluster),
-        forwarding=_forwarding(cluster, found) if isinstance(found, PoCRound) else None,
+        forwarding=told,
     )
 
 
@@ -121,11 +124,18 @@ def _fleet(cluster: Cluster, found: Subject) -> PoCFleet | None:
         return None  # the round's own condition says so
 
 
-def _forwarding(cluster: Cluster, found: PoCRound) -> gateway_proxy.Forwarding | None:
-    """Ask the only gateway; None if there is none, or it may not or cannot be asked: `check` tells of that."""
+def forwarding(cluster: Cluster, found: Subject, option: str | None) -> gateway_proxy.Forwarding | None:
+    """Ask the gateway that ``--gateway`` names about a round, else the only one.
+
+    Without the option it is None if there is none, or it may not or cannot be asked: `check` tells of that.
+    """
+    if not isinstance(found, PoCRound):
+        return None
     try:
-        return gateway_proxy.find(cluster, None).forwarding(found.metadata.namespace, found.metadata.name)
+        return gateway_proxy.find(cluster, option).forwarding(found.metadata.namespace, found.metadata.name)
     except UserError:
+        if option:
+            raise
         return None
 
 

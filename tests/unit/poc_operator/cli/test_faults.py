@@ -112,7 +112,7 @@ async def network_policy(_: Path) -> Told:
 
 def undelivered(error: str) -> Told:
     """Explain a round whose pod has results that its receiver does not take."""
-    fields = {"next_index": 90, "delivered_index": 30, "delivery_error": error}
+    fields: dict[str, Any] = {"next_index": 90, "delivered_index": 30, "delivery_error": error}
     running = a_round(a_status(a_slot(next=80, delivered=30)), stop=None)
     return planned(running, (a_pod("a"), says(PowState.GENERATING, **fields)))
 

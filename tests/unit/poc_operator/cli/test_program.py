@@ -169,6 +169,14 @@ def test_explain_goes_on_without_the_gateway(run: Run, api: ApiPaths, path: str,
     assert not reasons & {"StorageFull", "ReceiverFailing"}
 
 
+def test_a_gateway_that_is_named_and_cannot_be_asked_is_an_error(run: Run, api: ApiPaths) -> None:
+    _with_gateway(api)
+    api.answers[f"{seen.GATEWAY}/health"] = (503, {"message": "no endpoints available"})
+    done = run("explain", "round-1", "--gateway", "poc-system/gateway")
+    assert (done.code, "the gateway poc-system/gateway cannot answer" in done.err) == (1, True)
+    assert run("explain", "fleet/demo", "--gateway", "poc-system/gateway").code == 0
+
+
 def test_results_come_through_the_proxy_with_the_token(run: Run, api: ApiPaths) -> None:
     _with_gateway(api)
     known = {"namespace": "poc", "name": "round-1", "stored": 400, "slots": 2, "duplicates": 0, "conflicts": 1}
