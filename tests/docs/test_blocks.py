@@ -32,7 +32,7 @@ NOT_RUN = {
     "docs/operate/rounds.md": 3,
     "docs/operate/runbooks/alerts.md": 36,
     "docs/operate/runbooks/fleets.md": 27,
-    "docs/operate/runbooks/work.md": 73,
+    "docs/operate/runbooks/work.md": 74,
     "docs/operate/upgrade.md": 1,
     "docs/operate/web-page.md": 1,
     "docs/start/docker-compose.md": 6,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``check``: whether the cluster has what rounds need."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -47,6 +48,7 @@ def check(
 
 def checks(cluster: Cluster, gateway: str | None) -> Iterator[Check]:
     """Look at everything, one after the other. What may not be read is a warning."""
+    yield from _guarded("API server", lambda: [_api_server(cluster)])
     for kind in KINDS:
         yield from _guarded(f"CRD {kind.KIND.plural}", partial(_crd, cluster, kind))
     yield from _guarded("operator", lambda: _operator(cluster))
@@ -62,6 +64,12 @@ def _guarded(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
         return [preflight.warning(about, f"it could not be looked at: {error}", "ask for the right, see the docs")]
     except NotFound as error:
         return [preflight.error(about, str(error), "install the chart vllm-poc-operator")]
+
+
+def _api_server(cluster: Cluster) -> Check:
+    begin = time.monotonic()
+    cluster.get("/version")
+    return preflight.api_server(time.monotonic() - begin)
 
 
 def _crd(cluster: Cluster, kind: type[Resource]) -> list[Check]:
@@ -94,20 +102,27 @@ def _gateway(cluster: Cluster, option: str | None) -> Iterator[Check]:
         remedy = "install the chart with gateway.enabled, if results are to be kept or the network served"
         yield preflight.warning("gateway", "there is none: pods deliver straight to the receivers", remedy)
     for place in found:
-        yield _answers(cluster, place)
+        yield from _answers(cluster, place)
         yield from _guarded(f"gateway {place}", partial(_gateway_objects, cluster, place))
 
 
-def _answers(cluster: Cluster, place: gateway_proxy.Place) -> Check:
+def _answers(cluster: Cluster, place: gateway_proxy.Place) -> list[Check]:
     about = f"gateway {place}"
     try:
-        rounds = gateway_proxy.find(cluster, str(place)).get("/rounds", {"limit": "1"})
+        gateway = gateway_proxy.find(cluster, str(place))
+        rounds = gateway.get("/rounds", {"limit": "1"})
+        full = gateway.is_full()
     except UserError as error:
-        look = f"kubectl -n {place.namespace} logs deployment/{place.name} --tail=50"
         if isinstance(error, Forbidden):
-            return preflight.warning(about, f"it could not be asked: {error}", "ask for the right services/proxy")
-        return preflight.error(about, f"it does not answer through the API server: {error}", look)
-    return preflight.ok(about, f"it answers, and has {'rounds' if rounds['rounds'] else 'no round yet'}")
+            return [preflight.warning(about, f"it could not be asked: {error}", "ask for the right services/proxy")]
+        return [preflight.error(about, f"it does not answer through the API server: {error}", _look(place))]
+    answers = preflight.ok(about, f"it answers, and has {'rounds' if rounds['rounds'] else 'no round yet'}")
+    return [answers, preflight.gateway_disk(about, full=full)]
+
+
+def _look(place: gateway_proxy.Place) -> str:
+    log = f"kubectl -n {place.namespace} logs deployment/{place.name} --tail=50"
+    return f"{log}; if the gateway is well, let API servers in: gateway.networkPolicy.insideFrom"
 
 
 def _gateway_objects(cluster: Cluster, place: gateway_proxy.Place) -> Iterator[Check]:

@@ -15,7 +15,8 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.schema import ApiModel
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.cli.next_steps import Names, command
+from poc_operator.cli.gateway_proxy import Forwarding
+from poc_operator.cli.next_steps import Names, command, receiver_remedy
 from poc_operator.cli.output import age, number, period
 from poc_operator.cli.overview import goal
 from poc_operator.cli.pod_metrics import Chat, PodKey
@@ -75,6 +76,7 @@ class Evidence:
     events: Sequence[Event] = ()
     chat: Mapping[PodKey, Chat] = field(default_factory=dict)
     operator: str = ""
+    forwarding: Forwarding | None = None
 
 
 class Finding(ApiModel):
@@ -100,6 +102,7 @@ class Account(ApiModel):
 def account(found: Evidence) -> Account:
     """Explain an object."""
     findings = [*_around(found), *_of_conditions(found), *_of_fleet(found), *_of_pods(found), *_of_chat(found)]
+    findings += _of_gateway(found)
     commands = list(dict.fromkeys(finding.command for finding in findings if finding.command))
     meta, kind = found.subject.metadata, found.subject.KIND
     return Account(
@@ -299,6 +302,30 @@ def _of_chat(found: Evidence) -> Iterable[Finding]:
             meaning="Chat goes before PoC on these pods. The round goes on when chat leaves the GPUs time.",
             remedy="Nothing, unless it lasts: then send less chat to these pods, or add pods.",
             command=f"kubectl poc -n {found.subject.metadata.namespace} round watch {found.subject.metadata.name}",
+        )
+
+
+def _of_gateway(found: Evidence) -> Iterable[Finding]:
+    """What keeps results in the gateway, or out of it. The operator does not know: it asks what is stored."""
+    told = found.forwarding
+    if told is None:
+        return
+    if told.storage_full:
+        yield Finding(
+            reason="StorageFull",
+            seen=f"The disk of the gateway {told.place} is full.",
+            meaning="It stores nothing new. Pods keep their results, and send them when there is room.",
+            remedy="Enlarge its volume, or keep rounds for a shorter time (gateway.retention).",
+            command=f"kubectl -n {told.place.namespace} get pvc",
+        )
+    if told.backlog and told.last_error:
+        meta = found.subject.metadata
+        yield Finding(
+            reason="ReceiverFailing",
+            seen=f"The receiver {told.receiver} does not take results: {told.last_error.rstrip('.')}.",
+            meaning=f"{number(told.backlog)} results wait at the gateway, which tries again by itself.",
+            remedy=receiver_remedy(told.last_error),
+            command=f"kubectl poc -n {meta.namespace} round results {meta.name}",
         )
 
 

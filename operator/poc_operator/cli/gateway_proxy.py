@@ -34,6 +34,21 @@ class Place:
         return f"{self.namespace}/{self.name}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forwarding:
+    """What a gateway tells of its disk and of one round.
+
+    ``backlog`` results are still to be sent to ``receiver``. ``last_error`` says why it did not take the last ones;
+    empty while it does.
+    """
+
+    place: Place
+    storage_full: bool = False
+    receiver: str = ""
+    backlog: int = 0
+    last_error: str = ""
+
+
 class Gateway:
     """The gateway of a cluster. Every method raises UserError with the remedy."""
 
@@ -48,6 +63,25 @@ class Gateway:
             return self._cluster.get(self._path(path), query, headers=self._headers)
         except Refused as error:
             raise self._translated(error) from error
+
+    def is_full(self) -> bool:
+        """Return whether its disk is full, so that nothing new is stored."""
+        return bool(self.get("/health").get("storage") == "full")
+
+    def forwarding(self, namespace: str, name: str) -> Forwarding:
+        """Return how far a round is forwarded, and what keeps it; without any results of it the disk alone is told."""
+        full = self.is_full()
+        try:
+            told = self.get(f"/rounds/{namespace}/{name}/forwarding")
+        except NotFound:
+            return Forwarding(place=self.place, storage_full=full)
+        return Forwarding(
+            place=self.place,
+            storage_full=full,
+            receiver=str(told["receiver"] or ""),
+            backlog=int(told["backlog"]),
+            last_error=str(told["last_error"] or ""),
+        )
 
     def stream(self, path: str, query: Mapping[str, str]) -> Iterator[bytes]:
         """Return the answer of a route piece by piece."""

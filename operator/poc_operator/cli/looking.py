@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, Resource, fleet_selector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.cli import preflight
+from poc_operator.cli import gateway_proxy, preflight
 from poc_operator.cli.cluster import Cluster, Forbidden, NotFound, Object, UserError, core
 from poc_operator.cli.explanation import Event, Evidence, Subject
 from poc_operator.cli.overview import Overview, Seen, overview
@@ -94,8 +94,11 @@ def subject(cluster: Cluster, text: str) -> Subject:
             raise error from None
 
 
-def evidence(cluster: Cluster, found: Subject) -> Evidence:
-    """Read what stands around an object: its fleet, pods and Events, the operator, and what pods tell of chat."""
+def evidence(cluster: Cluster, found: Subject, told: gateway_proxy.Forwarding | None = None) -> Evidence:
+    """Read what stands around an object: its fleet, pods and Events, the operator, and what pods tell of chat.
+
+    ``told`` is what a gateway has told of it: `forwarding`.
+    """
     namespace = found.metadata.namespace
     fleet = _fleet(cluster, found)
     selector = str(fleet_selector(found.metadata.name) if isinstance(found, PoCFleet) else found.spec.pods)
@@ -108,6 +111,7 @@ def evidence(cluster: Cluster, found: Subject) -> Evidence:
         events=_events(cluster, found),
         chat=chat,
         operator=operator_trouble(cluster),
+        forwarding=told,
     )
 
 
@@ -118,6 +122,21 @@ def _fleet(cluster: Cluster, found: Subject) -> PoCFleet | None:
         return cluster.object(PoCFleet, found.spec.fleet_ref.name, found.metadata.namespace)
     except NotFound:
         return None  # the round's own condition says so
+
+
+def forwarding(cluster: Cluster, found: Subject, option: str | None) -> gateway_proxy.Forwarding | None:
+    """Ask the gateway that ``--gateway`` names about a round, else the only one.
+
+    Without the option it is None if there is none, or it may not or cannot be asked: `check` tells of that.
+    """
+    if not isinstance(found, PoCRound):
+        return None
+    try:
+        return gateway_proxy.find(cluster, option).forwarding(found.metadata.namespace, found.metadata.name)
+    except UserError:
+        if option:
+            raise
+        return None
 
 
 def _events(cluster: Cluster, found: Subject) -> list[Event]:

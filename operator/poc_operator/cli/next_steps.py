@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command to run next for each reason that asks something of the user.
+"""The command to run next for each reason that asks something of the user, and what to do about a receiver's error.
 
 What a reason means, and the remedy in words, stands in ``apis.v1alpha1.explanations``. A command only looks, or says
 where the change belongs; nothing that it does is lost by running it twice.
@@ -74,6 +74,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.PODS_DISAGREE: _LOG,
     Reason.RESULTS_CONFLICT: _CONFLICTS,
     Reason.RESULTS_FORGED: _CONFLICTS,
+    Reason.DELIVERIES_FAILING: _CHECK,
     Reason.DELIVERIES_REFUSED: _LOG,
     Reason.ROUND_FULL: _CONFLICTS,
     Reason.GATEWAY_CONTRADICTORY: _CHECK,
@@ -86,6 +87,21 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.PODS_LEFT: _LOG,
     Reason.ORPHAN_STOPPED: _LOG,
 }
+
+
+#: What to do about an error of a receiver, by what its text has: the first that fits.
+_RECEIVER_REMEDIES = (
+    ("certificate", "Renew the receiver's certificate, or correct the host name in its address."),
+    ("HTTP 401", "Correct the user and the password in the Secret of callbackSecretRef."),
+    ("Secret ", "Correct the Secret of callbackSecretRef."),
+    ("HTTP 5", "Look at the receiver's log: it runs, and fails."),
+    ("", "Look whether the receiver runs at this address, and whether a NetworkPolicy or a firewall is in the way."),
+)
+
+
+def receiver_remedy(error: str) -> str:
+    """Return what to do about why a receiver does not take results."""
+    return next(remedy for part, remedy in _RECEIVER_REMEDIES if part in error)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from poc_operator.cli.cluster import Object
 VERSION_LABEL = "app.kubernetes.io/version"
 #: A lease that was not renewed for so many times its duration is nobody's.
 _LATE = 2
+#: Seconds of one small request from which on the API server counts as slow.
+SLOW_SECONDS = 2.0
 
 
 class Level(StrEnum):
@@ -50,6 +52,25 @@ def warning(about: str, finding: str, remedy: str) -> Check:
 def error(about: str, finding: str, remedy: str) -> Check:
     """Return a check that found what keeps rounds from running."""
     return Check(about=about, level=Level.ERROR, finding=finding, remedy=remedy)
+
+
+def api_server(seconds: float) -> Check:
+    """Check how long the API server took for a small request."""
+    about = "API server"
+    if seconds < SLOW_SECONDS:
+        return ok(about, f"it answers within {seconds:.1f} s")
+    finding = f"it took {seconds:.1f} s for a small request: status comes late, and the operator may lose its Lease"
+    return warning(
+        about, finding, "look at the load of the API server and of etcd: kubectl get --raw '/readyz?verbose'"
+    )
+
+
+def gateway_disk(about: str, *, full: bool) -> Check:
+    """Check that a gateway has room for results."""
+    if not full:
+        return ok(f"{about} disk", "it has room")
+    remedy = "enlarge its volume, or keep rounds for a shorter time (gateway.retention)"
+    return error(f"{about} disk", "it is full: nothing new is stored, and pods keep their results", remedy)
 
 
 def crd(kind: type[Resource], body: Object | None) -> Check:

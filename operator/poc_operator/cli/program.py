@@ -15,8 +15,8 @@ from poc_operator.cli import bundle_commands, fleet_commands, output, round_comm
 from poc_operator.cli.check_commands import check
 from poc_operator.cli.cluster import FAILED, UserError, connect
 from poc_operator.cli.explanation import account, sentences
-from poc_operator.cli.looking import evidence, look, overviews, subject
-from poc_operator.cli.options import Context, Everywhere, Kubeconfig, Namespace, Output, SubjectName
+from poc_operator.cli.looking import evidence, forwarding, look, overviews, subject
+from poc_operator.cli.options import Context, Everywhere, GatewayPlace, Kubeconfig, Namespace, Output, SubjectName
 from poc_operator.cli.output import Format
 from poc_operator.cli.overview import overview
 from poc_operator.cli.overview_tables import tables
@@ -80,11 +80,13 @@ def explain(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     namespace: Namespace = None,
+    gateway: GatewayPlace = None,
     format_: Output = Format.TABLE,
 ) -> None:
     """Say why a round, a fleet, a validation or a calibration is where it is, and what to do next."""
     cluster = connect(context, namespace, kubeconfig)
-    told = account(evidence(cluster, subject(cluster, name)))
+    found = subject(cluster, name)
+    told = account(evidence(cluster, found, forwarding(cluster, found, gateway)))
     if format_ is Format.TABLE:
         sys.stdout.write("\n".join(sentences(told)) + "\n")
     else:

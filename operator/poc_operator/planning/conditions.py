@@ -59,9 +59,10 @@ def set_conditions(
     )
 
 
-#: What Events of their own tell, when it happens to a slot or a pod.
+#: What Events of their own tell, when it happens to a slot or a pod; and what may come and go with every try.
 _TOLD = frozenset(
     {
+        Reason.DELIVERIES_FAILING,
         Reason.PODS_DISAGREE,
         Reason.REPORT_CONTRADICTORY,
         Reason.RESULTS_FORGED,

@@ -175,6 +175,16 @@ def _some(texts: Sequence[str]) -> str:
     return f"{', '.join(texts[:_NAMED])}{more}"
 
 
+def _deliveries_failing(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    gateway = snapshot.gateway
+    if gateway is not None and (gateway.error or (gateway.collected and gateway.collected.limit_reached)):
+        return None  # another finding says why
+    waiting = [slot for slot in status.assignments if slot.state.active and slot.next > slot.delivered]
+    told = [(slot, snapshot.report_of(slot).status) for slot in waiting]
+    failing = [f"{slot.pod} ({found.delivery_error})" for slot, found in told if found and found.delivery_error]
+    return (Reason.DELIVERIES_FAILING, f"pods cannot deliver: {_some(failing)}") if failing else None
+
+
 def _deliveries_refused(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
     collected = snapshot.gateway.collected if snapshot.gateway is not None else None
     if collected is None or not collected.refused:
@@ -248,6 +258,7 @@ FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _pods_disagree,
     _results_forged,
     _conflicts,
+    _deliveries_failing,
     _deliveries_refused,
     _round_full,
     _gateway_contradictory,

@@ -366,6 +366,15 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "has all results.",
         _ROUND,
     ),
+    Reason.DELIVERIES_FAILING: Explanation(
+        "Degraded=True",
+        "Pods have results that nobody takes, and try again. The message has the receiver's address and its last "
+        "answer. At 50 000 waiting results a pod computes no more.",
+        "`HTTP 507`: give the gateway's volume room. `HTTP 401`: correct the user and the password, or give operator "
+        "and gateway the same secrets. `certificate`: renew the receiver's certificate. Otherwise look whether the "
+        "receiver runs, and whether a NetworkPolicy is in the way.",
+        _ROUND,
+    ),
     Reason.DELIVERIES_REFUSED: Explanation(
         "Degraded=True, Event",
         "Pods sent results of other slots, or of nonces that they cannot have reached. None was stored.",

@@ -18,6 +18,7 @@ class Reason(StrEnum):
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     DECODE_UNSUPPORTED = "DecodeUnsupported"
     DELETED = "Deleted"
+    DELIVERIES_FAILING = "DeliveriesFailing"
     DELIVERIES_REFUSED = "DeliveriesRefused"
     DELIVERY_INCOMPLETE = "DeliveryIncomplete"
     DOWNLOADING = "Downloading"

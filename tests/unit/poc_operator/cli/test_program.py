@@ -5,6 +5,7 @@ import base64
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -123,6 +124,57 @@ def _with_gateway(api: ApiPaths) -> None:
         "/apis/apps/v1/namespaces/poc-system/deployments/gateway": seen.a_deployment("gateway", spec=spec),
         "/api/v1/namespaces/poc-system/secrets/tokens": {"data": {"token": encoded}},
     }
+
+
+def test_explain_tells_what_keeps_results_in_the_gateway_or_out_of_it(run: Run, api: ApiPaths) -> None:
+    _with_gateway(api)
+    told = {"receiver": "https://network:1/x", "backlog": 300, "last_error": "HTTP 502: Bad Gateway"}
+    api.answers |= {
+        f"{seen.GATEWAY}/health": {"status": "OK", "storage": "full"},
+        f"{seen.GATEWAY}/rounds/poc/round-1/forwarding": told,
+    }
+    done = run("explain", "round-1")
+    for part in (
+        "StorageFull: The disk of the gateway poc-system/gateway is full.",
+        "ReceiverFailing: The receiver https://network:1/x does not take results: HTTP 502: Bad Gateway.",
+        "What to do: Look at the receiver's log",
+        "kubectl -n poc-system get pvc",
+        "kubectl poc -n poc round results round-1",
+    ):
+        assert part in done.out, part
+    (asked,) = [one for one in api.asked if one.path.endswith("/forwarding")]
+    assert asked.headers["x-poc-gateway-token"] == "people"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        (f"{seen.GATEWAY}/health", (503, {"message": "no endpoints available"})),
+        ("/api/v1/namespaces/poc-system/secrets/tokens", (403, {"message": "secrets is forbidden"})),
+        (f"{seen.GATEWAY}/rounds/poc/round-1/forwarding", (404, {"reason": "RoundUnknown", "detail": "nothing yet"})),
+        (f"{seen.GATEWAY}/rounds/poc/round-1/forwarding", {"receiver": "x", "backlog": 9, "last_error": None}),
+    ],
+)
+def test_explain_goes_on_without_the_gateway(run: Run, api: ApiPaths, path: str, answer: Any) -> None:  # noqa: ANN401
+    _with_gateway(api)
+    told = {"receiver": None, "backlog": 0, "last_error": None}
+    api.answers |= {
+        f"{seen.GATEWAY}/health": {"status": "OK"},
+        f"{seen.GATEWAY}/rounds/poc/round-1/forwarding": told,
+        path: answer,
+    }
+    done = run("explain", "round-1", "-o", "json")
+    assert done.code == 0
+    reasons = {finding["reason"] for finding in json.loads(done.out)["findings"]}
+    assert not reasons & {"StorageFull", "ReceiverFailing"}
+
+
+def test_a_gateway_that_is_named_and_cannot_be_asked_is_an_error(run: Run, api: ApiPaths) -> None:
+    _with_gateway(api)
+    api.answers[f"{seen.GATEWAY}/health"] = (503, {"message": "no endpoints available"})
+    done = run("explain", "round-1", "--gateway", "poc-system/gateway")
+    assert (done.code, "the gateway poc-system/gateway cannot answer" in done.err) == (1, True)
+    assert run("explain", "fleet/demo", "--gateway", "poc-system/gateway").code == 0
 
 
 def test_results_come_through_the_proxy_with_the_token(run: Run, api: ApiPaths) -> None:

@@ -264,6 +264,33 @@ def test_a_limit_that_keeps_the_gateway_from_storing_is_named() -> None:
     assert step.status.outcome is None, "the round goes on, since its pods keep what they have"
 
 
+FAILING = says(GENERATING, next_index=12, delivered_index=8, delivered_valid=3, delivery_error="http://x: HTTP 507")
+
+
+@pytest.mark.parametrize("gateway", [None, has((3, 8))], ids=["no gateway", "gateway"])
+def test_a_pod_whose_deliveries_fail_is_named_with_the_last_answer(gateway: GatewayReport | None) -> None:
+    step = planned(RUNNING, FAILING, gateway)
+    assert degraded(step) == (Reason.DELIVERIES_FAILING, "pods cannot deliver: a (http://x: HTTP 507)")
+    assert step.events == [], "it may come and go with every try"
+
+
+@pytest.mark.parametrize(
+    ("report", "gateway"),
+    [
+        pytest.param(FAILING, SILENT, id="the gateway does not answer, which is told"),
+        pytest.param(FAILING, told(collected(), limit_reached="so many"), id="the round is full, which is told"),
+        pytest.param(FAILING, has((12, 12)), id="the gateway has all of it"),
+        pytest.param(says(GENERATING, next_index=12, delivered_index=8, delivered_valid=3), None, id="it delivers"),
+        pytest.param(says(IDLE, session="s2", delivery_error="http://x: HTTP 507"), None, id="of other work"),
+    ],
+)
+def test_deliveries_that_fail_are_told_once_and_while_there_is_something_to_deliver(
+    report: PodReport, gateway: GatewayReport | None
+) -> None:
+    step = planned(RUNNING, report, gateway, **(ARTIFACTS if gateway is not None and gateway.collected else {}))
+    assert Reason.DELIVERIES_FAILING not in step.status.degraded
+
+
 def test_a_start_grants_one_slot_to_one_pod() -> None:
     status = a_status(a_slot(None, SlotState.WAITING, node=1, group=1, start=7), slots=4, groups=2, start_time=None)
     nodes = {"first": 0, "last": 1, "count": 2, "groups": 2}
