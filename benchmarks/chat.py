@@ -3,8 +3,9 @@
 
 Starts a server as users do and measures in turns on the idle server and beside a round, so that drift does not count:
 the time to the first token of a chat that comes each 250 ms, PoC's rate between these chats against its rate without
-chat, and the tokens per second of many clients. The shape gets random weights of real size, which needs a GPU; a folder
-is served as it is. Settings of the server are taken from the environment (VLLM_POC_…).
+chat, and the tokens per second of many clients. Some answers are compared token by token. The shape gets random weights
+of real size, which needs a GPU; a folder is served as it is. Settings of the server are taken from the environment
+(VLLM_POC_…). With --decode, rounds are of the decode scheme, whose settings are among these.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import ne
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import aiohttp
 
-from benchmarks.chat_figures import Measured, Nonces, Side, table
+from benchmarks.chat_figures import Answers, Measured, Nonces, Side, table
 from benchmarks.chat_load import Lengths, Load, seconds_without
 from benchmarks.chat_model import write_model
 from benchmarks.gpu_shapes import SHAPES
@@ -38,8 +41,8 @@ WARM_UP_CHATS = 8
 WARM_UP_SECONDS = 1.0
 #: The first round also prepares forward passes.
 FIRST_SLICES_SECONDS = 120.0
-#: Without any chat, before and after the chats of each half.
-ALONE_SECONDS = 1.0
+#: Of each answer that is compared.
+ANSWER_TOKENS = 32
 #: A connection without use is given up this soon, since vLLM closes it after 5.
 KEEP_SECONDS = 3.0
 #: For many clients at once.
@@ -89,7 +92,16 @@ class Bench:
             for half in range(HALVES):
                 await self._measure(load, found, f"half {half}", chats=options.chats // HALVES, seconds=options.seconds)
                 _say(self._begin, f"half {half + 1} of {HALVES} is measured")
+        found.answers = self._compare_answers()
         return found
+
+    def _compare_answers(self) -> Answers:
+        """Ask the idle server some questions, and again beside a round."""
+        questions = [f"Question {number}" for number in range(self._options.answers)]
+        idle = [self._server.chat(question, tokens=ANSWER_TOKENS) for question in questions]
+        with self._round("answers"):
+            beside = [self._server.chat(question, tokens=ANSWER_TOKENS) for question in questions]
+        return Answers(len(questions), sum(map(ne, idle, beside)))
 
     async def _measure(self, load: Load, found: Measured, seed: str, *, chats: int, seconds: float) -> None:
         found.idle.chats.append(await load.regularly(chats, self._options.interval, seed))
@@ -121,7 +133,7 @@ class Bench:
 
     async def _compute_alone(self, found: Measured) -> None:
         with self._counting(found.alone):
-            await asyncio.sleep(ALONE_SECONDS)
+            await asyncio.sleep(self._options.alone)
 
     @contextmanager
     def _counting(self, nonces: Nonces) -> Iterator[None]:
@@ -134,7 +146,7 @@ class Bench:
     @contextmanager
     def _round(self, name: str) -> Iterator[None]:
         """Run a round while the context lasts, from its second slice on."""
-        params = {"model": MODEL_NAME, "seq_len": self._options.seq_len, "k_dim": K_DIM}
+        params = _params(self._options)
         name = hashlib.sha256(name.encode()).hexdigest()
         self._server.start(block_hash=name, url=self._receiver, batch_size=self._options.batch, params=params)
         limit = time.monotonic() + FIRST_SLICES_SECONDS
@@ -149,6 +161,12 @@ class Bench:
         if status["state"] != "GENERATING":
             raise SystemExit(f"the round does not run: {status}")
         return status["total_checked"], time.monotonic(), status["held_back_seconds"]
+
+
+def _params(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the parameters of a round."""
+    params = {"model": MODEL_NAME, "seq_len": options.seq_len}
+    return params | ({"k_dim": K_DIM} if options.decode is None else {"decode": True, "max_tokens": options.decode})
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
@@ -181,12 +199,15 @@ def _options() -> argparse.Namespace:
     parser = server_options(__doc__, memory=0.5)
     parser.add_argument("--chats", type=int, default=200, help="regular ones, on the idle server and beside PoC each")
     parser.add_argument("--interval", type=float, default=0.25, help="seconds from one chat to the next")
+    parser.add_argument("--alone", type=float, default=1.0, help="seconds of PoC without chat, four times")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--output", type=int, nargs=2, default=[16, 64], help="least and most tokens of an answer")
     parser.add_argument("--clients", type=int, nargs="*", default=[32], help="that chat without pause")
     parser.add_argument("--seconds", type=float, default=3.0, help="for which they do, each time")
     parser.add_argument("--turns", type=int, default=3, help="that they take, idle and beside PoC, in each half")
+    parser.add_argument("--answers", type=int, default=8, help="that are compared with those of the idle server")
     parser.add_argument("--seq-len", type=int, default=64, help="of the round")
+    parser.add_argument("--decode", type=int, metavar="STEPS", help="of a chain, in rounds of the decode scheme")
     parser.add_argument("--batch", type=int, default=32, help="the round's batch size")
     options = parser.parse_args()
     if options.model is not None:

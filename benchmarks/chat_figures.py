@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What chat and PoC did to each other, in figures."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from math import inf
 from statistics import mean, stdev
@@ -30,6 +32,10 @@ class Nonces:
         """Nonces per second."""
         return self.count / self.seconds if self.seconds else 0.0
 
+    def share_of(self, other: Nonces) -> float:
+        """Return this rate as a share of another one; 0 if there is none."""
+        return self.rate / other.rate if other.rate else 0.0
+
     def add(self, count: int, seconds: float) -> None:
         """Count more."""
         self.count += count
@@ -49,6 +55,14 @@ class Side:
 
 
 @dataclass
+class Answers:
+    """How many answers were compared, and how many of them were others beside PoC."""
+
+    compared: int = 0
+    changed: int = 0
+
+
+@dataclass
 class Measured:
     """All that is measured."""
 
@@ -58,6 +72,7 @@ class Measured:
     between: Nonces = field(default_factory=Nonces)  # the seconds are those in which no chat ran
     not_held: Nonces = field(default_factory=Nonces)  # the same nonces; the seconds are those that chat left to PoC
     meanwhile: Nonces = field(default_factory=Nonces)  # beside clients that chat without pause
+    answers: Answers = field(default_factory=Answers)
 
     def figures(self) -> dict[str, Any]:
         """Return all figures, in seconds, nonces and tokens."""
@@ -67,16 +82,17 @@ class Measured:
             "nonces": {
                 "alone": self.alone.rate,
                 "between_chats": self.between.rate,
-                "share": self.between.rate / self.alone.rate,
+                "share": self.between.share_of(self.alone),
                 "not_held_back": self.not_held.rate,
-                "share_not_held_back": self.not_held.rate / self.alone.rate,
+                "share_not_held_back": self.not_held.share_of(self.alone),
                 "seconds_between_chats": self.between.seconds,
                 "beside_clients": self.meanwhile.rate,
-                "share_beside_clients": self.meanwhile.rate / self.alone.rate,
+                "share_beside_clients": self.meanwhile.share_of(self.alone),
             },
             "tokens": {
                 clients: _rates(rates, self.beside.rates[clients]) for clients, rates in self.idle.rates.items()
             },
+            "answers": asdict(self.answers),
             "client": {
                 "latest_send": max(chat.sent - chat.due for chat in chain(*self.idle.chats, *self.beside.chats)),
                 "share_of_a_core": max(self.idle.client_share, self.beside.client_share),
@@ -102,6 +118,7 @@ def table(figures: dict[str, Any]) -> str:
             f"  loss: {rates['loss']:.1%} (at most {MOST_LOSS:.0%}), give or take {rates['error']:.1%}",
         ]
     lines += [
+        "{changed} of {compared} answers have other tokens beside PoC".format(**figures["answers"]),
         f"PoC beside such clients: {nonces['beside_clients']:.1f} nonces/s, {nonces['share_beside_clients']:.1%}",
         f"this program sent chats up to {1e3 * client['latest_send']:.1f} ms late, and took up to "
         f"{client['share_of_a_core']:.0%} of a core beside such clients",

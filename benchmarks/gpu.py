@@ -55,6 +55,7 @@ def served(options: argparse.Namespace, *, extension: str) -> tuple[LLM, dict[st
         max_num_batched_tokens=options.batched_tokens,
         gpu_memory_utilization=options.memory,
         kv_cache_dtype=options.kv_cache_dtype,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         tensor_parallel_size=options.tensor_parallel,
         pipeline_parallel_size=options.pipeline_parallel,
         worker_extension_cls=extension,
@@ -105,6 +106,7 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of vllm serve")
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="as of vllm serve; by default what --memory leaves")
     parser.add_argument("--batched-tokens", type=int, default=MAX_TOKENS, help="--max-num-batched-tokens of vllm serve")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
     parser.add_argument("--sequences", type=int, default=1024, help="--max-num-seqs of vllm serve")

@@ -117,6 +117,7 @@ def _measured(options: argparse.Namespace) -> list[Row]:
     prepared: DecodeFacts = call(model, "poc_prepare_decode", setup)
     if prepared["refusal"] is not None:
         raise SystemExit(prepared["refusal"])
+    print(*prepared.get("findings", []), sep="\n", flush=True)
     together = max(1, call(model, "poc_bench_prefill_tokens") // options.seq_len[0])
     rows = [_row(model, options, nonces, -(-nonces // together), bandwidth) for nonces in options.nonces]
     if not call(model, "poc_test_captures"):

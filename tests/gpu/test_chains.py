@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 SEQ_LEN, STEPS = 116, 27
 NONCES = [*range(20), 2**31 - 1]
 TWO = ["--tensor-parallel", "2"]
+#: vLLM then does not ask what other processes leave of the GPU, so that several families can be tested at a time.
+KV_CACHE = ["--kv-cache-memory-bytes", str(6 * 2**30)]
 SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=3 * 2**30)
 #: What rounding to 16 bits, or in an FP8 cache, changes of a margin: on average, and at most half of the network's tau.
 MEAN_MARGIN, MARGIN = 0.025 / 8, 0.025 / 2
@@ -73,7 +75,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
     shape, memory, arguments = SERVED[request.param]
     if request.param.endswith("-tp") and WHY_NOT_PARALLEL is not None:
         pytest.skip(WHY_NOT_PARALLEL)
-    arguments = ["--shape", shape, "--memory", memory, "--sequences", "256", *arguments]
+    arguments = ["--shape", shape, "--memory", memory, *KV_CACHE, "--sequences", "256", *arguments]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used the GPU
         model, _ = served(options_of(None).parse_args(arguments), extension="benchmarks.gpu_worker.MeasuringExtension")
@@ -104,6 +106,12 @@ def decoded(model: LLM, request: DecodeRequest) -> dict[str, Any]:
         if answer["complete"]:
             return answer
     raise AssertionError("chains have no end")
+
+
+def test_fused_steps_give_what_vllms_own_give(model: LLM) -> None:
+    """And captured ones what others give: the trial that comes before all chains says so."""
+    (finding,) = asked(model, "poc_prepare_decode", SETUP)["findings"]
+    assert "they gave what vLLM's own gave" in finding
 
 
 def test_captured_steps_give_the_same_bits(model: LLM) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -295,6 +296,28 @@ def test_attention_that_a_pass_goes_around_does_not_count_as_equal() -> None:
     stage = a_windowed_stage()
     around = SimpleNamespace(**{**vars(stage), "forward": lambda *_: torch.zeros(1, 64)})
     assert not compared(stage, around).is_equal(Tolerances(10.0, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("away", "equal"),
+    [
+        ([0.18, 0.18, 0.18, 0.18], True),
+        ([0.02, 0.4, 0.02, 0.02], True),
+        ([0.02, 0.4], True),
+        ([0.02, 0.4, 0.4, 0.4], False),
+        ([0.02, 0.02, 1.0, 0.02], False),
+        ([0.02, 1.0], False),
+        ([0.25, 0.25, 0.25, 0.25], False),
+        ([0.02, math.nan, 0.02, 0.02], False),
+    ],
+)
+def test_few_sequences_may_be_at_other_experts(away: list[float], equal: bool) -> None:
+    """Where layers mix streams: at most half of them, and not as far as one that is wrong."""
+    from vllm_poc.worker.passes.parity_check import Comparison, Tolerances, differences_of_half  # noqa: PLC0415
+
+    expected = torch.ones(len(away), 4, 16)
+    distances = differences_of_half([expected + torch.tensor(away)[:, None, None]], [expected])
+    assert Comparison(distances, [], []).is_equal(Tolerances.of(torch.bfloat16, quantised=True)) is equal
 
 
 @pytest.mark.parametrize(
