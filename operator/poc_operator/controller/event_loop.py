@@ -21,7 +21,7 @@ MANY = 300
 BUDGET_SECONDS = 0.004
 #: Polls, and orders, that wait for an answer which may come at any moment. With its answer, a poll takes about half a
 #: millisecond and an order a whole one.
-MOST_POLLS = 15
+MOST_POLLS = 25
 MOST_ORDERS = 10
 #: After so many seconds a request counts no more as one of them: pods that do not answer must not hold up the others.
 FRESH_SECONDS = 0.05
