@@ -69,12 +69,13 @@ class CheckedWorld(NamespaceWorld):
         self.planned_at: dict[str, float] = {}
 
     def _others(self, loop: RoundLoop) -> Iterator[tuple[PoCRound, RoundLoop, RoundStatus]]:
-        """Yield the other rounds whose last plan is current."""
+        """Yield the other rounds whose last plan is current, as they were then. A changed spec counts from the next."""
         for uid, other in self.operator.loops.items():
-            round_, fresh = self.store.rounds.get(uid), self.seconds - other.planned_at < KNOWN_SECONDS
-            paused = other.paused_until > self.seconds
-            if other is not loop and round_ is not None and other.status is not None and fresh and not paused:
-                yield round_, other, other.status
+            fresh = self.seconds - other.planned_at < KNOWN_SECONDS and other.paused_until <= self.seconds
+            if other is loop or uid not in self.store.rounds or not fresh:
+                continue
+            if other.planned is not None and other.status is not None:
+                yield other.planned, other, other.status
 
     # Each plan.
 

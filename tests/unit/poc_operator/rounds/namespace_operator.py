@@ -103,7 +103,10 @@ class Surroundings(Protocol):
 
 @dataclass
 class RoundLoop:
-    """The loop of one round. ``status`` is what its last plan made of the round, ``usable`` the pods that it saw."""
+    """The loop of one round.
+
+    ``planned`` is the round of its last plan, ``status`` what that made of it, ``usable`` the pods that it saw.
+    """
 
     uid: str
     operator: "Operator"
@@ -117,6 +120,7 @@ class RoundLoop:
     start_errors: dict[str, str] = field(default_factory=dict)
     gateway: GatewayReport | None = None
     deleted_since: float | None = None
+    planned: PoCRound | None = None
     status: RoundStatus | None = None
     usable: frozenset[str] = frozenset()
     planned_at: float = float("-inf")
@@ -245,7 +249,8 @@ class RoundLoop:
         told = as_other(snapshot.work, step.status, lambda: usable_pods(snapshot), blocked=False)
         self.operator.board.put(self.uid, told)
         able = (pod.uid for pod, report in snapshot.answering if report.refusal is None)
-        self.status, self.usable, self.planned_at = step.status, frozenset(able), self.operator.clock()
+        self.planned, self.status, self.usable = snapshot.round, step.status, frozenset(able)
+        self.planned_at = self.operator.clock()
         return step
 
 
