@@ -8,6 +8,7 @@ own startup probe, or ``spec.podStartupSeconds`` where it has none.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
@@ -98,12 +99,25 @@ def incompatibility(spec: WorkSpec, report: PodReport) -> Finding | None:
 
 
 def unfit_revisions(snapshot: Snapshot[Work]) -> list[str]:
-    """Return the revisions of StatefulSets of which no pod that answers can do the work."""
+    """Return the revisions of StatefulSets of which no pod that answers can do the work, whatever happens to it.
+
+    One that was told is told on while none of its pods answers.
+    """
     fits: dict[str, bool] = {}
     for pod, report in snapshot.answering:
-        able = incompatibility(snapshot.work.spec, report) is None
+        able = not _never_fits(snapshot.work.spec, report)
         fits[pod.revision] = able or fits.get(pod.revision, False)
+    for revision in {pod.revision for pod in snapshot.live_pods} & set(snapshot.work.status.unfit_revisions):
+        fits.setdefault(revision, False)
     return sorted(revision for revision, able in fits.items() if revision and not able)[:MAX_UNFIT]
+
+
+def _never_fits(spec: WorkSpec, report: PodReport) -> bool:
+    """Whether only another template lets the pod do the work. A refusal may pass, as that of a paused server."""
+    found = incompatibility(spec, replace(report, refusal=None))
+    if found is not None:
+        return found[0] is not Reason.SCHEME_NOT_OFFERED or report.schemes is not None
+    return report.refusal is not None and report.refusal[0] == Reason.MODEL_UNSUPPORTED
 
 
 def computes_other_work(snapshot: Snapshot[Work], report: PodReport) -> bool:

@@ -25,7 +25,7 @@ from poc_operator.rounds.counters import (
 )
 from poc_operator.rounds.leaving import lease_end, lease_over, leave, why_leaving
 from poc_operator.rounds.loss import lose, release, silent_for_long, stall, stalled_for_long, why_ended
-from poc_operator.rounds.slots import free_pods
+from poc_operator.rounds.slots import free_pods, given_up
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.stop import is_of_slot
 from vllm_poc.wire.answers import PowState, StatusResponse, StopReason
@@ -199,10 +199,16 @@ def _released(view: SlotView) -> Change | None:
         return release(snapshot, slot, Loss.PREEMPTED, f"pod {slot.pod} is for round {taker.name}, which goes first")
     if computes_other_work(snapshot, report) and not may_replace(snapshot, report):
         return release(snapshot, slot, Loss.PREEMPTED, f"pod {slot.pod} computes {holder(snapshot, report)}")
-    if view.pod is not None and not view.pod.ready and free_pods(snapshot, snapshot.round.status.assignments):
+    if view.pod is not None and not view.pod.ready and _has_better(snapshot):
         why = f"pod {slot.pod} is not ready ({why_not_ready(snapshot, view.pod)})"
         return release(snapshot, slot, Loss.REFUSED, why)
     return None
+
+
+def _has_better(snapshot: RoundSnapshot) -> bool:
+    slots = snapshot.round.status.assignments
+    doubtful = given_up(slots)
+    return any(pod.uid not in doubtful for pod in free_pods(snapshot, slots))
 
 
 def _stopped(view: SlotView) -> Change | None:

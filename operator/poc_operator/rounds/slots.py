@@ -5,7 +5,7 @@ The number of slots is decided once, from the pods that exist when the first of 
 then recorded: a later change would make residue classes overlap.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
@@ -22,14 +22,17 @@ def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> lis
     """
     slots = list(assignments)
     taken = {slot.uid for slot in slots if slot.state.active}
-    given_up = {slot.uid for slot in slots if slot.state is SlotState.FAILED}
+    last = given_up(slots)
     pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
     idle = [(pod, report) for pod, report in pods if not (computes_other_work(snapshot, report) or is_stray(report))]
-    idle.sort(
-        key=lambda one: (one[1].status is not None and one[1].status.paused_by is not None, one[0].uid in given_up)
-    )
+    idle.sort(key=lambda one: (one[1].status is not None and one[1].status.paused_by is not None, one[0].uid in last))
     busy = [pod for pod, report in pods if computes_other_work(snapshot, report) and may_replace(snapshot, report)]
     return in_turn(snapshot, [pod for pod, _ in idle], busy)
+
+
+def given_up(assignments: Iterable[Assignment]) -> frozenset[str]:
+    """Return the uids of pods whose slots were given up: the fault may be theirs."""
+    return frozenset(slot.uid for slot in assignments if slot.state is SlotState.FAILED and slot.uid is not None)
 
 
 #: So long a ready pod is waited for that was never reached: one lost connection must not leave it without a slot.
@@ -85,16 +88,22 @@ def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Give every slot without a pod a free one, unless none could be started."""
     if step.status.stop_time or snapshot.blocked:
         return step
-    free = free_pods(snapshot, step.status.assignments)
-    port = snapshot.round.spec.port
-    return step.extended(assignments=[_bind(snapshot, slot, free, port) for slot in step.status.assignments])
+    slots = step.status.assignments
+    free, doubtful = free_pods(snapshot, slots), given_up(slots)
+    return step.extended(assignments=[_bind(snapshot, slot, free, doubtful) for slot in slots])
 
 
-def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView], port: int) -> Assignment:
-    """Take a free pod off the list for a waiting slot: the first one, but rather not that which had it before."""
-    if slot.state is not SlotState.WAITING or not free:
+def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView], doubtful: Collection[str]) -> Assignment:
+    """Take a free pod off the list for a waiting slot: the first one, but rather not that which had it before.
+
+    A ``doubtful`` one does not get it again: it would use up the slot's retries while a good pod restarts.
+    """
+    if slot.state is not SlotState.WAITING:
         return slot
-    pod = next((pod for pod in free if pod.name != slot.previous), free[0])
+    again = (pod for pod in free if pod.uid not in doubtful)
+    pod = next((pod for pod in free if pod.name != slot.previous), None) or next(again, None)
+    if pod is None:
+        return slot
     free.remove(pod)
     return slot.model_copy(
         update={
@@ -106,7 +115,7 @@ def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView], port: 
             "displaces": is_stray(snapshot.reports[pod.uid]),
             # A slot that was lost has counted its new attempt already.
             "attempts": max(slot.attempts, 1),
-            "restarts": pod.container(port).restarts,
+            "restarts": pod.container(snapshot.round.spec.port).restarts,
             "previous": None,
         }
     )

@@ -28,7 +28,7 @@ def replace_other_work(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         return step
     held = [(slot, pod) for slot in step.status.assignments if (pod := _held_pod(snapshot, slot)) is not None]
     stops = [StopPod(pod=pod, round_id=_round_id(snapshot, slot)) for slot, pod in held]
-    known = {slot.uid for slot in snapshot.round.status.assignments}
+    known = {slot.uid for slot in snapshot.round.status.assignments if slot.state.active}
     events = [_event(snapshot, slot) for slot, _ in held if slot.uid not in known]
     return step.extended(actions=stops, events=events)
 

@@ -244,7 +244,7 @@ def _waiting(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     waiting = [slot for slot in slots if slot.state is SlotState.WAITING]
     if not waiting or status.start_time is None or status.stop_time is not None or snapshot.blocked:
         return None
-    why = unusable_pods(snapshot, beside=frozenset(slot.uid for slot in slots))
+    why = unusable_pods(snapshot, beside=frozenset(slot.uid for slot in slots if slot.state.active))
     return Reason.SLOTS_WAITING, f"{len(waiting)} of {len(slots)} slots wait for a free pod{why and f': {why}'}"
 
 

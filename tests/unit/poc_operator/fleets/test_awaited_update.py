@@ -2,6 +2,7 @@
 """Rounds that need an update: old pods cannot do them, so the update does not wait for their end."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.unit.poc_operator.build import NOW, a_round, says
 from tests.unit.poc_operator.build import look as look_at_round
 from tests.unit.poc_operator.fleets.test_update import FOUR, NEW, OLD, a_pod, evicted, fleet_of, in_phase, look
 from vllm_poc.wire.answers import ModelLimits
+from vllm_poc.wire.messages import Scheme
 
 SELECTOR = {"matchLabels": {"poc.gonka.ai/worker": "true"}}
 DECODE: dict[str, Any] = {"rTarget": None, "decode": {"maxTokens": 512}}
@@ -22,7 +24,8 @@ DECODE: dict[str, Any] = {"rTarget": None, "decode": {"maxTokens": 512}}
 LACKS: dict[str, tuple[PodReport, Mapping[str, Any]]] = {
     "model": (says(model=ModelLimits(names=["old"])), {}),
     "length": (says(model=ModelLimits(names=["demo"], max_seq_len=32)), {}),
-    "scheme": (says(), DECODE),
+    "scheme": (replace(says(), schemes=frozenset({Scheme.PREFILL})), DECODE),
+    "support of the model": (replace(says(), refusal=("ModelUnsupported", "hybrid layers")), {}),
 }
 LACK = LACKS["model"][0]
 
@@ -44,6 +47,35 @@ def test_an_update_does_not_wait_for_a_round_that_needs_it(report: PodReport, sp
     status = round_on(*((pod, report) for pod in FOUR), **spec)
     assert status.unfit_revisions == [OLD]
     assert evicted(look(fleet_of(), FOUR, work=[told(status)])) == ["demo-3"]
+
+
+#: What passes without an update.
+PASSING: dict[str, tuple[PodReport, Mapping[str, Any]]] = {
+    **{
+        why: (replace(says(), refusal=(why, "not now")), {})
+        for why in ("Paused", "EngineNotReady", "Busy", "ServerEnds")
+    },
+    "versions not told": (says(), DECODE),
+}
+
+
+@pytest.mark.parametrize(("report", "spec"), PASSING.values(), ids=PASSING)
+def test_pods_that_cannot_do_it_just_now_are_spared(report: PodReport, spec: Mapping[str, Any]) -> None:
+    status = round_on(*((pod, report) for pod in FOUR), **spec)
+    assert status.unfit_revisions == []
+    assert not look(fleet_of(), FOUR, work=[told(status)]).evict
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_what_cannot_do_it_is_known_while_it_does_not_answer(answers: bool) -> None:
+    """Or the update would wait for the round again, for one lost answer."""
+    before = round_on(*((pod, LACK) for pod in FOUR))
+    report = says() if answers else PodReport(error="timed out")
+    nodes = {"first": 0, "last": 0, "count": 1, "groups": 4}
+    after = plan(
+        look_at_round(a_round(before, selector=SELECTOR, nodes=nodes), *((pod, report) for pod in FOUR))
+    ).status
+    assert after.unfit_revisions == ([] if answers else [OLD])
 
 
 HOLDING: dict[str, Sequence[PodReport | None]] = {

@@ -121,6 +121,24 @@ def test_a_pod_whose_slot_was_given_up_takes_a_slot_that_waits(spares: list[str]
     assert [slot.pod for slot in step.status.assignments] == ["a", expected]
 
 
+@pytest.mark.parametrize(("spares", "expected"), [([], None), (["b"], "b")])
+def test_a_pod_whose_slot_was_given_up_does_not_get_the_same_slot_again(
+    spares: list[str], expected: str | None
+) -> None:
+    """It would use up the retries of the slots of good pods, one after the other, while these restart."""
+    status = a_status(a_slot("a", SlotState.FAILED), a_slot(None, SlotState.WAITING, group=1, previous="a"))
+    step = plan(look(a_round(status), *((a_pod(name), says()) for name in ["a", *spares])))
+    assert [slot.pod for slot in step.status.assignments] == ["a", expected]
+
+
+@pytest.mark.parametrize(("spares", "kept"), [([], True), (["c"], False)])
+def test_a_slot_is_not_taken_from_a_good_pod_for_one_that_was_given_up(spares: list[str], kept: bool) -> None:
+    status = a_status(a_slot("a", SlotState.FAILED), a_slot("b", SlotState.STARTING, group=1))
+    pods = [(a_pod("a"), says()), (a_pod("b", ready=False, waiting_for="ContainersNotReady"), says())]
+    step = plan(look(a_round(status), *pods, *((a_pod(name), says()) for name in spares)))
+    assert (step.status.assignments[1].pod == "b") is kept
+
+
 ONE_OF_TWO = {"first": 0, "last": 0, "count": 1, "groups": 2}
 WEB = (Container(id="web", ports=frozenset({80})),)
 VLLM = (Container(id="vllm", ports=frozenset({8000})), Container(id="proxy", ports=frozenset({80})))
