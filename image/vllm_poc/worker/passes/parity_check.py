@@ -35,16 +35,18 @@ _log = get_logger(__name__)
 SECONDS = 60
 #: Lengths of sequences, beside those beyond borders: short and long ones have other kernels.
 _LENGTHS = (64, 128)
-#: Sequences of a batch, fewer if they have more tokens than `_MANY`: at least two, of which one does not come first.
-_NONCES, _FEW_NONCES, _MANY = 4, 2, 512
+#: Sequences of a batch, fewer if they have more tokens than `_MANY`: at least two besides one that may be at other
+#: experts, so that one of them does not come first.
+_NONCES, _FEW_NONCES, _MANY = 4, 3, 512
 #: Relative distance of hidden states, in units of the dtype's epsilon. Rounding makes 3 of them (0.02 in bfloat16); a
 #: part that is left out or done twice, 128.
 _EPSILONS_OF_MODEL = 26
 #: The same for the outputs of one attention layer at each token. Rounding makes 1; other tokens, 50 and more.
 _EPSILONS_OF_ATTENTION = 8
-#: Where the last bit of a sum sends a token to other experts: how many times as far all sequences together may be. One
-#: of four with other experts makes 1 (0.21 in bfloat16); one that is wrong, 2.5.
+#: Where the last bit of a sum sends a token to other experts: how many times as far all sequences together may be, if
+#: there are so many. One of four with other experts makes 1 (0.21 in bfloat16); one that is wrong, 2.5.
 _WITH_OTHER_EXPERTS = 2
+_LEAST_SEQUENCES = 3
 
 
 def parity_batches(limits: ModelFacts, borders: Collection[int] = ()) -> list[BatchShape]:
@@ -235,7 +237,7 @@ def compare(plain: StageForward, fused: StageForward, shape: BatchShape, found: 
         return Comparison([], distances, [])
     if found is None or expected is None:
         return Comparison([], [], distances)
-    between = differences_of_half if has_streams(plain.adapter) else differences
+    between = differences_but_one if has_streams(plain.adapter) else differences
     return Comparison(between([found.float()], [expected.float()]), [], distances)
 
 
@@ -316,14 +318,16 @@ def differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[flo
     return [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
 
 
-def differences_of_half(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-    """Return relative distances of ``[sequences, ...]``, a few of which may be at other experts for a last bit.
+def differences_but_one(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    """Return relative distances of ``[sequences, ...]``, one of which may be at other experts for a last bit.
 
-    Of each: that within which half of the sequences are, and a share of that of all together. NaN where one is not
-    finite.
+    Of each: that within which all but one are, and a share of that of all together. Too few are compared as all others.
     """
+    if any(len(one) < _LEAST_SEQUENCES for one in found):
+        return differences(found, expected)
     whole = [distance / _WITH_OTHER_EXPERTS for distance in differences(found, expected)]
-    return whole + [float(_row_distances(*pair).median()) for pair in zip(found, expected, strict=True)]
+    apart = [_row_distances(one, other) for one, other in zip(found, expected, strict=True)]
+    return whole + [float(distances.kthvalue(len(distances) - 1).values) for distances in apart]
 
 
 def token_differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
