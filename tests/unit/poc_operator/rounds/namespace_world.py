@@ -271,6 +271,18 @@ class NamespaceWorld:
         elif awaited and isinstance(order.action, StartPod):
             order.loop.start_errors[order.uid] = "no answer"
 
+    def restart(self, pod: NamespacePod, loads: float = 0.0) -> None:
+        """Let a pod's server end and another begin. With it end the connections of orders that are on their way."""
+        pod.restart(self.seconds, loads)
+        for order in [
+            order for order in self.orders if order.uid == pod.uid and not isinstance(order.action, DeletePod)
+        ]:
+            self.orders.remove(order)
+            if self.awaits(order):
+                del order.loop.in_flight[order.uid]
+                if isinstance(order.action, StartPod):
+                    order.loop.start_errors[order.uid] = "connection reset"
+
     def _evict(self, pod: NamespacePod | None, *, awaited: bool) -> None:
         if pod is not None and awaited:
             self.delete_pod(pod, self.seconds + GRACE_SECONDS)

@@ -228,14 +228,14 @@ class NamespaceHistories(RuleBasedStateMachine):
     @rule(data=st.data(), loads=st.sampled_from([0, 5, 50]))
     @precondition(lambda self: self.world.pods)
     def pod_restarts(self, data: st.DataObject, loads: int) -> None:
-        self._pod(data).restart(self.world.seconds, loads)
+        self.world.restart(self._pod(data), loads)
         self.world.tell_of_pods()
 
     @rule(data=st.data())
     @precondition(lambda self: self.world.pods)
     def pod_crashes_again_and_again(self, data: st.DataObject) -> None:
         pod = self._pod(data)
-        pod.restart(self.world.seconds)
+        self.world.restart(pod)
         pod.crashes = True
         self.world.tell_of_pods()
 
