@@ -68,6 +68,7 @@ class PodView:
     scheduled: datetime | None = None  # when it was given to its Kubernetes node
     taken: datetime | None = None  # when the kubelet there took it
     ready_since: datetime | None = None  # of its last change to ready; None while it is not
+    not_ready_since: datetime | None = None  # since when it is not, or was never; None while it is
     #: Why it takes no new slot, as its fleet says, and whether it has failed the self-check. The API server tells
     #: neither: the controller sets them for plans.
     barred: str = ""
@@ -97,6 +98,7 @@ class PodView:
             scheduled=_moment(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
             taken=_taken(meta, status),
             ready_since=_moment(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
+            not_ready_since=_moment(ready.get("lastTransitionTime")) if ready.get("status") != "True" else None,
         )
 
     @property

@@ -7,13 +7,14 @@ does.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_LABEL
+from poc_operator.clients.errors import StoreForbidden
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.fleets.plan import Key, key_of
 from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Surroundings, packaged, with_config_maps
@@ -24,6 +25,8 @@ from poc_operator.observed import KubernetesNode, PodView
 SURROUNDINGS_SECONDS = 60.0
 #: Seconds between two looks at a Kubernetes node.
 NODE_SECONDS = 10.0
+#: So many Kubernetes nodes are read for a fleet in one go: each is a request, and hundreds may be away at once.
+MAX_NODES = 20
 
 Body = Mapping[str, Any]
 
@@ -86,6 +89,7 @@ class FleetSurroundings:
         self._groups: tuple[float, bool] = (float("-inf"), False)
         self._tokens: dict[str, float] = {}
         self._nodes: dict[str, tuple[float, KubernetesNode | None]] = {}
+        self._nodes_refused = float("-inf")
 
     async def of(self, fleet: PoCFleet) -> Surroundings:
         """Return what a fleet is resolved by, as far as its spec needs it. StoreError if it cannot be read."""
@@ -112,19 +116,34 @@ class FleetSurroundings:
     async def nodes(self, fleet: PoCFleet, pods: Collection[PodView]) -> Nodes:
         """Return the Kubernetes nodes of pods that are not ready, while pods have several templates.
 
-        Only then they tell something of a template. StoreError if they cannot be read.
+        Only then they tell something of a template. Of many nodes, those that were read longest ago are read first, and
+        the others are as they were. StoreError if they cannot be read.
         """
-        now = self._clock()
-        self._nodes = {name: one for name, one in self._nodes.items() if now - one[0] < NODE_SECONDS}
         staying = [pod for pod in pods if pod.stays]
         if fleet.status.update.phase is UpdatePhase.COMPLETE and len({pod.revision for pod in staying}) <= 1:
             return {}
+        now = self._clock()
+        self._nodes = {name: one for name, one in self._nodes.items() if now - one[0] < SURROUNDINGS_SECONDS}
         names = {pod.node for pod in staying if pod.node and not pod.ready}
-        for name in names - self._nodes.keys():
-            body = await self._objects.node(name)
-            self._nodes[name] = (now, KubernetesNode.parse(body) if body is not None else None)
-        found = ((name, self._nodes[name][1]) for name in names)
-        return {name: node for name, node in found if node is not None}
+        # Other fleets read and forget nodes while this one waits for the API server.
+        known = {name: self._nodes[name] for name in names & self._nodes.keys()}
+        for name in self._due(names, known, now):
+            try:
+                body = await self._objects.node(name)
+            except StoreForbidden:
+                self._nodes_refused = self._clock()
+                break
+            node = KubernetesNode.parse(body) if body is not None else None
+            known[name] = self._nodes[name] = (self._clock(), node)
+        return {name: node for name, (_, node) in known.items() if node is not None}
+
+    def _due(self, names: Collection[str], known: Mapping[str, tuple[float, object]], now: float) -> Sequence[str]:
+        """Return which of these Kubernetes nodes to read now."""
+        if now - self._nodes_refused < SURROUNDINGS_SECONDS:
+            return []
+        read = {name: known[name][0] if name in known else float("-inf") for name in names}
+        due = [name for name in names if now - read[name] >= NODE_SECONDS]
+        return sorted(due, key=lambda name: (read[name], name))[:MAX_NODES]
 
     async def ensure_token(self, namespace: str) -> None:
         """Make the Secret with the token of a namespace's pods, unless there is one. StoreError if that fails."""

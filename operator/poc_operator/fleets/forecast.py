@@ -5,7 +5,7 @@ A round is never lost by an update, since a pod leaves only when three things ho
 
 1. **Nothing runs.** No PoCRound, PoCValidation or PoCCalibration that selects the fleet's pods is under way. One that
    is suspended has no pods, and holds up nothing. One that none of the old pods can do needs the update: it waits for
-   the new pods, and what may follow it waits too.
+   the new pods.
 2. **The network does not validate.** After a round that the gateway made for the network, validators ask the same pods
    for named nonces. They have `VALIDATION_SECONDS` for it.
 3. **No round is near.** A pod needs some time to be replaced: as long as the fleet's own pods took to become ready,
@@ -25,7 +25,11 @@ starts nothing is forecast. A round that nobody could foresee waits for the slot
 
 The heights of blocks tell the network's rounds apart. Regular ones are an epoch of `EPOCH_BLOCKS` apart, or several.
 Those that confirm, and segments of challenges, come at any height, and nothing follows from them. Once two regular
-rounds are known, ``G`` is the time of an epoch for the network's rounds, counted from the last regular one.
+rounds are known, ``G`` is the time of an epoch for the network's rounds, counted from the last regular one. Test
+networks have shorter epochs, which show by rounds at several places of one: then the times between starts count.
+
+What waits for the update cannot wait for the round after it. So while a round of users waits, only those of the network
+are forecast. While one of the network waits, only regular ones are, of which it may be the newest.
 """
 
 import math
@@ -152,17 +156,19 @@ def validated_until(rounds: Iterable[FleetRound]) -> tuple[datetime, str] | None
     return max(ends, default=None)
 
 
-def next_round(rounds: Sequence[FleetRound], now: datetime, need: int) -> datetime | None:
+def next_round(
+    rounds: Sequence[FleetRound], now: datetime, need: int, waiting: Sequence[WorkOnPods] = ()
+) -> datetime | None:
     """Return from when on a round may start that a pod would miss if it left now; None if none is expected.
 
-    ``need`` is for how many seconds the pod would be away.
+    ``need`` is for how many seconds the pod would be away. ``waiting`` is the work that waits for the pod to leave.
     """
     regular = _regular(rounds)
     if regular:
         expected = _next_regular(regular, now, need)
         if expected is not None:
             return expected
-    starts = _starts([one for one in rounds if not (regular and one.network)])
+    starts = _starts([one for one in _not_after(waiting, rounds) if not (regular and one.network)])
     if not starts:
         return None
     passed = now - starts[-1]
@@ -172,8 +178,15 @@ def next_round(rounds: Sequence[FleetRound], now: datetime, need: int) -> dateti
     return starts[-1] + gap if gap is not None else None
 
 
+def _not_after(waiting: Sequence[WorkOnPods], rounds: Sequence[FleetRound]) -> Sequence[FleetRound]:
+    """Return the rounds whose like need not wait until this work is done."""
+    if any(one.network and one.kind == PoCRound.KIND.kind for one in waiting):
+        return []
+    return [one for one in rounds if one.network] if waiting else rounds
+
+
 def _regular(rounds: Iterable[FleetRound]) -> Sequence[tuple[int, datetime]]:
-    """Return heights and starts of the network's regular rounds, the lowest first; none if only one is known."""
+    """Return heights and starts of the network's regular rounds, the lowest first; none if it is not clear."""
     starts: dict[int, datetime] = {}
     for one in rounds:
         if one.network and one.height is not None:
@@ -181,9 +194,11 @@ def _regular(rounds: Iterable[FleetRound]) -> Sequence[tuple[int, datetime]]:
     by_place: dict[int, list[tuple[int, datetime]]] = {}
     for height, start in sorted(starts.items()):
         by_place.setdefault(height % EPOCH_BLOCKS, []).append((height, start))
-    most = max(by_place.values(), key=len, default=[])
-    in_order = all(before[1] < after[1] for before, after in pairwise(most))
-    return most if len(most) > 1 and in_order else []
+    several = [place for place in by_place.values() if len(place) > 1]
+    if len(several) != 1:
+        return []
+    in_order = all(before[1] < after[1] for before, after in pairwise(several[0]))
+    return several[0] if in_order else []
 
 
 def _next_regular(regular: Sequence[tuple[int, datetime]], now: datetime, need: int) -> datetime | None:
@@ -213,7 +228,7 @@ def blocker(
     rounds: Sequence[FleetRound], work: Sequence[WorkOnPods], pods: Sequence[PodView], now: datetime, need: int
 ) -> str | None:
     """Say what an update waits for; None if one of these pods may be replaced, which takes ``need`` seconds."""
-    needed = sorted(str(one) for one in work if any(map(one.needs, pods)))
+    needed = sorted(str(one) for one in work if one.live and any(map(one.needs, pods)))
     if needed:
         more = f" and {len(needed) - _NAMED} more" if len(needed) > _NAMED else ""
         return f"the end of {', '.join(needed[:_NAMED])}{more}"
@@ -221,7 +236,7 @@ def blocker(
     if validation is not None and now < validation[0]:
         return f"the network, which may validate round {validation[1]} until {_clock(validation[0])}"
     # What is live and needs none of these pods waits for the update.
-    expected = None if any(one.live for one in work) else next_round(rounds, now, need)
+    expected = next_round(rounds, now, need, [one for one in work if one.live])
     if expected is not None:
         return f"a round, which is expected from {_clock(expected)} on, since a pod needs {need} s to be replaced"
     return None

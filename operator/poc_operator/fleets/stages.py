@@ -6,15 +6,16 @@ is not to be seen from outside, so all of that is Loading.
 
 What a pod with a new template meets decides whether the template is good. A Kubernetes node whose kubelet is away says
 nothing of it, and neither do pods there: one that the kubelet has not taken, or whose containers ended with the node.
-So time and restarts count from when the pod has a kubelet that is well. Where the operator may not read nodes, only
-what the pod itself tells counts. A node that cannot pull images looks like a template with a wrong one.
+So time and restarts count from when the pod has a kubelet that is well. Of a pod that was ready before, they count
+from when it stopped being ready: what it recovered from tells nothing of the template. Where the operator may not read
+nodes, only what the pod itself tells counts. A node that cannot pull images looks like a template with a wrong one.
 """
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
-from poc_operator.observed import KubernetesNode, PodView
+from poc_operator.observed import Container, KubernetesNode, PodView
 from poc_operator.planning.eligibility import named
 
 #: What pods wait for that passes by itself.
@@ -103,18 +104,31 @@ def why_not_running(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> st
 
 
 def _begun(pod: PodView, nodes: Nodes) -> datetime | None:
-    """Return since when the pod has had a kubelet that is well, as far as it is known."""
+    """Return since when the pod should come up, as far as it is known.
+
+    It should since it has a kubelet that is well. One that was ready should since it no longer is.
+    """
     known = nodes.get(pod.node)
-    times = (pod.created, pod.scheduled, pod.taken, known.since if known is not None else None)
+    well = known.since if known is not None else None
+    times = (pod.created, pod.scheduled, pod.taken, well, pod.not_ready_since)
     return max((time for time in times if time is not None), default=None)
 
 
 def _has_ended(pod: PodView, nodes: Nodes) -> bool:
-    """Whether a container has ended by itself: a Kubernetes node that starts anew ends all of its containers."""
+    """Whether a container has ended by itself since the pod was last ready.
+
+    A Kubernetes node that starts anew ends all of its containers.
+    """
     known, taken = nodes.get(pod.node), pod.taken or pod.scheduled
     if known is not None and known.since is not None and taken is not None and known.since > taken:
         return False
-    return any(container.restarts for container in pod.containers)
+    return any(container.restarts and not _was_ready(pod, container) for container in pod.containers)
+
+
+def _was_ready(pod: PodView, container: Container) -> bool:
+    """Whether the pod, which is not ready, was so after this container had last started."""
+    started, since = container.running_since, pod.not_ready_since
+    return started is not None and since is not None and started < since
 
 
 def ordinal_of(name: str) -> int:

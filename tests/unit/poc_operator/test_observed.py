@@ -93,6 +93,13 @@ def test_a_kubernetes_node_is_ready_as_its_condition_says(word: str, ready: bool
     assert KubernetesNode.parse({}) == KubernetesNode(ready=False)
 
 
+@pytest.mark.parametrize("word", ["True", "False", "Unknown"])
+def test_it_is_known_since_when_a_pod_is_ready_or_not(word: str) -> None:
+    found = PodView.parse(body(conditions=[{"type": "Ready", "status": word, "lastTransitionTime": BORN}]))
+    ready, since = word == "True", datetime.fromisoformat(BORN)
+    assert (found.ready_since, found.not_ready_since) == ((since, None) if ready else (None, since))
+
+
 def test_a_pod_without_containers_yet() -> None:
     assert PodView.parse({"metadata": body()["metadata"]}).server(8000) == "u"
     assert PodView.parse(body(containerStatuses=None)).server(8000) == "#0"

@@ -191,14 +191,11 @@ class FleetObjects:
         return sorted({node["metadata"]["labels"][PRODUCT_LABEL] for node in nodes})
 
     async def node(self, name: str) -> Object | None:
-        """Return a Kubernetes node; None if there is none, or the operator may not read it.
+        """Return a Kubernetes node; None if there is none. StoreForbidden if the operator may not read it.
 
         It may list nodes, and this is a list of one.
         """
-        try:
-            page = await self._request("GET", "/api/v1/nodes", query={"fieldSelector": f"metadata.name={name}"})
-        except StoreForbidden:
-            return None
+        page = await self._request("GET", "/api/v1/nodes", query={"fieldSelector": f"metadata.name={name}"})
         return next(iter(page.get("items") or ()), None)
 
     async def presets(self) -> list[tuple[str, str, str]]:

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which Kubernetes nodes are asked for, and how often."""
 
+import asyncio
 from typing import Any, cast
 
-from poc_operator.controller.fleet_surroundings import NODE_SECONDS, FleetOptions, FleetSurroundings
+from poc_operator.clients.errors import StoreForbidden
+from poc_operator.controller.fleet_surroundings import (
+    NODE_SECONDS,
+    SURROUNDINGS_SECONDS,
+    FleetOptions,
+    FleetSurroundings,
+)
 from poc_operator.observed import REVISION_LABEL, KubernetesNode, PodView
 from tests.unit.poc_operator.fleets.build import a_fleet
 
 ROLLING = {"update": {"phase": "Rolling"}}
+AWAY = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
 
 
 class Nodes:
@@ -27,8 +35,7 @@ def a_pod(name: str, node: str, revision: str = "old", **fields: Any) -> PodView
 
 
 async def test_nodes_of_pods_that_are_not_ready_are_asked_for_now_and_then() -> None:
-    away = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
-    nodes, now = Nodes(b=away), 0.0
+    nodes, now = Nodes(b=AWAY), 0.0
     around = FleetSurroundings(cast(Any, nodes), FleetOptions(), lambda: now)
     pods = [
         a_pod("ready", "a", ready=True),
@@ -54,3 +61,73 @@ async def test_nobody_asks_for_nodes_while_all_pods_have_one_template() -> None:
     assert not nodes.asked
     await around.nodes(a_fleet(), [a_pod("one", "a"), a_pod("two", "b", "new")])
     assert sorted(nodes.asked) == ["a", "b"]
+
+
+class SlowNodes(Nodes):
+    """Kubernetes nodes of which one is told only when a test lets it."""
+
+    def __init__(self, slow: str, **found: Any) -> None:  # noqa: ANN401
+        super().__init__(**found)
+        self.slow = slow
+        self.waits, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def node(self, name: str) -> Any:  # noqa: ANN401
+        found = await super().node(name)
+        if name == self.slow:
+            self.waits.set()
+            await self.goes_on.wait()
+        return found
+
+
+async def test_fleets_that_ask_at_the_same_time_do_not_disturb_each_other() -> None:
+    nodes, now = SlowNodes("b", a=AWAY, b=AWAY), 0.0
+    around = FleetSurroundings(cast(Any, nodes), FleetOptions(), lambda: now)
+    fleet, pods = a_fleet(status=ROLLING), [a_pod("one", "a"), a_pod("two", "b")]
+    await around.nodes(fleet, pods[:1])
+    asks = asyncio.create_task(around.nodes(fleet, pods))
+    await nodes.waits.wait()
+    now += 10 * SURROUNDINGS_SECONDS  # what another fleet finds too old, it forgets
+    await around.nodes(fleet, [])
+    nodes.goes_on.set()
+    assert (await asks).keys() == {"a", "b"}
+
+
+async def test_the_age_of_a_node_counts_from_its_answer() -> None:
+    nodes, now = SlowNodes("a", a=AWAY), 0.0
+    around = FleetSurroundings(cast(Any, nodes), FleetOptions(), lambda: now)
+    asks = asyncio.create_task(around.nodes(a_fleet(status=ROLLING), [a_pod("one", "a")]))
+    await nodes.waits.wait()
+    now += 2 * NODE_SECONDS
+    nodes.goes_on.set()
+    await asks
+    await around.nodes(a_fleet(status=ROLLING), [a_pod("one", "a")])
+    assert nodes.asked == ["a"]
+
+
+async def test_of_many_nodes_a_few_are_asked_for_at_a_time() -> None:
+    names = [f"n{number:02}" for number in range(50)]
+    nodes, now = Nodes(**dict.fromkeys(names, AWAY)), 0.0
+    around = FleetSurroundings(cast(Any, nodes), FleetOptions(), lambda: now)
+    fleet, pods = a_fleet(status=ROLLING), [a_pod(name, name) for name in names]
+    known = []
+    for _ in range(4):
+        known.append(len(await around.nodes(fleet, pods)))
+        now += NODE_SECONDS
+    # What is known stays so until each has had its turn again.
+    assert known == [20, 40, 50, 50]
+    assert nodes.asked == [*names, *names[:10], *names[10:30]]
+
+
+async def test_whoever_may_not_read_nodes_asks_only_now_and_then() -> None:
+    class Refused(Nodes):
+        async def node(self, name: str) -> Any:  # noqa: ANN401
+            await super().node(name)
+            raise StoreForbidden("HTTP 403: Forbidden")
+
+    nodes, now = Refused(), 0.0
+    around = FleetSurroundings(cast(Any, nodes), FleetOptions(), lambda: now)
+    pods = [a_pod("one", "a"), a_pod("two", "b")]
+    for later, asked in ((0, 1), (NODE_SECONDS, 1), (SURROUNDINGS_SECONDS, 2)):
+        now += later
+        assert await around.nodes(a_fleet(status=ROLLING), pods) == {}
+        assert len(nodes.asked) == asked

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps pods from being replaced: work under way, the network's validation, and rounds that are near."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -121,6 +121,15 @@ def test_heights_tell_which_rounds_are_regular(rounds: Sequence[FleetRound], nee
     assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
 
 
+def test_rounds_at_several_places_of_an_epoch_are_forecast_by_the_times_between_them() -> None:
+    # A test network's epochs, of which two fit into one of the network's.
+    rounds = [
+        a_round(HOUR * (11 + 12 * n), HOUR * (11 + 12 * n) - 180, network=True, height=-n * EPOCH_BLOCKS // 2 + 10**6)
+        for n in reversed(range(5))
+    ]
+    assert next_round(rounds, NOW, HOUR + 1) == NOW + timedelta(hours=1)
+
+
 def test_the_fastest_epoch_tells_from_when_on_and_the_slowest_for_how_long() -> None:
     starts = [49 * HOUR, 24 * HOUR, HOUR]  # epochs of 25 and of 23 hours
     for since, expected in ((21 * HOUR, 2 * HOUR), (30 * HOUR, -7 * HOUR), (33 * HOUR, None)):
@@ -148,6 +157,52 @@ def test_what_is_under_way_is_waited_for_by_name() -> None:
         assert blocker([], [work(state=state)], [OLD_POD], NOW, 1) is None
     for state in ("Pending", "Stopping", "Suspending", "a new word"):
         assert blocker([], [work(state=state)], [OLD_POD], NOW, 1) is not None
+
+
+#: What waits for the update: no old pod can do it.
+MISTYPED: dict[str, Any] = {"uid": "typo", "created": 0, "status": {"unfitRevisions": [""]}}
+NETWORK: dict[str, Any] = {"labels": {"poc.gonka.ai/origin": "network"}}
+#: The network's daily rounds, the next one in ten minutes.
+BY_TIMES = [a_round(DAY * n - 600, DAY * n - 780, network=True) for n in (2, 1)]
+BY_HEIGHTS = [a_round(DAY * n - 600, DAY * n - 780, network=True, height=1_000_000 - n * EPOCH_BLOCKS) for n in (2, 1)]
+
+
+@pytest.mark.parametrize("rounds", [BY_TIMES, BY_HEIGHTS], ids=["by times", "by heights"])
+def test_the_networks_rounds_are_expected_beside_one_that_no_pod_can_do(rounds: Sequence[FleetRound]) -> None:
+    waits = [work(**MISTYPED)]
+    found = blocker(remembered(rounds, waits, NOW), waits, [OLD_POD], NOW, 3600)
+    assert found is not None
+    assert found.startswith("a round, which is expected from 2026-01-01 12:10:00 UTC on")
+
+
+def test_what_waits_for_the_update_comes_before_rounds_of_its_kind() -> None:
+    daily = [a_round(DAY * n - 600, DAY * n - 780) for n in (2, 1)]
+    assert blocker(daily, [], [OLD_POD], NOW, 3600) is not None
+    waits = [work(**MISTYPED)]
+    assert blocker(remembered(daily, waits, NOW), waits, [OLD_POD], NOW, 3600) is None
+
+
+@pytest.mark.parametrize("height", [None, 1_000_000], ids=["by times", "by heights"])
+def test_a_round_of_the_network_that_needs_the_update_is_the_one_that_was_expected(height: int | None) -> None:
+    known = BY_TIMES if height is None else BY_HEIGHTS
+    waits = [work(**MISTYPED, **NETWORK, spec={"fleetRef": {"name": "demo"}, "blockHeight": height})]
+    assert blocker(remembered(known, waits, NOW), waits, [OLD_POD], NOW, 3600) is None
+
+
+def test_finished_work_is_not_compared_with_pods() -> None:
+    class Pods(list[PodView]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[PodView]:
+            self.looks += 1
+            return super().__iter__()
+
+    pods = Pods([OLD_POD])
+    over = [work(uid=f"w{n}", state="Complete") for n in range(9)]
+    assert blocker([], over, pods, NOW, 1) is None
+    assert pods.looks == 0
+    assert blocker([], [*over, work()], pods, NOW, 1) is not None
+    assert pods.looks == 1
 
 
 def test_the_network_has_time_to_validate() -> None:

@@ -2,6 +2,7 @@
 """A pod that fails after the canary has passed: the update stops, says so by a condition, and goes on when it works."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +61,52 @@ def test_the_update_goes_on_when_the_pod_works() -> None:
     step = rolling([*FOUR[:2], a_pod(2, NEW), a_pod(3, NEW)], stopped)
     assert (evicted(step), step.status.update.phase, reasons(step)) == (["demo-1", "demo-0"], "Rolling", [])
     assert step.status.reason == "PodsOutdated"
+
+
+def blinks(number: int, *, since: float, started: float, restarts: int = 0, age: float = 9000) -> PodView:
+    """A pod that has not been ready for so many seconds, whose container started so many seconds ago."""
+    pod = a_pod(number, NEW, ready=False, age=age, not_ready_since=NOW - timedelta(seconds=since))
+    running = replace(pod.containers[0], restarts=restarts, running_since=NOW - timedelta(seconds=started))
+    return replace(pod, containers=[running])
+
+
+#: Pods that served, and do not for a moment.
+BLINKS = {
+    "since a moment ago": blinks(2, since=20, started=8990),
+    "after a restart from which it recovered": blinks(2, since=20, started=500, restarts=1),
+    "for as long as a start may take": blinks(2, since=3600, started=8990),
+}
+
+
+@pytest.mark.parametrize("pod", BLINKS.values(), ids=BLINKS)
+def test_a_pod_that_is_not_ready_for_a_moment_stops_nothing(pod: PodView) -> None:
+    step = rolling([*FOUR[:2], pod, a_pod(3, NEW)])
+    assert (evicted(step), step.status.update.phase) == (["demo-1", "demo-0"], "Rolling")
+
+
+#: Pods that do not come back: what the message says of each.
+STAYS_AWAY = {
+    "not ready for too long": (blinks(2, since=3601, started=8990), "was not ready within 3600 s"),
+    "restarted since it was ready": (blinks(2, since=20, started=15, restarts=1), "cannot run"),
+    "restarted as it stopped being ready": (blinks(2, since=20, started=20, restarts=1), "cannot run"),
+    "has never been ready": (blinks(2, since=3601, started=3600, age=3602), "was not ready within 3600 s"),
+    "restarted before it was ever ready": (blinks(2, since=500, started=20, restarts=1, age=501), "cannot run"),
+}
+
+
+@pytest.mark.parametrize(("pod", "says"), STAYS_AWAY.values(), ids=STAYS_AWAY)
+def test_a_pod_that_does_not_come_back_stops_the_update(pod: PodView, says: str) -> None:
+    step = rolling([*FOUR[:2], pod, a_pod(3, NEW)])
+    assert step.status.update.phase == "Stopped"
+    assert says in step.status.update.message
+
+
+@pytest.mark.parametrize("name", ["has never been ready", "restarted before it was ever ready"])
+def test_a_canary_that_has_never_been_ready_fails_all_the_same(name: str) -> None:
+    pod, says = STAYS_AWAY[name]
+    step = look(fleet_of(in_phase("Canary", canary="demo-2")), [*FOUR[:2], pod, FOUR[3]])
+    assert reasons(step) == ["UpdateFailed"]
+    assert says in step.status.update.message
 
 
 def test_one_whose_kubernetes_node_is_away_stops_nothing() -> None:
