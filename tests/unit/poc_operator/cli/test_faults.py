@@ -123,7 +123,7 @@ async def full_disk_of_the_pods_receiver(_: Path) -> Told:
 
 
 async def full_disk(_: Path) -> Told:
-    about = explained(a_round(), forwarding=Forwarding(place=GATEWAY, storage_full=True))
+    about = explained(a_round(), forwarding=Forwarding(place=GATEWAY, storage_full=True, knows_round=True))
     return [*about, *checked(preflight.gateway_disk("gateway poc-system/gateway", full=True))]
 
 
