@@ -290,6 +290,7 @@ class PodReport:
     ``started`` is the session in which the pod accepted the last start; ``refusal`` its answer, as (reason, message),
     if it declined, ``start_error`` what went wrong otherwise. ``stalled_seconds`` is how long it has computed without
     progress that chat or a failing receiver would explain, ``silent_seconds`` how long it has not answered.
+    ``undelivered_seconds`` is how long it has told of an error while its receiver accepted nothing.
     ``batch_nonces`` is by how much its index has moved at most from one poll to the next, ``batch_seconds`` the longest
     time from one move to the next: a pod that computes in batches does not move within one. Both are 0 until it moves.
     ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it can begin a
@@ -306,6 +307,7 @@ class PodReport:
     start_error: str | None = None
     stalled_seconds: float = 0.0
     silent_seconds: float = 0.0
+    undelivered_seconds: float = 0.0
     batch_nonces: int = 0
     batch_seconds: float = 0.0
     in_flight: bool = False

@@ -92,11 +92,15 @@ CASES: dict[str, Case] = {
         [
             _operator("degraded", _LATER, reason=reason)
             for reason in ("GatewayUnreachable", "PodsDisagree", "RoundFull", "SlotsFailed", "SlotsStalled")
-        ],
+        ]
+        # The operator tells of it a minute after the fault.
+        + [_operator("degraded", "0x12 1x60", reason="DeliveriesFailing")],
         [
             _operator("degraded", _LATER, reason="SlotsWaiting"),
             _operator("degraded", _LATER, reason="DeliveryIncomplete"),
             _operator("degraded", "0x10 1 0x60", reason="GatewayUnreachable"),
+            # A receiver that was away for a minute, and takes results again with the next try.
+            _operator("degraded", "0x14 1x1 0x60", reason="DeliveriesFailing"),
         ],
     ),
     "PoCWorkImpaired": Case(

@@ -69,13 +69,20 @@ class Cluster:
         self._api = api
         self.namespace = namespace
 
-    def get(self, path: str, query: Mapping[str, str] = _NOTHING, *, headers: Mapping[str, str] = _NOTHING) -> Any:  # noqa: ANN401 - JSON
-        """Return the JSON at a path of the API server."""
-        return json.loads(self.text(path, query, headers=headers))
+    def get(
+        self,
+        path: str,
+        query: Mapping[str, str] = _NOTHING,
+        *,
+        headers: Mapping[str, str] = _NOTHING,
+        seconds: float = REQUEST_SECONDS,
+    ) -> Any:  # noqa: ANN401 - JSON
+        """Return the JSON at a path of the API server, which has so many seconds to answer."""
+        return json.loads(self._request("GET", path, query=query, headers=headers, seconds=seconds).data)
 
-    def text(self, path: str, query: Mapping[str, str] = _NOTHING, *, headers: Mapping[str, str] = _NOTHING) -> bytes:
+    def text(self, path: str, query: Mapping[str, str] = _NOTHING) -> bytes:
         """Return what stands at a path of the API server."""
-        return bytes(self._request("GET", path, query=query, headers=headers).data)
+        return bytes(self._request("GET", path, query=query, headers=_NOTHING).data)
 
     def stream(self, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Iterator[bytes]:
         """Return what stands at a path piece by piece; UserError if the answer breaks off."""

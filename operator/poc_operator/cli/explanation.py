@@ -16,7 +16,7 @@ from poc_operator.apis.v1alpha1.schema import ApiModel
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli.gateway_proxy import Forwarding
-from poc_operator.cli.next_steps import Names, command, receiver_remedy
+from poc_operator.cli.next_steps import Names, command, receiver_remedy, results_command
 from poc_operator.cli.output import age, number, period
 from poc_operator.cli.overview import goal
 from poc_operator.cli.pod_metrics import Chat, PodKey
@@ -67,7 +67,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was seen of an object and around it. ``operator`` says what is wrong with the operator's process."""
+    """What was seen of an object and around it. ``operator`` says what is wrong with the operator's process.
+
+    ``gateway`` is the one that the user has named, as NAMESPACE/NAME.
+    """
 
     subject: Subject
     now: datetime
@@ -77,6 +80,7 @@ class Evidence:
     chat: Mapping[PodKey, Chat] = field(default_factory=dict)
     operator: str = ""
     forwarding: Forwarding | None = None
+    gateway: str | None = None
 
 
 class Finding(ApiModel):
@@ -121,8 +125,9 @@ def _looks_on(found: Evidence) -> str:
         return f"kubectl poc -n {where} status"
     if not isinstance(subject, PoCRound):
         return f"kubectl -n {where} get {subject.KIND.singular} {name} -o wide"
-    over = subject.status.state.finished
-    return f"kubectl poc -n {where} round {'results' if over else 'watch'} {name}"
+    if subject.status.state.finished:
+        return results_command(_names(found))
+    return f"kubectl poc -n {where} round watch {name}"
 
 
 def _summary(found: Evidence) -> str:
@@ -239,15 +244,19 @@ def explained(reason: str, message: str, found: Evidence) -> Finding:
 
 
 def _command(found: Evidence, reason: Reason, message: str = "") -> str:
+    return command(reason, _names(found, message)) or ""
+
+
+def _names(found: Evidence, message: str = "") -> Names:
     subject = found.subject
-    names = Names(
+    return Names(
         namespace=subject.metadata.namespace,
         kind=subject.KIND.singular,
         name=subject.metadata.name,
         fleet=_fleet_name(subject) or _FLEET,
         pod=_pod_name(found, message),
+        gateway=f" --gateway {found.gateway}" if found.gateway else "",
     )
-    return command(reason, names) or ""
 
 
 def _fleet_name(subject: Subject) -> str:
@@ -310,7 +319,7 @@ def _of_gateway(found: Evidence) -> Iterable[Finding]:
     told = found.forwarding
     if told is None:
         return
-    if told.storage_full:
+    if told.storage_full and told.knows_round and not _has_delivered(found.subject):
         yield Finding(
             reason="StorageFull",
             seen=f"The disk of the gateway {told.place} is full.",
@@ -319,14 +328,21 @@ def _of_gateway(found: Evidence) -> Iterable[Finding]:
             command=f"kubectl -n {told.place.namespace} get pvc",
         )
     if told.backlog and told.last_error:
-        meta = found.subject.metadata
         yield Finding(
             reason="ReceiverFailing",
             seen=f"The receiver {told.receiver} does not take results: {told.last_error.rstrip('.')}.",
             meaning=f"{number(told.backlog)} results wait at the gateway, which tries again by itself.",
             remedy=receiver_remedy(told.last_error),
-            command=f"kubectl poc -n {meta.namespace} round results {meta.name}",
+            command=results_command(_names(found)),
         )
+
+
+def _has_delivered(subject: Subject) -> bool:
+    """Whether it is a round that is over, and whose results have all left its pods."""
+    if not isinstance(subject, PoCRound):
+        return False
+    status = subject.status
+    return status.state.finished and status.totals.delivered >= status.totals.checked
 
 
 def _warnings(events: Sequence[Event]) -> list[Event]:

@@ -12,7 +12,18 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
-from poc_operator.cli.cluster import FAILED, FORBIDDEN, Cluster, Forbidden, NotFound, Object, Refused, UserError, core
+from poc_operator.cli.cluster import (
+    FAILED,
+    FORBIDDEN,
+    REQUEST_SECONDS,
+    Cluster,
+    Forbidden,
+    NotFound,
+    Object,
+    Refused,
+    UserError,
+    core,
+)
 from poc_operator.credentials import GATEWAY_TOKEN_HEADER
 
 #: Label of what belongs to a gateway of our chart, and the name of the port for people.
@@ -38,29 +49,31 @@ class Place:
 class Forwarding:
     """What a gateway tells of its disk and of one round.
 
-    ``backlog`` results are still to be sent to ``receiver``. ``last_error`` says why it did not take the last ones;
-    empty while it does.
+    ``knows_round`` says whether results of the round were delivered to it. ``backlog`` results are still to be sent to
+    ``receiver``. ``last_error`` says why it did not take the last ones; empty while it does.
     """
 
     place: Place
     storage_full: bool = False
+    knows_round: bool = False
     receiver: str = ""
     backlog: int = 0
     last_error: str = ""
 
 
 class Gateway:
-    """The gateway of a cluster. Every method raises UserError with the remedy."""
+    """The gateway of a cluster. Every method raises UserError with the remedy. ``seconds`` limit each answer."""
 
-    def __init__(self, cluster: Cluster, place: Place, token: str) -> None:
+    def __init__(self, cluster: Cluster, place: Place, token: str, seconds: float = REQUEST_SECONDS) -> None:
         self._cluster = cluster
+        self._seconds = seconds
         self.place = place
         self._headers = {GATEWAY_TOKEN_HEADER: token} if token else {}
 
     def get(self, path: str, query: Mapping[str, str] = _NOTHING) -> Any:  # noqa: ANN401 - JSON
         """Return the JSON of a route such as ``/rounds``."""
         try:
-            return self._cluster.get(self._path(path), query, headers=self._headers)
+            return self._cluster.get(self._path(path), query, headers=self._headers, seconds=self._seconds)
         except Refused as error:
             raise self._translated(error) from error
 
@@ -78,6 +91,7 @@ class Gateway:
         return Forwarding(
             place=self.place,
             storage_full=full,
+            knows_round=True,
             receiver=str(told["receiver"] or ""),
             backlog=int(told["backlog"]),
             last_error=str(told["last_error"] or ""),
@@ -100,10 +114,13 @@ class Gateway:
         return error
 
 
-def find(cluster: Cluster, option: str | None) -> Gateway:
-    """Return the gateway that ``--gateway NAMESPACE/NAME`` names; without it the only one of the cluster."""
+def find(cluster: Cluster, option: str | None, seconds: float = REQUEST_SECONDS) -> Gateway:
+    """Return the gateway that ``--gateway NAMESPACE/NAME`` names; without it the only one of the cluster.
+
+    Each of its answers may take so many seconds.
+    """
     place = parse_place(option) if option else only(places(cluster))
-    return Gateway(cluster, place, os.environ.get(TOKEN_VARIABLE) or _token(cluster, place))
+    return Gateway(cluster, place, os.environ.get(TOKEN_VARIABLE) or _token(cluster, place), seconds)
 
 
 def parse_place(text: str) -> Place:

@@ -31,6 +31,8 @@ KINDS: dict[str, type[PoCRound] | type[PoCFleet] | type[PoCValidation] | type[Po
     )
     for word in (*words, kind.KIND.singular, kind.KIND.plural, kind.KIND.short)
 }
+#: Seconds for an answer of the gateway. A NetworkPolicy may drop what is sent to it, and the rest can be told without.
+GATEWAY_SECONDS = 3.0
 #: Label of the operator's Deployment.
 OPERATOR_SELECTOR = "app.kubernetes.io/name=vllm-poc-operator"
 
@@ -94,10 +96,12 @@ def subject(cluster: Cluster, text: str) -> Subject:
             raise error from None
 
 
-def evidence(cluster: Cluster, found: Subject, told: gateway_proxy.Forwarding | None = None) -> Evidence:
+def evidence(
+    cluster: Cluster, found: Subject, told: gateway_proxy.Forwarding | None = None, gateway: str | None = None
+) -> Evidence:
     """Read what stands around an object: its fleet, pods and Events, the operator, and what pods tell of chat.
 
-    ``told`` is what a gateway has told of it: `forwarding`.
+    ``told`` is what a gateway has told of it: `forwarding`. ``gateway`` is what the option of that name says.
     """
     namespace = found.metadata.namespace
     fleet = _fleet(cluster, found)
@@ -112,6 +116,7 @@ def evidence(cluster: Cluster, found: Subject, told: gateway_proxy.Forwarding | 
         chat=chat,
         operator=operator_trouble(cluster),
         forwarding=told,
+        gateway=gateway,
     )
 
 
@@ -132,7 +137,9 @@ def forwarding(cluster: Cluster, found: Subject, option: str | None) -> gateway_
     if not isinstance(found, PoCRound):
         return None
     try:
-        return gateway_proxy.find(cluster, option).forwarding(found.metadata.namespace, found.metadata.name)
+        return gateway_proxy.find(cluster, option, GATEWAY_SECONDS).forwarding(
+            found.metadata.namespace, found.metadata.name
+        )
     except UserError:
         if option:
             raise

@@ -17,7 +17,7 @@ _EDIT_FLEET = "kubectl -n {namespace} edit pocfleet {fleet}"
 _FLEET = "kubectl poc -n {namespace} explain fleet/{fleet}"
 _STATUS = "kubectl poc -n {namespace} status"
 _GET = "kubectl -n {namespace} get {kind} {name} -o yaml"
-_CONFLICTS = "kubectl poc -n {namespace} round results {name}"
+_RESULTS = "kubectl poc -n {namespace} round results {name}{gateway}"
 _CHECK = "kubectl poc -n {namespace} check"
 _SECRETS = "kubectl -n {namespace} get secrets --field-selector type=kubernetes.io/basic-auth"
 _PODS = "kubectl -n {namespace} get pods -o wide --show-labels"
@@ -72,14 +72,14 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.SLOTS_STALLED: _LOG,
     Reason.SLOTS_WAITING: _PODS,
     Reason.PODS_DISAGREE: _LOG,
-    Reason.RESULTS_CONFLICT: _CONFLICTS,
-    Reason.RESULTS_FORGED: _CONFLICTS,
+    Reason.RESULTS_CONFLICT: _RESULTS,
+    Reason.RESULTS_FORGED: _RESULTS,
     Reason.DELIVERIES_FAILING: _CHECK,
     Reason.DELIVERIES_REFUSED: _LOG,
-    Reason.ROUND_FULL: _CONFLICTS,
+    Reason.ROUND_FULL: _RESULTS,
     Reason.GATEWAY_CONTRADICTORY: _CHECK,
     Reason.GATEWAY_UNREACHABLE: _CHECK,
-    Reason.DELIVERY_INCOMPLETE: _CONFLICTS,
+    Reason.DELIVERY_INCOMPLETE: _RESULTS,
     Reason.RESULTS_REJECTED: _LOG,
     Reason.THEORY_DISAGREES: "kubectl -n {namespace} get pocfleets -o wide",
     Reason.STALLED: _LOG,
@@ -106,13 +106,17 @@ def receiver_remedy(error: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What commands are filled with: an object, its fleet, and the pod that is worth a look."""
+    """What commands are filled with: an object, its fleet, and the pod that is worth a look.
+
+    ``gateway`` follows a command that asks the gateway: the option that names one, or nothing.
+    """
 
     namespace: str
     kind: str
     name: str
     fleet: str
     pod: str
+    gateway: str = ""
 
 
 def command(reason: Reason, names: Names) -> str | None:
@@ -121,3 +125,8 @@ def command(reason: Reason, names: Names) -> str | None:
     if template is None:
         return None
     return template.format(**vars(names))
+
+
+def results_command(names: Names) -> str:
+    """Return the command that shows what the gateway has of a round."""
+    return _RESULTS.format(**vars(names))

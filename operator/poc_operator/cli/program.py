@@ -86,7 +86,7 @@ def explain(
     """Say why a round, a fleet, a validation or a calibration is where it is, and what to do next."""
     cluster = connect(context, namespace, kubeconfig)
     found = subject(cluster, name)
-    told = account(evidence(cluster, found, forwarding(cluster, found, gateway)))
+    told = account(evidence(cluster, found, forwarding(cluster, found, gateway), gateway))
     if format_ is Format.TABLE:
         sys.stdout.write("\n".join(sentences(told)) + "\n")
     else:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -291,6 +292,14 @@ class Mark:
     held_back: float
 
 
+class _Accepted(NamedTuple):
+    """How many results the receiver of a pod's session and round has accepted."""
+
+    session: str
+    round_id: str | None
+    results: int
+
+
 @dataclass(frozen=True)
 class _Steps:
     """By how much a pod's index has moved at once. ``computed`` is None if a poll since then had no answer."""
@@ -310,10 +319,11 @@ class ProgressWatch:
         self._clock = clock
         self._answered: dict[str, float] = {}
         self._moved: dict[str, tuple[Mark, float]] = {}
+        self._accepted: dict[str, tuple[_Accepted, float]] = {}
         self._steps: dict[str, _Steps] = {}
 
     def measured(self, uid: str, report: PodReport) -> PodReport:
-        """Return the report with ``stalled_seconds``, ``silent_seconds`` and what is known of the pod's batches."""
+        """Return the report with how long the pod gets nothing done or delivered, or is silent, and its batches."""
         now = self._clock()
         status = report.status
         if status is None:
@@ -329,15 +339,26 @@ class ProgressWatch:
         return replace(
             report,
             stalled_seconds=now - self._moved[uid][1],
+            undelivered_seconds=self._undelivered_seconds(uid, status, now),
             batch_nonces=steps.nonces,
             batch_seconds=steps.seconds,
             heard=True,
         )
 
+    def _undelivered_seconds(self, uid: str, status: StatusResponse, now: float) -> float:
+        if status.delivery_error is None:
+            self._accepted.pop(uid, None)
+            return 0.0
+        # delivered_index also moves past what the receiver has refused for good.
+        accepted = _Accepted(status.session_id, status.round_id, status.delivered_valid)
+        if self._accepted.get(uid, (None, now))[0] != accepted:
+            self._accepted[uid] = (accepted, now)
+        return now - self._accepted[uid][1]
+
     def forget_others(self, uids: Iterable[str]) -> None:
         """Forget every pod but these."""
         known = set(uids)
-        for memory in (self._answered, self._moved, self._steps):
+        for memory in (self._answered, self._moved, self._accepted, self._steps):
             for uid in memory.keys() - known:
                 del memory[uid]
 

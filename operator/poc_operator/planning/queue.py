@@ -11,7 +11,8 @@ A round with Replace stops work that it may replace without waiting for rounds t
 A round that another one may replace always stands behind it. Foreign work, which is no round of this namespace, stands
 in no queue: it is known by what its pod says, and has priority 0.
 
-Validations and calibrations stand behind all rounds: they ask pods that no round has, and keep no pod from a round.
+Validations and calibrations stand in no queue: they ask any pod that computes no round, also one that a round waits
+for. They keep no pod from a round: it takes the pod, and the request is withdrawn.
 """
 
 from collections.abc import Callable, Iterable, Sequence

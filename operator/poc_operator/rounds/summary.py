@@ -80,6 +80,9 @@ def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
     return f"{pace}; {spare} more have no slot (the {status.slots} slots are fixed at the start)" if spare else pace
 
 
+#: A receiver that has accepted nothing from a pod for so long is told of. What is shorter passes by itself, such as the
+#: restart of a gateway: a pod tries again within 30 s. The alert waits for another minute.
+FAILING_SECONDS = 60.0
 #: So many slots or pods are named in a message.
 _NAMED = 3
 #: Name of a pod that delivered before the gateway asked for credentials.
@@ -179,10 +182,18 @@ def _deliveries_failing(snapshot: RoundSnapshot, status: RoundStatus) -> Finding
     gateway = snapshot.gateway
     if gateway is not None and (gateway.error or (gateway.collected and gateway.collected.limit_reached)):
         return None  # another finding says why
-    waiting = [slot for slot in status.assignments if slot.state.active and slot.next > slot.delivered]
-    told = [(slot, snapshot.report_of(slot).status) for slot in waiting]
-    failing = [f"{slot.pod} ({found.delivery_error})" for slot, found in told if found and found.delivery_error]
+    told = [(slot, snapshot.report_of(slot)) for slot in status.assignments if slot.state.active and _lacks(slot)]
+    failing = [
+        f"{slot.pod} ({report.status.delivery_error})"
+        for slot, report in told
+        if report.status is not None and report.undelivered_seconds >= FAILING_SECONDS
+    ]
     return (Reason.DELIVERIES_FAILING, f"pods cannot deliver: {_some(failing)}") if failing else None
+
+
+def _lacks(slot: Assignment) -> bool:
+    """Whether the receiver has not all that was computed. What it has refused for good waits no more."""
+    return slot.next > slot.delivered or slot.rejected > 0
 
 
 def _deliveries_refused(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:

@@ -27,9 +27,13 @@ class Asked:
 
 @dataclass
 class ApiPaths:
-    """``answers`` has JSON, or text, or (status, JSON), by path; what is missing is 404. A list is answered as one."""
+    """``answers`` has JSON, or text, or (status, JSON), by path; what is missing is 404. A list is answered as one.
+
+    A path in ``held`` gets its answer when its event is set, at the latest when the server ends.
+    """
 
     answers: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, threading.Event] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     url: str = ""
 
@@ -68,6 +72,8 @@ def api_paths() -> Iterator[ApiPaths]:
             body = json.loads(self.rfile.read(size)) if size else None
             headers = {name.lower(): value for name, value in self.headers.items()}
             paths.asked.append(Asked(self.command, parts.path, parse_qs(parts.query), headers, body))
+            if parts.path in paths.held:
+                paths.held[parts.path].wait()
             status, text = paths.answer(self.command, parts.path)
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
@@ -86,5 +92,7 @@ def api_paths() -> Iterator[ApiPaths]:
         try:
             yield paths
         finally:
+            for event in paths.held.values():
+                event.set()
             server.shutdown()
             thread.join()

@@ -368,11 +368,12 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.DELIVERIES_FAILING: Explanation(
         "Degraded=True",
-        "Pods have results that nobody takes, and try again. The message has the receiver's address and its last "
-        "answer. At 50 000 waiting results a pod computes no more.",
+        "For a minute a receiver has accepted no result of these pods. The message has its address and its last "
+        "answer. Results wait, and pods try again; at 50 000 a pod computes no more. Results that are refused for good "
+        "are dropped, and count as rejected.",
         "`HTTP 507`: give the gateway's volume room. `HTTP 401`: correct the user and the password, or give operator "
-        "and gateway the same secrets. `certificate`: renew the receiver's certificate. Otherwise look whether the "
-        "receiver runs, and whether a NetworkPolicy is in the way.",
+        "and gateway the same secrets. `HTTP 404` or `HTTP 405`: correct `callbackURL`. `certificate`: renew the "
+        "receiver's certificate. Otherwise look whether the receiver runs, and whether a NetworkPolicy is in the way.",
         _ROUND,
     ),
     Reason.DELIVERIES_REFUSED: Explanation(

@@ -104,8 +104,8 @@ class WorkSpec(ApiModel):
     start_deadline_seconds: Annotated[Seconds, Mutable()] = 900
     """The object fails when no pod has started so long after its creation, or after its last suspension ended. It also
     fails when no pod has worked on it for so long since it started. To this the startup time of a pod is added that had
-    to load its model meanwhile. The time in which other rounds have the pods, or go before a round, does not count. It
-    starts anew once the object's turn has come."""
+    to load its model meanwhile. The time in which other rounds have the pods does not count; for a round, neither does
+    that in which others go before it. It starts anew once the object's turn has come."""
     poll_failure_seconds: Annotated[Seconds, Mutable()] = 300
     """The object fails when none of the pods that work on it has answered for so long. Pods that load their model are
     waited for."""

@@ -7,7 +7,7 @@ admission, the gateway's poster, and OpenSSL.
 
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ def undelivered(error: str) -> Told:
     """Explain a round whose pod has results that its receiver does not take."""
     fields: dict[str, Any] = {"next_index": 90, "delivered_index": 30, "delivery_error": error}
     running = a_round(a_status(a_slot(next=80, delivered=30)), stop=None)
-    return planned(running, (a_pod("a"), says(PowState.GENERATING, **fields)))
+    report = replace(says(PowState.GENERATING, **fields), undelivered_seconds=90)
+    return planned(running, (a_pod("a"), report))
 
 
 async def full_disk_of_the_pods_receiver(_: Path) -> Told:
@@ -122,7 +123,7 @@ async def full_disk_of_the_pods_receiver(_: Path) -> Told:
 
 
 async def full_disk(_: Path) -> Told:
-    about = explained(a_round(), forwarding=Forwarding(place=GATEWAY, storage_full=True))
+    about = explained(a_round(), forwarding=Forwarding(place=GATEWAY, storage_full=True, knows_round=True))
     return [*about, *checked(preflight.gateway_disk("gateway poc-system/gateway", full=True))]
 
 

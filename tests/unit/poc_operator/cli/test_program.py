@@ -3,6 +3,8 @@
 
 import base64
 import json
+import threading
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from poc_operator.cli import VERSION
+from poc_operator.cli import VERSION, looking
+from poc_operator.cli.cluster import REQUEST_SECONDS
 from poc_operator.cli.program import completions, guarded
 from tests.docs.pages import ROOT
 from tests.support.fakes.api_paths import ApiPaths
 from tests.unit.poc_operator.cli import seen
 from tests.unit.poc_operator.cli.conftest import Run
+
+ALL_DELIVERED = {"checked": 420, "delivered": 420, "valid": 40, "rate": "100.0"}
 
 
 def test_status_shows_fleets_rounds_slots_and_pods(run: Run) -> None:
@@ -70,7 +75,7 @@ def test_a_watch_in_a_pipe_shows_each_look(run: Run, api: ApiPaths, monkeypatch:
 
 def test_explain_names_what_is_wrong_and_what_to_do(run: Run, api: ApiPaths) -> None:
     waits = seen.condition("Progressing", "False", "NoPodReady", "waiting for one of 2 pods: demo-1 (ImagePullBackOff)")
-    api.answers[f"{seen.ROUNDS}/round-1"] = seen.a_round(state="Pending", conditions=[waits], assignments=[])
+    api.answers[f"{seen.API}/pocrounds/round-1"] = seen.a_round(state="Pending", conditions=[waits], assignments=[])
     api.answers[seen.PODS] = [seen.a_pod("demo-0"), seen.a_pod("demo-1", ready=False, waiting="ImagePullBackOff")]
     done = run("explain", "round-1")
     assert done.code == 0, done.err
@@ -169,6 +174,62 @@ def test_explain_goes_on_without_the_gateway(run: Run, api: ApiPaths, path: str,
     assert not reasons & {"StorageFull", "ReceiverFailing"}
 
 
+@pytest.mark.parametrize(
+    ("status", "answer", "told"),
+    [
+        pytest.param({"state": "Running"}, {}, True, id="it delivers there"),
+        pytest.param({"state": "Running"}, (404, {"reason": "RoundUnknown"}), False, id="it delivers elsewhere"),
+        pytest.param({"state": "Complete"}, {}, True, id="complete, and some were not delivered"),
+        pytest.param({"state": "Complete", "totals": ALL_DELIVERED}, {}, False, id="complete, and all delivered"),
+        pytest.param({"state": "Running", "totals": ALL_DELIVERED}, {}, True, id="all delivered, and more to come"),
+    ],
+)
+def test_a_full_disk_is_told_of_rounds_that_it_keeps_from_delivering(
+    run: Run,
+    api: ApiPaths,
+    status: dict[str, Any],
+    answer: Any,  # noqa: ANN401
+    *,
+    told: bool,
+) -> None:
+    _with_gateway(api)
+    known = {"receiver": None, "backlog": 0, "last_error": None}
+    api.answers |= {
+        f"{seen.API}/pocrounds/round-1": seen.a_round(**status),
+        f"{seen.GATEWAY}/health": {"status": "OK", "storage": "full"},
+        f"{seen.GATEWAY}/rounds/poc/round-1/forwarding": answer or known,
+    }
+    done = run("explain", "round-1", "-o", "json")
+    assert ("StorageFull" in {finding["reason"] for finding in json.loads(done.out)["findings"]}) is told
+
+
+@pytest.mark.parametrize("status", [{"state": "Complete"}, {"degraded": "ResultsConflict"}, {}])
+def test_a_gateway_that_is_named_is_named_in_the_next_command(run: Run, api: ApiPaths, status: dict[str, Any]) -> None:
+    _with_gateway(api)
+    failing = {"receiver": "https://network:1/x", "backlog": 0 if status else 300, "last_error": "HTTP 502"}
+    conditions = [seen.condition("Degraded", "True", "ResultsConflict", "differ")] if "degraded" in status else []
+    api.answers |= {
+        f"{seen.API}/pocrounds/round-1": seen.a_round(conditions=conditions, **status),
+        f"{seen.GATEWAY}/health": {"status": "OK"},
+        f"{seen.GATEWAY}/rounds/poc/round-1/forwarding": failing,
+    }
+    command = "kubectl poc -n poc round results round-1"
+    assert command in json.loads(run("explain", "round-1", "-o", "json").out)["next"]
+    option = ("--gateway", "poc-system/gateway")
+    named = json.loads(run("explain", "round-1", *option, "-o", "json").out)["next"]
+    assert (f"{command} --gateway poc-system/gateway" in named, command in named) == (True, False)
+
+
+def test_explain_waits_for_the_gateway_only_so_long(run: Run, api: ApiPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "GATEWAY_SECONDS", 0.1)
+    _with_gateway(api)
+    api.held[f"{seen.GATEWAY}/health"] = threading.Event()
+    began = time.monotonic()
+    done = run("explain", "round-1")
+    assert (done.code, "PoCRound poc/round-1" in done.out) == (0, True)
+    assert time.monotonic() - began < REQUEST_SECONDS / 2
+
+
 def test_a_gateway_that_is_named_and_cannot_be_asked_is_an_error(run: Run, api: ApiPaths) -> None:
     _with_gateway(api)
     api.answers[f"{seen.GATEWAY}/health"] = (503, {"message": "no endpoints available"})
@@ -248,9 +309,9 @@ def test_a_round_is_created_with_changes(run: Run, api: ApiPaths, tmp_path: Path
 
 
 def test_watch_ends_with_the_round_and_tells_its_failure(run: Run, api: ApiPaths) -> None:
-    api.answers[f"{seen.ROUNDS}/round-1"] = seen.a_round(state="Complete", running=0, message="done")
+    api.answers[f"{seen.API}/pocrounds/round-1"] = seen.a_round(state="Complete", running=0, message="done")
     assert run("round", "watch", "round-1").code == 0
-    api.answers[f"{seen.ROUNDS}/round-1"] = seen.a_round(state="Failed", running=0, message="lost")
+    api.answers[f"{seen.API}/pocrounds/round-1"] = seen.a_round(state="Failed", running=0, message="lost")
     done = run("round", "watch", "round-1", "-o", "json")
     assert (done.code, json.loads(done.out)["state"]) == (1, "Failed")
 
@@ -304,7 +365,7 @@ def test_a_validation_of_a_round_of_chains_takes_their_length(run: Run, api: Api
     round_ = seen.a_round()
     round_["spec"] = {name: value for name, value in round_["spec"].items() if name != "artifact"}
     round_["spec"]["decode"] = {"maxTokens": 256}
-    api.answers[f"{seen.ROUNDS}/round-1"] = round_
+    api.answers[f"{seen.API}/pocrounds/round-1"] = round_
     run("validate", "--round", "round-1", "--no-wait")
     (sent,) = [one.body for one in api.asked if one.method == "POST"]
     assert (sent["spec"]["decode"], "artifact" in sent["spec"]) == ({"maxTokens": 256}, False)

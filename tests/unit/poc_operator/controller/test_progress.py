@@ -60,10 +60,39 @@ def test_silence_is_counted_from_the_last_answer() -> None:
 def test_pods_that_are_gone_are_forgotten() -> None:
     clock = Clock()
     watch = ProgressWatch(clock)
-    watch.measured("a", COMPUTING)
-    watch.forget_others(["b"])
-    clock.now += 50
-    assert watch.measured("a", COMPUTING).stalled_seconds == 0
+    for seen in (COMPUTING, failing()):
+        watch.measured("a", seen)
+        watch.forget_others(["b"])
+        clock.now += 50
+        again = watch.measured("a", seen)
+        assert (again.stalled_seconds, again.undelivered_seconds) == (0, 0)
+
+
+def failing(error: str | None = "HTTP 503", **fields: Any) -> PodReport:  # noqa: ANN401
+    return says(PowState.GENERATING, **{"next_index": 40, "delivered_index": 20, **fields}, delivery_error=error)
+
+
+@pytest.mark.parametrize(
+    ("looks", "undelivered"),
+    [
+        pytest.param([(0, failing()), (30, failing()), (30, failing("HTTP 502"))], 60, id="each try fails"),
+        pytest.param([(0, failing()), (50, SILENT), (10, failing())], 60, id="the pod is silent meanwhile"),
+        pytest.param([(0, failing(None)), (90, failing())], 0, id="the first try"),
+        pytest.param([(0, failing(None)), (90, failing(None))], 0, id="nothing to deliver"),
+        pytest.param([(0, failing()), (90, failing(None)), (5, failing())], 0, id="a try went well"),
+        pytest.param([(0, failing()), (90, failing(delivered_valid=1)), (5, failing(delivered_valid=1))], 5, id="some"),
+        pytest.param([(0, failing()), (90, failing(delivered_index=40, delivered_rejected=9))], 90, id="refused"),
+        pytest.param([(0, failing()), (90, failing(session="s2"))], 0, id="restarted"),
+        pytest.param([(0, failing()), (90, failing(round_id="other"))], 0, id="another round"),
+    ],
+)
+def test_a_receiver_that_accepts_nothing(looks: list[tuple[float, PodReport]], undelivered: float) -> None:
+    clock, report = Clock(), PodReport()
+    watch = ProgressWatch(clock)
+    for pause, seen in looks:
+        clock.now += pause
+        report = watch.measured("a", seen)
+    assert report.undelivered_seconds == undelivered
 
 
 def test_a_pod_that_has_answered_once_was_heard() -> None:

@@ -264,19 +264,33 @@ def test_a_limit_that_keeps_the_gateway_from_storing_is_named() -> None:
     assert step.status.outcome is None, "the round goes on, since its pods keep what they have"
 
 
-FAILING = says(GENERATING, next_index=12, delivered_index=8, delivered_valid=3, delivery_error="http://x: HTTP 507")
+def failing(seconds: float = 60, answer: str = "HTTP 507", **fields: Any) -> PodReport:  # noqa: ANN401
+    """Return what is known of a pod whose receiver has accepted nothing for so long."""
+    told = {"next_index": 12, "delivered_index": 8, "delivered_valid": 3, **fields}
+    report = says(GENERATING, **told, delivery_error=f"http://x: {answer}")
+    return dataclasses.replace(report, undelivered_seconds=seconds)
+
+
+FAILING = failing()
 
 
 @pytest.mark.parametrize("gateway", [None, has((3, 8))], ids=["no gateway", "gateway"])
 def test_a_pod_whose_deliveries_fail_is_named_with_the_last_answer(gateway: GatewayReport | None) -> None:
     step = planned(RUNNING, FAILING, gateway)
     assert degraded(step) == (Reason.DELIVERIES_FAILING, "pods cannot deliver: a (http://x: HTTP 507)")
-    assert step.events == [], "it may come and go with every try"
+    assert step.events == [], "it may come and go while a receiver is overloaded"
+
+
+def test_a_receiver_that_refuses_for_good_is_named_though_nothing_waits() -> None:
+    step = planned(RUNNING, failing(answer="HTTP 405", delivered_index=12, delivered_rejected=4), None)
+    assert step.status.degraded.split(",") == [Reason.DELIVERIES_FAILING, Reason.RESULTS_REJECTED]
 
 
 @pytest.mark.parametrize(
     ("report", "gateway"),
     [
+        pytest.param(failing(seconds=59), None, id="it may pass"),
+        pytest.param(failing(seconds=59), has((3, 8)), id="the gateway may just start"),
         pytest.param(FAILING, SILENT, id="the gateway does not answer, which is told"),
         pytest.param(FAILING, told(collected(), limit_reached="so many"), id="the round is full, which is told"),
         pytest.param(FAILING, has((12, 12)), id="the gateway has all of it"),
