@@ -31,7 +31,7 @@ NOT_RUN = {
     "docs/operate/kubectl-poc.md": 2,
     "docs/operate/rounds.md": 3,
     "docs/operate/runbooks/alerts.md": 36,
-    "docs/operate/runbooks/fleets.md": 27,
+    "docs/operate/runbooks/fleets.md": 29,
     "docs/operate/runbooks/work.md": 74,
     "docs/operate/upgrade.md": 1,
     "docs/operate/web-page.md": 1,
