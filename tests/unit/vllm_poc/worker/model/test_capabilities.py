@@ -136,3 +136,8 @@ def test_what_is_proven_and_what_a_release_does_not_know_runs() -> None:
     assert [case for case in proven() if settings_refusal(configured(*case)) is not None] == []
     assert settings_refusal(SimpleNamespace()) is None
     assert settings_refusal(configured("parallel_config.a_new_feature", "on")) is None, "a release after the last one"
+
+
+@pytest.mark.parametrize(("path", "default"), [("attention_config.indexer_kv_dtype", "bf16")])
+def test_what_an_older_release_has_by_default_runs(path: str, default: object) -> None:
+    assert settings_refusal(configured(path, default)) is None
