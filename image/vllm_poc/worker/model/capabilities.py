@@ -172,6 +172,12 @@ JUDGED = (
         (None, "fp8", "deepseek_v4_fp8"),
         "PoC is not proven with weights of the quantization {value}: serve the model with FP8 or unquantized weights.",
     ),
+    # By it, vLLM also quantizes the layers that a checkpoint has left as they are.
+    Judged(
+        "model_config.quantization_config",
+        (None,),
+        "PoC is not proven with --quantization-config: start vLLM without it.",
+    ),
     Judged(
         "offload_config.offload_backend",
         ("auto", "uva", "prefetch"),
@@ -194,7 +200,7 @@ JUDGED = (
     ),
     *(
         Judged.off(f"attention_config.{name}", f"{name} in --attention-config")
-        for name in ("indexer_sparse_logits", "hisparse_config", "use_non_causal")
+        for name in ("indexer_sparse_logits", "use_fp4_indexer_cache", "hisparse_config", "use_non_causal")
     ),
     *(
         Judged.off(
