@@ -196,6 +196,24 @@ async def test_workers_that_gave_their_weights_away_get_them_back_by_a_load_alon
     assert await computes(pod)
 
 
+@pytest.mark.parametrize("method", ["sleep", "discard"])
+@pytest.mark.parametrize(
+    "arguments", [{"args": "2"}, {"args": {"2": 0}}, {"args": 7}, {"kwargs": [["tags", "kv_cache"]]}, {"kwargs": "1"}]
+)
+async def test_arguments_in_another_form_may_be_those_by_which_weights_are_lost(
+    pod: Pod, method: str, arguments: dict[str, object]
+) -> None:
+    """vLLM makes a tuple of whatever ``args`` are."""
+    body = {"method": method} | arguments
+    assert (await pod.http.post("/collective_rpc", json=body)).status_code == 200
+    assert (await pod.status()).paused_by == f"{DISCARDED}; {WORKERS_SLEEP}"
+    assert (await pod.http.post("/collective_rpc", json=body | {"method": "wake_up"})).status_code == 200
+    assert (await pod.status()).paused_by == f"{DISCARDED}; {WORKERS_SLEEP}"
+    for healing in ("wake_up", "reload_weights"):
+        await rpc(pod, healing)
+    assert (await pod.status()).paused_by is None
+
+
 @pytest.mark.parametrize("begin", ["start_weight_update", "start_draft_weight_update"])
 async def test_an_update_of_the_workers_weights_lasts_until_it_is_finished(pod: Pod, begin: str) -> None:
     await pod.start(DISTANCE | SLOT)

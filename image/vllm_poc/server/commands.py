@@ -74,6 +74,6 @@ def _named(field: str, body: bytes) -> Named:
     with suppress(ValueError, RecursionError):
         found = json.loads(body)
         if isinstance(found, dict) and isinstance(name := found.get(field), str):
-            args, kwargs = found.get("args"), found.get("kwargs")
-            return Named(name, args if isinstance(args, list) else (), kwargs if isinstance(kwargs, dict) else {})
+            args, kwargs = found.get("args", []), found.get("kwargs", {})
+            return Named(name, args if isinstance(args, list) else None, kwargs if isinstance(kwargs, dict) else None)
     return NOTHING_NAMED
