@@ -184,7 +184,11 @@ def test_layers_are_refused_that_do_more_than_their_attention_says(tmp_path: Pat
         ),
         ("kv_transfer_config", a_connector("NixlConnector"), "the KV connector NixlConnector: start vLLM without"),
         ("kv_transfer_config", a_connector("MultiConnector"), "without --kv-transfer-config and --kv-offloading-size"),
-        ("model_config.quantization", "a_new_one", "the quantization a_new_one: serve the model with FP8"),
+        (
+            "model_config.quantization",
+            "modelopt",
+            "modelopt: serve the model unquantized, or with vLLM's quantization fp8",
+        ),
         ("model_config.quantization_config", SimpleNamespace(moe="mxfp4"), "start vLLM without it"),
         ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1 instead of 2"),
         ("parallel_config.enable_eplb", True, "start vLLM without --enable-eplb"),

@@ -170,7 +170,8 @@ JUDGED = (
     Judged(
         "model_config.quantization",
         (None, "fp8", "deepseek_v4_fp8"),
-        "PoC is not proven with weights of the quantization {value}: serve the model with FP8 or unquantized weights.",
+        "PoC is not proven with weights of the quantization {value}: "
+        "serve the model unquantized, or with vLLM's quantization fp8.",
     ),
     # By it, vLLM also quantizes the layers that a checkpoint has left as they are.
     Judged(
