@@ -3,7 +3,8 @@
 
 Starts a server as users do and measures in turns on the idle server and beside a round, so that drift does not count:
 the time to the first token of a chat that comes each 250 ms, PoC's rate between these chats against its rate without
-chat, and the tokens per second of many clients. Some answers are compared token by token. The shape gets random weights
+chat, and the tokens per second of many clients. Some answers are compared token by token, with a pause before each, in
+which PoC computes. The shape gets random weights
 of real size, which needs a GPU; a folder is served as it is. Settings of the server are taken from the environment
 (VLLM_POC_…). With --decode, rounds are of the decode scheme, whose settings are among these.
 """
@@ -28,7 +29,6 @@ import aiohttp
 
 from benchmarks.chat_figures import Answers, Measured, Nonces, Side, table
 from benchmarks.chat_load import Lengths, Load, seconds_without
-from benchmarks.chat_model import write_model
 from benchmarks.gpu_shapes import SHAPES
 from benchmarks.receiver import accepting
 from tests.vllm.client import K_DIM, Client
@@ -43,6 +43,8 @@ WARM_UP_SECONDS = 1.0
 FIRST_SLICES_SECONDS = 120.0
 #: Of each answer that is compared.
 ANSWER_TOKENS = 32
+#: Before each of them: chat that comes back to back keeps PoC from computing at all.
+ANSWER_PAUSE_SECONDS = 0.2
 #: A connection without use is given up this soon, since vLLM closes it after 5.
 KEEP_SECONDS = 3.0
 #: For many clients at once.
@@ -53,6 +55,8 @@ SHAPE_FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware"]
 
 def main() -> None:
     """Measure as the command line says, and print a table and the same as JSON."""
+    from benchmarks.chat_model import write_model  # noqa: PLC0415 - needs the worker environment
+
     options, begin = _options(), time.monotonic()
     folder = Path(mkdtemp())
     model = options.model or write_model(options.shape, folder / "model", layers=options.layers)
@@ -98,10 +102,16 @@ class Bench:
     def _compare_answers(self) -> Answers:
         """Ask the idle server some questions, and again beside a round."""
         questions = [f"Question {number}" for number in range(self._options.answers)]
-        idle = [self._server.chat(question, tokens=ANSWER_TOKENS) for question in questions]
+        for question in questions:  # so that both find the same in the prefix cache
+            self._server.chat(question, tokens=ANSWER_TOKENS)
+        idle = [self._answer(question) for question in questions]
         with self._round("answers"):
-            beside = [self._server.chat(question, tokens=ANSWER_TOKENS) for question in questions]
+            beside = [self._answer(question) for question in questions]
         return Answers(len(questions), sum(map(ne, idle, beside)))
+
+    def _answer(self, question: str) -> list[int]:
+        time.sleep(ANSWER_PAUSE_SECONDS)
+        return self._server.chat(question, tokens=ANSWER_TOKENS)
 
     async def _measure(self, load: Load, found: Measured, seed: str, *, chats: int, seconds: float) -> None:
         found.idle.chats.append(await load.regularly(chats, self._options.interval, seed))
@@ -150,7 +160,11 @@ class Bench:
         name = hashlib.sha256(name.encode()).hexdigest()
         self._server.start(block_hash=name, url=self._receiver, batch_size=self._options.batch, params=params)
         limit = time.monotonic() + FIRST_SLICES_SECONDS
-        while self._progress()[0] <= self._options.batch and time.monotonic() < limit:
+        while (computed := self._progress()[0]) <= self._options.batch:
+            if time.monotonic() >= limit:
+                raise SystemExit(
+                    f"the round computed {computed} nonces in {FIRST_SLICES_SECONDS:.0f} s: nothing to measure"
+                )
             time.sleep(0.1)
         yield
         self._server.stop()

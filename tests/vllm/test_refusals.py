@@ -108,6 +108,7 @@ NOT_EVERYWHERE = {
     "attention_config.hisparse_config",
     "attention_config.indexer_kv_dtype",
     "attention_config.indexer_sparse_logits",
+    "attention_config.use_fp4_indexer_cache",
     "cache_config.calculate_kv_scales",
     "cache_config.kv_cache_layout",
     "diffusion_config",
@@ -125,12 +126,13 @@ def has(config: object, path: str) -> bool:
 
 @on_one_device
 @pytest.mark.usefixtures("rank")
-def test_the_release_has_all_settings_that_are_judged(tmp_path: Path) -> None:
+def test_the_release_has_all_settings_that_are_judged_and_its_defaults_are_proven(tmp_path: Path) -> None:
     """One that is called otherwise would count as off."""
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.model.capabilities import JUDGED  # noqa: PLC0415
+    from vllm_poc.worker.model.capabilities import JUDGED, settings_refusal  # noqa: PLC0415
 
     config, _ = build("OPTForCausalLM", tmp_path)
+    assert settings_refusal(config) is None
     assert {setting.path for setting in JUDGED if not has(config, setting.path)} - NOT_EVERYWHERE == set()
 
 
@@ -182,7 +184,12 @@ def test_layers_are_refused_that_do_more_than_their_attention_says(tmp_path: Pat
         ),
         ("kv_transfer_config", a_connector("NixlConnector"), "the KV connector NixlConnector: start vLLM without"),
         ("kv_transfer_config", a_connector("MultiConnector"), "without --kv-transfer-config and --kv-offloading-size"),
-        ("model_config.quantization", "a_new_one", "the quantization a_new_one: serve the model with FP8"),
+        (
+            "model_config.quantization",
+            "modelopt",
+            "modelopt: serve the model unquantized, or with vLLM's quantization fp8",
+        ),
+        ("model_config.quantization_config", SimpleNamespace(moe="mxfp4"), "start vLLM without it"),
         ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1 instead of 2"),
         ("parallel_config.enable_eplb", True, "start vLLM without --enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, "start vLLM without --cpu-offload-gb"),

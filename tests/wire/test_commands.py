@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.servers.pod import DISTANCE, PAUSING, SLOT, Pod, running_pod
 from tests.wire.test_pauses import call, stands_still
+from vllm_poc.server import commands
 from vllm_poc.server.vllm_routes import BROKEN, DISCARDED, SLEEP, UPDATE, WORKERS_SLEEP
 
 if TYPE_CHECKING:
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
 NESTED = b"[" * 200_000
 BODIES = (NESTED, b"", b"\xff", b"[]", b'{"method": 7}', b" " * 2**21)
 KEY, TOKEN = "sesame", "token"
+RESET = {"method": "reset_weights", "action": "reset"}
+#: The same with more of everything than a request of PoC's own may have.
+RESETS = {
+    "a long text": json.dumps(RESET | {"args": ["x" * 100_000]}).encode(),
+    "a long body": json.dumps(RESET | {"kwargs": {"handles": "x" * 2**21}}).encode(),
+    "many values": json.dumps(RESET | {"args": [0] * 600_000}).encode(),
+    "deep lists": json.dumps(RESET)[:-1].encode() + b',"args":' + b"[" * 60 + b"]" * 60 + b"}",
+    "UTF-16": json.dumps(RESET).encode("utf-16"),
+    "NaN": json.dumps(RESET | {"timeout": float("nan")}).encode(),
+}
 
 
 async def computes(pod: Pod) -> bool:
@@ -56,6 +68,29 @@ async def test_any_body_of_a_command_reaches_vllm(pod: Pod, path: str, body: byt
     assert (await pod.http.post(path, content=pieces())).status_code == 200
     assert pod.received == [body]
     assert pod.engine.forgotten == 1
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/weight_checker"])
+@pytest.mark.parametrize("body", RESETS.values(), ids=RESETS)
+async def test_whatever_vllm_can_read_counts(pod: Pod, path: str, body: bytes) -> None:
+    assert (await pod.http.post(path, content=body)).status_code == 200
+    assert pod.received == [body]
+    assert (await pod.status()).paused_by == DISCARDED
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/weight_checker"])
+async def test_a_command_that_is_too_long_to_be_read_is_refused(
+    pod: Pod, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = RESETS["a long body"]
+    monkeypatch.setattr(commands, "MOST_BYTES", len(body) - 1)
+    answer = await pod.http.post(path, content=body)
+    assert (answer.status_code, answer.json()["reason"]) == (413, "BodyTooLarge")
+    assert f"exceeds {len(body) - 1} bytes" in answer.json()["detail"]
+    assert pod.received == []
+    assert (await pod.http.post("/update_weights", content=body)).status_code == 200, "its route tells what it is"
+    monkeypatch.setattr(commands, "MOST_BYTES", len(body))
+    assert (await pod.http.post(path, content=body)).status_code == 200
 
 
 @pytest.fixture
@@ -159,6 +194,24 @@ async def test_workers_that_gave_their_weights_away_get_them_back_by_a_load_alon
     assert (await pod.status()).paused_by == DISCARDED
     await rpc(pod, "reload_weights")
     assert await computes(pod)
+
+
+@pytest.mark.parametrize("method", ["sleep", "discard"])
+@pytest.mark.parametrize(
+    "arguments", [{"args": "2"}, {"args": {"2": 0}}, {"args": 7}, {"kwargs": [["tags", "kv_cache"]]}, {"kwargs": "1"}]
+)
+async def test_arguments_in_another_form_may_be_those_by_which_weights_are_lost(
+    pod: Pod, method: str, arguments: dict[str, object]
+) -> None:
+    """vLLM makes a tuple of whatever ``args`` are."""
+    body = {"method": method} | arguments
+    assert (await pod.http.post("/collective_rpc", json=body)).status_code == 200
+    assert (await pod.status()).paused_by == f"{DISCARDED}; {WORKERS_SLEEP}"
+    assert (await pod.http.post("/collective_rpc", json=body | {"method": "wake_up"})).status_code == 200
+    assert (await pod.status()).paused_by == f"{DISCARDED}; {WORKERS_SLEEP}"
+    for healing in ("wake_up", "reload_weights"):
+        await rpc(pod, healing)
+    assert (await pod.status()).paused_by is None
 
 
 @pytest.mark.parametrize("begin", ["start_weight_update", "start_draft_weight_update"])

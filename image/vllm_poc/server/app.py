@@ -121,11 +121,11 @@ class PocMiddleware:
         state: State = scope["app"].state
         try:
             commands.check_sender(scope, self._access(state))
+            named, receive = await commands.named(scope, receive)
         except RefusalError as error:
             await response(error)(scope, receive, send)
             return
         self._app_for(state)
-        named, receive = await commands.named(scope, receive)
         if self._service is None or vllm_routes.calls_extension(scope, named):
             await self._inner(scope, receive, send)  # which answers that it is not ready, if it is not
         else:

@@ -10,17 +10,16 @@ from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 
-from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope
 
 from vllm_poc.server.admission import Access
-from vllm_poc.server.bodies import decode, read
+from vllm_poc.server.bodies import read
 from vllm_poc.server.errors import refusal
 from vllm_poc.server.vllm_routes import COLLECTIVE_RPC, NOTHING_NAMED, WEIGHT_CHECKER, Named, path_of
 
-#: A longer body is passed on unread: no command that matters here has one.
-_MOST_BYTES = 2**20
+#: Of a body whose command has to be known. Handles of all weights of a large model are a few MiB.
+MOST_BYTES = 64 * 2**20
 #: The field of the body that says what is to be done.
 _FIELDS = {COLLECTIVE_RPC: "method", WEIGHT_CHECKER: "action"}
 
@@ -41,37 +40,40 @@ def check_sender(scope: Scope, access: Access) -> None:
 
 
 async def named(scope: Scope, receive: Receive) -> tuple[Named, Receive]:
-    """Return what a command's body names, and what receives all of the body."""
+    """Return what a command's body names, and what receives all of the body.
+
+    Refuses with 413 a body that is too long to be read here: what it asks for would go unnoticed.
+    """
     field = _FIELDS.get(path_of(scope))
     if field is None:
         return NOTHING_NAMED, receive
-    body, replayed = await _begun(receive)
-    if body is None:
-        return NOTHING_NAMED, replayed
-    return await read(body, partial(_named, field)), replayed
-
-
-async def _begun(receive: Receive) -> tuple[bytes | None, Receive]:
-    """Return the body, or None if it is too long to be read here, and what receives it again."""
-    messages: deque[Message] = deque()
-    size, ended = 0, False
-    while size <= _MOST_BYTES and not ended:
-        messages.append(message := await receive())
-        size += len(message.get("body", b""))
-        ended = not message.get("more_body", False)
-    body = b"".join(message.get("body", b"") for message in messages) if size <= _MOST_BYTES else None
+    messages = await _received(receive)
 
     async def replayed() -> Message:
         return messages.popleft() if messages else await receive()
 
-    return body, replayed
+    body = b"".join(message.get("body", b"") for message in messages)
+    return await read(body, partial(_named, field)), replayed
+
+
+async def _received(receive: Receive) -> deque[Message]:
+    messages: deque[Message] = deque()
+    size, ended = 0, False
+    while not ended:
+        messages.append(message := await receive())
+        size += len(message.get("body", b""))
+        if size > MOST_BYTES:
+            detail = f"the body exceeds {MOST_BYTES} bytes, so PoC cannot know what it asks of vLLM: send less of it"
+            raise refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", detail)
+        ended = not message.get("more_body", False)
+    return messages
 
 
 def _named(field: str, body: bytes) -> Named:
-    # vLLM says what is wrong with it, and `decode` bounds how deep it is.
-    with suppress(json.JSONDecodeError, HTTPException):
-        found = decode(body)
+    # Just as vLLM reads it, which answers with an error where this fails, and does nothing.
+    with suppress(ValueError, RecursionError):
+        found = json.loads(body)
         if isinstance(found, dict) and isinstance(name := found.get(field), str):
-            args, kwargs = found.get("args"), found.get("kwargs")
-            return Named(name, args if isinstance(args, list) else (), kwargs if isinstance(kwargs, dict) else {})
+            args, kwargs = found.get("args", []), found.get("kwargs", {})
+            return Named(name, args if isinstance(args, list) else None, kwargs if isinstance(kwargs, dict) else None)
     return NOTHING_NAMED

@@ -135,15 +135,24 @@ _MEMORY = frozenset({_WEIGHTS, "kv_cache"})
 _CONNECTIONS = frozenset({"the connections of several GPUs"})
 
 
+#: An argument of which nobody can know what vLLM makes of it: it is equal to no value.
+_UNKNOWN = object()
+
+
 class Named(NamedTuple):
-    """What the body of a command names: a method or an action, and the arguments of the method."""
+    """What the body of a command names: a method or an action, and the arguments of the method.
+
+    None stands for arguments that are no list, or no object. vLLM may take them all the same: ``"2"`` as ``["2"]``.
+    """
 
     name: str | None = None
-    args: Sequence[object] = ()
-    kwargs: Mapping[str, object] = MappingProxyType({})
+    args: Sequence[object] | None = ()
+    kwargs: Mapping[str, object] | None = MappingProxyType({})
 
     def argument(self, name: str, default: object) -> object:
         """Return the only argument of a method, which may be given by its ``name``."""
+        if self.args is None or self.kwargs is None:
+            return _UNKNOWN
         return self.kwargs.get(name, self.args[0] if self.args else default)
 
     @property

@@ -170,7 +170,14 @@ JUDGED = (
     Judged(
         "model_config.quantization",
         (None, "fp8", "deepseek_v4_fp8"),
-        "PoC is not proven with weights of the quantization {value}: serve the model with FP8 or unquantized weights.",
+        "PoC is not proven with weights of the quantization {value}: "
+        "serve the model unquantized, or with vLLM's quantization fp8.",
+    ),
+    # By it, vLLM also quantizes the layers that a checkpoint has left as they are.
+    Judged(
+        "model_config.quantization_config",
+        (None,),
+        "PoC is not proven with --quantization-config: start vLLM without it.",
     ),
     Judged(
         "offload_config.offload_backend",
@@ -186,14 +193,15 @@ JUDGED = (
     ),
     Judged.off("cache_config.calculate_kv_scales", "--calculate-kv-scales", "results would depend on the first chat"),
     Judged.off("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill"),
+    # From 0.24 to 0.27 the default is bf16, which MiniMax-M3 alone reads. Later releases take it for no other model.
     Judged(
         "attention_config.indexer_kv_dtype",
-        ("auto",),
+        ("auto", "bf16"),
         "PoC is not proven with indexer_kv_dtype {value}: leave it out of --attention-config.",
     ),
     *(
         Judged.off(f"attention_config.{name}", f"{name} in --attention-config")
-        for name in ("indexer_sparse_logits", "hisparse_config", "use_non_causal")
+        for name in ("indexer_sparse_logits", "use_fp4_indexer_cache", "hisparse_config", "use_non_causal")
     ),
     *(
         Judged.off(

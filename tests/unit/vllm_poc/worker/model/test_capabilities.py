@@ -86,6 +86,7 @@ SETTINGS = {
     "parallel_config.ubatch_size": "--ubatch-size",
     "parallel_config.enable_hc_sp": "--enable-hc-sp",
     "model_config.quantization": "quantization",
+    "model_config.quantization_config": "--quantization-config",
     "model_config.enable_return_routed_experts": "--enable-return-routed-experts",
     "aux_output_config.enable_return_routed_experts": "--enable-return-routed-experts",
     "offload_config.offload_backend": "--offload-backend",
@@ -96,6 +97,7 @@ SETTINGS = {
     "cache_config.kv_sharing_fast_prefill": "--kv-sharing-fast-prefill",
     "attention_config.indexer_kv_dtype": "indexer_kv_dtype",
     "attention_config.indexer_sparse_logits": "indexer_sparse_logits",
+    "attention_config.use_fp4_indexer_cache": "use_fp4_indexer_cache",
     "attention_config.hisparse_config": "hisparse_config",
     "attention_config.use_non_causal": "use_non_causal",
     "ec_transfer_config": "--ec-transfer-config",
@@ -136,3 +138,8 @@ def test_what_is_proven_and_what_a_release_does_not_know_runs() -> None:
     assert [case for case in proven() if settings_refusal(configured(*case)) is not None] == []
     assert settings_refusal(SimpleNamespace()) is None
     assert settings_refusal(configured("parallel_config.a_new_feature", "on")) is None, "a release after the last one"
+
+
+@pytest.mark.parametrize(("path", "default"), [("attention_config.indexer_kv_dtype", "bf16")])
+def test_what_an_older_release_has_by_default_runs(path: str, default: object) -> None:
+    assert settings_refusal(configured(path, default)) is None
