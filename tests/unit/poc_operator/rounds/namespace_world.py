@@ -323,7 +323,7 @@ class NamespaceWorld:
         """Let the receiver accept a pod's results up to ``until``."""
         if pod.slot is not None and pod.round_id is not None:
             self.received[pod.round_id, pod.slot] |= set(range(pod.delivered, until))
-        pod.delivered = max(pod.delivered, until)
+            pod.delivered = max(pod.delivered, until)
 
     def delete_pod(self, pod: NamespacePod, grace_end: float | None, *, drains: bool = False) -> None:
         """Delete a pod: it may drain at once, or compute on until it is killed."""
