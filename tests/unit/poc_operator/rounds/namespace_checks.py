@@ -83,8 +83,7 @@ class CheckedWorld(NamespaceWorld):
         """Check a plan before it is recorded."""
         if snapshot.round.status.state.finished:
             return
-        lied = any(pod.lie is not None for pod in self.pods.values())
-        assert lied or Reason.REPORT_CONTRADICTORY not in {event.reason for event in step.events}
+        assert self.liars or Reason.REPORT_CONTRADICTORY not in {event.reason for event in step.events}
         held = {slot.uid for slot in snapshot.round.status.assignments if slot.state.active}
         bound = {slot.uid for slot in step.status.assignments if slot.state.active} - held
         self._check_turn(loop, snapshot, {uid for uid in bound if uid is not None})

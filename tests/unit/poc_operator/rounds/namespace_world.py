@@ -102,6 +102,7 @@ class NamespaceWorld:
         self.gateway_answers = True
         self.watch_lags = False
         self.made = 0
+        self.liars: set[str] = set()  # pods that were polled while they lied
         self.operator = Operator(self)
 
     # What the operator reaches.
@@ -127,6 +128,7 @@ class NamespaceWorld:
             return PodReport(error="no route to host", listens=False)
         if renewal is not None and asked.hears and asked.serves(self.seconds) and renewal.is_of(pod.uid, now):
             asked.renew(renewal.round_id, renewal.seconds, self.seconds)
+        self.liars |= {pod.uid} if asked.lie is not None else set()
         # Without the gateway nobody can tell what was delivered.
         return asked.report(self.seconds, may_lie=self.has_gateway and self.gateway_answers)
 
