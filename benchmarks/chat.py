@@ -4,9 +4,9 @@
 Starts a server as users do and measures in turns on the idle server and beside a round, so that drift does not count:
 the time to the first token of a chat that comes each 250 ms, PoC's rate between these chats against its rate without
 chat, and the tokens per second of many clients. Some answers are compared token by token, with a pause before each, in
-which PoC computes. The shape gets random weights
-of real size, which needs a GPU; a folder is served as it is. Settings of the server are taken from the environment
-(VLLM_POC_…). With --decode, rounds are of the decode scheme, whose settings are among these.
+which PoC computes. The shape gets random weights of real size, which needs a GPU; a folder is served as it is. Settings
+of the server are taken from the environment (VLLM_POC_…). With --decode, rounds are of the decode scheme, whose
+settings are among these.
 """
 
 from __future__ import annotations

@@ -138,6 +138,13 @@ async def test_after_another_sleep_they_need_not(pod: Pod, level: str) -> None:
     assert await computes(pod)
 
 
+async def answered(pod: Pod, status: int, method: str, *args: object) -> None:
+    """Give the workers a command that vLLM answers so."""
+    pod.refusing = {"/collective_rpc"} if status == 500 else set()
+    assert await rpc(pod, method, *args) == status
+    pod.refusing = set()
+
+
 @pytest.mark.parametrize("status", [200, 500])
 @pytest.mark.parametrize("slept", [("sleep", 1), ("sleep",), ("discard", ["kv_cache"]), ("discard", "kv_cache")])
 async def test_workers_that_sleep_behind_the_engines_back_compute_when_they_were_woken_there(
@@ -145,9 +152,7 @@ async def test_workers_that_sleep_behind_the_engines_back_compute_when_they_were
 ) -> None:
     """The engine knows of no sleep, and its own command wakes nobody."""
     await pod.start(DISTANCE | SLOT)
-    pod.refusing = {"/collective_rpc"} if status == 500 else set()
-    assert await rpc(pod, *slept) == status
-    pod.refusing = set()
+    await answered(pod, status, *slept)
     await stands_still(pod)
     assert (await pod.status()).paused_by == WORKERS_SLEEP
     await call(pod, ["/wake_up"])
@@ -186,9 +191,7 @@ async def test_workers_that_gave_their_weights_away_get_them_back_by_a_load_alon
     pod: Pod, slept: tuple[str, ...], status: int
 ) -> None:
     await pod.start(DISTANCE | SLOT)
-    pod.refusing = {"/collective_rpc"} if status == 500 else set()
-    assert await rpc(pod, *slept) == status
-    pod.refusing = set()
+    await answered(pod, status, *slept)
     await rpc(pod, "wake_up")
     await stands_still(pod)
     assert (await pod.status()).paused_by == DISCARDED

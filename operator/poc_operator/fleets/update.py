@@ -212,8 +212,11 @@ class _View:
     @property
     def _must_end_first(self) -> bool:
         """Whether the pod that has the canary's name has yet to end, as on a lost Kubernetes node."""
-        named = any(pod.name == self.old.canary for pod in self.seen.pods)
-        return not self.seen.by_number and self.awaits_canary and named
+        return not self.seen.by_number and self.awaits_canary and self._canary_exists
+
+    @property
+    def _canary_exists(self) -> bool:
+        return any(pod.name == self.old.canary for pod in self.seen.pods)
 
     @property
     def awaits_canary(self) -> bool:
@@ -233,7 +236,7 @@ class _View:
         if self.updated:
             crashes = self.seen.by_number and all(pod.node and not self._node_fault(pod) for pod in self.updated)
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
-        if not self.awaits_canary or any(pod.name == canary for pod in self.seen.pods):
+        if not self.awaits_canary or self._canary_exists:
             return None
         return f"pod {canary} was not created within {limit} s: the events of its {self._maker} say why"
 

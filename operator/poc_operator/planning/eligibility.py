@@ -8,7 +8,6 @@ own startup probe, or ``spec.podStartupSeconds`` where it has none.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
@@ -93,9 +92,12 @@ def incompatibility(spec: WorkSpec, report: PodReport) -> Finding | None:
     """Return why the pod cannot do the work and what to do about it; None if it can."""
     if report.status is None:
         return None
-    findings = (check(spec, report.status.model) for check in _CHECKS)
-    known = next((finding for finding in findings if finding), None)
-    return known or _scheme_not_offered(spec, report) or _refused(report)
+    return _lack(spec, report, report.status.model) or _refused(report)
+
+
+def _lack(spec: WorkSpec, report: PodReport, model: ModelLimits) -> Finding | None:
+    findings = (check(spec, model) for check in _CHECKS)
+    return next((finding for finding in findings if finding), None) or _scheme_not_offered(spec, report)
 
 
 def unfit_revisions(snapshot: Snapshot[Work]) -> list[str]:
@@ -105,16 +107,16 @@ def unfit_revisions(snapshot: Snapshot[Work]) -> list[str]:
     """
     fits: dict[str, bool] = {}
     for pod, report in snapshot.answering:
-        able = not _never_fits(snapshot.work.spec, report)
-        fits[pod.revision] = able or fits.get(pod.revision, False)
+        if pod.revision and not fits.get(pod.revision):
+            fits[pod.revision] = not _never_fits(snapshot.work.spec, report)
     for revision in {pod.revision for pod in snapshot.live_pods} & set(snapshot.work.status.unfit_revisions):
         fits.setdefault(revision, False)
-    return sorted(revision for revision, able in fits.items() if revision and not able)[:MAX_UNFIT]
+    return sorted(revision for revision, able in fits.items() if not able)[:MAX_UNFIT]
 
 
 def _never_fits(spec: WorkSpec, report: PodReport) -> bool:
     """Whether only another template lets the pod do the work. A refusal may pass, as that of a paused server."""
-    found = incompatibility(spec, replace(report, refusal=None))
+    found = _lack(spec, report, report.status.model) if report.status is not None else None
     if found is not None:
         return found[0] is not Reason.SCHEME_NOT_OFFERED or report.schemes is not None
     return report.refusal is not None and report.refusal[0] == Reason.MODEL_UNSUPPORTED
