@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -31,10 +33,21 @@ class ChainExtension(PocWorkerExtension):
         return not self._poc_test_decoder().captures
 
     def poc_test_chains_at_once(self, request: DecodeRequest) -> dict[str, list[list[float]]]:
-        """Return the indices and margins of chains whose claims are whole, by one forward pass over all tokens.
+        """Return the indices and margins of chains whose claims are whole, each by one pass over all of its tokens.
 
-        It is vLLM's own, over a cache that nothing was in before.
+        It is vLLM's own, over a cache that nothing was in before, for as many chains as the server's batches hold.
         """
+        tokens = request["seq_len"] + request["max_tokens"]
+        most = max(1, model_facts(self.model_runner.vllm_config)["max_batch_tokens"] // tokens)
+        found: dict[str, list[list[float]]] = {"indices": [], "margins": []}
+        for start in range(0, len(request["nonces"]), most):
+            part = slice(start, start + most)
+            some = {**request, "nonces": request["nonces"][part], "forced": request["forced"][part]}
+            for name, rows in self._poc_test_pass(cast("DecodeRequest", some)).items():
+                found[name] += rows
+        return found
+
+    def _poc_test_pass(self, request: DecodeRequest) -> dict[str, list[list[float]]]:
         adapter = self._poc().stage.adapter
         stage = PocModelRunner(adapter, model_facts(self.model_runner.vllm_config)).stage
         hidden, device = stage.limits["hidden_size"], adapter.device
