@@ -45,7 +45,7 @@ test: ## Everything that this machine can prove
 	$(MAKE) --no-print-directory check test-unit test-docs || exit; \
 	echo 'What the builds beside these tests say:'; \
 	wait $$prepared; ended=$$?; trap - EXIT; cat build/prepare.log; test $$ended = 0 || exit $$ended; \
-	set -m; nice -n 10 $(MAKE) --no-print-directory test-worker >build/test-worker.log 2>&1 </dev/null & set +m; \
+	set -m; PATIENCE=3 nice -n 10 $(MAKE) --no-print-directory test-worker >build/test-worker.log 2>&1 </dev/null & set +m; \
 	worker=$$!; trap 'kill -- -$$worker 2>/dev/null' EXIT; \
 	$(MAKE) --no-print-directory test-cluster; failed=$$?; \
 	echo 'What the tests of the worker beside these say:'; \

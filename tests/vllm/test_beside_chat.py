@@ -93,13 +93,14 @@ def test_adapters_of_running_chats_do_not_show(qwen3: Client, connected: Connect
     assert answer != client.chat(PROMPTS[0]) == qwen3.chat(PROMPTS[0]), "the adapter must change what chat says"
     assert client.computed(request)[0] == expected
     with ThreadPoolExecutor(1) as beside:
-        chat = beside.submit(client.chat, PROMPTS[1], model=ADAPTER, tokens=40)
+        chat = beside.submit(client.chat, PROMPTS[1], model=ADAPTER, tokens=400)
         computed = []
         while not chat.done():
             computed.append(client.computed(request)[0])
-    assert len(computed) > 3, "PoC must have run between the tokens of that chat"
+    # The first may have ended before the chat began, and the last after its end.
+    assert len(computed) > 2, "PoC must have run between the tokens of that chat"
     assert all(found == expected for found in computed)
-    assert chat.result() == client.chat(PROMPTS[1], model=ADAPTER, tokens=40)
+    assert chat.result() == client.chat(PROMPTS[1], model=ADAPTER, tokens=400)
     assert client.chat(PROMPTS[0], model=ADAPTER) == answer
 
 
