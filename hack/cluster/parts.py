@@ -122,6 +122,9 @@ def _controller_manager() -> Part:
         cluster_signing_cert_file=certificate("ca"),
         cluster_signing_key_file=key("ca"),
         flex_volume_plugin_dir=folder("volume-plugins"),
+        # By default it makes some twenty pods a second, and simulated fleets have thousands.
+        kube_api_qps="100",
+        kube_api_burst="200",
     )
     return _controller("controller-manager", Port.CONTROLLER_MANAGER, flags)
 

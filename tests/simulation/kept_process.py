@@ -89,6 +89,10 @@ class KeptProcess:
         (line,) = re.findall(r"^VmHWM:\s*(\d+) kB$", (self._folder / "status").read_text(), re.MULTILINE)
         return int(line) * 1024
 
+    def prefer(self, niceness: int) -> None:
+        """Give the present process, and the threads it starts, this niceness. PermissionError if it may not have it."""
+        os.setpriority(os.PRIO_PROCESS, self._alive().pid, niceness)
+
     @property
     def _folder(self) -> Path:
         return Path("/proc") / str(self._alive().pid)

@@ -36,7 +36,7 @@ from tests.simulation.server import FleetServer
 from tests.simulation.session import PodServer, Session
 
 READY_SECONDS = 120.0
-#: Seconds more for each pod: the cluster's controllers make some twenty pods a second.
+#: Seconds more for each pod: the cluster's controllers make a hundred pods a second at most, fewer beside other work.
 SECONDS_PER_POD = 0.2
 NODES = ",".join(f"{key}={value}" for key, value in manifests.NODE_LABEL.items())
 CRDS = str(ROOT / "crds")
@@ -157,7 +157,8 @@ def _create(namespace: str, fleets: Mapping[str, int], nodes: int) -> None:
     _take_an_address(namespace)
     deployments = [manifests.deployment(name, replicas) for name, replicas in fleets.items()]
     items = {"apiVersion": "v1", "kind": "List", "items": deployments}
-    kubectl("--namespace", namespace, "apply", "--filename", "-", stdin=json.dumps(items))
+    # A second for each twenty of them, and as long as usual besides.
+    kubectl("--namespace", namespace, "apply", "--filename", "-", stdin=json.dumps(items), limit=60 + len(fleets) / 20)
 
 
 def _take_an_address(namespace: str) -> None:
