@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twelve faults as a user meets them: ``explain`` or ``check`` names cause and remedy, and an alert calls who must act.
+"""Faults as a user meets them: ``explain`` or ``check`` names cause and remedy, and an alert calls who must act.
 
 What is told is made by what makes it in a cluster: the plans of rounds and fleets, the client of pods, the pod's own
 admission, the gateway's poster, and OpenSSL.
@@ -8,6 +8,7 @@ admission, the gateway's poster, and OpenSSL.
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiohttp.test_utils import TestServer
 
 from hack.generate.runbooks import rules
 from poc_gateway.outbox.post import Poster
+from poc_gateway.server.tls import Certificate
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import Fingerprint
 from poc_operator.apis.v1alpha1.reasons import Reason
@@ -154,6 +156,13 @@ async def expired_certificate(folder: Path) -> Told:
             await server.close()
 
 
+async def expired_certificate_of_the_gateway(folder: Path) -> Told:
+    issue_expired(folder, "gateway")
+    certificate = Certificate(folder / "tls.crt", folder / "tls.key")
+    assert certificate.expires is not None
+    return checked(preflight.gateway_certificate("gateway poc-system/gateway", certificate.expires, datetime.now(UTC)))
+
+
 async def sick_gpu(_: Path) -> Told:
     pods = [a_checked_pod(number) for number in range(3)]
     vectors = [engine(1, pod=1), engine(1, pod=2), engine(7)]
@@ -249,6 +258,12 @@ FAULTS = {
     "network policy in the way": Fault(network_policy, "a (no answer within 5 s)", "network policies", "PoCRoundsIdle"),
     "expired certificate": Fault(
         expired_certificate, "certificate has expired", "Renew the receiver's certificate", "PoCReceiverUnreachable"
+    ),
+    "expired certificate of the gateway": Fault(
+        expired_certificate_of_the_gateway,
+        "it has expired at 2020-01-02 00:00 UTC: the network node cannot connect",
+        "renew the Secret of gateway.tls.existingSecret",
+        "PoCGatewayCertificateExpired",
     ),
     "API server slow": Fault(slow_api_server, "it took 6.0 s", "load of the API server", "PoCOperatorAbsent"),
 }
