@@ -97,7 +97,7 @@ def test_pods_come_when_the_model_is_there() -> None:
         ({"waiting_for": "ErrImagePull", "node": "node-1"}, Reason.PODS_FAILING, "d (ErrImagePull) cannot run"),
     ],
 )
-def test_a_download_whose_pod_does_not_come_up_needs_somebody(pod: dict[str, str], reason: Reason, why: str) -> None:
+def test_a_download_whose_pod_does_not_come_up_needs_somebody(pod: dict[str, Any], reason: Reason, why: str) -> None:
     world = World()
     world.turn()
     world.job(RUNNING)
