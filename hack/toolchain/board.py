@@ -43,7 +43,7 @@ class Bar:
         minutes, seconds = divmod(int(self.elapsed), 60)
         bar = f"{self.title[:_TITLE]} [{self._cells()}] {minutes}:{seconds:02}"
         parts = (bar, time_left(self.elapsed, self.expected), self.detail)
-        return printable("  ".join(filter(None, parts)))[:width]
+        return "  ".join(filter(None, map(printable, parts)))[:width]
 
     def _cells(self) -> str:
         if self.expected is None:
