@@ -3,7 +3,8 @@
 
 import argparse
 
-from hack.toolchain.common import UserError, exclusive, main, step
+from hack.toolchain.common import UserError, exclusive, main
+from hack.toolchain.steps import step
 
 from .images import load
 from .layout import admin_kubeconfig, log, state
@@ -47,7 +48,7 @@ def _change(options: argparse.Namespace) -> None:
         with step("down"):
             down()
     else:
-        with step(f"load {options.source}"):
+        with step(f"load {options.source}", of="load"):
             name = load(options.source, options.name)
         print(name)
 

@@ -6,8 +6,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hack.toolchain.common import UserError, cache, exclusive, main, require_root, run, step
+from hack.toolchain.common import UserError, cache, exclusive, main, require_root, run
 from hack.toolchain.debian import ensure_packages
+from hack.toolchain.steps import step
 
 from .buildah import buildah, has_image
 
@@ -42,7 +43,7 @@ def ensure_base_image() -> str:
     with exclusive("base-image"):
         ensure_packages()
         if not has_image(base_image_name()):
-            with step(f"image {base_image_name()}"):
+            with step(f"image {base_image_name()}", of="Debian base image"):
                 _make()
     return base_image_name()
 

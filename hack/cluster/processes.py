@@ -9,7 +9,8 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hack.toolchain.common import ERROR_LINES, UserError, step, wait_until
+from hack.toolchain.common import ERROR_LINES, UserError, wait_until
+from hack.toolchain.steps import step
 
 from .layout import folder, log, state
 from .parts import Part

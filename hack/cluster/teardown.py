@@ -6,7 +6,8 @@ import shutil
 import signal
 from pathlib import Path
 
-from hack.toolchain.common import require_root, run, step
+from hack.toolchain.common import require_root, run
+from hack.toolchain.steps import step
 
 from .cgroups import remove_group
 from .firewall import remove_firewall

@@ -4,7 +4,8 @@
 import json
 
 from hack.toolchain.__main__ import install
-from hack.toolchain.common import require_root, run, step
+from hack.toolchain.common import require_root, run
+from hack.toolchain.steps import step
 from hack.toolchain.tools import tool_path
 
 from .cgroups import ensure_group

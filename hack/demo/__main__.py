@@ -3,12 +3,10 @@
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 
 from hack.demo.guide import introduction, next_steps
 from hack.demo.looks import deployment, fleet, round_progress
-from hack.demo.progress import follow
 from hack.deploy.kube import Kube, current_kube
 from hack.deploy.local import FLEET, OPERATOR_CHART, SERVED_NAME
 from hack.deploy.releases import (
@@ -23,7 +21,8 @@ from hack.deploy.releases import (
     wait_for_kind,
 )
 from hack.images.site import ROOT
-from hack.toolchain.common import UserError, main, step
+from hack.toolchain.common import UserError, main
+from hack.toolchain.steps import follow, step
 from hack.toolchain.tools import TOOL_SETS
 
 ROUND = ROOT / "docs" / "examples" / "round.yaml"
@@ -114,7 +113,4 @@ def _say_what_next(kube: Kube) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(program)
-    except (KeyboardInterrupt, subprocess.CalledProcessError):
-        raise SystemExit(130) from None
+    main(program)

@@ -9,7 +9,8 @@ from hack.deploy.kube import Kube, local_kube
 from hack.deploy.local import FLEET, OPERATOR_CHART, Values, fleet_spec, gateway_volume, operator_values
 from hack.models.store import models
 from hack.toolchain.__main__ import install
-from hack.toolchain.common import UserError, exclusive, step, wait_until
+from hack.toolchain.common import UserError, exclusive, wait_until
+from hack.toolchain.steps import step
 from hack.vllm.environment import environment
 
 SYSTEM_NAMESPACE = "poc-system"

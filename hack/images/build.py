@@ -6,7 +6,8 @@ import hashlib
 from hack.cluster.base_image import ensure_base_image
 from hack.cluster.buildah import buildah, has_image
 from hack.images.site import ROOT, Role, fingerprint, site
-from hack.toolchain.common import exclusive, step
+from hack.toolchain.common import exclusive
+from hack.toolchain.steps import step
 
 DOCKERFILES = {
     Role.OPERATOR: ROOT / "image" / "operator.Dockerfile",
@@ -30,7 +31,7 @@ def build(role: Role, base: str | None = None) -> str:
     folder = site(role)
     with exclusive("images"):
         if not has_image(name):
-            with step(f"image {name}"):
+            with step(f"image {name}", of=f"image of the {role}"):
                 settings = ["--tag", name, "--build-arg", f"BASE_IMAGE={base}"]
                 buildah("build", *settings, "--file", DOCKERFILES[role], folder)
     return name

@@ -11,7 +11,8 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 
-from hack.toolchain.common import UserError, cache, exclusive, run, step
+from hack.toolchain.common import UserError, cache, exclusive, run
+from hack.toolchain.steps import step
 from hack.uv import uv_environment, uv_path
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from hack.toolchain.common import cache, exclusive, run, step
+from hack.toolchain.common import cache, exclusive, run
+from hack.toolchain.steps import step
 from hack.vllm.environment import ROOT, environment, fingerprint
 
 # Apache License 2.0: English, at hand, and never edited.

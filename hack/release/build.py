@@ -13,7 +13,8 @@ from hack.release.debian import ARCHITECTURES, base_tree
 from hack.release.kubectl_plugin import write_krew_manifest, write_plugin
 from hack.release.oci import Entry, Tree, chart, compress, image, tar, write_archive
 from hack.release.python_packages import application_tree, build_packages, version
-from hack.toolchain.common import UserError, step
+from hack.toolchain.common import UserError
+from hack.toolchain.steps import step
 
 CHART = ROOT / "charts" / "vllm-poc-operator"
 #: The worker's image has a stock vLLM image below it, which its user chooses.

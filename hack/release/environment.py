@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from hack.images.site import ROOT
-from hack.toolchain.common import UserError, cache, exclusive, run, step
+from hack.toolchain.common import UserError, cache, exclusive, run
+from hack.toolchain.steps import step
 from hack.uv import uv_environment, uv_path
 
 LOCK = ROOT / "locks" / "release.txt"

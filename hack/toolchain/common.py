@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every program under hack/ shares: the home folder, commands with a time limit, progress, locks."""
+"""What every program under hack/ shares: the home folder, commands with a time limit, locks."""
 
 import fcntl
 import os
@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from .board import BOARD
 
 ERROR_LINES = 20
 
@@ -58,14 +60,6 @@ def run(
     return done.stdout
 
 
-@contextmanager
-def step(title: str) -> Iterator[None]:
-    """Print one line when a piece of work is done, with the time it took."""
-    begin = time.monotonic()
-    yield
-    print(f"{title}: {time.monotonic() - begin:.1f} s", flush=True)
-
-
 def wait_until(ready: Callable[[], bool], limit: float, pause: float = 0.2) -> bool:
     """Ask until the answer is yes or the time is over; tells which."""
     end = time.monotonic() + limit
@@ -90,16 +84,19 @@ def exclusive(name: str, limit: float = 1200) -> Iterator[None]:
             return True
 
         if not taken():
-            print(f"waiting for another run that holds {handle.name}", flush=True)
+            BOARD.say(f"waiting for another run that holds {handle.name}")
             if not wait_until(taken, limit):
                 raise UserError(f"Another run holds {handle.name} for {limit:.0f} s now: wait or stop it.")
         yield
 
 
 def main(program: Callable[[], None]) -> None:
-    """Run a command line program; a UserError is printed alone, without a traceback."""
+    """Run a command line program; a UserError is printed alone, without a traceback, and so is an interruption."""
     try:
         program()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again, and it keeps what is done already", file=sys.stderr)
+        sys.exit(130)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from .common import UserError, require_root, run, step
+from .common import UserError, require_root, run
+from .steps import step
 
 # Package name -> the version prefix this project is tested with ("" accepts every version).
 PACKAGES = {
@@ -40,7 +41,7 @@ def ensure_packages(names: Collection[str] = tuple(PACKAGES)) -> None:
     missing = sorted(set(names) - set(_installed()))
     if missing:
         require_root("Installing Debian packages")
-        with step(f"Debian packages {' '.join(missing)}"):
+        with step(f"Debian packages {' '.join(missing)}", of="Debian packages"):
             _install(missing)
     installed = _installed()
     _check_versions({name: installed[name] for name in names})

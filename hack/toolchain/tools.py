@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .common import UserError, cache, exclusive, run, step
+from .common import UserError, cache, exclusive, run
+from .steps import step
 
 BUILD_LIMIT = 1800.0
 GO_FLAGS = ("-trimpath", "-buildvcs=false", "-mod=readonly")
@@ -141,8 +142,7 @@ def ensure_tools(tool_sets: Iterable[ToolSet] = TOOL_SETS) -> None:
 def _ensure_built(tools: ToolSet) -> None:
     if tools.folder.exists():
         return
-    print(f"building {tools.name} {tools.version}, which can take minutes", flush=True)
-    with step(f"{tools.name} {tools.version}"):
+    with step(f"{tools.name} {tools.version}", of=tools.name):
         _build(tools)
 
 

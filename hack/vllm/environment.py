@@ -9,7 +9,8 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from hack.toolchain.common import UserError, cache, exclusive, run, step
+from hack.toolchain.common import UserError, cache, exclusive, run
+from hack.toolchain.steps import step
 from hack.uv import uv_environment, uv_path
 
 PYTHON = Path("/usr/bin/python3")
@@ -61,7 +62,7 @@ def _build(folder: Path, version: str) -> None:
     # A folder without the suffix is complete, since renaming is atomic.
     unfinished = folder.with_suffix(".part")
     shutil.rmtree(unfinished, ignore_errors=True)
-    with step(f"worker environment with vLLM {version}"):
+    with step(f"worker environment with vLLM {version}", of="vLLM"):
         run([uv_path(), "venv", "--relocatable", "--python", PYTHON, unfinished], limit=60)
         _install(unfinished, version)
     unfinished.rename(folder)

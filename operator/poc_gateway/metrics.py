@@ -38,6 +38,10 @@ _HTTP_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 COMMIT_SECONDS = Histogram(
     "poc_gateway_commit_seconds", "Transactions that write, with syncing", buckets=_COMMIT_BUCKETS
 )
+#: It has a series only where the network's port speaks TLS: a 0 would say that the certificate expired long ago.
+CERTIFICATE_EXPIRATION = Gauge(
+    "poc_gateway_certificate_expiration_timestamp_seconds", "When the certificate that a port serves expires", ["port"]
+)
 WAITING_ARTIFACTS = Gauge("poc_gateway_waiting_artifacts", "Artifacts received that wait for their transaction")
 
 #: What a job does: nonces computed, or artifacts of others compared.

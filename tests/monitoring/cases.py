@@ -176,6 +176,28 @@ CASES: dict[str, Case] = {
         ],
         minutes=15,
     ),
+    "PoCGatewayCertificateExpires": Case(
+        [
+            _gateway("certificate_expiration_timestamp_seconds", "605100x70", port="network"),
+            # Replaced by one that is valid for a shorter time.
+            _gateway("certificate_expiration_timestamp_seconds", "900000x10 5000x60", port="network"),
+        ],
+        [
+            _gateway("certificate_expiration_timestamp_seconds", "900000x70", port="network"),
+            # Renewed in time, and expired, which is the other alert's.
+            _gateway("certificate_expiration_timestamp_seconds", "5000x10 900000x60", port="network"),
+            _gateway("certificate_expiration_timestamp_seconds", "10x70", port="network"),
+        ],
+        minutes=12,
+    ),
+    "PoCGatewayCertificateExpired": Case(
+        [_gateway("certificate_expiration_timestamp_seconds", "300x70", port="network")],
+        [
+            _gateway("certificate_expiration_timestamp_seconds", "5000x70", port="network"),
+            _gateway("certificate_expiration_timestamp_seconds", "300x10 900000x60", port="network"),
+            _gateway("database_bytes", "5x70"),  # no TLS, no series
+        ],
+    ),
     "PoCArchiveFailing": Case(
         [_gateway("archive_failures_total", "0x10 0+1x60") | _gateway("archive_waiting_rounds", "2x70")],
         [_gateway("archive_failures_total", _LATER) | _gateway("archive_waiting_rounds", _FLAT)],

@@ -22,6 +22,7 @@ from poc_gateway.errors import RETRY_AFTER, Refusal, documented
 from poc_gateway.node_api.base_url import resolved
 from poc_gateway.node_api.node import state_fields
 from poc_gateway.node_api.service import NodeApi
+from poc_gateway.server.tls import Certificate
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseError, DatabaseFull
 from poc_operator.clients.errors import StoreError, UnreadableObject
@@ -79,8 +80,8 @@ def _write(connection: Connection) -> None:
         connection.execute(query)
 
 
-def router(database: Database) -> APIRouter:
-    """Return the routes of the inside's port, which need no token."""
+def router(database: Database, certificate: Certificate | None = None) -> APIRouter:
+    """Return the routes of the inside's port, which need no token. ``certificate`` is that of the network's port."""
     routes, health = APIRouter(responses=documented(503)), Health(database)
 
     @routes.get("/livez")
@@ -91,11 +92,19 @@ def router(database: Database) -> APIRouter:
     @routes.get("/health")
     @routes.get("/readyz")
     async def ready() -> dict[str, str]:
-        """Answer 200 if the database takes writes; with `storage` if that is full, and takes nothing new."""
+        """Answer 200 if the database takes writes; with `storage` if that is full, and takes nothing new.
+
+        With TLS at the network's port, `certificate_expires` is a time.
+        """
         problem = await health.problem()
         if problem is not None:
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "NotReady", problem, headers={"Retry-After": "1"})
-        return {"status": "OK", "storage": "full"} if database.room.full else {"status": "OK"}
+        found = {"status": "OK"}
+        if database.room.full:
+            found["storage"] = "full"
+        if certificate is not None and certificate.expires is not None:
+            found["certificate_expires"] = certificate.expires.isoformat()
+        return found
 
     return routes
 

@@ -74,7 +74,7 @@ BACKLOG = 2048
 class Components:
     """What the routes work on. Without ``ml_nodes`` the network's routes answer that they are not configured.
 
-    Without a ``feed`` there is no web page.
+    Without a ``feed`` there is no web page, and without a ``certificate`` no TLS at the network's port.
     """
 
     settings: Settings
@@ -83,6 +83,7 @@ class Components:
     outbox: Sending
     ml_nodes: Sequence[NodeApi] = ()
     feed: Feed | None = None
+    certificate: Certificate | None = None
 
 
 def inside_app(components: Components) -> FastAPI:
@@ -91,7 +92,7 @@ def inside_app(components: Components) -> FastAPI:
     quota = Quota(database.room, results=settings.round_results, percent=settings.round_volume_percent)
     app = _app(
         "Proof-of-Compute gateway",
-        health.router(database),
+        health.router(database, components.certificate),
         ingest_routes.router(database, components.rounds, quota, stored=components.outbox.wake),
         outbox_routes.router(database, components.outbox),
         query_routes.router(database, limits=quota.limits),
@@ -171,7 +172,14 @@ async def run(
     ValueError or OSError if the database, the file of the ML nodes, the certificate or a port cannot be used.
     """
     connections = Connections(settings, raise_descriptor_limit())
-    gates = Gates(inside=Gate(), network=Gate(), chats=connections.chats, viewers=Viewers(settings.viewers))
+    certificate = Certificate.of(settings.tls_cert, settings.tls_key)
+    gates = Gates(
+        inside=Gate(),
+        network=Gate(),
+        chats=connections.chats,
+        viewers=Viewers(settings.viewers),
+        certificate=certificate,
+    )
     servers = Servers(settings, gates, connections)
     outside = Outside(read_round, cluster_of, read_secret, list_objects)
     live = _live_beside_others if is_shared(settings.database.get_secret_value()) else _live_alone
@@ -205,12 +213,13 @@ class Outside:
 
 @dataclass(frozen=True)
 class Gates:
-    """What stands before the app of each port."""
+    """What stands before the app of each port; with a ``certificate`` the network's speaks TLS."""
 
     inside: Gate
     network: Gate
     chats: ChatPlaces
     viewers: Viewers
+    certificate: Certificate | None
 
     def tell(self, reason: str) -> None:
         """Answer with this reason at both, until they are opened."""
@@ -240,7 +249,15 @@ async def _live_alone(settings: Settings, outside: Outside, gates: Gates) -> Non
         feed = Feed(database, gates.viewers, outside.list_objects)
         await stack.enter_async_context(feed.running())
         gates.open(
-            Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes, feed=feed)
+            Components(
+                settings=settings,
+                database=database,
+                rounds=rounds,
+                outbox=outbox,
+                ml_nodes=ml_nodes,
+                feed=feed,
+                certificate=gates.certificate,
+            )
         )
         retention = Retention(database, settings, rounds.forget, clock)
         _freeze()
@@ -264,7 +281,13 @@ async def _live_beside_others(settings: Settings, outside: Outside, gates: Gates
         await stack.enter_async_context(feed.running())
         gates.open(
             Components(
-                settings=settings, database=database, rounds=rounds, outbox=commands, ml_nodes=ml_nodes, feed=feed
+                settings=settings,
+                database=database,
+                rounds=rounds,
+                outbox=commands,
+                ml_nodes=ml_nodes,
+                feed=feed,
+                certificate=gates.certificate,
             )
         )
         _freeze()
@@ -290,7 +313,7 @@ class Servers:
 
     def __init__(self, settings: Settings, gates: Gates, connections: Connections) -> None:
         self._viewers = gates.viewers
-        self._certificate = Certificate.of(settings.tls_cert, settings.tls_key)
+        self._certificate = gates.certificate
         self._access_log = AccessLog(settings.access_log, settings.log_format)
         ports = (
             ("inside", settings.port, gates.inside, None),

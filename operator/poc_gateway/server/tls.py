@@ -15,10 +15,12 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+from poc_gateway.metrics import CERTIFICATE_EXPIRATION
 from poc_gateway.server.connections import BoundedProtocol, Connections
 
 _log = logging.getLogger(__name__)
@@ -32,12 +34,15 @@ _ACCEPT_SECONDS = 0.1
 
 
 class Certificate:
-    """A certificate chain and its key. ValueError if they cannot be used."""
+    """A certificate chain and its key, as the network's port serves them. ValueError if they cannot be used."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._files = (certificate, key)
         self._seen = self._stamps()
         self.context = self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        #: When the certificate in use expires; None if that cannot be read.
+        self.expires: datetime | None = None
+        self._tell()
 
     @classmethod
     def of(cls, certificate: Path | None, key: Path | None) -> Self | None:
@@ -59,6 +64,7 @@ class Certificate:
                 _log.warning("the renewed certificate cannot be used, and the old one stays: %s", error)
                 continue
             self._seen = stamps
+            self._tell()
             _log.info("the certificate of the network's port was renewed")
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -73,6 +79,18 @@ class Certificate:
             ) from None
         return context
 
+    def _tell(self) -> None:
+        """Read when the certificate that was just loaded expires; it is served even if that cannot be read."""
+        try:
+            self.expires = _expires(self._files[0])
+        except (OSError, ValueError) as error:
+            self.expires = None
+            _log.warning("nobody can tell when the certificate of the network's port expires: %s", error)
+        if self.expires is None:
+            CERTIFICATE_EXPIRATION.clear()
+        else:
+            CERTIFICATE_EXPIRATION.labels("network").set(self.expires.timestamp())
+
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(file) for file in self._files)
 
@@ -83,6 +101,13 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _expires(file: Path) -> datetime:
+    """Return when the first certificate of a chain expires, which is the server's own."""
+    from cryptography import x509  # noqa: PLC0415 - a gateway without TLS starts sooner
+
+    return x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
 
 
 class TlsListener:

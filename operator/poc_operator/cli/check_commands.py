@@ -111,13 +111,16 @@ def _answers(cluster: Cluster, place: gateway_proxy.Place) -> list[Check]:
     try:
         gateway = gateway_proxy.find(cluster, str(place))
         rounds = gateway.get("/rounds", {"limit": "1"})
-        full = gateway.is_full()
+        health = gateway.health()
     except UserError as error:
         if isinstance(error, Forbidden):
             return [preflight.warning(about, f"it could not be asked: {error}", "ask for the right services/proxy")]
         return [preflight.error(about, f"it does not answer through the API server: {error}", _look(place))]
     answers = preflight.ok(about, f"it answers, and has {'rounds' if rounds['rounds'] else 'no round yet'}")
-    return [answers, preflight.gateway_disk(about, full=full)]
+    disk = preflight.gateway_disk(about, full=health.storage_full)
+    if health.certificate_expires is None:
+        return [answers, disk]
+    return [answers, disk, preflight.gateway_certificate(about, health.certificate_expires, now())]
 
 
 def _look(place: gateway_proxy.Place) -> str:

@@ -8,6 +8,7 @@ import os
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -61,6 +62,14 @@ class Forwarding:
     last_error: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """What a gateway tells of itself. ``certificate_expires`` is None without TLS at the network's port."""
+
+    storage_full: bool
+    certificate_expires: datetime | None
+
+
 class Gateway:
     """The gateway of a cluster. Every method raises UserError with the remedy. ``seconds`` limit each answer."""
 
@@ -77,13 +86,18 @@ class Gateway:
         except Refused as error:
             raise self._translated(error) from error
 
-    def is_full(self) -> bool:
-        """Return whether its disk is full, so that nothing new is stored."""
-        return bool(self.get("/health").get("storage") == "full")
+    def health(self) -> Health:
+        """Return what it tells of itself."""
+        told = self.get("/health")
+        expires = told.get("certificate_expires")
+        return Health(
+            storage_full=told.get("storage") == "full",
+            certificate_expires=datetime.fromisoformat(expires) if expires else None,
+        )
 
     def forwarding(self, namespace: str, name: str) -> Forwarding:
         """Return how far a round is forwarded, and what keeps it; without any results of it the disk alone is told."""
-        full = self.is_full()
+        full = self.health().storage_full
         try:
             told = self.get(f"/rounds/{namespace}/{name}/forwarding")
         except NotFound:

@@ -36,6 +36,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.OBJECT_CONFLICT: "kubectl -n {namespace} get statefulsets,services,pvc,jobs,networkpolicies",
     Reason.OBJECT_REFUSED: _CHECK,
     Reason.PODS_FAILING: _DESCRIBE_POD,
+    Reason.PODS_UNSCHEDULABLE: "kubectl -n {namespace} get events --field-selector reason=FailedScheduling",
     Reason.DOWNLOAD_FAILED: "kubectl -n {namespace} get jobs,pods -l poc.gonka.ai/fleet={fleet}",
     Reason.POD_HUNG: _LOG,
     Reason.LEADER_WORKER_SET_UNKNOWN: "kubectl get crd leaderworkersets.leaderworkerset.x-k8s.io",

@@ -20,6 +20,8 @@ VERSION_LABEL = "app.kubernetes.io/version"
 _LATE = 2
 #: Seconds of one small request from which on the API server counts as slow.
 SLOW_SECONDS = 2.0
+#: A certificate that is valid for less time counts as forgotten; the alert PoCGatewayCertificateExpires has the same.
+CERTIFICATE_LEFT = timedelta(days=7)
 
 
 class Level(StrEnum):
@@ -71,6 +73,17 @@ def gateway_disk(about: str, *, full: bool) -> Check:
         return ok(f"{about} disk", "it has room")
     remedy = "enlarge its volume, or keep rounds for a shorter time (gateway.retention)"
     return error(f"{about} disk", "it is full: nothing new is stored, and pods keep their results", remedy)
+
+
+def gateway_certificate(about: str, expires: datetime, now: datetime) -> Check:
+    """Check that the network node may trust a gateway's certificate, and for how long."""
+    what, left = f"{about} certificate", expires - now
+    if left > CERTIFICATE_LEFT:
+        return ok(what, f"it is valid until {expires:%Y-%m-%d %H:%M} UTC")
+    remedy = "renew the Secret of gateway.tls.existingSecret: the gateway takes it over without a restart"
+    if left > timedelta():
+        return warning(what, f"it expires at {expires:%Y-%m-%d %H:%M} UTC", remedy)
+    return error(what, f"it has expired at {expires:%Y-%m-%d %H:%M} UTC: the network node cannot connect", remedy)
 
 
 def crd(kind: type[Resource], body: Object | None) -> Check:

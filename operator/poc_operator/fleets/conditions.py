@@ -10,6 +10,7 @@ from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.download import PORT as DOWNLOAD_PORT
 from poc_operator.fleets.download import waits_for
 from poc_operator.fleets.healing import Finding
 from poc_operator.fleets.resolve import Refusal
@@ -63,11 +64,7 @@ class Verdict:
         waits = _waits_for(seen)
         if waits is not None:
             failing = [pod for pod in seen.pods if cannot_run(pod)]
-            told = (
-                (Reason.PODS_FAILING, f"{stages_of(failing, seen.port)} cannot run")
-                if failing
-                else (Reason.REPLICAS_NOT_READY, waits)
-            )
+            told = _why_failing(failing, seen.port) if failing else (Reason.REPLICAS_NOT_READY, waits)
             degraded = bool(failing)
             return cls(
                 ready=(False, *told), progressing=(True, *told), degraded=(degraded, *told), stalled=(False, *told)
@@ -99,15 +96,18 @@ class Verdict:
         return replace(self, ready=(self.ready[0], *told), degraded=(True, *told), stalled=(True, *told))
 
     def with_download(self, ahead: Download | None, pods: Sequence[PodView], *, exists: bool) -> Self:
-        """Return the verdict while the StatefulSet, which may exist, waits for a model."""
+        """Return the verdict while the StatefulSet, which may exist, waits for a model that ``pods`` download."""
         if ahead is None or ahead.state is DownloadState.DOWNLOADED:
             return self
-        failed = ahead.state is DownloadState.FAILED
-        told = (
-            (Reason.DOWNLOAD_FAILED, f"the download of {ahead.model} has failed: {ahead.message}")
-            if failed
-            else (Reason.DOWNLOADING, waits_for(ahead, pods))
-        )
+        failing = [pod for pod in pods if pod.stays and cannot_run(pod)]
+        failed = ahead.state is DownloadState.FAILED or bool(failing)
+        if ahead.state is DownloadState.FAILED:
+            told = (Reason.DOWNLOAD_FAILED, f"the download of {ahead.model} has failed: {ahead.message}")
+        elif failing:
+            reason, why = _why_failing(failing, DOWNLOAD_PORT)
+            told = (reason, f"{ahead.model} is not downloaded: {why}")
+        else:
+            told = (Reason.DOWNLOADING, waits_for(ahead, pods))
         return replace(
             self,
             ready=(self.ready[0] and exists, *told),
@@ -143,6 +143,13 @@ class Verdict:
             )
             for kind, (holds, reason, message) in told.items()
         ]
+
+
+def _why_failing(pods: Sequence[PodView], port: int) -> tuple[Reason, str]:
+    """Say why these pods cannot run, whose server listens on ``port``: for want of a node, or of something there."""
+    if any(pod.node for pod in pods):
+        return Reason.PODS_FAILING, f"{stages_of(pods, port)} cannot run"
+    return Reason.PODS_UNSCHEDULABLE, f"no Kubernetes node can take {stages_of(pods, port)}"
 
 
 def _waits_for(seen: PodCounts) -> str | None:

@@ -5,11 +5,11 @@ import subprocess
 from pathlib import Path
 
 
-def issue(folder: Path, name: str) -> None:
-    """Write a certificate of this name, and its key, as a mounted Secret has them."""
+def issue(folder: Path, name: str, *, days: int = 2) -> None:
+    """Write a certificate of this name that is valid for so many days, and its key, as a mounted Secret has them."""
     subject = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
     files = ("-keyout", folder / "tls.key", "-out", folder / "tls.crt")
-    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", str(days))
     subprocess.run(["openssl", "req", *kind, *subject, *files], check=True, capture_output=True)
 
 

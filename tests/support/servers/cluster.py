@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 
 from hack.demo.looks import deployment, fleet
-from hack.demo.progress import follow
 from hack.deploy.kube import Kube
 from hack.deploy.local import FLEET
 from hack.deploy.releases import (
@@ -22,6 +21,7 @@ from hack.deploy.releases import (
     replace_outdated,
 )
 from hack.toolchain.common import UserError
+from hack.toolchain.steps import follow
 
 LOG_LINES = 30
 #: (kubectl arguments) that tell what became of the pods and what the operator says.

@@ -14,9 +14,9 @@ import pytest
 from hack.cluster import ports
 from hack.cluster.health import CommandCheck
 from hack.cluster.parts import Part
-from hack.demo.progress import follow
 from hack.toolchain import common, tools
 from hack.toolchain.common import UserError
+from hack.toolchain.steps import follow
 from tests.support.servers.http_server import free_port
 
 ROOT = Path(__file__).parents[3]

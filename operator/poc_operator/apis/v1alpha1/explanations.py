@@ -101,6 +101,14 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Look at `kubectl describe pod` and at the pod's log.",
         _FLEET,
     ),
+    Reason.PODS_UNSCHEDULABLE: Explanation(
+        "Degraded=True",
+        "No Kubernetes node can take pods, or the one that downloads the model. The message has the scheduler's words.",
+        "If it does not find a PVC, create that, or correct `spec.cache.existingClaim`. If a PVC is unbound, look at "
+        "`kubectl describe pvc`. If GPUs are insufficient, free some or add Kubernetes nodes, or lower `spec.replicas` "
+        "or `spec.gpu.count`. If there is a taint, tolerate it in `spec.podTemplate`.",
+        _FLEET,
+    ),
     Reason.DOWNLOADING: Explanation(
         "Ready=False, Progressing=True",
         "A Job downloads the model into the cache. Pods that serve another model go on; the StatefulSet gets the new "

@@ -52,6 +52,7 @@ class Reason(StrEnum):
     PODS_LEFT = "PodsLeft"
     PODS_OUTDATED = "PodsOutdated"
     PODS_UNREACHABLE = "PodsUnreachable"
+    PODS_UNSCHEDULABLE = "PodsUnschedulable"
     POD_HUNG = "PodHung"
     POD_MONITOR_UNKNOWN = "PodMonitorUnknown"
     POD_TEMPLATE_INVALID = "PodTemplateInvalid"

@@ -4,20 +4,34 @@
 import asyncio
 import json
 import ssl
+import subprocess
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
 from poc_gateway.server import tls
 from poc_gateway.server.tls import Certificate
 from poc_gateway.settings import Settings
 from tests.simulation.gateway_process import GatewayProcess, gateway
-from tests.support.builders.certificates import issue, settings_of
+from tests.support.builders.certificates import issue, issue_expired, settings_of
 
 SPEC = {"selector": {"matchLabels": {"a": "b"}}}
+
+
+def told_expiry() -> float | None:
+    return REGISTRY.get_sample_value("poc_gateway_certificate_expiration_timestamp_seconds", {"port": "network"})
+
+
+def expiry_by_openssl(path: Path) -> float:
+    """Return what OpenSSL says of the first certificate of a file, in seconds since 1970."""
+    argv = ["openssl", "x509", "-enddate", "-noout", "-in", str(path)]
+    text = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+    return float(ssl.cert_time_to_seconds(text.removeprefix("notAfter=")))
 
 
 @pytest.fixture
@@ -38,7 +52,10 @@ def test_the_networks_port_alone_speaks_tls(running: GatewayProcess, tmp_path: P
         assert client.get(f"https://{address}/nodes/a/api/v1/state").json()["state"] == "STOPPED"
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://{address}/readyz", trust_env=False, timeout=30)
-    assert httpx.get(f"{running.url}/readyz", trust_env=False, timeout=30).status_code == 200
+    told = httpx.get(f"{running.url}/health", trust_env=False, timeout=30).json()
+    expires = datetime.fromisoformat(told.pop("certificate_expires"))
+    assert told == {"status": "OK"}
+    assert expires.timestamp() == expiry_by_openssl(tmp_path / "tls.crt")
 
 
 def test_a_server_ends_in_order_with_both_ports(running: GatewayProcess) -> None:
@@ -66,17 +83,52 @@ async def test_a_renewed_certificate_is_taken_over(tmp_path: Path, monkeypatch: 
 
     first = (tmp_path / "tls.crt").read_bytes().strip()
     assert await becomes(first)
+    expires = expiry_by_openssl(tmp_path / "tls.crt")
+    assert certificate.expires is not None
+    assert told_expiry() == certificate.expires.timestamp() == expires
     # Half of a change: the key is not the certificate's.
     other = tmp_path / "other"
     other.mkdir()
-    issue(other, "second")
+    issue(other, "second", days=5)
     (tmp_path / "tls.key").write_bytes((other / "tls.key").read_bytes())
     await asyncio.sleep(0.3)
     assert await served() == first
+    assert told_expiry() == expires
     (tmp_path / "tls.crt").write_bytes((other / "tls.crt").read_bytes())
     assert await becomes((other / "tls.crt").read_bytes().strip())
+    # What is told belongs to what is served.
+    assert told_expiry() == certificate.expires.timestamp() == expiry_by_openssl(other / "tls.crt")
     watching.cancel()
     server.close()
+
+
+def test_the_servers_own_certificate_counts_and_not_that_of_its_issuer(tmp_path: Path) -> None:
+    issue(tmp_path, "leaf", days=3)
+    issuer = tmp_path / "issuer"
+    issuer.mkdir()
+    issue_expired(issuer, "issuer")
+    chain = (tmp_path / "tls.crt").read_text() + (issuer / "tls.crt").read_text()
+    wanted = expiry_by_openssl(tmp_path / "tls.crt")
+    (tmp_path / "tls.crt").write_text(chain)
+    Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    assert told_expiry() == wanted
+
+
+def test_an_expiry_that_cannot_be_read_keeps_nobody_from_being_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    issue(tmp_path, "first")
+
+    def fails(_: Path) -> datetime:
+        raise ValueError("error parsing asn1 value")
+
+    Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    assert told_expiry() is not None
+    monkeypatch.setattr(tls, "_expires", fails)
+    certificate = Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    assert certificate.expires is None
+    assert told_expiry() is None
+    assert "error parsing asn1 value" in caplog.text
 
 
 def test_files_that_cannot_be_used_are_explained(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twelve faults as a user meets them: ``explain`` or ``check`` names cause and remedy, and an alert calls who must act.
+"""Faults as a user meets them: ``explain`` or ``check`` names cause and remedy, and an alert calls who must act.
 
 What is told is made by what makes it in a cluster: the plans of rounds and fleets, the client of pods, the pod's own
 admission, the gateway's poster, and OpenSSL.
@@ -8,6 +8,7 @@ admission, the gateway's poster, and OpenSSL.
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from aiohttp.test_utils import TestServer
 
 from hack.generate.runbooks import rules
 from poc_gateway.outbox.post import Poster
+from poc_gateway.server.tls import Certificate
+from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import Fingerprint
 from poc_operator.apis.v1alpha1.reasons import Reason
@@ -28,6 +31,7 @@ from poc_operator.cli.gateway_proxy import Forwarding, Place
 from poc_operator.cli.preflight import Check
 from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import STATUS_SECONDS, PodClient
+from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.plan import FleetSnapshot
 from poc_operator.fleets.plan import plan as plan_fleet
 from poc_operator.observed import PodReport, PodView
@@ -154,6 +158,13 @@ async def expired_certificate(folder: Path) -> Told:
             await server.close()
 
 
+async def expired_certificate_of_the_gateway(folder: Path) -> Told:
+    issue_expired(folder, "gateway")
+    certificate = Certificate(folder / "tls.crt", folder / "tls.key")
+    assert certificate.expires is not None
+    return checked(preflight.gateway_certificate("gateway poc-system/gateway", certificate.expires, datetime.now(UTC)))
+
+
 async def sick_gpu(_: Path) -> Told:
     pods = [a_checked_pod(number) for number in range(3)]
     vectors = [engine(1, pod=1), engine(1, pod=2), engine(7)]
@@ -200,11 +211,45 @@ async def poison_round(_: Path) -> Told:
     return explained(world.round, a_pod("p1"))
 
 
+def unscheduled(words: str) -> PodView:
+    """Return a pod that the scheduler leaves where it is, with its words."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
+    body = seen.a_pod("demo-0", ready=False)
+    del body["spec"]["nodeName"]
+    body["status"] |= {"conditions": [condition], "containerStatuses": []}
+    return PodView.parse(body)
+
+
 async def missing_claim(_: Path) -> Told:
-    message = '0/3 nodes are available: persistentvolumeclaim "weights" not found.'
-    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-    told = planned(a_round(), (a_parsed_pod(conditions=[unscheduled], containerStatuses=[]), None))
+    waits = unscheduled('0/3 nodes are available: persistentvolumeclaim "weights" not found.')
+    told = planned(a_round(), (waits, None))
     return [*told, *checked(preflight.claim("poc", "weights", None, of="the fleet demo"))]
+
+
+def told_of_fleet(fleet: PoCFleet, *pods: PodView) -> Told:
+    """Return what ``explain`` and ``check`` print of a fleet, each of which must do alone."""
+    about = [explained(fleet, *pods), checked(*preflight.fleets([fleet]))]
+    for text in map("\n".join, about):
+        assert fleet.status.message[1:] in text  # as a sentence it begins with a capital
+        assert (EXPLANATIONS[Reason(fleet.status.reason)].remedy or "a remedy") in text
+    return [line for one in about for line in one]
+
+
+async def missing_claim_of_a_fleet(_: Path) -> Told:
+    fleet, pods = fleet_of(unscheduled('0/3 nodes are available: persistentvolumeclaim "weights" not found.'))
+    return told_of_fleet(fleet, *pods)
+
+
+async def missing_claim_of_a_download(_: Path) -> Told:
+    waits = unscheduled('0/3 nodes are available: persistentvolumeclaim "weights" not found.')
+    cached = a_fleet(cache={"existingClaim": "weights", "download": True})
+    fleet, _pods = fleet_of(fleet=cached, download=DownloadSeen(pods=[waits]))
+    return told_of_fleet(fleet)
+
+
+async def too_few_gpus(_: Path) -> Told:
+    fleet, pods = fleet_of(unscheduled("0/3 nodes are available: 3 Insufficient nvidia.com/gpu."))
+    return told_of_fleet(fleet, *pods)
 
 
 async def wrong_model(_: Path) -> Told:
@@ -245,10 +290,31 @@ FAULTS = {
     ),
     "poison round": Fault(poison_round, "slots were given up", "Find out why pods restart"),
     "missing PVC": Fault(missing_claim, 'persistentvolumeclaim "weights" not found', "create it, or", "PoCRoundsIdle"),
+    "missing PVC of a fleet": Fault(
+        missing_claim_of_a_fleet,
+        'no Kubernetes node can take demo-0 (0/3 nodes are available: persistentvolumeclaim "weights" not found.)',
+        "create that, or correct `spec.cache.existingClaim`",
+        "PoCFleetDegraded",
+    ),
+    "missing PVC of a download": Fault(
+        missing_claim_of_a_download,
+        "org/model is not downloaded: no Kubernetes node can take demo-0 (0/3 nodes are available: ",
+        "create that, or correct `spec.cache.existingClaim`",
+        "PoCFleetDegraded",
+    ),
+    "too few GPUs": Fault(
+        too_few_gpus, "3 Insufficient nvidia.com/gpu", "free some or add Kubernetes nodes", "PoCFleetDegraded"
+    ),
     "wrong model name": Fault(wrong_model, '"demmo" but the pod serves "demo"', "served name", "PoCRoundsIdle"),
     "network policy in the way": Fault(network_policy, "a (no answer within 5 s)", "network policies", "PoCRoundsIdle"),
     "expired certificate": Fault(
         expired_certificate, "certificate has expired", "Renew the receiver's certificate", "PoCReceiverUnreachable"
+    ),
+    "expired certificate of the gateway": Fault(
+        expired_certificate_of_the_gateway,
+        "it has expired at 2020-01-02 00:00 UTC: the network node cannot connect",
+        "renew the Secret of gateway.tls.existingSecret",
+        "PoCGatewayCertificateExpired",
     ),
     "API server slow": Fault(slow_api_server, "it took 6.0 s", "load of the API server", "PoCOperatorAbsent"),
 }

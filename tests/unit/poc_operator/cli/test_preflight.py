@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hack.generate.crds import crd
+from hack.generate.runbooks import rules
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.cli import preflight
 from poc_operator.cli.check_commands import KINDS
@@ -24,6 +25,10 @@ LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/vllm-poc-ope
 def a_lease(seconds: float) -> dict[str, Any]:
     renewed = (seen.START - timedelta(seconds=seconds)).isoformat()
     return {"spec": {"holderIdentity": "operator-1", "renewTime": renewed, "leaseDurationSeconds": 15}}
+
+
+def a_certificate(*, days: int) -> Check:
+    return preflight.gateway_certificate("gateway", seen.START + timedelta(days=days), seen.START)
 
 
 def a_node(gpus: str, product: str | None) -> dict[str, Any]:
@@ -59,6 +64,9 @@ def test_a_crd_of_another_version_names_the_field() -> None:
         (preflight.api_server(4.5), Level.WARNING, "it took 4.5 s"),
         (preflight.gateway_disk("gateway", full=False), Level.OK, "it has room"),
         (preflight.gateway_disk("gateway", full=True), Level.ERROR, "nothing new is stored"),
+        (a_certificate(days=8), Level.OK, "it is valid until"),
+        (a_certificate(days=6), Level.WARNING, "it expires at"),
+        (a_certificate(days=0), Level.ERROR, "it has expired at"),
         (preflight.claim("ns", "c", {"status": {"phase": "Bound"}}, of="x"), Level.OK, "bound"),
         (preflight.claim("ns", "c", {"status": {"phase": "Pending"}}, of="x"), Level.WARNING, "Pending"),
         (preflight.claim("ns", "c", None, of="x"), Level.ERROR, "does not exist"),
@@ -115,6 +123,11 @@ def test_a_whole_cluster_is_right(run: Run, api: ApiPaths) -> None:
         (LEASE, (404, {}), "Lease"),
         (f"{seen.GATEWAY}/rounds", (503, {"message": "no endpoints available"}), "gateway poc-system/gateway"),
         (f"{seen.GATEWAY}/health", {"status": "OK", "storage": "full"}, "gateway poc-system/gateway disk"),
+        (
+            f"{seen.GATEWAY}/health",
+            {"status": "OK", "certificate_expires": "2020-01-02T00:00:00+00:00"},
+            "gateway poc-system/gateway certificate",
+        ),
         ("/api/v1/namespaces/poc-system/secrets/tls", (404, {}), "Secret poc-system/tls"),
         ("/api/v1/namespaces/poc-system/persistentvolumeclaims/data", (404, {}), "PVC poc-system/data"),
     ],
@@ -125,6 +138,11 @@ def test_each_fault_is_found_and_fails(run: Run, api: ApiPaths, path: str, answe
     done = run("check", "-o", "json")
     assert [one["about"] for one in json.loads(done.out) if one["level"] == "error"] == [about]
     assert done.code == 1
+
+
+def test_the_alert_and_the_check_of_a_certificate_begin_at_the_same_time() -> None:
+    (rule,) = [one for one in rules() if one["alert"] == "PoCGatewayCertificateExpires"]
+    assert rule["expr"].endswith(f" < {preflight.CERTIFICATE_LEFT.total_seconds():.0f}")
 
 
 def test_what_may_not_be_read_is_a_warning(run: Run, api: ApiPaths) -> None:

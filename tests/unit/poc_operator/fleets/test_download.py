@@ -74,8 +74,9 @@ def test_pods_come_when_the_model_is_there() -> None:
     )
     world.job(RUNNING)
     assert world.turn(download=DownloadSeen(percent=43)).status.message == "org/model is downloaded: 43 %"
-    pending = PodView(name="d", namespace="ns", uid="d", waiting_for="Unschedulable")
-    assert world.turn(download=DownloadSeen(pods=[pending])).status.message == "org/model is downloaded (Unschedulable)"
+    begins = PodView(name="d", namespace="ns", uid="d", waiting_for="ContainerCreating", node="node-1")
+    told = world.turn(download=DownloadSeen(pods=[begins])).status
+    assert (told.reason, told.message) == (Reason.DOWNLOADING, "org/model is downloaded (ContainerCreating)")
     world.job(DONE)
     world.turn()
     assert world.served() == "org/model"
@@ -83,6 +84,33 @@ def test_pods_come_when_the_model_is_there() -> None:
     del world.objects["Job", world.jobs()[0]]
     assert not world.turn().apply
     assert world.status["download"]["state"] == "Downloaded"
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason", "why"),
+    [
+        (
+            {"waiting_for": 'persistentvolumeclaim "weights" not found'},
+            Reason.PODS_UNSCHEDULABLE,
+            'no Kubernetes node can take d (persistentvolumeclaim "weights" not found)',
+        ),
+        ({"waiting_for": "ErrImagePull", "node": "node-1"}, Reason.PODS_FAILING, "d (ErrImagePull) cannot run"),
+    ],
+)
+def test_a_download_whose_pod_does_not_come_up_needs_somebody(pod: dict[str, Any], reason: Reason, why: str) -> None:
+    world = World()
+    world.turn()
+    world.job(RUNNING)
+    stuck = PodView(name="d", namespace="ns", uid="d", **pod)
+    step = world.turn(download=DownloadSeen(pods=[stuck]))
+    assert status_of(step) == (
+        reason,
+        {"Ready": "False", "Progressing": "True", "Degraded": "True", "Stalled": "False"},
+    )
+    assert step.status.message == f"org/model is not downloaded: {why}"
+    # An earlier pod of the Job, which has ended, keeps nobody.
+    ended = PodView(name="d", namespace="ns", uid="d", gone=True, **pod)
+    assert status_of(world.turn(download=DownloadSeen(pods=[ended])))[0] == Reason.DOWNLOADING
 
 
 def test_another_model_is_downloaded_while_pods_serve_the_old_one() -> None:

@@ -158,11 +158,33 @@ def test_pods_that_load() -> None:
 
 
 def test_pods_that_cannot_run() -> None:
-    pod = a_pod(0, ready=False, waiting_for="CrashLoopBackOff")
+    pod = a_pod(0, ready=False, waiting_for="CrashLoopBackOff", node="node-1")
     step = look(a_fleet(), stored(a_fleet()), [pod])
     assert step.status.reason == Reason.PODS_FAILING
     assert step.status.message == "demo-0 (CrashLoopBackOff) cannot run"
     assert conditions(step)["Degraded"] == "True"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '0/3 nodes are available: persistentvolumeclaim "weights" not found.',
+        "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims.",
+        "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+        "Unschedulable",
+    ],
+)
+def test_pods_that_no_kubernetes_node_can_take(words: str) -> None:
+    fleet, waiting = a_fleet(replicas=2), a_pod(0, ready=False, waiting_for=words)
+    step = look(fleet, stored(fleet), [waiting, a_pod(1)])
+    assert step.status.reason == Reason.PODS_UNSCHEDULABLE
+    assert step.status.message == f"no Kubernetes node can take demo-0 ({words})"
+    assert conditions(step) == {"Ready": "False", "Progressing": "True", "Degraded": "True", "Stalled": "False"}
+    # What crashes is worse, and both are named.
+    crashes = a_pod(1, ready=False, waiting_for="CrashLoopBackOff", node="node-1")
+    both = look(fleet, stored(fleet), [waiting, crashes]).status
+    assert both.reason == Reason.PODS_FAILING
+    assert both.message == f"demo-0 ({words}), demo-1 (CrashLoopBackOff) cannot run"
 
 
 def test_all_ready() -> None:
@@ -304,7 +326,7 @@ def test_a_failed_pod_is_told_of_while_others_load_and_others_come_first() -> No
     step = checked(loading, 1, 2, None)
     assert (step.status.reason, conditions(step)["Degraded"]) == ("ReplicasNotReady", "True")
     assert step.status.own_conditions["Degraded"].reason == "SelfCheckFailed"
-    crashing = [*PODS[:2], a_pod(2, ready=False, waiting_for="CrashLoopBackOff")]
+    crashing = [*PODS[:2], a_pod(2, ready=False, waiting_for="CrashLoopBackOff", node="node-1")]
     assert checked(crashing, 1, 2, None).status.own_conditions["Degraded"].reason == "PodsFailing"
 
 

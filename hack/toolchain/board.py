@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages under way: a bar for each on a terminal, plain lines elsewhere.
+
+The bars stand below everything that was printed, and are drawn anew twice a second. No mode of the terminal is changed
+and the cursor stays visible, so a program that is killed leaves nothing to repair.
+"""
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from math import ceil
+
+#: Seconds between two drawings of the bars.
+DRAW_SECONDS = 0.5
+#: Seconds between two lines about one stage where the output is not a terminal.
+QUIET_SECONDS = 15.0
+_CELLS = 20
+_TITLE = 36
+#: A time left is said in minutes above the first of these, in tens of seconds above the second, and below in words.
+_MINUTES_ABOVE, _SECONDS_ABOVE = 90, 10
+
+
+@dataclass(eq=False)
+class Bar:
+    """A stage as the board shows it. ``expected`` is in seconds; None: nobody knows how long it takes."""
+
+    title: str
+    expected: float | None = None
+    detail: str = ""
+    begun: float = field(default_factory=time.monotonic)
+    #: When ``detail`` was printed last, where there is no terminal.
+    printed: float = float("-inf")
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the stage began."""
+        return time.monotonic() - self.begun
+
+    def line(self, width: int) -> str:
+        """Return the bar as one line of at most ``width`` characters."""
+        minutes, seconds = divmod(int(self.elapsed), 60)
+        bar = f"{self.title[:_TITLE]} [{self._cells()}] {minutes}:{seconds:02}"
+        parts = (bar, time_left(self.elapsed, self.expected), self.detail)
+        return "  ".join(filter(None, map(printable, parts)))[:width]
+
+    def _cells(self) -> str:
+        if self.expected is None:
+            # It moves, and claims nothing.
+            place = int(self.elapsed / DRAW_SECONDS) % (_CELLS - 2)
+            return "." * place + "###" + "." * (_CELLS - 3 - place)
+        # Full is what has ended.
+        full = min(int(_CELLS * self.elapsed / max(self.expected, 1.0)), _CELLS - 1)
+        return "#" * full + "." * (_CELLS - full)
+
+
+def time_left(elapsed: float, expected: float | None) -> str:
+    """Say how long it will still take, no more precisely than an estimate can; nothing without one."""
+    if expected is None:
+        return ""
+    left = expected - elapsed
+    if left <= 0:
+        return "longer than expected"
+    if left <= _SECONDS_ABOVE:
+        return "a few seconds left"
+    return f"{about(left)} left"
+
+
+def about(seconds: float) -> str:
+    """Return a time in words, rounded up to minutes or to ten seconds."""
+    if seconds > _MINUTES_ABOVE:
+        return f"about {ceil(seconds / 60)} min"
+    return f"about {ceil(seconds / 10) * 10} s"
+
+
+def printable(text: str) -> str:
+    """Return a text that takes one line, without anything that a terminal would obey."""
+    return "".join(one for one in " ".join(text.split()) if one.isprintable())
+
+
+def on_terminal() -> bool:
+    """Whether standard output is a terminal whose lines can be drawn anew."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _size() -> os.terminal_size:
+    """Return the terminal's size as it is now, whatever COLUMNS said when the program began."""
+    try:
+        columns, lines = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):
+        columns, lines = 0, 0
+    return os.terminal_size((columns or 80, lines or 24))
+
+
+class Board:
+    """All bars of this process, whose stages may run in several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._bars: list[Bar] = []
+        #: The lengths of the lines that are on the screen below the printed ones.
+        self._drawn: list[int] = []
+        self._drawing: threading.Thread | None = None
+
+    def begin(self, bar: Bar, opening: str) -> None:
+        """Show a bar from now on; where there is no terminal, print ``opening`` unless it is empty."""
+        if not on_terminal():
+            if opening:
+                self.say(opening)
+            return
+        with self._lock:
+            self._bars.append(bar)
+            self._redraw()
+            if self._drawing is None:
+                self._drawing = threading.Thread(target=self._go_on, name="progress", daemon=True)
+                self._drawing.start()
+
+    def tell(self, bar: Bar, detail: str) -> None:
+        """Say what a stage does or waits for."""
+        changed, bar.detail = detail != bar.detail, detail
+        if changed and not on_terminal() and time.monotonic() - bar.printed > QUIET_SECONDS:
+            bar.printed = time.monotonic()
+            self.say(f"{bar.title}: {printable(detail)}")
+
+    def end(self, bar: Bar, closing: str) -> None:
+        """Take a bar away and leave one line in its place."""
+        with self._lock:
+            if bar in self._bars:
+                self._bars.remove(bar)
+            self.say(closing)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bars."""
+        with self._lock:
+            self._erase()
+            print(text, flush=True)
+            self._draw()
+
+    def _go_on(self) -> None:
+        """Draw the bars until there are none."""
+        while True:
+            time.sleep(DRAW_SECONDS)
+            with self._lock:
+                if not self._bars:
+                    self._drawing = None
+                    return
+                try:
+                    self._redraw()
+                except (OSError, ValueError):
+                    # Nobody looks any more: the terminal has gone.
+                    self._bars.clear()
+                    self._drawn.clear()
+
+    def _redraw(self) -> None:
+        self._erase()
+        self._draw()
+
+    def _draw(self) -> None:
+        if not self._bars:
+            return
+        size = _size()
+        # One character less than the terminal has: in the last column some begin a new row.
+        lines = [bar.line(max(size.columns - 1, 1)) for bar in self._bars]
+        lines = lines[: max(size.lines - 1, 1)]
+        self._drawn = [len(line) for line in lines]
+        sys.stdout.write("\n".join(lines))
+        sys.stdout.flush()
+
+    def _erase(self) -> None:
+        """Remove the bars. A terminal that has become narrower since has broken their lines into several rows."""
+        if not self._drawn:
+            return
+        columns = _size().columns
+        above = sum(max(ceil(length / columns), 1) for length in self._drawn) - 1
+        self._drawn = []
+        sys.stdout.write("\r" + (f"\x1b[{above}A" if above else "") + "\x1b[J")
+
+
+BOARD = Board()

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person sees while something is built or waited for: bars on a terminal, plain lines elsewhere."""
+
+import io
+import os
+import pty
+import random
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hack.images.site import Role
+from hack.toolchain import board, durations, steps
+from hack.toolchain.board import Bar, Board, time_left
+from hack.toolchain.common import UserError
+from hack.toolchain.steps import step
+from hack.toolchain.tools import TOOL_SETS
+
+ROOT = Path(__file__).parents[3]
+COLUMNS, ROWS = 80, 24
+ESCAPE = "\x1b"
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("POC_HOME", str(tmp_path))
+    return tmp_path
+
+
+def screen(written: str) -> list[str]:
+    """Return the lines of a terminal to which this was written, without the blanks at their ends."""
+    lines, row, column = [""], 0, 0
+    for word in re.findall(r"\x1b\[\d*[AJ]|.", written, re.DOTALL):
+        if word == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif word == "\r":
+            column = 0
+        elif word.startswith(ESCAPE):
+            if word.endswith("A"):
+                row -= int(word[2:-1])
+                assert row >= 0
+            else:
+                del lines[row + 1 :]
+                lines[row] = lines[row][:column]
+        else:
+            lines[row] = lines[row][:column].ljust(column) + word + lines[row][column + 1 :]
+            column += 1
+            assert column < COLUMNS, "a line reaches the last column"
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+class Terminal:
+    """A program with a terminal of its own; what it writes, as the terminal gets it."""
+
+    def __init__(self, script: str, home: Path) -> None:
+        self.master, self.slave = pty.openpty()
+        termios.tcsetwinsize(self.slave, (ROWS, COLUMNS))
+        self.before = termios.tcgetattr(self.slave)
+        self.written = ""
+        environment = {**os.environ, "POC_HOME": str(home), "TERM": "xterm", "COLUMNS": "300"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            cwd=ROOT,
+            env=environment,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self.written += os.read(self.master, 4096).decode()
+            except OSError:
+                return
+
+    def wait_for(self, text: str) -> None:
+        end = time.monotonic() + 20
+        while text not in self.written:
+            assert time.monotonic() < end, self.written
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, list[str]]:
+        """Wait for the program's end; return its exit status, and what the screen shows then."""
+        status = self.process.wait(20)
+        # What the kernel still holds is read before the last writer is gone.
+        os.close(self.slave)
+        self._reader.join(5)
+        os.close(self.master)
+        return status, screen(self.written.replace("\r\n", "\n\r"))
+
+
+def test_the_time_left_is_never_negative_and_never_too_precise() -> None:
+    chance = random.Random(7)  # noqa: S311 - cases, not secrets
+    for _ in range(300):
+        expected = chance.uniform(0, 2000)
+        shortest = float("inf")
+        for elapsed in sorted(chance.uniform(0, 3000) for _ in range(50)):
+            words = time_left(elapsed, expected)
+            if found := re.fullmatch(r"about (\d+) (min|s) left", words):
+                left = int(found[1]) * (60 if found[2] == "min" else 1)
+                assert left % 10 == 0
+                assert 0 < expected - elapsed <= left <= shortest
+                shortest = left
+            else:
+                assert words == ("a few seconds left" if elapsed < expected else "longer than expected")
+
+
+def test_nothing_is_claimed_of_what_nobody_has_measured() -> None:
+    bar = Bar("etcd")
+    assert time_left(5, None) == ""
+    assert "left" not in bar.line(80)
+    assert "###" in bar.line(80)
+
+
+def test_a_bar_fits_and_is_not_full_before_the_end() -> None:
+    bar = Bar("helm", expected=10, detail="line one\nline two \x1b[2J" + "x" * 300)
+    bar.begun -= 1000
+    for width in (1, 10, 79, 200):
+        assert len(bar.line(width)) <= width
+    assert "#" * 19 + ".]" in bar.line(79)
+    assert "longer than expected" in bar.line(200)
+    assert bar.line(200).isprintable()
+    assert "  longer than expected  line one line two [2Jxxx" in bar.line(200)
+
+
+def test_a_terminal_that_became_narrower_is_cleared_wholly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    out = Screen()
+    monkeypatch.setattr(sys, "stdout", out)
+    size = os.terminal_size((80, 24))
+    monkeypatch.setattr(board, "_size", lambda: size)
+    shown, bar = Board(), Bar("pods", detail="x" * 100)
+    shown.begin(bar, "")
+    assert len(out.getvalue()) == 79
+    size = os.terminal_size((40, 24))
+    shown.end(bar, "pods: 1.0 s")
+    # 79 characters take two rows of 40.
+    assert f"\r{ESCAPE}[1A{ESCAPE}[Jpods: 1.0 s\n" in out.getvalue()
+
+
+def test_more_stages_than_lines_stay_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "_size", lambda: os.terminal_size((80, 3)))
+    monkeypatch.setattr(board, "on_terminal", lambda: True)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    shown = Board()
+    bars = [Bar(f"stage {number}") for number in range(9)]
+    for bar in bars:
+        shown.begin(bar, "")
+    assert max(len(part.split("\n")) for part in out.getvalue().split(f"{ESCAPE}[J")) == 2
+    for bar in bars:
+        shown.end(bar, "")
+
+
+def test_stages_of_several_threads_leave_one_line_each(home: Path) -> None:
+    script = """
+from concurrent.futures import ThreadPoolExecutor
+from hack.toolchain.board import BOARD
+from hack.toolchain.steps import step
+import time
+def work(name):
+    with step(name) as one:
+        one.tell("half way\\nthrough")
+        time.sleep(1.2)
+        BOARD.say(f"{name} says so")
+with step("all"), ThreadPoolExecutor() as pool:
+    list(pool.map(work, ["one", "two", "three"]))
+"""
+    terminal = Terminal(script, home)
+    terminal.wait_for("half way through")
+    status, lines = terminal.end()
+    assert status == 0
+    assert len(re.findall(r"one \[[.#]{20}\] 0:0\d", terminal.written)) >= 2
+    said = [re.sub(r"\d\.\d s", "T", line) for line in lines]
+    assert sorted(said) == sorted(
+        [*(f"{name} says so" for name in ("one", "two", "three")), "one: T", "two: T", "three: T", "all: T"]
+    )
+    assert said[-1] == "all: T"
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "last"),
+    [
+        ("interrupt", 130, "interrupted: run the same command again, and it keeps what is done already"),
+        ("raise UserError('the disk is full: free some')", 1, "error: the disk is full: free some"),
+    ],
+)
+def test_what_ends_early_leaves_a_sane_terminal_and_says_why(home: Path, how: str, status: int, last: str) -> None:
+    action = "time.sleep(60)" if how == "interrupt" else how
+    script = f"""
+import time
+from hack.toolchain.common import UserError, main
+from hack.toolchain.steps import step
+def program():
+    with step("cluster up"), step("etcd"):
+        time.sleep(0.7)
+        {action}
+main(program)
+"""
+    terminal = Terminal(script, home)
+    terminal.wait_for("etcd [")
+    time.sleep(0.8)
+    if how == "interrupt":
+        terminal.process.send_signal(signal.SIGINT)
+    found = terminal.end()
+    ending = "interrupted" if how == "interrupt" else "failed"
+    lines = [re.sub(r"\d\.\d s", "T", line) for line in found[1]]
+    assert (found[0], lines) == (status, [f"etcd: {ending} after T", f"cluster up: {ending} after T", last])
+    # Nothing but drawing: no mode that somebody would have to set back, no hidden cursor.
+    assert set(re.findall(r"\x1b\[[0-9?]*.", terminal.written)) <= {"\x1b[J", "\x1b[1A"}
+
+
+def test_a_log_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter([(False, "0 of 2 pods ready"), (False, "0 of 2 pods ready"), (True, "2 of 2 pods ready")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "LOOK_SECONDS", 0.0)
+        steps.follow("vLLM pods", lambda: next(looks), 10)
+    with step("kubernetes v1.34.4", of="kubernetes"):
+        pass
+    with pytest.raises(UserError), step("etcd"):
+        raise UserError("no")
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.sub(r"\d\.\d s", "T", line) for line in lines] == [
+        "vLLM pods: 0 of 2 pods ready",
+        "vLLM pods: 2 of 2 pods ready (T)",
+        "kubernetes v1.34.4: takes about 12 min",
+        "kubernetes v1.34.4: T",
+        "etcd: takes about 60 s",
+        "etcd: failed after T",
+    ]
+
+
+def test_the_longest_of_the_last_runs_counts() -> None:
+    assert durations.estimate("new") is None
+    assert durations.estimate("etcd") == durations.MEASURED["etcd"]
+    for seconds in (500.0, 30.0, 40.0, 35.0, 0.2):
+        durations.record("etcd", seconds)
+    # The first is forgotten, and the last had nothing to do.
+    assert durations.estimate("etcd") == 40.0
+    assert durations.estimate("helm") == durations.MEASURED["helm"]
+
+
+def test_what_fails_is_not_remembered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durations, "LEAST_SECONDS", 0.0)
+        with pytest.raises(UserError), step("some stage"):
+            raise UserError("no")
+        assert durations.estimate("some stage") is None
+        with step("some stage"):
+            pass
+        assert durations.estimate("some stage") is not None
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"etcd": 3}', '{"etcd": ["soon"]}', '{"etcd": null}', "\x00"])
+def test_a_spoiled_file_is_as_good_as_none(home: Path, content: str) -> None:
+    file = home / "cache" / "durations.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    assert durations.estimate("etcd") == durations.MEASURED["etcd"]
+    durations.record("etcd", 12.0)
+    assert durations.estimate("etcd") == 12.0
+
+
+def test_a_cache_that_cannot_be_written_ends_nothing(home: Path) -> None:
+    (home / "cache").write_text("a file where the folder should be")
+    durations.record("etcd", 12.0)
+    assert durations.estimate("etcd") == durations.MEASURED["etcd"]
+
+
+def test_every_figure_is_of_a_stage_and_stands_in_the_benchmarks() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "hack").rglob("*.py"))
+    stages = {
+        *(tools.name for tools in TOOL_SETS),
+        *(f"packages of the {role} image" for role in Role),
+        *re.findall(r'of="([^"]+)"', sources),
+        *re.findall(r'step\("([^"]+)"', sources),
+    }
+    assert set(durations.MEASURED) <= stages
+    rows = re.findall(r"^\| (.+?) \| (\d+) s \|$", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
+    assert {name: float(seconds) for name, seconds in rows if name in stages} == durations.MEASURED
