@@ -63,13 +63,15 @@ _NAMED = 3
 class WorkOnPods:
     """An object that asks pods to work. ``over`` is when it was finished; ``live`` says that pods may work for it.
 
-    ``unfit`` are the revisions of pods that cannot do it, ``height`` is that of its block.
+    ``started`` says whether a pod has begun it. ``unfit`` are the revisions of pods that cannot do it, ``height`` is
+    that of its block.
     """
 
     record: WorkRecord
     kind: str
     created: datetime
     live: bool
+    started: bool = False
     over: datetime | None = None
     network: bool = False
     unfit: frozenset[str] = frozenset()
@@ -85,6 +87,7 @@ class WorkOnPods:
             kind=kind,
             created=datetime.fromisoformat(metadata["creationTimestamp"]),
             live=not is_over(status),
+            started=bool(status.get("startTime") or status.get("workedSeconds")),
             over=datetime.fromisoformat(completed) if completed else None,
             network=(metadata.get("labels") or {}).get(ORIGIN_LABEL) == NETWORK_ORIGIN,
             unfit=frozenset(map(str, status.get("unfitRevisions") or ())),
@@ -110,7 +113,8 @@ class WorkOnPods:
 def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: datetime) -> list[FleetRound]:
     """Return the fleet's last rounds, by their start: those that were known, and those that there are now.
 
-    One that is gone is over, and so is one that was finished or suspended.
+    One that is gone is over, and so is one that was finished or suspended. What is over and was never begun, as a
+    mistyped round, tells nothing of those to come.
     """
     before = {one.uid: one for one in known}
     rounds = {one.record.uid: one for one in work if one.kind == PoCRound.KIND.kind}
@@ -118,6 +122,7 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
     for uid, one in rounds.items():
         earlier = before[uid].over_time if uid in before else None
         found[uid] = FleetRound(
+            started=one.started or (uid in before and before[uid].started),
             uid=uid,
             name=one.record.name,
             start_time=one.created,
@@ -125,7 +130,8 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
             network=one.network,
             height=one.height,
         )
-    return sorted(found.values(), key=lambda one: (one.start_time, one.uid))[-MAX_ROUNDS:]
+    told = [one for one in found.values() if one.started or one.over_time is None]
+    return sorted(told, key=lambda one: (one.start_time, one.uid))[-MAX_ROUNDS:]
 
 
 def startup_seconds(pods: Sequence[PodView], known: int) -> int:

@@ -4,6 +4,10 @@
 Between two polls a pod computes thousands of nonces. So what is left to do is dealt out in allowances of some
 seconds' work, and a pod that reaches the end of its allowance waits for the next.
 
+What was dealt to a slot that gets nowhere, as of a silent pod, is kept for it while others work. Once these have done
+their part and nobody has worked for some time, they get it. So the round may overshoot by what such a pod delivers in
+the end, and never waits for it without limit.
+
 In the decode scheme a pod computes what it may, up to some number of chains, as one batch, and a small batch takes as
 long as a large one. Its index moves at the end of a batch alone. So there is always another whole batch to follow.
 """
@@ -14,6 +18,7 @@ from collections.abc import Sequence
 from poc_operator.apis.v1alpha1.round import Assignment, Stop
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import ExtendPod
+from poc_operator.rounds.counters import is_doubted
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import ExtendRequest, Protocol
@@ -37,6 +42,8 @@ def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     stop, slots = snapshot.round.spec.stop, step.status.assignments
     if step.status.stop_time or stop is None or stop.after_seconds is not None:
         return step
+    if stop.after_nonces is not None and _nobody_works(snapshot, step):
+        slots = _with_rest(slots, stop.after_nonces)
     needy, left = [slot for slot in slots if _needs_more(snapshot, slot)], _left(snapshot, stop, slots)
     if not left and stop.after_valid is not None:
         # How many of the nonces under way are valid nobody knows. Who has none under way may try a batch.
@@ -48,6 +55,26 @@ def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         allowances[slot.node, slot.group] = allowance
         left -= allowance
     return step.extended(assignments=[_extended(slot, allowances.get((slot.node, slot.group))) for slot in slots])
+
+
+def waits_for_more(slot: Assignment) -> bool:
+    """Whether the slot's pod has computed and delivered all that it may."""
+    return slot.state is SlotState.RUNNING and slot.end is not None and slot.delivered >= slot.next >= slot.end
+
+
+def _nobody_works(snapshot: RoundSnapshot, step: RoundStep) -> bool:
+    """Whether pods have waited for more for as long as one may get nothing done, with time left to do it."""
+    spec, since = snapshot.round.spec, step.status.idle_time
+    patience = min(spec.stall.after_seconds, spec.start_deadline_seconds // 2)
+    return since is not None and snapshot.seconds_since(since) >= patience
+
+
+def _with_rest(slots: Sequence[Assignment], after_nonces: int) -> list[Assignment]:
+    """Return the slots after those that wait for more got what is not delivered: all of it, so that they wait once."""
+    waiting = [(slot.node, slot.group) for slot in slots if waits_for_more(slot) and not is_doubted(slot)]
+    left = max(0, after_nonces - sum(slot.delivered for slot in slots))
+    shares = {place: math.ceil(left / len(waiting)) for place in waiting}
+    return [_extended(slot, shares.get((slot.node, slot.group))) for slot in slots]
 
 
 def extend_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:

@@ -11,6 +11,7 @@ from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding, unusable_pods
 from poc_operator.planning.lifecycle import tally
+from poc_operator.rounds.allowance import waits_for_more
 from poc_operator.rounds.counters import is_doubted
 from poc_operator.rounds.cross_check import describe
 from poc_operator.rounds.rivals import under_way
@@ -24,9 +25,10 @@ def note_times(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Record when the first pod confirmed its start, since when no pod has answered, and since when none works."""
     slots, before = step.status.assignments, snapshot.round.status.assignments
     running = [slot for slot in slots if slot.state is SlotState.RUNNING]
-    # A pod that is not believed may compute on without anything to show for it.
+    # A pod that is not believed may compute on without anything to show for it. One that waits for more gets it when
+    # nobody works.
     gets_on = sum(slot.delivered for slot in slots) > sum(slot.delivered for slot in before)
-    works = gets_on or not all(is_doubted(slot) for slot in running)
+    works = gets_on or not all(is_doubted(slot) or waits_for_more(slot) for slot in running)
     extent = f"{len(slots)} slots of {step.status.slots}"
     return lifecycle.note_times(snapshot, step, started=bool(running), works=works, extent=extent)
 

@@ -37,6 +37,8 @@ class FleetRound(ApiModel):
     """Name of the round."""
     start_time: datetime
     """When it was created."""
+    started: bool = True
+    """Whether a pod has begun it. One that is over without is forgotten."""
     over_time: datetime | None = None
     """When it was over. Not set while it is not."""
     network: bool = False

@@ -46,7 +46,8 @@ def work(
     created: float = 10,
     **body: Any,  # noqa: ANN401
 ) -> WorkOnPods:
-    status = {"state": state, **body.pop("status", {})}
+    started = {} if state == "Pending" else {"startTime": ago(created).isoformat()}
+    status = {"state": state, **started, **body.pop("status", {})}
     metadata = {"uid": uid, "name": uid, "namespace": "ns", "creationTimestamp": ago(created).isoformat()}
     spec = body.pop("spec", {"fleetRef": {"name": "demo"}})
     return WorkOnPods.parse(kind, {"metadata": metadata | body, "spec": spec, "status": status})
@@ -160,7 +161,7 @@ def test_what_is_under_way_is_waited_for_by_name() -> None:
 
 
 #: What waits for the update: no old pod can do it.
-MISTYPED: dict[str, Any] = {"uid": "typo", "created": 0, "status": {"unfitRevisions": [""]}}
+MISTYPED: dict[str, Any] = {"uid": "typo", "created": 0, "state": "Pending", "status": {"unfitRevisions": [""]}}
 NETWORK: dict[str, Any] = {"labels": {"poc.gonka.ai/origin": "network"}}
 #: The network's daily rounds, the next one in ten minutes.
 BY_TIMES = [a_round(DAY * n - 600, DAY * n - 780, network=True) for n in (2, 1)]
@@ -249,6 +250,27 @@ def test_rounds_are_remembered_with_their_ends() -> None:
     assert remembered(paused, [work(uid="r1", state="Suspended")], NOW)[0].over_time == ago(2)
     assert remembered(paused, [work(uid="r1")], NOW)[0].over_time is None
     assert remembered(remembered(first, [], ago(1)), [], NOW)[0].over_time == ago(1)
+
+
+@pytest.mark.parametrize("ends", ["gone", "failed", "suspended"])
+def test_what_no_pod_has_begun_tells_nothing_of_the_next_round(ends: str) -> None:
+    """A mistyped round: as the last start it would let pods go shortly before the network's next round."""
+    pending = remembered(BY_TIMES, [work(**MISTYPED)], ago(5))
+    states = {"gone": None, "failed": "Failed", "suspended": "Suspended"}
+    never: dict[str, Any] = MISTYPED | {"state": states[ends], "status": {"startTime": None}}
+    left = [work(**never)] if ends != "gone" else []
+    after = remembered(pending, left, NOW)
+    assert [one.uid for one in after] == [one.uid for one in BY_TIMES]
+    found = blocker(after, left, [OLD_POD], NOW, 3600)
+    assert found is not None
+    assert found.startswith("a round, which is expected from 2026-01-01 12:10:00 UTC on")
+
+
+def test_a_round_that_was_begun_counts_whatever_becomes_of_it() -> None:
+    """Resumed, it starts anew; deleted, it has begun all the same."""
+    begun = remembered([], [work(uid="r1")], ago(5))
+    resumed = remembered(begun, [work(uid="r1", state="Pending")], ago(3))
+    assert [one.uid for one in remembered(resumed, [], NOW)] == ["r1"]
 
 
 def test_of_many_rounds_the_last_are_remembered() -> None:

@@ -29,6 +29,8 @@ ORPHANED_SECONDS = LEASE_SECONDS + 300 + 60
 #: Of the time between two turns no more counts: what happened meanwhile is seen step by step.
 TURN_SECONDS = 40.0
 SLACK_SECONDS = 5 * TURN_SECONDS
+#: So long a round that ends waits for pods that do not answer, and then for the gateway's last word.
+SILENT_END_SECONDS = 90 + 5
 
 
 def goes_before(one: PoCRound, other: PoCRound) -> bool:
@@ -130,8 +132,10 @@ class CheckedWorld(NamespaceWorld):
         spec, now, planned_at = snapshot.round.spec, snapshot.now, self.planned_at.get(loop.uid, self.seconds)
         self.planned_at[loop.uid] = self.seconds
         if after.outcome is not None and after.stop_time is not None:
-            ending = (now - after.stop_time).total_seconds()
-            assert after.state.finished or ending < spec.stop_deadline_seconds + DECISION_PATIENCE.total_seconds()
+            ending, patience = (now - after.stop_time).total_seconds(), DECISION_PATIENCE.total_seconds()
+            assert after.state.finished or ending < spec.stop_deadline_seconds + patience
+            heard = any(_is_heard(snapshot, slot) for slot in snapshot.round.status.assignments)
+            assert after.state.finished or heard or ending < SILENT_END_SECONDS + patience, f"{loop.uid} waits on"
             return
         if spec.active_deadline_seconds is not None and after.start_time is not None and after.stop_time is None:
             assert (now - after.start_time).total_seconds() < spec.active_deadline_seconds
@@ -192,6 +196,15 @@ class CheckedWorld(NamespaceWorld):
         super().pass_time(seconds)
         self.check_orphans()
 
+    def reap(self) -> None:
+        """Stop what nobody needs, after which no pod that answers computes for a round that is over or gone."""
+        super().reap()
+        for pod in self.known_pods():
+            round_ = self.store.rounds.get(pod.round_id or "")
+            over = pod.round_id not in (None, FOREIGN) and (round_ is None or round_.status.state.finished)
+            answers = pod.hears and pod.answers and pod.serves(self.seconds)
+            assert not (over and answers), f"{pod.uid} computes {pod.round_id} on, which is over"
+
     def check_orphans(self) -> None:
         """No pod that knows leases computes on for longer than its own after it lost its slot."""
         for pod in self.pods.values():
@@ -236,7 +249,15 @@ def _moved(before: Assignment, after: Assignment) -> bool:
 
 
 def _waits_for_receiver(slot: Assignment) -> bool:
-    return slot.state is SlotState.RUNNING and slot.end is not None and slot.next >= slot.end
+    """Whether the slot's pod has computed what it may, and delivers it."""
+    at_end = slot.end is not None and slot.next >= slot.end
+    return slot.state is SlotState.RUNNING and at_end and slot.delivered < slot.next
+
+
+def _is_heard(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    """Whether the slot's pod answers, or a request to it is on its way."""
+    report = snapshot.reports.get(slot.uid or "", PodReport())
+    return slot.state.active and (report.status is not None or report.in_flight)
 
 
 def _work_of(status: RoundStatus) -> RoundStatus:

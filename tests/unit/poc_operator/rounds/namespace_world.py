@@ -101,6 +101,7 @@ class NamespaceWorld:
         self.has_gateway = True
         self.gateway_answers = True
         self.watch_lags = False
+        self.late_seconds = 0.0  # by which polls come late
         self.made = 0
         self.liars: set[str] = set()  # pods that were polled while they lied
         self.operator = Operator(self)
@@ -127,7 +128,7 @@ class NamespaceWorld:
         if asked is None:
             return PodReport(error="no route to host", listens=False)
         if renewal is not None and asked.hears and asked.serves(self.seconds) and renewal.is_of(pod.uid, now):
-            asked.renew(renewal.round_id, renewal.seconds, self.seconds)
+            asked.renew(renewal.round_id, renewal.seconds, self.seconds + self.late_seconds)
         self.liars |= {pod.uid} if asked.lie is not None else set()
         # Without the gateway nobody can tell what was delivered.
         return asked.report(self.seconds, may_lie=self.has_gateway and self.gateway_answers)

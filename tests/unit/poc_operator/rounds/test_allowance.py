@@ -2,6 +2,7 @@
 """Rounds that stop after so many nonces: how far each slot may go."""
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -204,3 +205,26 @@ def test_a_slot_that_its_pod_refused_gets_another_allowance() -> None:
         (SlotState.WAITING, None),
         (SlotState.RUNNING, 100),
     ]
+
+
+@pytest.mark.parametrize(
+    ("idle", "shares"),
+    [(119, [60, 40]), (120, [60, 80])],
+)
+def test_what_a_silent_pod_keeps_others_get_once_nobody_works(idle: int, shares: list[int]) -> None:
+    """After ``stall.afterSeconds``. Its pod may come back, and what it delivers then is over and above."""
+    silent = slot("a", 0, state=SlotState.STALLED, next=30, end=60, delivered=20)
+    waits = slot("b", 1, next=40, end=40, delivered=40)
+    told = report("b", 1, next_index=40, end_index=40, delivered_index=40)
+    status = running(silent, waits).model_copy(update={"idle_time": NOW - timedelta(seconds=idle)})
+    assert ends(planned(status, PodReport(error="?", silent_seconds=500), told, after_nonces=100)) == shares
+
+
+def test_a_slot_that_is_bound_late_does_not_get_what_others_were_dealt() -> None:
+    """Nor does it compute without an end."""
+    lost = a_slot(None, state=SlotState.WAITING, node=0)
+    waits = slot("b", 1, next=40, end=40, delivered=40)
+    told = report("b", 1, next_index=40, end_index=40, delivered_index=40)
+    status = running(lost, waits).model_copy(update={"idle_time": NOW - timedelta(seconds=120)})
+    step = planned(status, says(session="s-a"), told, after_nonces=100)
+    assert ends(step) == [0, 100]

@@ -12,7 +12,6 @@ from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State
 from poc_operator.planning.snapshot import DeleteWork, StopPod
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.stop import STOP_PATIENCE
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, has, look, says
 from vllm_poc.wire.answers import PowState
 
@@ -117,9 +116,8 @@ def _outcome() -> object:
 
 def test_an_unreachable_pod_delays_the_end_only_so_long() -> None:
     stopping = a_status(a_slot(), stop_time=NOW, outcome=_outcome())
-    patience = STOP_PATIENCE.total_seconds()
-    early = plan(look(a_round(stopping), (a_pod("a"), None), after=patience - 1)).status
-    late = plan(look(a_round(stopping), (a_pod("a"), None), after=patience)).status
+    early = plan(look(a_round(stopping), (a_pod("a"), None), after=89)).status
+    late = plan(look(a_round(stopping), (a_pod("a"), None), after=90)).status
     assert (early.state, late.state) == (State.STOPPING, State.COMPLETE)
 
 

@@ -2,7 +2,7 @@
 """Every round ends: whatever states its slots have and whatever its pods answer, within times that its spec names."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.observed import Container, PodReport, PodView
+from poc_operator.planning.snapshot import Action, ExtendPod, StopPod
 from poc_operator.rounds.end import DECISION_PATIENCE
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import HISTORIES, NOW, a_pod, a_round, a_slot, a_status, look, says
@@ -139,6 +140,45 @@ def test_a_round_that_is_suspended_is_so_in_time(state: SlotState, answer: str) 
 def test_a_round_in_which_nothing_gets_on_ends(state: SlotState, answer: str) -> None:
     round_ = a_started_round((state,))
     assert seconds_to_end(round_, (answer,), WITHOUT_PROGRESS + AT_THE_END) is not None
+
+
+class DiligentPod:
+    """A pod that has computed and delivered all it may, whenever it is asked, and does what it is told."""
+
+    def __init__(self, slot: Assignment) -> None:
+        self.view = a_pod(slot.pod or "", uid=slot.uid)
+        self._told: dict[str, Any] = {"session": slot.session, "start_index": slot.start}
+        self._state, self._end = PowState.GENERATING, slot.end
+
+    def report(self) -> PodReport:
+        done: dict[str, Any] = dict.fromkeys(("next_index", "delivered_index", "end_index"), self._end)
+        return says(self._state, round_id="round-uid", **done, **self._told)
+
+    def obey(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, StopPod) and action.pod.uid == self.view.uid:
+                self._state = PowState.STOPPED
+            elif isinstance(action, ExtendPod) and action.pod.uid == self.view.uid:
+                self._end = action.request.end_index
+
+
+@pytest.mark.parametrize(("state", "answer"), COMBINATIONS)
+def test_what_one_pod_does_not_do_another_does_in_time(state: SlotState, answer: str) -> None:
+    """Whatever becomes of a slot, the other one gets its share, and so ``stop.afterNonces`` is reached."""
+    diligent = a_slot("q", group=1, session="s-q", next=100, delivered=100, end=100)
+    status = a_status(*slots_of(state), diligent, slots=2, groups=2)
+    round_ = a_round(status, **SPEC | {"stop": {"afterNonces": 1000}})
+    other = DiligentPod(diligent)
+    for after in range(0, UNREACHABLE + START + STARTUP + AT_THE_END, TURN):
+        seen = ANSWERS[answer]("p0", after)
+        step = plan(look(round_, *([seen] if seen is not None else []), (other.view, other.report()), after=after))
+        other.obey(step.actions)
+        if step.status.state.finished:
+            break
+        round_ = round_.model_copy(update={"status": step.status})
+    assert step.status.state is State.COMPLETE
+    assert step.status.outcome is not None
+    assert step.status.outcome.message.startswith("spec.stop.afterNonces of 1000 reached")
 
 
 _states = st.lists(st.sampled_from(list(SlotState)), min_size=1, max_size=3)

@@ -175,6 +175,10 @@ class NamespaceHistories(RuleBasedStateMachine):
         self.world.watch_lags = lags
         self.world.tell_of_pods()
 
+    @rule(seconds=st.sampled_from([0, 15]))
+    def polls_come_late_or_not(self, seconds: int) -> None:
+        self.world.late_seconds = seconds
+
     @rule(answers=st.booleans())
     def gateway_answers_or_not(self, answers: bool) -> None:
         self.world.gateway_answers = answers
