@@ -9,7 +9,7 @@ scheme. Who wants less motion sees the last screen, as does a program that knows
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -19,7 +19,7 @@ from hack.recording.cast import Cast
 from hack.toolchain.common import UserError
 
 MOST_BYTES = 300 * 1024
-#: Screens that last no longer are not shown; the last one stays for so long.
+#: Every screen lasts so many seconds or more, what comes sooner is of the next; the last one stays for so long.
 SHORTEST, LAST_SECONDS = 0.1, 6.0
 #: Pixels of a cell, around the screen, and of letters.
 CELL_WIDTH, CELL_HEIGHT, MARGIN, LETTERS = 8.4, 18, 14, 14
@@ -62,19 +62,18 @@ class Screen:
 
 
 def screens(cast: Cast) -> list[Screen]:
-    """Return the screens of a recording that differ from the one before, without those that are gone at once."""
+    """Return the screens of a recording that differ from the one before, ten in a second at most."""
     terminal = pyte.Screen(cast.columns, cast.rows)
     stream = pyte.Stream(terminal)
     found: list[Screen] = []
-    for place, (at, text) in enumerate(cast.events):
+    moments = [int(at / SHORTEST) for at, _ in cast.events]
+    for (_, text), (moment, following) in zip(cast.events, pairwise([*moments, -1]), strict=True):
         stream.feed(text)
-        until = cast.events[place + 1][0] if place + 1 < len(cast.events) else cast.seconds + LAST_SECONDS
-        since = found[-1].at if found else 0.0
-        if place + 1 < len(cast.events) and until - since < SHORTEST:
+        if moment == following:
             continue
         rows = tuple(_row(terminal.buffer[line], cast.columns) for line in range(cast.rows))
         if not found or rows != found[-1].rows:
-            found.append(Screen(at, rows))
+            found.append(Screen(moment * SHORTEST, rows))
     return found
 
 
