@@ -24,9 +24,9 @@ COLUMNS, ROWS = 112, 30
 #: What is typed; the round ends by itself.
 COMMANDS = (
     f"kubectl -n {NAMESPACE} get pocfleets",
-    f"kubectl poc -n {NAMESPACE} round create -f docs/examples/round.yaml --name {ROUND} --seconds 20 --watch",
-    f"kubectl poc -n {NAMESPACE} explain {ROUND}",
-    f"kubectl poc -n {NAMESPACE} round results {ROUND}",
+    f"kubectl poc round create -n {NAMESPACE} -f docs/examples/round.yaml --name {ROUND} --seconds 20 --watch",
+    f"kubectl poc explain -n {NAMESPACE} {ROUND}",
+    f"kubectl poc round results -n {NAMESPACE} {ROUND}",
 )
 #: Seconds of one command, and of the whole recording.
 COMMAND_SECONDS, MOST_SECONDS = 45.0, 60.0

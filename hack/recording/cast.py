@@ -75,9 +75,11 @@ class Recorder:
             self._put(letter)
         time.sleep(ENTER_SECONDS)
         self._put("\r\n")
+        before = len(self.cast.events)
         code = self._run(["bash", "-c", command], limit)
         if code != 0:
-            raise UserError(f"{command} ended with exit status {code}: look why, then record again.")
+            told = "".join(text for _, text in self.cast.events[before:])
+            raise UserError(f"{command} ended with exit status {code}: mend it, then record again. It said:\n{told}")
         time.sleep(REST_SECONDS)
 
     def _put(self, text: str) -> None:

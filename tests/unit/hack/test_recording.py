@@ -57,8 +57,8 @@ def test_moments_are_those_of_the_output(recorder: Recorder) -> None:
 
 
 def test_a_command_that_fails_is_no_recording(recorder: Recorder) -> None:
-    with pytest.raises(UserError, match=r"exit 3 ended with exit status 3: look why"):
-        recorder.run("exit 3", 10)
+    with pytest.raises(UserError, match=r"exit 3 ended with exit status 3: mend it, .* It said:\nno such thing"):
+        recorder.run("echo no such thing; exit 3", 10)
 
 
 def test_a_command_that_does_not_end_is_ended(recorder: Recorder, tmp_path: Path) -> None:

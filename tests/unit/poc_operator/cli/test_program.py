@@ -2,6 +2,8 @@
 """The commands, from their words to what they print and to what they ask the cluster."""
 
 import json
+import re
+import shlex
 import threading
 import time
 import tomllib
@@ -94,6 +96,45 @@ def test_explain_takes_kinds_in_front_of_names(run: Run) -> None:
     assert run("explain", "pocr/round-1").out.startswith("PoCRound poc/round-1\n")
     done = run("explain", "moon/demo")
     assert (done.code, done.err) == (2, 'error: "moon" is no kind: use round, fleet, validation or calibration\n')
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "round-2"),
+        ("round", "watch", "round-2", "-o", "json"),
+        ("fleet", "rollout", "status", "demo-2"),
+        ("status",),
+    ],
+)
+def test_options_of_kubectl_stand_before_the_command_or_behind_it(
+    run: Run, api: ApiPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    other = {path.replace("/poc/", "/other/"): answer for path, answer in seen.a_cluster().items()}
+    rounds, fleets = (path.replace("/poc/", "/other/") for path in (seen.ROUNDS, seen.FLEETS))
+    ended = seen.a_round("round-2", state="Complete", running=0)
+    api.answers |= {**other, rounds: [ended], f"{rounds}/round-2": ended, f"{fleets}/demo-2": seen.a_fleet("demo-2")}
+    monkeypatch.delenv("KUBECONFIG")
+    options = ("-n", "other", "--kubeconfig", str(tmp_path / "config"), "--context", "test")
+    before, behind = run(*options, *words), run(*words, *options)
+    assert (before.code, behind.code) == (0, 0), before.err
+    assert before.out == behind.out
+    assert run("-n", "moon", *words, *options).out == behind.out  # behind the command it wins
+
+
+def _printed() -> list[str]:
+    """Return what stands behind ``kubectl poc`` wherever we print it, with x for what is filled in."""
+    sources = [*ROOT.glob("operator/**/*.py"), *ROOT.glob("operator/**/*.js"), *ROOT.glob("hack/demo/*.py")]
+    texts = [path.read_text() for path in [*sources, *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]]
+    found = {words for text in texts for words in re.findall(r"kubectl poc ((?:-n \S+ )?[a-z-][^`\"'\n,;|:#(]*)", text)}
+    return sorted({re.sub(r"\$?\{[^}]*\}", "x", words).strip() for words in found})
+
+
+def test_each_command_that_we_print_is_taken(run: Run) -> None:
+    printed = _printed()
+    assert len(printed) > 25
+    refused = {words: done.err for words in printed if (done := run(*shlex.split(words), "--help")).code}
+    assert refused == {}
 
 
 def test_errors_are_one_sentence_and_have_a_code(run: Run, api: ApiPaths, tmp_path: Path) -> None:
