@@ -21,8 +21,9 @@ from hack.toolchain.common import UserError
 MOST_BYTES = 300 * 1024
 #: Every screen lasts so many seconds or more, what comes sooner is of the next; the last one stays for so long.
 SHORTEST, LAST_SECONDS = 0.1, 6.0
-#: Pixels of a cell, around the screen, and of letters.
-CELL_WIDTH, CELL_HEIGHT, MARGIN, LETTERS = 8.4, 18, 14, 14
+#: Pixels of a cell, around the screen, of letters, and from the top of a cell to their line. A cell is as high as a
+#: full block of most fonts, so that columns of blocks join.
+CELL_WIDTH, CELL_HEIGHT, MARGIN, LETTERS, _BASE = 8.4, 16, 14, 14, 13
 _WORDS = re.compile(r"\S+(?: \S+)*")
 _FONTS = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 #: Colours of text in the light and the dark scheme, each with a contrast of 4.5 or more to its ground.
@@ -163,7 +164,7 @@ def _text(run: Run) -> str:
     wide = round(len(run.text) * CELL_WIDTH, 1)
     names = [run.colour] * (run.colour != "text") + ["b"] * run.bold
     style = f' class="{" ".join(names)}"' if names else ""
-    place = f'x="{round(run.column * CELL_WIDTH, 1):g}" y="{LETTERS}" textLength="{wide:g}"'
+    place = f'x="{round(run.column * CELL_WIDTH, 1):g}" y="{_BASE}" textLength="{wide:g}"'
     return f'<text{style} {place} lengthAdjust="spacingAndGlyphs">{escape(run.text)}</text>'
 
 

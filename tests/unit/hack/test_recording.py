@@ -196,6 +196,13 @@ def test_the_commands_are_those_of_the_repository(tmp_path: Path, monkeypatch: p
     assert str(tmp_path / "config") in told
 
 
+def test_the_picture_of_the_readme_is_drawn_from_its_recording() -> None:
+    recorded = read(program.CAST)
+    assert recorded.seconds <= program.MOST_SECONDS
+    assert program.PICTURE.read_text() == animation.draw(recorded)
+    assert all(command in re.sub(r"\x1b\[[0-9;]*m", "", _text(recorded)) for command in program.COMMANDS)
+
+
 def test_a_recording_ends_within_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl, asked = tmp_path / "kubectl", tmp_path / "asked"
     kubectl.write_text(f'#!/bin/sh\necho "$*" >> {asked}\n')
