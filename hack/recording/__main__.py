@@ -20,7 +20,7 @@ from hack.toolchain.common import UserError, main
 CAST, PICTURE = ROOT / "docs" / "images" / "recording.cast", ROOT / "docs" / "images" / "recording.svg"
 ROUND = "recording"
 TITLE = "A round of Proof of Compute with kubectl poc"
-COLUMNS, ROWS = 112, 30
+COLUMNS, ROWS = 128, 38
 #: What is typed; the round ends by itself.
 COMMANDS = (
     f"kubectl -n {NAMESPACE} get pocfleets",
