@@ -88,6 +88,10 @@ chromium:
 screenshots: .venv/.lock chromium ## Take the docs' pictures of the web page anew
 	PYTHONPATH=operator:image:. .venv/bin/python -m hack.screenshots
 
+.PHONY: recording
+recording: .venv/.lock ## Record the README's picture of a terminal anew, on the demo's cluster (CLUSTER=current)
+	PYTHONPATH=operator:image:. .venv/bin/python -m hack.recording --cluster $(CLUSTER) $(if $(CAST),--cast $(CAST))
+
 .PHONY: test-docs
 test-docs: .venv/.lock ## Blocks of README and docs/, the chart, alerts, dashboards; builds Helm and promtool where they are missing
 	@$(call tests,.venv/bin/pytest $(PROCESSES) tests/docs tests/monitoring tests/chart -m 'not cluster')

@@ -210,6 +210,21 @@ class Summary(BaseModel):
     slots: list[SlotArrivals]
 
 
+class Rates(BaseModel):
+    """How fast results arrived, from the first to the last of them, in spans of ``seconds`` each.
+
+    ``rates`` are results per second, of no span if all results arrived at one moment. If ``sampled`` they are estimated
+    from ``counted`` results, evenly over the nonces of each slot.
+    """
+
+    first_arrival: datetime | None
+    last_arrival: datetime | None
+    seconds: float
+    rates: list[float]
+    counted: int
+    sampled: bool
+
+
 class Conflict(BaseModel):
     """A result that arrived for a nonce whose stored result is another one, and the pods that delivered the two.
 

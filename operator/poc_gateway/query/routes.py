@@ -19,6 +19,7 @@ from poc_gateway.query.messages import (
     ArtifactsQuery,
     ConflictPage,
     ConflictsQuery,
+    Rates,
     RoundDetail,
     RoundEntry,
     RoundPage,
@@ -27,7 +28,7 @@ from poc_gateway.query.messages import (
     SampleQuery,
     Summary,
 )
-from poc_gateway.query.summary import draw, summarise
+from poc_gateway.query.summary import draw, rates, summarise
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_operator.apis.v1alpha1.validation import Proof
@@ -78,6 +79,10 @@ class Results:
         """Tell a round's counts and arrivals, and how its distances, its vectors' norms or its indices are spread."""
         found = await summarise(self._database, await self._known(namespace, name, query))
         return found.model_copy(update={"round": self._told(found.round)})
+
+    async def rates(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> Rates:
+        """Tell how fast a round's results arrived over time; of a large round it is estimated."""
+        return await self._database.read(lambda one: rates(one, _find(one, namespace, name, query)))
 
     async def conflicts(self, namespace: str, name: str, query: Annotated[ConflictsQuery, Query()]) -> ConflictPage:
         """List results that arrived for nonces with another result."""
@@ -153,6 +158,7 @@ def router(database: Database, *, limits: bool) -> APIRouter:
     routes.get(one, responses=of_round)(results.round)
     routes.get(f"{one}/progress", responses=of_round)(results.progress)
     routes.get(f"{one}/summary", responses=of_round)(results.summary)
+    routes.get(f"{one}/rates", responses=of_round)(results.rates)
     routes.get(f"{one}/conflicts", responses=of_round, response_model_exclude_none=True)(results.conflicts)
     routes.get(f"{one}/sample", responses=of_round, response_model_exclude_none=True)(results.sample)
     routes.get(f"{one}/artifacts", responses=exports, response_class=StreamingResponse)(results.artifacts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round at a glance: counts, arrivals, how its values are spread, and a sample of its artifacts.
+"""A round at a glance: counts, arrivals, how its values are spread, how fast they came, and a sample of its artifacts.
 
 A sample is drawn at random, evenly over the slots, without reading all of them.
 """
@@ -7,8 +7,9 @@ A sample is drawn at random, evenly over the slots, without reading all of them.
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
+from datetime import datetime
 from random import Random
 
 from sqlalchemy import Connection, Row, func, select
@@ -16,7 +17,7 @@ from sqlalchemy import Connection, Row, func, select
 from poc_gateway.query import queries
 from poc_gateway.query.cursor import positions
 from poc_gateway.query.export import arrow, chunks, rows_within
-from poc_gateway.query.messages import ArtifactsQuery, Histogram, RoundEntry, SlotArrivals, Summary
+from poc_gateway.query.messages import ArtifactsQuery, Histogram, Rates, RoundEntry, SlotArrivals, Summary
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound
@@ -28,6 +29,9 @@ SAMPLED_VALUES = 1_000
 MOST_COUNTED = 1_000_000
 #: Upper end of the histogram of norms; an honest vector's is 1.
 _LARGEST_NORM = 2.0
+
+#: Spans of time that rates are told for, none shorter than a second, and results that they are estimated from.
+MOST_SPANS, SAMPLED_ARRIVALS = 60, 1_200
 
 #: Vectors of one sample: all of them are held in memory at once, and then as text.
 SAMPLE_BYTES = 8 * 2**20
@@ -41,8 +45,7 @@ _COLUMNS = select(_TABLE.nonce, _TABLE.vector, _TABLE.distance).order_by(_TABLE.
 async def summarise(database: Database, known: KnownRound) -> Summary:
     """Return the summary of a round; DatabaseError if the database fails."""
     entry, slots = await database.read(lambda connection: _counts(connection, known))
-    first = min((slot.first_arrival for slot in slots if slot.first_arrival), default=None)
-    last = max((slot.last_arrival for slot in slots if slot.last_arrival), default=None)
+    first, last = _ends(slots)
     seconds = (last - first).total_seconds() if first and last else 0.0
     return Summary(
         round=entry,
@@ -51,6 +54,36 @@ async def summarise(database: Database, known: KnownRound) -> Summary:
         rate=round(entry.stored / seconds, 3) if seconds > 0 else None,
         histogram=await _histogram(database, known, entry.stored),
         slots=slots,
+    )
+
+
+def _ends(slots: Iterable[SlotArrivals]) -> tuple[datetime | None, datetime | None]:
+    first = min((slot.first_arrival for slot in slots if slot.first_arrival), default=None)
+    last = max((slot.last_arrival for slot in slots if slot.last_arrival), default=None)
+    return first, last
+
+
+def rates(connection: Connection, known: KnownRound) -> Rates:
+    """Return how fast the results of a round arrived over time; of a large round it is estimated from some of them."""
+    slots = queries.slot_arrivals(connection, known)
+    first, last = _ends(slots)
+    stored = {slot.slot: slot.stored for slot in slots}
+    arrived = _arrived(connection, known, stored)
+    began = first.timestamp() if first else 0.0
+    span = last.timestamp() - began if last else 0.0
+    spans = max(1, min(MOST_SPANS, int(span))) if span > 0 else 0
+    counts = [0.0] * spans
+    for moment, weight in arrived if spans else ():
+        place = int((moment / 1000 - began) / span * spans)
+        # What arrived late may lie outside of what the first and the last nonce tell.
+        counts[max(0, min(place, spans - 1))] += weight
+    return Rates(
+        first_arrival=first,
+        last_arrival=last,
+        seconds=round(span / spans, 3) if spans else 0.0,
+        rates=[float(f"{count * spans / span:.5g}") for count in counts],
+        counted=len(arrived),
+        sampled=len(arrived) < sum(stored.values()),
     )
 
 
@@ -136,10 +169,7 @@ def _draw_from(connection: Connection, known: KnownRound, offset: int, count: in
     if not count:
         return ()
     here = _TABLE.slot_id == known.slots[offset]
-    # Each by itself: SQLite looks through the whole slot for both at once.
-    first, last = (
-        connection.execute(select(end(_TABLE.nonce)).where(here)).scalar_one() for end in (func.min, func.max)
-    )
+    first, last = _nonce_ends(connection, known.slots[offset])
     aims = random.sample(range(first, last + 1, known.terms.node_count * known.terms.n_groups), count)
     drawn, free = list[Drawn](), first
     for aim in sorted(aims):
@@ -154,3 +184,45 @@ def _draw_from(connection: Connection, known: KnownRound, offset: int, count: in
         front = connection.execute(_COLUMNS.where(here).limit(count))
         drawn += [each for each in front if each.nonce not in taken][: count - len(drawn)]
     return sorted(drawn, key=lambda each: each.nonce)
+
+
+def _arrived(connection: Connection, known: KnownRound, stored: Mapping[int, int]) -> Sequence[tuple[int, float]]:
+    """Return when results arrived, in milliseconds, each with how many of the round it stands for."""
+    random = Random(f"{known.terms.uid}/arrivals")  # noqa: S311 - an even choice, not a secret
+    shares = share(stored, SAMPLED_ARRIVALS, random)
+    # With more slots than that some give none: the others stand for them.
+    scale = sum(stored.values()) / max(1, sum(stored[offset] for offset in shares if shares[offset]))
+    found = list[tuple[int, float]]()
+    for offset in (each for each in shares if shares[each]):
+        moments = _moments(
+            connection, known.slots[offset], shares[offset], random, every=shares[offset] == stored[offset]
+        )
+        found += [(moment, scale * stored[offset] / len(moments)) for moment in moments]
+    return found
+
+
+def _moments(connection: Connection, slot_id: int, count: int, random: Random, *, every: bool) -> Sequence[int]:
+    """Return when ``count`` results of a slot arrived, evenly over its nonces; fewer, if nonces are missing."""
+    here = _TABLE.slot_id == slot_id
+    if every:
+        return list(connection.scalars(select(_TABLE.received_at).where(here)))
+    first, last = _nonce_ends(connection, slot_id)
+    step = (last + 1 - first) / count
+    start, query = first + random.random() * step, select(_TABLE.nonce, _TABLE.received_at).where(here)
+    # Two aims in a gap find the same result: it counts once.
+    found = dict[int, int]()
+    for place in range(count):
+        aim = int(start + place * step)
+        row = connection.execute(query.where(_TABLE.nonce >= aim).order_by(_TABLE.nonce).limit(1)).first()
+        if row is not None:
+            found[row.nonce] = row.received_at
+    return list(found.values())
+
+
+def _nonce_ends(connection: Connection, slot_id: int) -> tuple[int, int]:
+    # Each by itself: SQLite looks through the whole slot for both at once.
+    here = _TABLE.slot_id == slot_id
+    first, last = (
+        connection.execute(select(end(_TABLE.nonce)).where(here)).scalar_one() for end in (func.min, func.max)
+    )
+    return first, last

@@ -15,13 +15,23 @@ from poc_operator.cli.output import Format
 
 def _names(context: typer.Context, kind: type[Resource]) -> list[str]:
     """Return the names of a kind's objects, as far as the cluster tells: completion says no errors."""
-    given = context.params
-    kubeconfig = given.get("kubeconfig")
+    kubeconfig = _given(context, "kubeconfig")
     try:
-        cluster = connect(given.get("context"), given.get("namespace"), Path(kubeconfig) if kubeconfig else None)
+        cluster = connect(
+            _given(context, "context"), _given(context, "namespace"), Path(kubeconfig) if kubeconfig else None
+        )
         return [found.metadata.name for found in cluster.objects(kind, cluster.namespace)]
     except UserError:
         return []
+
+
+def _given(context: typer.Context, name: str) -> str | None:
+    """Return an option that stands behind the command, or before it."""
+    found = context.params.get(name)
+    above = context.parent
+    while not found and above is not None:
+        found, above = above.params.get(name), above.parent
+    return found
 
 
 def complete_round(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -6,8 +6,8 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -33,7 +33,6 @@ _NO_FILES = ":4"
 
 app = typer.Typer(
     name=PROGRAM,
-    help="Fleets of vLLM pods and Proof-of-Compute rounds: what they do, why, and what to do next.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -44,6 +43,22 @@ app.command()(check)
 app.command()(bundle_commands.bundle)
 app.command()(work_commands.validate)
 app.command()(work_commands.calibrate)
+
+
+@app.callback()
+def before_the_command(
+    ctx: typer.Context, context: Context = None, kubeconfig: Kubeconfig = None, namespace: Namespace = None
+) -> None:
+    """Fleets of vLLM pods and Proof-of-Compute rounds: what they do, why, and what to do next."""
+    # As with kubectl, these may stand before the command, as in all the commands that we print. Behind it they win.
+    given = {"context": context, "kubeconfig": kubeconfig and str(kubeconfig), "namespace": namespace}
+    ctx.default_map = _defaults(ctx.command, {name: value for name, value in given.items() if value})
+
+
+def _defaults(command: object, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return what each command below takes unless it is told otherwise."""
+    below = getattr(command, "commands", {})
+    return dict(given) | {name: _defaults(one, given) for name, one in below.items()}
 
 
 @app.command()

@@ -15,7 +15,7 @@ from rich.text import Text
 from poc_operator.apis.v1alpha1.meta import API_VERSION, Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import State
-from poc_operator.cli import gateway_proxy, output
+from poc_operator.cli import gateway_proxy, output, plots
 from poc_operator.cli.cluster import FAILED, Cluster, NotFound, UserError, collection, connect
 from poc_operator.cli.looking import now, overviews
 from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace, Output, RoundName
@@ -29,7 +29,6 @@ app = typer.Typer(help="Create rounds, watch them, read and export their results
 WATCH_SECONDS = 2.0
 #: Set as ``fieldManager`` of what the plugin creates.
 MANAGER = "kubectl-poc"
-_BAR = 40
 
 
 @app.command()
@@ -156,16 +155,31 @@ def _looks(cluster: Cluster, name: str, namespace: str) -> Iterator[Overview]:
 def results(
     name: RoundName,
     *,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Also draw the rate over time and the histogram into this new file.")
+    ] = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     namespace: Namespace = None,
     gateway: GatewayPlace = None,
     format_: Output = Format.TABLE,
 ) -> None:
-    """Show what the gateway has of a round: counts, how values are spread, what is forwarded, conflicts."""
+    """Show what the gateway has of a round: counts, rate over time, a histogram, what is forwarded, conflicts."""
+    if png is not None:
+        plots.check_png(png)
     cluster = connect(context, namespace, kubeconfig)
-    asked = gateway_proxy.find(cluster, gateway)
-    route = f"/rounds/{cluster.namespace}/{name}"
+    found = _read_results(gateway_proxy.find(cluster, gateway), cluster.namespace, name)
+    if format_ is not Format.TABLE:
+        output.show(found, format_)
+    else:
+        sys.stdout.write("\n".join(result_lines(found)) + "\n")
+    if png is not None:
+        plots.write_png(png, found["summary"], found["rates"])
+        sys.stderr.write(f"plots drawn into {png}\n")
+
+
+def _read_results(asked: gateway_proxy.Gateway, namespace: str, name: str) -> dict[str, Any]:
+    route = f"/rounds/{namespace}/{name}"
     try:
         found = {
             "summary": asked.get(f"{route}/summary"),
@@ -173,11 +187,11 @@ def results(
             "conflicts": asked.get(f"{route}/conflicts", {"limit": "10"})["conflicts"],
         }
     except NotFound as error:
-        raise _unknown(asked, cluster.namespace, name) from error
-    if format_ is not Format.TABLE:
-        output.show(found, format_)
-        return
-    sys.stdout.write("\n".join(result_lines(found)) + "\n")
+        raise _unknown(asked, namespace, name) from error
+    try:
+        return {**found, "rates": asked.get(f"{route}/rates")}
+    except NotFound:  # a gateway older than the plugin has no such route
+        return {**found, "rates": None}
 
 
 def _unknown(asked: gateway_proxy.Gateway, namespace: str, name: str) -> NotFound:
@@ -200,7 +214,7 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
     if known["limit_reached"]:
         lines.append(f"new results are not stored: {known['limit_reached']}")
     lines += [f"{key.replace('_', ' ')}: {value}" for key, value in _told(found["forwarding"])]
-    lines += ["", *histogram_lines(summary["histogram"])]
+    lines += ["", *plots.rate_lines(found["rates"]), "", *plots.histogram_lines(summary["histogram"])]
     conflicts = found["conflicts"]
     if conflicts:
         lines += ["", "First conflicts:"]
@@ -211,21 +225,6 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
 def _told(forwarding: Mapping[str, Any]) -> list[tuple[str, Any]]:
     wanted = ("receiver", "backlog", "expired", "abandoned", "last_error")
     return [(key, forwarding[key]) for key in wanted if forwarding.get(key)]
-
-
-def histogram_lines(histogram: Mapping[str, Any]) -> list[str]:
-    """Return a histogram as bars of text."""
-    counts, edges = histogram["counts"], histogram["edges"]
-    most = max([*counts, histogram["above"], 1])
-    sampled = ", a sample" if histogram["sampled"] else ""
-    lines = [f"{histogram['quantity']} of {number(histogram['counted'])} results{sampled}"]
-    for low, high, count in zip(edges, edges[1:], counts, strict=False):
-        lines.append(f"  {low:.4f} to {high:.4f}  {'█' * round(_BAR * count / most):<{_BAR}} {number(count)}")
-    if histogram["above"]:
-        lines.append(
-            f"  {'above':<16}  {'█' * round(_BAR * histogram['above'] / most):<{_BAR}} {number(histogram['above'])}"
-        )
-    return lines
 
 
 @app.command()

@@ -105,6 +105,7 @@ CASES: dict[str, Case] = {
     "arrivals": queries.slot_arrivals,
     "conflicts": lambda one, known: queries.conflict_page(one, known, ConflictsQuery()),
     "sample": lambda one, known: summary.draw(one, known, 200, "seed"),
+    "rates": summary.rates,
     "chunk of an export": _export,
     "cursor of an export": _continue,
     "gauges": _gauges,

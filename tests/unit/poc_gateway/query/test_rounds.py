@@ -57,7 +57,14 @@ async def test_a_round_that_is_being_deleted_is_gone(database: Database, client:
     assert (await client.get(ROUND)).json()["round"]["uid"] == older.terms.uid
     sample = {"nonces": "9", "seed": "a"}
     assert len((await client.get(f"{ROUND}/sample", params=sample)).json()) == 2
-    for end, needed in (("", {}), ("/summary", {}), ("/conflicts", {}), ("/sample", sample), ("/artifacts", {})):
+    for end, needed in (
+        ("", {}),
+        ("/summary", {}),
+        ("/rates", {}),
+        ("/conflicts", {}),
+        ("/sample", sample),
+        ("/artifacts", {}),
+    ):
         answer = await client.get(f"{ROUND}{end}", params={"uid": "uid-1", **needed})
         assert (answer.status_code, answer.json()["reason"]) == (404, "RoundUnknown")
 
@@ -108,7 +115,7 @@ async def test_the_newest_round_of_a_name_unless_its_uid_says_another(database: 
     assert await database.read(lambda connection: newest(connection, "ns", "none")) is None
 
 
-@pytest.mark.parametrize("end", ["", "/summary", "/conflicts", "/artifacts", "/sample?seed=1", "?uid=uid-2"])
+@pytest.mark.parametrize("end", ["", "/summary", "/rates", "/conflicts", "/artifacts", "/sample?seed=1", "?uid=uid-2"])
 async def test_unknown_rounds(database: Database, client: AsyncClient, end: str) -> None:
     await store(database, a_round("uid-2"), ())
     answer = await client.get(f"/rounds/ns/round-uid-1{end}")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects as the API server has them, for tests of ``kubectl poc``."""
 
+import base64
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -127,6 +129,46 @@ def a_service() -> dict[str, Any]:
     return {
         "metadata": {"name": "gateway", "namespace": "poc-system"},
         "spec": {"ports": [{"name": "inside", "port": 8080}]},
+    }
+
+
+def a_gateway() -> dict[str, Any]:
+    """Return the answers of a cluster with a gateway, whose token of people is ``people``."""
+    secret = {"valueFrom": {"secretKeyRef": {"name": "tokens", "key": "token"}}}
+    spec = {"containers": [{"name": "gateway", "env": [{"name": "POC_GATEWAY_TOKEN", **secret}]}]}
+    encoded = base64.b64encode(b"people,older").decode()
+    return {
+        "/api/v1/services": [a_service()],
+        "/apis/apps/v1/namespaces/poc-system/deployments/gateway": a_deployment("gateway", spec=spec),
+        "/api/v1/namespaces/poc-system/secrets/tokens": {"data": {"token": encoded}},
+    }
+
+
+def stored_results(
+    counts: Sequence[int] = (0, 400), rates: Sequence[float] = (10.0, 30.0, 0.0, 20.0), seconds: float = 5.0
+) -> dict[str, Any]:
+    """Return the answers of the gateway about results of the round: their histogram, and their rate in each span."""
+    stored, route = sum(counts), f"{GATEWAY}/rounds/poc/round-1"
+    known = {"namespace": "poc", "name": "round-1", "stored": stored, "slots": 2, "duplicates": 0, "conflicts": 1}
+    edges = [float(place) for place in range(len(counts) + 1)]
+    histogram = {"quantity": "vector norm", "edges": edges, "counts": list(counts), "above": 0, "counted": stored}
+    arrivals = {"first_arrival": "2026-01-01T08:00:00Z", "last_arrival": "2026-01-01T08:00:20.500000Z"}
+    return {
+        f"{route}/summary": {
+            "round": {**known, "dead": 0, "forwarded": 300, "limit_reached": None},
+            **arrivals,
+            "rate": 99.5,
+            "histogram": {**histogram, "sampled": True},
+        },
+        f"{route}/rates": {
+            **arrivals,
+            "seconds": seconds,
+            "rates": list(rates),
+            "counted": stored,
+            "sampled": False,
+        },
+        f"{route}/forwarding": {"backlog": 100, "last_error": "HTTP 503"},
+        f"{route}/conflicts": {"conflicts": [{"nonce": 5, "pod": "a", "stored_pod": "b"}]},
     }
 
 

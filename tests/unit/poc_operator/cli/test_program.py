@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands, from their words to what they print and to what they ask the cluster."""
 
-import base64
 import json
+import re
+import shlex
 import threading
 import time
 import tomllib
@@ -97,6 +98,45 @@ def test_explain_takes_kinds_in_front_of_names(run: Run) -> None:
     assert (done.code, done.err) == (2, 'error: "moon" is no kind: use round, fleet, validation or calibration\n')
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "round-2"),
+        ("round", "watch", "round-2", "-o", "json"),
+        ("fleet", "rollout", "status", "demo-2"),
+        ("status",),
+    ],
+)
+def test_options_of_kubectl_stand_before_the_command_or_behind_it(
+    run: Run, api: ApiPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    other = {path.replace("/poc/", "/other/"): answer for path, answer in seen.a_cluster().items()}
+    rounds, fleets = (path.replace("/poc/", "/other/") for path in (seen.ROUNDS, seen.FLEETS))
+    ended = seen.a_round("round-2", state="Complete", running=0)
+    api.answers |= {**other, rounds: [ended], f"{rounds}/round-2": ended, f"{fleets}/demo-2": seen.a_fleet("demo-2")}
+    monkeypatch.delenv("KUBECONFIG")
+    options = ("-n", "other", "--kubeconfig", str(tmp_path / "config"), "--context", "test")
+    before, behind = run(*options, *words), run(*words, *options)
+    assert (before.code, behind.code) == (0, 0), before.err
+    assert before.out == behind.out
+    assert run("-n", "moon", *words, *options).out == behind.out  # behind the command it wins
+
+
+def _printed() -> list[str]:
+    """Return what stands behind ``kubectl poc`` wherever we print it, with x for what is filled in."""
+    sources = [*ROOT.glob("operator/**/*.py"), *ROOT.glob("operator/**/*.js"), *ROOT.glob("hack/demo/*.py")]
+    texts = [path.read_text() for path in [*sources, *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]]
+    found = {words for text in texts for words in re.findall(r"kubectl poc ((?:-n \S+ )?[a-z-][^`\"'\n,;|:#(]*)", text)}
+    return sorted({re.sub(r"\$?\{[^}]*\}", "x", words).strip() for words in found})
+
+
+def test_each_command_that_we_print_is_taken(run: Run) -> None:
+    printed = _printed()
+    assert len(printed) > 25
+    refused = {words: done.err for words in printed if (done := run(*shlex.split(words), "--help")).code}
+    assert refused == {}
+
+
 def test_errors_are_one_sentence_and_have_a_code(run: Run, api: ApiPaths, tmp_path: Path) -> None:
     done = run("explain", "nothing")
     assert done.code == 4
@@ -120,19 +160,8 @@ def test_an_unexpected_error_shows_no_traceback(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("error: this is a defect of the plugin (KeyError: 'x')")
 
 
-def _with_gateway(api: ApiPaths) -> None:
-    secret = {"valueFrom": {"secretKeyRef": {"name": "tokens", "key": "token"}}}
-    spec = {"containers": [{"name": "gateway", "env": [{"name": "POC_GATEWAY_TOKEN", **secret}]}]}
-    encoded = base64.b64encode(b"people,older").decode()
-    api.answers |= {
-        "/api/v1/services": [seen.a_service()],
-        "/apis/apps/v1/namespaces/poc-system/deployments/gateway": seen.a_deployment("gateway", spec=spec),
-        "/api/v1/namespaces/poc-system/secrets/tokens": {"data": {"token": encoded}},
-    }
-
-
 def test_explain_tells_what_keeps_results_in_the_gateway_or_out_of_it(run: Run, api: ApiPaths) -> None:
-    _with_gateway(api)
+    api.answers |= seen.a_gateway()
     told = {"receiver": "https://network:1/x", "backlog": 300, "last_error": "HTTP 502: Bad Gateway"}
     api.answers |= {
         f"{seen.GATEWAY}/health": {"status": "OK", "storage": "full"},
@@ -161,7 +190,7 @@ def test_explain_tells_what_keeps_results_in_the_gateway_or_out_of_it(run: Run, 
     ],
 )
 def test_explain_goes_on_without_the_gateway(run: Run, api: ApiPaths, path: str, answer: Any) -> None:  # noqa: ANN401
-    _with_gateway(api)
+    api.answers |= seen.a_gateway()
     told = {"receiver": None, "backlog": 0, "last_error": None}
     api.answers |= {
         f"{seen.GATEWAY}/health": {"status": "OK"},
@@ -192,7 +221,7 @@ def test_a_full_disk_is_told_of_rounds_that_it_keeps_from_delivering(
     *,
     told: bool,
 ) -> None:
-    _with_gateway(api)
+    api.answers |= seen.a_gateway()
     known = {"receiver": None, "backlog": 0, "last_error": None}
     api.answers |= {
         f"{seen.API}/pocrounds/round-1": seen.a_round(**status),
@@ -205,7 +234,7 @@ def test_a_full_disk_is_told_of_rounds_that_it_keeps_from_delivering(
 
 @pytest.mark.parametrize("status", [{"state": "Complete"}, {"degraded": "ResultsConflict"}, {}])
 def test_a_gateway_that_is_named_is_named_in_the_next_command(run: Run, api: ApiPaths, status: dict[str, Any]) -> None:
-    _with_gateway(api)
+    api.answers |= seen.a_gateway()
     failing = {"receiver": "https://network:1/x", "backlog": 0 if status else 300, "last_error": "HTTP 502"}
     conditions = [seen.condition("Degraded", "True", "ResultsConflict", "differ")] if "degraded" in status else []
     api.answers |= {
@@ -222,7 +251,7 @@ def test_a_gateway_that_is_named_is_named_in_the_next_command(run: Run, api: Api
 
 def test_explain_waits_for_the_gateway_only_so_long(run: Run, api: ApiPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looking, "GATEWAY_SECONDS", 0.1)
-    _with_gateway(api)
+    api.answers |= seen.a_gateway()
     api.held[f"{seen.GATEWAY}/health"] = threading.Event()
     began = time.monotonic()
     done = run("explain", "round-1")
@@ -231,7 +260,7 @@ def test_explain_waits_for_the_gateway_only_so_long(run: Run, api: ApiPaths, mon
 
 
 def test_a_gateway_that_is_named_and_cannot_be_asked_is_an_error(run: Run, api: ApiPaths) -> None:
-    _with_gateway(api)
+    api.answers |= seen.a_gateway()
     api.answers[f"{seen.GATEWAY}/health"] = (503, {"message": "no endpoints available"})
     done = run("explain", "round-1", "--gateway", "poc-system/gateway")
     assert (done.code, "the gateway poc-system/gateway cannot answer" in done.err) == (1, True)
@@ -239,20 +268,7 @@ def test_a_gateway_that_is_named_and_cannot_be_asked_is_an_error(run: Run, api: 
 
 
 def test_results_come_through_the_proxy_with_the_token(run: Run, api: ApiPaths) -> None:
-    _with_gateway(api)
-    known = {"namespace": "poc", "name": "round-1", "stored": 400, "slots": 2, "duplicates": 0, "conflicts": 1}
-    histogram = {"quantity": "vector norm", "edges": [0.0, 1.0, 2.0], "counts": [0, 400], "above": 0, "counted": 400}
-    api.answers |= {
-        f"{seen.GATEWAY}/rounds/poc/round-1/summary": {
-            "round": {**known, "dead": 0, "forwarded": 300, "limit_reached": None},
-            "first_arrival": None,
-            "last_arrival": None,
-            "rate": 99.5,
-            "histogram": {**histogram, "sampled": True},
-        },
-        f"{seen.GATEWAY}/rounds/poc/round-1/forwarding": {"backlog": 100, "last_error": "HTTP 503"},
-        f"{seen.GATEWAY}/rounds/poc/round-1/conflicts": {"conflicts": [{"nonce": 5, "pod": "a", "stored_pod": "b"}]},
-    }
+    api.answers |= seen.a_gateway() | seen.stored_results()
     done = run("round", "results", "round-1")
     assert done.code == 0, done.err
     for part in (
@@ -262,12 +278,12 @@ def test_results_come_through_the_proxy_with_the_token(run: Run, api: ApiPaths) 
         "nonce 5: b and a",
     ):
         assert part in done.out, part
-    (asked,) = [one for one in api.asked if one.path.endswith("/summary")]
-    assert asked.headers["x-poc-gateway-token"] == "people"
+    asked = [one.headers["x-poc-gateway-token"] for one in api.asked if one.path.startswith(seen.GATEWAY)]
+    assert asked == ["people"] * 4
 
 
 def test_an_export_that_is_refused_leaves_no_file(run: Run, api: ApiPaths, tmp_path: Path) -> None:
-    _with_gateway(api)
+    api.answers |= seen.a_gateway()
     api.answers[f"{seen.GATEWAY}/rounds/poc/round-1/artifacts"] = '{"nonce": 1}\n'
     file = tmp_path / "results.jsonl"
     assert run("round", "export", "round-1", "-f", str(file), "--limit", "5").code == 0
