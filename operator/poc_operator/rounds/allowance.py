@@ -6,7 +6,8 @@ seconds' work, and a pod that reaches the end of its allowance waits for the nex
 
 What was dealt to a slot that gets nowhere, as of a silent pod, is kept for it while others work. Once these have done
 their part and nobody has worked for some time, they get it. So the round may overshoot by what such a pod delivers in
-the end, and never waits for it without limit.
+the end, and does not wait for it without limit. It waits for pods that somebody has paused, and for results that wait
+for their receiver.
 
 In the decode scheme a pod computes what it may, up to some number of chains, as one batch, and a small batch takes as
 long as a large one. Its index moves at the end of a batch alone. So there is always another whole batch to follow.

@@ -28,7 +28,10 @@ def note_times(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     # A pod that is not believed may compute on without anything to show for it. One that waits for more gets it when
     # nobody works.
     gets_on = sum(slot.delivered for slot in slots) > sum(slot.delivered for slot in before)
-    works = gets_on or not all(is_doubted(slot) or waits_for_more(slot) for slot in running)
+    # One that has just begun may have nothing to do yet, and what others were dealt is theirs for a while.
+    ran = {(slot.node, slot.group) for slot in before if slot.state is SlotState.RUNNING}
+    begins = any((slot.node, slot.group) not in ran for slot in running)
+    works = gets_on or begins or not all(is_doubted(slot) or waits_for_more(slot) for slot in running)
     extent = f"{len(slots)} slots of {step.status.slots}"
     return lifecycle.note_times(snapshot, step, started=bool(running), works=works, extent=extent)
 

@@ -11,7 +11,7 @@ from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.controller.observing import ProgressWatch
 from poc_operator.observed import PodReport
-from poc_operator.planning.snapshot import ExtendPod, StartPod
+from poc_operator.planning.snapshot import ExtendPod, OtherRound, StartPod
 from poc_operator.rounds.allowance import FIRST_BATCHES
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
@@ -228,3 +228,39 @@ def test_a_slot_that_is_bound_late_does_not_get_what_others_were_dealt() -> None
     status = running(lost, waits).model_copy(update={"idle_time": NOW - timedelta(seconds=120)})
     step = planned(status, says(session="s-a"), told, after_nonces=100)
     assert ends(step) == [0, 100]
+
+
+def test_a_pod_that_has_just_begun_gets_nothing_of_what_another_is_about_to_compute() -> None:
+    """However long nobody worked before: pods may have loaded their model for longer than ``stall.afterSeconds``."""
+    first = slot("a", 0, state=SlotState.STARTING, next=0, end=500)
+    second = slot("b", 1, state=SlotState.STARTING, next=0, end=0)
+    status = running(first, second).model_copy(update={"idle_time": NOW - timedelta(seconds=300)})
+    step = planned(status, says(), report("b", 1, next_index=0, end_index=0, delivered_index=0), after_nonces=500)
+    assert [found.state for found in step.status.assignments] == [SlotState.STARTING, SlotState.RUNNING]
+    assert (ends(step), extensions(step), step.status.idle_time) == ([500, 0], {}, None)
+
+
+def test_the_rest_is_dealt_though_a_round_that_goes_first_waits_for_the_pods() -> None:
+    """It gets them when this one ends."""
+    silent = slot("a", 0, state=SlotState.STALLED, next=30, end=60, delivered=20)
+    waits = slot("b", 1, next=40, end=40, delivered=40)
+    told = report("b", 1, next_index=40, end_index=40, delivered_index=40)
+    status = running(silent, waits).model_copy(update={"idle_time": NOW - timedelta(seconds=120)})
+    round_ = a_round(status, stop={"after_nonces": 100}, batchSize=BATCH, nodes=NODES)
+    pods = ((a_pod("a"), PodReport(error="?", silent_seconds=500)), (a_pod("b"), told))
+    seen = replace(look(round_, *pods), find_other_rounds=lambda: (goes_first("a", "b"),))
+    assert ends(plan(seen)) == [60, 80]
+
+
+def goes_first(*pods: str) -> OtherRound:
+    """A round of a higher priority that wants these pods."""
+    return OtherRound(
+        id="first",
+        name="ns/first",
+        place=(-10, 1, 0, NOW, "first"),
+        priority=10,
+        replaces=False,
+        block=("ab", 7, "key"),
+        wanted=frozenset(pods),
+        needs=len(pods),
+    )
