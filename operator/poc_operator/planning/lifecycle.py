@@ -147,8 +147,8 @@ def note_times(snapshot: Snapshot[Work], step: StepT, *, started: bool, works: b
         start_time = snapshot.now
         events.append(WorkEvent(reason=Reason.STARTED, message=extent))
     failing_since = (status.poll_failure_time or snapshot.now) if _poll_failed(snapshot, status) else None
-    # Another round's time is not this one's: who goes first may take the pods for longer than the deadline. But not those
-    # that this one has: they become free when it ends.
+    # Another round's time is not this one's: who goes first may take the pods for longer than the deadline. But those
+    # that this one has become free when it ends.
     queued = not any(share.state is SlotState.RUNNING for share in status.shares) and is_queued(snapshot)
     idle = not (works and start_time is not None) and not queued
     idle_since = (status.idle_time or _idle_from(snapshot)) if idle else None
