@@ -194,6 +194,35 @@ with step("all"), ThreadPoolExecutor() as pool:
 
 
 @pytest.mark.parametrize(
+def test_a_build_outlives_the_terminal_that_shows_it(home: Path) -> None:
+    script = f"""
+import time
+from pathlib import Path
+from hack.toolchain.board import BOARD
+from hack.toolchain.steps import step
+with step("cluster up") as one:
+    while not Path({str(home / "gone")!r}).exists():
+        time.sleep(0.02)
+    BOARD.say("the first that fails")
+    with step("etcd") as other:
+        other.tell("starts")
+        time.sleep(0.7)
+print("a line of the program's own")
+Path({str(home / "built")!r}).touch()
+"""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "POC_HOME": str(home), "TERM": "xterm"}
+    program = [sys.executable, "-c", script]
+    with subprocess.Popen(program, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, env=environment) as process:
+        os.close(theirs)
+        assert b"cluster up" in os.read(ours, 4096)
+        os.close(ours)
+        (home / "gone").touch()
+        _, told = process.communicate(timeout=20)
+    assert (process.returncode, told) == (0, b"")
+    assert (home / "built").exists()
+
+
     ("how", "status", "last"),
     [
         ("interrupt", 130, "interrupted: run the same command again, and it keeps what is done already"),
