@@ -223,13 +223,17 @@ Path({str(home / "built")!r}).touch()
     assert (home / "built").exists()
 
 
-    ("how", "status", "last"),
+@pytest.mark.parametrize(
+    ("how", "resumes", "status", "last"),
     [
-        ("interrupt", 130, "interrupted: run the same command again, and it keeps what is done already"),
-        ("raise UserError('the disk is full: free some')", 1, "error: the disk is full: free some"),
+        ("interrupt", False, 130, "interrupted"),
+        ("interrupt", True, 130, "interrupted: run the same command again, and it keeps what is done already"),
+        ("raise UserError('the disk is full: free some')", True, 1, "error: the disk is full: free some"),
     ],
 )
-def test_what_ends_early_leaves_a_sane_terminal_and_says_why(home: Path, how: str, status: int, last: str) -> None:
+def test_what_ends_early_leaves_a_sane_terminal_and_says_why(
+    home: Path, how: str, *, resumes: bool, status: int, last: str
+) -> None:
     action = "time.sleep(60)" if how == "interrupt" else how
     script = f"""
 import time
@@ -239,7 +243,7 @@ def program():
     with step("cluster up"), step("etcd"):
         time.sleep(0.7)
         {action}
-main(program)
+main(program, resumes={resumes})
 """
     terminal = Terminal(script, home)
     terminal.wait_for("etcd [")
@@ -252,6 +256,11 @@ main(program)
     assert (found[0], lines) == (status, [f"etcd: {ending} after T", f"cluster up: {ending} after T", last])
     # Nothing but drawing: no mode that somebody would have to set back, no hidden cursor.
     assert set(re.findall(r"\x1b\[[0-9?]*.", terminal.written)) <= {"\x1b[J", "\x1b[1A"}
+
+
+def test_the_builds_of_a_newcomer_say_that_they_keep_what_is_done() -> None:
+    saying = {path for path in (ROOT / "hack").rglob("*.py") if "resumes=True" in path.read_text()}
+    assert {str(path.relative_to(ROOT)) for path in saying} == {"hack/demo/__main__.py", "hack/prepare.py"}
 
 
 def test_a_log_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
