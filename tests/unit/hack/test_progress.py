@@ -2,6 +2,7 @@
 """What a person sees while something is built or waited for: bars on a terminal, plain lines elsewhere."""
 
 import io
+import json
 import os
 import pty
 import random
@@ -193,7 +194,6 @@ with step("all"), ThreadPoolExecutor() as pool:
     assert said[-1] == "all: T"
 
 
-@pytest.mark.parametrize(
 def test_a_build_outlives_the_terminal_that_shows_it(home: Path) -> None:
     script = f"""
 import time
@@ -305,7 +305,64 @@ def test_what_fails_is_not_remembered(capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"etcd": 3}', '{"etcd": ["soon"]}', '{"etcd": null}', "\x00"])
+def test_stages_beside_each_other_are_remembered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(durations, "LEAST_SECONDS", 0.0)
+    both = threading.Barrier(2, timeout=10)
+
+    def build(name: str) -> None:
+        with step(name):
+            both.wait()
+
+    threads = [threading.Thread(target=build, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in {durations.estimate(name) for name in ("one", "two")}
+    capsys.readouterr()
+
+
+def test_a_step_with_steps_inside_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(durations, "LEAST_SECONDS", 0.0)
+    with step("cluster up"):
+        with step("a build"), step("its download"):
+            pass
+        with pytest.raises(UserError), step("fails"):
+            raise UserError("no")
+        with step("start"):
+            pass
+    stages = ("cluster up", "a build", "its download", "fails", "start")
+    known = {stage for stage in stages if durations.estimate(stage) is not None}
+    assert known == {"its download", "start"}
+    # Next time there is nothing to build.
+    with step("cluster up"):
+        pass
+    assert durations.estimate("cluster up") is not None
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"etcd": 3}',
+        '{"etcd": ["soon"]}',
+        '{"etcd": null}',
+        "\x00",
+        '{"etcd": [Infinity]}',
+        '{"etcd": [-Infinity, NaN]}',
+        '{"etcd": [1e999, -1, true]}',
+        '{"etcd": [1%s]}' % ("0" * 400),
+        '{"etcd": [[[1]]], "helm": {"etcd": 1}}',
+        "[" * 100_000,
+    ],
+    ids=lambda content: content[:40],
+)
 def test_a_spoiled_file_is_as_good_as_none(home: Path, content: str) -> None:
     file = home / "cache" / "durations.json"
     file.parent.mkdir()
@@ -313,6 +370,15 @@ def test_a_spoiled_file_is_as_good_as_none(home: Path, content: str) -> None:
     assert durations.estimate("etcd") == durations.MEASURED["etcd"]
     durations.record("etcd", 12.0)
     assert durations.estimate("etcd") == 12.0
+
+
+def test_what_is_a_time_is_kept_beside_what_is_none(home: Path) -> None:
+    file = home / "cache" / "durations.json"
+    file.parent.mkdir()
+    file.write_text('{"etcd": [NaN, 7, Infinity, "soon", 3.5], "helm": [-1], "kubernetes": null, "vLLM": [0]}')
+    assert [durations.estimate(stage) for stage in ("etcd", "helm", "vLLM")] == [7.0, durations.MEASURED["helm"], 0.0]
+    durations.record("etcd", 12.0)
+    assert json.loads(file.read_text())["etcd"] == [7.0, 3.5, 12.0]
 
 
 def test_a_cache_that_cannot_be_written_ends_nothing(home: Path) -> None:
