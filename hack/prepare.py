@@ -32,4 +32,4 @@ def _build_images() -> None:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(prog="python3 -m hack.prepare", description=__doc__).parse_args()
-    main(prepare)
+    main(prepare, resumes=True)

@@ -113,4 +113,4 @@ def _say_what_next(kube: Kube) -> None:
 
 
 if __name__ == "__main__":
-    main(program)
+    main(program, resumes=True)

@@ -27,7 +27,7 @@ _VERSION, _BYTES = 2, 65_536
 
 @dataclass
 class Cast:
-    """What a terminal of so many columns and rows got: texts, each with its second since the beginning."""
+    """What a terminal of so many columns and rows got: texts, each with its second since the beginning, as 1.234."""
 
     columns: int
     rows: int
@@ -42,7 +42,7 @@ class Cast:
     def write(self, path: Path) -> None:
         """Write it as asciinema reads it."""
         header = {"version": _VERSION, "width": self.columns, "height": self.rows, "title": self.title}
-        lines = [header, *([round(at, 3), "o", text] for at, text in self.events)]
+        lines = [header, *([at, "o", text] for at, text in self.events)]
         path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
 
 
@@ -83,7 +83,8 @@ class Recorder:
         time.sleep(REST_SECONDS)
 
     def _put(self, text: str) -> None:
-        self.cast.events.append((time.monotonic() - self._began, text))
+        # As the file has it, so that a picture is the same whether it is drawn from this or from the file.
+        self.cast.events.append((round(time.monotonic() - self._began, 3), text))
 
     def _run(self, argv: Sequence[str], limit: float) -> int:
         ours, theirs = pty.openpty()

@@ -5,10 +5,13 @@ The bars stand below everything that was printed, and are drawn anew twice a sec
 and the cursor stays visible, so a program that is killed leaves nothing to repair.
 """
 
+import errno
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -20,6 +23,8 @@ _CELLS = 20
 _TITLE = 36
 #: A time left is said in minutes above the first of these, in tens of seconds above the second, and below in words.
 _MINUTES_ABOVE, _SECONDS_ABOVE = 90, 10
+#: What writing says when nobody has the other end any more: of a terminal, of a pipe.
+_GONE = (errno.EIO, errno.EPIPE)
 
 
 @dataclass(eq=False)
@@ -93,6 +98,14 @@ def _size() -> os.terminal_size:
     return os.terminal_size((columns or 80, lines or 24))
 
 
+def _write_to_nobody() -> None:
+    """Discard what is printed from now on: else the program's own lines, or the flush at its end, would fail."""
+    with suppress(OSError, ValueError):
+        nobody = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nobody, sys.stdout.fileno())
+        os.close(nobody)
+
+
 class Board:
     """All bars of this process, whose stages may run in several threads."""
 
@@ -109,7 +122,7 @@ class Board:
             if opening:
                 self.say(opening)
             return
-        with self._lock:
+        with self._writing():
             self._bars.append(bar)
             self._redraw()
             if self._drawing is None:
@@ -132,7 +145,7 @@ class Board:
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
-        with self._lock:
+        with self._writing():
             self._erase()
             print(text, flush=True)
             self._draw()
@@ -141,16 +154,23 @@ class Board:
         """Draw the bars until there are none."""
         while True:
             time.sleep(DRAW_SECONDS)
-            with self._lock:
+            with self._writing():
                 if not self._bars:
                     self._drawing = None
                     return
-                try:
-                    self._redraw()
-                except (OSError, ValueError):
-                    # Nobody looks any more: the terminal has gone.
-                    self._bars.clear()
-                    self._drawn.clear()
+                self._redraw()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let one thread write. Where the terminal has gone nobody looks any more, and the work goes on."""
+        with self._lock:
+            try:
+                yield
+            except (OSError, ValueError) as error:
+                self._bars.clear()
+                self._drawn.clear()
+                if isinstance(error, OSError) and error.errno in _GONE:
+                    _write_to_nobody()
 
     def _redraw(self) -> None:
         self._erase()

@@ -90,13 +90,17 @@ def exclusive(name: str, limit: float = 1200) -> Iterator[None]:
         yield
 
 
-def main(program: Callable[[], None]) -> None:
-    """Run a command line program; a UserError is printed alone, without a traceback, and so is an interruption."""
+def main(program: Callable[[], None], *, resumes: bool = False) -> None:
+    """Run a command line program; a UserError is printed alone, without a traceback, and so is an interruption.
+
+    ``resumes`` says that another run goes on where one was interrupted.
+    """
     try:
         program()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted: run the same command again, and it keeps what is done already", file=sys.stderr)
+        advice = ": run the same command again, and it keeps what is done already" if resumes else ""
+        print(f"interrupted{advice}", file=sys.stderr)
         sys.exit(130)

@@ -3,9 +3,11 @@
 
 import json
 import os
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .common import cache
 
@@ -54,6 +56,12 @@ def _recorded() -> dict[str, list[float]]:
     """Return the times of each stage; whatever else the file holds is as good as none."""
     try:
         found = json.loads(_path().read_text())
-        return {str(stage): [float(one) for one in times] for stage, times in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError):
         return {}
+    return {stage: _times(value) for stage, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _times(value: Any) -> list[float]:  # noqa: ANN401 - JSON that anybody may have written
+    numbers = value if isinstance(value, list) else []
+    # JSON in Python has NaN and Infinity, and integers that are larger than any float.
+    return [float(one) for one in numbers if type(one) in {int, float} and 0 <= one <= sys.float_info.max]

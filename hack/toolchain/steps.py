@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from .board import BOARD, Bar, about
 from .common import UserError
@@ -21,6 +22,8 @@ class Step:
         self._bar = bar
         #: What its last line says beside the time.
         self.result = ""
+        #: Whether another step was inside, such as a build that is needed once.
+        self.had_steps = False
 
     @property
     def elapsed(self) -> float:
@@ -39,14 +42,22 @@ class Step:
         return f"{self._bar.title}: {self.result} ({seconds})" if self.result else f"{self._bar.title}: {seconds}"
 
 
+#: The innermost step under way in this thread.
+_innermost: ContextVar[Step | None] = ContextVar("innermost", default=None)
+
+
 @contextmanager
 def step(title: str, *, of: str = "") -> Iterator[Step]:
     """Show that a piece of work goes on, and how long it will still take as far as that is known.
 
-    ``of`` is its name from run to run, where the title has a version or a digest.
+    ``of`` is its name from run to run, where the title has a version or a digest. The time of a step that had others
+    inside is not kept: theirs are, and they may have been builds that the next run does not need.
     """
     bar = Bar(title, estimate(of or title))
     begun = Step(bar)
+    if around := _innermost.get():
+        around.had_steps = True
+    mark = _innermost.set(begun)
     opening = bar.expected is not None and bar.expected >= ANNOUNCED_SECONDS
     BOARD.begin(bar, f"{title}: takes {about(bar.expected or 0)}" if opening else "")
     try:
@@ -57,8 +68,11 @@ def step(title: str, *, of: str = "") -> Iterator[Step]:
     except BaseException:
         BOARD.end(bar, begun.closing("failed"))
         raise
+    finally:
+        _innermost.reset(mark)
     BOARD.end(bar, begun.closing())
-    record(of or title, bar.elapsed)
+    if not begun.had_steps:
+        record(of or title, bar.elapsed)
 
 
 def follow(what: str, look: Callable[[], tuple[bool, str]], limit: float) -> str:

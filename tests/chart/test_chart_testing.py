@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `ct lint` of chart-testing would check of each chart; docs/develop/releasing.md says which test holds what."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import yaml
 
 from hack.images.site import ROOT
-from hack.release.chart_version import check_increment, order
+from hack.release.chart_version import check_increment, git, order
 from hack.toolchain.common import UserError, run
 from hack.toolchain.tools import tool_path
 from tests.chart.rendered import LIMIT, ensure, objects, pods
@@ -81,11 +80,13 @@ def test_a_wrong_file_of_values_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
-def test_each_file_of_values_does_what_it_is_for_in_an_empty_cluster(path: Path) -> None:
+def test_each_file_of_values_does_what_it_is_for_where_the_crds_are_installed(path: Path) -> None:
     ensure()
     bodies = objects(path)
     assert has(bodies, path.stem)
     assert has(objects({}), path.stem) == (path.stem == "default-values")
+    # A second release cannot own the CRDs, which are kept when the first is uninstalled.
+    assert any(one["kind"] == "CustomResourceDefinition" for one in bodies) == (path.stem == "default-values")
     # No kind that its cluster may lack, and no Secret that somebody would have to make.
     assert not [one["kind"] for one in bodies if "monitoring.coreos.com" in one["apiVersion"]]
     made = {one["metadata"]["name"] for one in bodies if one["kind"] == "Secret"}
@@ -115,14 +116,16 @@ class Repository:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        root.mkdir(exist_ok=True)
         self.git("init", "--quiet")
         self.write("Chart.yaml", "name: demo\nversion: 0.1.0\n")
         self.write("values.yaml", "a: 1\n")
         self.commit()
 
     def git(self, *arguments: str) -> None:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", *identity, *arguments], cwd=self.root, check=True, capture_output=True)
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        unsigned = ("-c", "commit.gpgSign=false", "-c", "tag.gpgSign=false")
+        git(self.root, *identity, *unsigned, *arguments)
 
     def write(self, name: str, content: str) -> None:
         path = self.root / "charts" / "demo" / name
@@ -169,6 +172,41 @@ def test_a_changed_chart_needs_a_higher_version(repository: Repository, name: st
     assert repository.check() == "v0.1.1"
     repository.write(name, "a: 3\n")
     with pytest.raises(UserError, match=r"since v0\.1\.1"):
+        repository.check()
+
+
+def test_the_highest_release_before_the_commit_counts(repository: Repository) -> None:
+    for tag in ("v0.9.0", "v0.10.0-rc.1", "v0.10.0", "v0.2.0"):
+        repository.git("tag", tag)
+    assert repository.check() == "v0.10.0"
+    # A release of another branch is not one that this commit follows.
+    repository.git("checkout", "--quiet", "-b", "other")
+    repository.write("Chart.yaml", "name: demo\nversion: 2.0.0\n")
+    repository.commit()
+    repository.git("tag", "v2.0.0")
+    assert repository.check() == "v2.0.0"
+    repository.git("checkout", "--quiet", "-")
+    assert repository.check() == "v0.10.0"
+
+
+def test_a_git_that_fails_is_not_taken_for_a_chart_without_a_release(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a git repository"):
+        check_increment(tmp_path, "charts/demo")
+
+
+def test_neither_the_environment_of_a_hook_nor_the_users_settings_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Git sets such variables for hooks, and they win over the folder that a command runs in.
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".gitconfig").write_text("[tag]\n\tgpgSign = true\n[commit]\n\tgpgSign = true\n")
+    repository = Repository(tmp_path / "repository")
+    repository.git("tag", "v0.1.0")
+    assert repository.check() == "v0.1.0"
+    repository.write("values.yaml", "a: 2\n")
+    with pytest.raises(UserError, match=r"has changed since v0\.1\.0"):
         repository.check()
 
 

@@ -2,6 +2,7 @@
 """What a person sees while something is built or waited for: bars on a terminal, plain lines elsewhere."""
 
 import io
+import json
 import os
 import pty
 import random
@@ -193,14 +194,46 @@ with step("all"), ThreadPoolExecutor() as pool:
     assert said[-1] == "all: T"
 
 
+def test_a_build_outlives_the_terminal_that_shows_it(home: Path) -> None:
+    script = f"""
+import time
+from pathlib import Path
+from hack.toolchain.board import BOARD
+from hack.toolchain.steps import step
+with step("cluster up") as one:
+    while not Path({str(home / "gone")!r}).exists():
+        time.sleep(0.02)
+    BOARD.say("the first that fails")
+    with step("etcd") as other:
+        other.tell("starts")
+        time.sleep(0.7)
+print("a line of the program's own")
+Path({str(home / "built")!r}).touch()
+"""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "POC_HOME": str(home), "TERM": "xterm"}
+    program = [sys.executable, "-c", script]
+    with subprocess.Popen(program, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, env=environment) as process:
+        os.close(theirs)
+        assert b"cluster up" in os.read(ours, 4096)
+        os.close(ours)
+        (home / "gone").touch()
+        _, told = process.communicate(timeout=20)
+    assert (process.returncode, told) == (0, b"")
+    assert (home / "built").exists()
+
+
 @pytest.mark.parametrize(
-    ("how", "status", "last"),
+    ("how", "resumes", "status", "last"),
     [
-        ("interrupt", 130, "interrupted: run the same command again, and it keeps what is done already"),
-        ("raise UserError('the disk is full: free some')", 1, "error: the disk is full: free some"),
+        ("interrupt", False, 130, "interrupted"),
+        ("interrupt", True, 130, "interrupted: run the same command again, and it keeps what is done already"),
+        ("raise UserError('the disk is full: free some')", True, 1, "error: the disk is full: free some"),
     ],
 )
-def test_what_ends_early_leaves_a_sane_terminal_and_says_why(home: Path, how: str, status: int, last: str) -> None:
+def test_what_ends_early_leaves_a_sane_terminal_and_says_why(
+    home: Path, how: str, *, resumes: bool, status: int, last: str
+) -> None:
     action = "time.sleep(60)" if how == "interrupt" else how
     script = f"""
 import time
@@ -210,7 +243,7 @@ def program():
     with step("cluster up"), step("etcd"):
         time.sleep(0.7)
         {action}
-main(program)
+main(program, resumes={resumes})
 """
     terminal = Terminal(script, home)
     terminal.wait_for("etcd [")
@@ -223,6 +256,11 @@ main(program)
     assert (found[0], lines) == (status, [f"etcd: {ending} after T", f"cluster up: {ending} after T", last])
     # Nothing but drawing: no mode that somebody would have to set back, no hidden cursor.
     assert set(re.findall(r"\x1b\[[0-9?]*.", terminal.written)) <= {"\x1b[J", "\x1b[1A"}
+
+
+def test_the_builds_of_a_newcomer_say_that_they_keep_what_is_done() -> None:
+    saying = {path for path in (ROOT / "hack").rglob("*.py") if "resumes=True" in path.read_text()}
+    assert {str(path.relative_to(ROOT)) for path in saying} == {"hack/demo/__main__.py", "hack/prepare.py"}
 
 
 def test_a_log_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,7 +305,64 @@ def test_what_fails_is_not_remembered(capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"etcd": 3}', '{"etcd": ["soon"]}', '{"etcd": null}', "\x00"])
+def test_stages_beside_each_other_are_remembered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(durations, "LEAST_SECONDS", 0.0)
+    both = threading.Barrier(2, timeout=10)
+
+    def build(name: str) -> None:
+        with step(name):
+            both.wait()
+
+    threads = [threading.Thread(target=build, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in {durations.estimate(name) for name in ("one", "two")}
+    capsys.readouterr()
+
+
+def test_a_step_with_steps_inside_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(durations, "LEAST_SECONDS", 0.0)
+    with step("cluster up"):
+        with step("a build"), step("its download"):
+            pass
+        with pytest.raises(UserError), step("fails"):
+            raise UserError("no")
+        with step("start"):
+            pass
+    stages = ("cluster up", "a build", "its download", "fails", "start")
+    known = {stage for stage in stages if durations.estimate(stage) is not None}
+    assert known == {"its download", "start"}
+    # Next time there is nothing to build.
+    with step("cluster up"):
+        pass
+    assert durations.estimate("cluster up") is not None
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"etcd": 3}',
+        '{"etcd": ["soon"]}',
+        '{"etcd": null}',
+        "\x00",
+        '{"etcd": [Infinity]}',
+        '{"etcd": [-Infinity, NaN]}',
+        '{"etcd": [1e999, -1, true]}',
+        '{"etcd": [1%s]}' % ("0" * 400),
+        '{"etcd": [[[1]]], "helm": {"etcd": 1}}',
+        "[" * 100_000,
+    ],
+    ids=lambda content: content[:40],
+)
 def test_a_spoiled_file_is_as_good_as_none(home: Path, content: str) -> None:
     file = home / "cache" / "durations.json"
     file.parent.mkdir()
@@ -275,6 +370,15 @@ def test_a_spoiled_file_is_as_good_as_none(home: Path, content: str) -> None:
     assert durations.estimate("etcd") == durations.MEASURED["etcd"]
     durations.record("etcd", 12.0)
     assert durations.estimate("etcd") == 12.0
+
+
+def test_what_is_a_time_is_kept_beside_what_is_none(home: Path) -> None:
+    file = home / "cache" / "durations.json"
+    file.parent.mkdir()
+    file.write_text('{"etcd": [NaN, 7, Infinity, "soon", 3.5], "helm": [-1], "kubernetes": null, "vLLM": [0]}')
+    assert [durations.estimate(stage) for stage in ("etcd", "helm", "vLLM")] == [7.0, durations.MEASURED["helm"], 0.0]
+    durations.record("etcd", 12.0)
+    assert json.loads(file.read_text())["etcd"] == [7.0, 3.5, 12.0]
 
 
 def test_a_cache_that_cannot_be_written_ends_nothing(home: Path) -> None:

@@ -85,6 +85,14 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read(file) == recorded
 
 
+def test_what_was_recorded_is_what_its_file_holds(recorder: Recorder, tmp_path: Path) -> None:
+    recorder.run("for number in 1 2 3 4 5 6 7 8; do echo $number; sleep 0.03; done", 10)
+    recorder.cast.write(tmp_path / "a.cast")
+    written = read(tmp_path / "a.cast")
+    assert written == recorder.cast
+    assert animation.draw(written) == animation.draw(recorder.cast)
+
+
 @pytest.mark.parametrize("text", ["", "no JSON", '{"version": 2}', "[]", '{"version": 2, "width": 1, "height": 1}\n7'])
 def test_other_files_are_no_recordings(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.cast"
@@ -199,6 +207,7 @@ def test_the_commands_are_those_of_the_repository(tmp_path: Path, monkeypatch: p
 def test_the_picture_of_the_readme_is_drawn_from_its_recording() -> None:
     recorded = read(program.CAST)
     assert recorded.seconds <= program.MOST_SECONDS
+    assert (recorded.columns, recorded.rows) == (program.COLUMNS, program.ROWS)
     assert program.PICTURE.read_text() == animation.draw(recorded)
     assert all(command in re.sub(r"\x1b\[[0-9;]*m", "", _text(recorded)) for command in program.COMMANDS)
 

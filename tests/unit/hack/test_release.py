@@ -203,6 +203,21 @@ def test_the_workflows_run_targets_of_the_makefile() -> None:
     assert used - targets == set()
 
 
+def test_git_trusts_the_checkout_in_every_container() -> None:
+    """The checkout belongs to another user than the container's, and git then refuses to say anything of it."""
+    trusted, needed = [], []
+    for path in (ROOT / ".github" / "workflows").glob("*.yaml"):
+        for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+            used = [one.get("uses", "").split("@")[0] for one in job["steps"]]
+            if "container" in job and "actions/checkout" in used:
+                needed.append((path.name, name))
+                after = job["steps"][used.index("actions/checkout") + 1]
+                if after.get("run") == 'git config --global --add safe.directory "$GITHUB_WORKSPACE"':
+                    trusted.append((path.name, name))
+    assert len(needed) >= 3
+    assert trusted == needed
+
+
 def test_krew_finds_an_archive_for_each_platform(tmp_path: Path) -> None:
     for number, platform in enumerate(PLATFORMS):
         (tmp_path / platform.archive("1.2.3")).write_bytes(bytes([number]))
