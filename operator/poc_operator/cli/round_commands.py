@@ -4,6 +4,7 @@
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -282,5 +283,6 @@ def write(pieces: Iterator[bytes], file: Path | None) -> int:
     except OSError as error:
         raise UserError(f'--filename: "{file}" cannot be written ({error.strerror}): name another file') from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # what could not be made cannot be removed either
+            part.unlink(missing_ok=True)
     return size

@@ -295,6 +295,15 @@ def test_an_export_that_is_refused_leaves_no_file(run: Run, api: ApiPaths, tmp_p
     assert "has nothing of a round" in done.err
 
 
+def test_an_export_whose_name_is_too_long_says_so(run: Run, api: ApiPaths, tmp_path: Path) -> None:
+    api.answers |= seen.a_gateway()
+    api.answers[f"{seen.GATEWAY}/rounds/poc/round-1/artifacts"] = '{"nonce": 1}\n'
+    file = tmp_path / ("x" * 300)
+    done = run("round", "export", "round-1", "-f", str(file))
+    assert done.code == 1
+    assert done.err == f'error: --filename: "{file}" cannot be written (File name too long): name another file\n'
+
+
 def test_several_gateways_have_to_be_told_apart(run: Run, api: ApiPaths) -> None:
     other = {**seen.a_service(), "metadata": {"name": "gateway", "namespace": "other"}}
     api.answers["/api/v1/services"] = [seen.a_service(), other]
