@@ -57,26 +57,26 @@ async def summarise(database: Database, known: KnownRound) -> Summary:
     )
 
 
-def _ends(slots: Iterable[SlotArrivals]) -> tuple[datetime | None, datetime | None]:
-    first = min((slot.first_arrival for slot in slots if slot.first_arrival), default=None)
-    last = max((slot.last_arrival for slot in slots if slot.last_arrival), default=None)
-    return first, last
+def _ends(slots: Iterable[SlotArrivals], more: Sequence[datetime] = ()) -> tuple[datetime | None, datetime | None]:
+    """Return the first and the last of these arrivals, and of ``more``; the first nonce of a slot may come last."""
+    told = [arrival for slot in slots for arrival in (slot.first_arrival, slot.last_arrival) if arrival]
+    arrivals = [*told, *more]
+    return min(arrivals, default=None), max(arrivals, default=None)
 
 
 def rates(connection: Connection, known: KnownRound) -> Rates:
     """Return how fast the results of a round arrived over time; of a large round it is estimated from some of them."""
     slots = queries.slot_arrivals(connection, known)
-    first, last = _ends(slots)
     stored = {slot.slot: slot.stored for slot in slots}
     arrived = _arrived(connection, known, stored)
+    first, last = _ends(slots, [queries.moment(moment) for moment, _ in arrived])
     began = first.timestamp() if first else 0.0
     span = last.timestamp() - began if last else 0.0
     spans = max(1, min(MOST_SPANS, int(span))) if span > 0 else 0
     counts = [0.0] * spans
     for moment, weight in arrived if spans else ():
-        place = int((moment / 1000 - began) / span * spans)
-        # What arrived late may lie outside of what the first and the last nonce tell.
-        counts[max(0, min(place, spans - 1))] += weight
+        # The last moment belongs to the last span.
+        counts[max(0, min(int((moment / 1000 - began) / span * spans), spans - 1))] += weight
     return Rates(
         first_arrival=first,
         last_arrival=last,
@@ -169,9 +169,12 @@ def _draw_from(connection: Connection, known: KnownRound, offset: int, count: in
     if not count:
         return ()
     here = _TABLE.slot_id == known.slots[offset]
-    first, last = _nonce_ends(connection, known.slots[offset])
-    aims = random.sample(range(first, last + 1, known.terms.node_count * known.terms.n_groups), count)
-    drawn, free = list[Drawn](), first
+    ends = _nonce_ends(connection, known.slots[offset])
+    if ends is None:
+        return ()
+    nonces = range(ends[0], ends[1] + 1, known.terms.node_count * known.terms.n_groups)
+    aims = random.sample(nonces, min(count, len(nonces)))
+    drawn, free = list[Drawn](), nonces.start
     for aim in sorted(aims):
         found = connection.execute(_COLUMNS.where(here, _TABLE.nonce >= max(aim, free)).limit(1)).first()
         if found is None:
@@ -206,7 +209,10 @@ def _moments(connection: Connection, slot_id: int, count: int, random: Random, *
     here = _TABLE.slot_id == slot_id
     if every:
         return list(connection.scalars(select(_TABLE.received_at).where(here)))
-    first, last = _nonce_ends(connection, slot_id)
+    ends = _nonce_ends(connection, slot_id)
+    if ends is None:
+        return []
+    first, last = ends
     step = (last + 1 - first) / count
     start, query = first + random.random() * step, select(_TABLE.nonce, _TABLE.received_at).where(here)
     # Two aims in a gap find the same result: it counts once.
@@ -219,10 +225,11 @@ def _moments(connection: Connection, slot_id: int, count: int, random: Random, *
     return list(found.values())
 
 
-def _nonce_ends(connection: Connection, slot_id: int) -> tuple[int, int]:
+def _nonce_ends(connection: Connection, slot_id: int) -> tuple[int, int] | None:
+    """Return the first and the last nonce of a slot; None if its round was deleted since the slot was counted."""
     # Each by itself: SQLite looks through the whole slot for both at once.
     here = _TABLE.slot_id == slot_id
     first, last = (
         connection.execute(select(end(_TABLE.nonce)).where(here)).scalar_one() for end in (func.min, func.max)
     )
-    return first, last
+    return None if first is None or last is None else (first, last)

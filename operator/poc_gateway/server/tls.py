@@ -104,10 +104,13 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 
 
 def _expires(file: Path) -> datetime:
-    """Return when the first certificate of a chain expires, which is the server's own."""
+    """Return when the first certificate of a chain expires, which is the server's own; ValueError if it is odd."""
     from cryptography import x509  # noqa: PLC0415 - a gateway without TLS starts sooner
 
-    return x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
+    try:
+        return x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
+    except x509.InvalidVersion as error:  # no ValueError, and OpenSSL serves such a certificate
+        raise ValueError(str(error)) from error
 
 
 class TlsListener:

@@ -28,6 +28,8 @@ _COLOUR = "#0969da"
 
 #: JSON of the gateway: of ``/summary``, of its histogram, of ``/rates``.
 Told = Mapping[str, Any]
+#: Why a gateway that is older than the plugin has no rates.
+OLDER_GATEWAY = "this gateway does not tell it: bring it to the plugin's version"
 
 
 def histogram_lines(histogram: Told) -> list[str]:
@@ -46,14 +48,14 @@ def histogram_lines(histogram: Told) -> list[str]:
     return lines
 
 
-def rate_lines(told: Told | None) -> list[str]:
-    """Return the rate over time as columns of text; None if the gateway does not tell it."""
+def rate_lines(told: Told | str) -> list[str]:
+    """Return the rate over time as columns of text; ``told`` is what the gateway tells, or why it tells nothing."""
     missing = _missing_rates(told)
-    if told is None or missing:
+    if isinstance(told, str) or missing:
         return [f"rate over time: {missing}"]
     rates = told["rates"]
     most, cells = max(rates), max(1, _CELLS // len(rates))
-    label = number(round(most, 1))
+    label = _brief(most)
     lines = [f"results per second over time, each column {_seconds(told)}{_sampled(told)}"]
     for row in reversed(range(_ROWS)):
         name = label if row == _ROWS - 1 else "0" if row == 0 else ""
@@ -69,10 +71,10 @@ def _column(height: float) -> str:
     return _EIGHTHS[max(0, min(8, round(8 * height)))]
 
 
-def _missing_rates(told: Told | None) -> str:
+def _missing_rates(told: Told | str) -> str:
     """Return why there is no rate over time; empty if there is."""
-    if told is None:
-        return "this gateway does not tell it: bring it to the plugin's version"
+    if isinstance(told, str):
+        return told
     if not told["counted"]:
         return "there is no result yet"
     return "" if told["rates"] else "all results arrived at one moment"
@@ -83,7 +85,12 @@ def _sampled(told: Told) -> str:
 
 
 def _seconds(told: Told) -> str:
-    return f"{number(round(told['seconds'], 1))} s"
+    return f"{_brief(told['seconds'])} s"
+
+
+def _brief(value: float) -> str:
+    """Return a number with one decimal, or two digits if it is below one: never 0 for what is more."""
+    return number(round(value, 1)) if value >= 1 else f"{value:.2g}"
 
 
 def _clock(moment: str) -> str:
@@ -91,13 +98,17 @@ def _clock(moment: str) -> str:
 
 
 def check_png(file: Path) -> None:
-    """UserError if matplotlib is missing, or the file exists: before anything is asked."""
+    """UserError if matplotlib is missing, or the file exists or cannot be: before anything is asked."""
     _figure()
-    if file.exists():
+    try:
+        exists = file.exists()
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    if exists:
         raise _exists(file)
 
 
-def write_png(file: Path, summary: Told, rates: Told | None) -> None:
+def write_png(file: Path, summary: Told, rates: Told | str) -> None:
     """Draw both plots into a new file. UserError if there is nothing to draw, or the file cannot be written."""
     known = summary["round"]
     if not summary["histogram"]["counted"]:
@@ -121,11 +132,11 @@ def _figure() -> "Figure":
     return Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
 
 
-def _draw_rates(axes: "Axes", told: Told | None) -> None:
+def _draw_rates(axes: "Axes", told: Told | str) -> None:
     missing = _missing_rates(told)
-    axes.set_title(f"Rate over time{_sampled(told) if told else ''}")
-    if told is None or missing:
-        axes.text(0.5, 0.5, missing, ha="center", va="center")
+    axes.set_title(f"Rate over time{'' if isinstance(told, str) else _sampled(told)}")
+    if isinstance(told, str) or missing:
+        axes.text(0.5, 0.5, missing, ha="center", va="center", wrap=True)
         axes.set_axis_off()
         return
     edges = [told["seconds"] * place for place in range(len(told["rates"]) + 1)]
@@ -153,7 +164,11 @@ def _write_new(file: Path, content: bytes) -> None:
     except FileExistsError as error:
         raise _exists(file) from error
     except OSError as error:
-        raise UserError(f'--png: "{file}" cannot be written ({error.strerror}): name another file') from error
+        raise _unwritable(file, error) from error
+
+
+def _unwritable(file: Path, error: OSError) -> UserError:
+    return UserError(f'--png: "{file}" cannot be written ({error.strerror}): name another file')
 
 
 def _exists(file: Path) -> UserError:

@@ -4,6 +4,7 @@
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,30 +169,41 @@ def results(
     if png is not None:
         plots.check_png(png)
     cluster = connect(context, namespace, kubeconfig)
-    found = _read_results(gateway_proxy.find(cluster, gateway), cluster.namespace, name)
-    if format_ is not Format.TABLE:
-        output.show(found, format_)
+    asked = gateway_proxy.find(cluster, gateway)
+    found = _read_results(asked, cluster.namespace, name)
+    rates = _read_rates(asked, cluster.namespace, name)
+    if format_ is Format.TABLE:
+        sys.stdout.write("\n".join(result_lines(found, rates)) + "\n")
     else:
-        sys.stdout.write("\n".join(result_lines(found)) + "\n")
+        if isinstance(rates, str):
+            sys.stderr.write(f"rate over time: {rates}\n")
+        output.show({**found, "rates": None if isinstance(rates, str) else rates}, format_)
     if png is not None:
-        plots.write_png(png, found["summary"], found["rates"])
+        plots.write_png(png, found["summary"], rates)
         sys.stderr.write(f"plots drawn into {png}\n")
 
 
 def _read_results(asked: gateway_proxy.Gateway, namespace: str, name: str) -> dict[str, Any]:
     route = f"/rounds/{namespace}/{name}"
     try:
-        found = {
+        return {
             "summary": asked.get(f"{route}/summary"),
             "forwarding": asked.get(f"{route}/forwarding"),
             "conflicts": asked.get(f"{route}/conflicts", {"limit": "10"})["conflicts"],
         }
     except NotFound as error:
         raise _unknown(asked, namespace, name) from error
+
+
+def _read_rates(asked: gateway_proxy.Gateway, namespace: str, name: str) -> plots.Told | str:
+    """Return how fast the results came, or why the gateway does not tell it: all else is worth showing."""
     try:
-        return {**found, "rates": asked.get(f"{route}/rates")}
-    except NotFound:  # a gateway older than the plugin has no such route
-        return {**found, "rates": None}
+        told: plots.Told = asked.get(f"/rounds/{namespace}/{name}/rates")
+    except NotFound:  # an older gateway has no such route
+        return plots.OLDER_GATEWAY
+    except UserError as error:
+        return str(error)
+    return told
 
 
 def _unknown(asked: gateway_proxy.Gateway, namespace: str, name: str) -> NotFound:
@@ -201,8 +213,8 @@ def _unknown(asked: gateway_proxy.Gateway, namespace: str, name: str) -> NotFoun
     )
 
 
-def result_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return what the gateway has of a round as lines of text."""
+def result_lines(found: Mapping[str, Any], rates: plots.Told | str) -> list[str]:
+    """Return what the gateway has of a round as lines of text; ``rates`` may say why there are none."""
     summary, known = found["summary"], found["summary"]["round"]
     rate = f", {summary['rate']}/s" if summary["rate"] is not None else ""
     lines = [
@@ -214,7 +226,7 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
     if known["limit_reached"]:
         lines.append(f"new results are not stored: {known['limit_reached']}")
     lines += [f"{key.replace('_', ' ')}: {value}" for key, value in _told(found["forwarding"])]
-    lines += ["", *plots.rate_lines(found["rates"]), "", *plots.histogram_lines(summary["histogram"])]
+    lines += ["", *plots.rate_lines(rates), "", *plots.histogram_lines(summary["histogram"])]
     conflicts = found["conflicts"]
     if conflicts:
         lines += ["", "First conflicts:"]
@@ -271,5 +283,6 @@ def write(pieces: Iterator[bytes], file: Path | None) -> int:
     except OSError as error:
         raise UserError(f'--filename: "{file}" cannot be written ({error.strerror}): name another file') from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # what could not be made cannot be removed either
+            part.unlink(missing_ok=True)
     return size

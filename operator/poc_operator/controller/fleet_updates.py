@@ -43,12 +43,12 @@ class WorkOnFleets:
         self._by_namespace: dict[str, dict[str, WorkOnPods]] = {}
 
     def put(self, kind: str, body: Mapping[str, Any]) -> bool:
-        """Remember an object as it is now; return whether it began or ended, or needs other pods than before."""
+        """Remember an object as it is now; return whether it is new, was begun or ended, or needs other pods now."""
         work = WorkOnPods.parse(kind, body)
         known = self._by_namespace.setdefault(work.record.namespace, {})
         before = known.get(work.record.uid)
         known[work.record.uid] = work
-        return before is None or (before.live, before.unfit) != (work.live, work.unfit)
+        return before is None or (before.live, before.started, before.unfit) != (work.live, work.started, work.unfit)
 
     def forget(self, uid: str) -> str | None:
         """Forget an object that is gone; return the namespace in which it was."""

@@ -114,7 +114,7 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
     """Return the fleet's last rounds, by their start: those that were known, and those that there are now.
 
     One that is gone is over, and so is one that was finished or suspended. What is over and was never begun, as a
-    mistyped round, tells nothing of those to come.
+    mistyped round, tells nothing of those to come. A round of the network does, even if the fleet missed it.
     """
     before = {one.uid: one for one in known}
     rounds = {one.record.uid: one for one in work if one.kind == PoCRound.KIND.kind}
@@ -122,7 +122,7 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
     for uid, one in rounds.items():
         earlier = before[uid].over_time if uid in before else None
         found[uid] = FleetRound(
-            started=one.started or (uid in before and before[uid].started),
+            started=one.started or (uid in before and _was_begun(before[uid])),
             uid=uid,
             name=one.record.name,
             start_time=one.created,
@@ -130,8 +130,13 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
             network=one.network,
             height=one.height,
         )
-    told = [one for one in found.values() if one.started or one.over_time is None]
+    told = [one for one in found.values() if one.started or one.network or one.over_time is None]
     return sorted(told, key=lambda one: (one.start_time, one.uid))[-MAX_ROUNDS:]
+
+
+def _was_begun(known: FleetRound) -> bool:
+    """Whether the status says that a pod has begun it. Older operators wrote nothing, and the object itself tells."""
+    return known.started and "started" in known.model_fields_set
 
 
 def startup_seconds(pods: Sequence[PodView], known: int) -> int:
@@ -156,9 +161,12 @@ def replacement_seconds(startup: int, *, limit: int, grace: int) -> int:
 
 
 def validated_until(rounds: Iterable[FleetRound]) -> tuple[datetime, str] | None:
-    """Return until when the network may validate a round that is over, and the round's name; None without any."""
+    """Return until when the network may validate a round that is over, and the round's name; None without any.
+
+    A round that no pod has begun has no results to validate.
+    """
     seconds = timedelta(seconds=VALIDATION_SECONDS)
-    ends = [(one.over_time + seconds, one.name) for one in rounds if one.network and one.over_time]
+    ends = [(one.over_time + seconds, one.name) for one in rounds if one.network and one.started and one.over_time]
     return max(ends, default=None)
 
 

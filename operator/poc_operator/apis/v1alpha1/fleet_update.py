@@ -38,7 +38,7 @@ class FleetRound(ApiModel):
     start_time: datetime
     """When it was created."""
     started: bool = True
-    """Whether a pod has begun it. One that is over without is forgotten."""
+    """Whether a pod has begun it. One that is over without is forgotten, unless it is the network's."""
     over_time: datetime | None = None
     """When it was over. Not set while it is not."""
     network: bool = False

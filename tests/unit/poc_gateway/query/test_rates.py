@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from httpx import AsyncClient
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, delete, update
 
 from poc_gateway.query import summary
 from poc_gateway.store import schema
@@ -110,9 +110,34 @@ async def test_slots_beyond_the_sample_count_as_well(
 
 async def test_what_arrived_late_counts(database: Database, client: AsyncClient) -> None:
     # The first nonce comes last, so that neither end of the slot tells the true end.
-    await a_stored_round(database, range(20), lambda nonce: 99.0 if nonce == 10 else nonce / 2, nodes=1)
+    await a_stored_round(database, range(20), lambda nonce: 99.0 if nonce == 0 else nonce / 2, nodes=1)
     body = await rates(client)
     assert sum(body["rates"]) * body["seconds"] == pytest.approx(20, rel=0.01)
+    assert (body["first_arrival"], body["last_arrival"]) == ("2026-01-01T00:00:00.500000Z", "2026-01-01T00:01:39Z")
+    assert len(body["rates"]) * body["seconds"] == pytest.approx(98.5, rel=0.01)
+
+
+async def test_arrivals_in_any_order_have_their_true_span(database: Database, client: AsyncClient) -> None:
+    # The ends of the round lie in the middle of its nonces.
+    await a_stored_round(database, range(20), lambda nonce: {9: 0.0, 10: 30.0}.get(nonce, 10.0), nodes=1)
+    body = await rates(client)
+    assert len(body["rates"]) * body["seconds"] == pytest.approx(30)
+    assert [round(rate * body["seconds"]) for rate in body["rates"] if rate] == [1, 18, 1]
+
+
+@pytest.mark.parametrize("left", [0, 3])
+async def test_a_round_that_is_deleted_meanwhile_is_no_fault(
+    database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """Its slots were counted before its artifacts were deleted."""
+    monkeypatch.setattr(summary, "SAMPLED_ARRIVALS", 20)
+    await store(database, a_round(nodes=1), range(100))
+    gone = delete(schema.artifacts).where(schema.artifacts.c.nonce >= left)
+    await database.write(lambda one: one.execute(gone))
+    assert (await rates(client))["counted"] == left
+    sample = await client.get("/rounds/ns/round-uid-1/sample", params={"nonces": 20, "seed": "a"})
+    assert (sample.status_code, len(sample.json())) == (200, left)
+    assert (await client.get("/rounds/ns/round-uid-1/summary")).status_code == 200
 
 
 @pytest.mark.parametrize("count", [0, 1])

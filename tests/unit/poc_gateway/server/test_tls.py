@@ -131,6 +131,19 @@ def test_an_expiry_that_cannot_be_read_keeps_nobody_from_being_served(
     assert "error parsing asn1 value" in caplog.text
 
 
+def test_a_certificate_of_an_unknown_version_is_served_without_its_expiry(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    issue(tmp_path, "first")
+    file = tmp_path / "tls.crt"
+    # The version is the first field of a certificate: 2 stands for the third.
+    der = ssl.PEM_cert_to_DER_cert(file.read_text()).replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x05", 1)
+    file.write_text(ssl.DER_cert_to_PEM_cert(der))
+    certificate = Certificate(file, tmp_path / "tls.key")
+    assert (certificate.expires, told_expiry()) == (None, None)
+    assert "nobody can tell when the certificate of the network's port expires" in caplog.text
+
+
 def test_files_that_cannot_be_used_are_explained(tmp_path: Path) -> None:
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     with pytest.raises(ValueError, match=r"POC_GATEWAY_TLS_CERT=.*No such file"):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plots of ``round results``: in a terminal, and as a PNG that really is one."""
 
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,17 @@ def test_a_cell_of_a_column_has_eight_steps(second: float, lowest: str) -> None:
     assert columns.ljust(60) == "█" * 30 + lowest * 30
 
 
+@pytest.mark.parametrize(
+    ("most", "label"), [(123_456.7, "123 456.7"), (9.96, "10"), (1.25, "1.2"), (0.96, "0.96"), (0.0123, "0.012")]
+)
+def test_the_highest_rate_is_told_however_slow_it_is(most: float, label: str) -> None:
+    assert plots.rate_lines(_told([most, most / 2]))[1].partition("┤")[0].strip() == label
+
+
+def test_the_width_of_a_column_is_told_however_short_it_is() -> None:
+    assert plots.rate_lines(_told([1.0], seconds=0.04))[0].endswith("each column 0.04 s")
+
+
 @pytest.mark.parametrize("count", [1, 7, 29, 60])
 def test_the_plot_is_no_wider_than_a_terminal(count: int) -> None:
     lines = plots.rate_lines(_told([123_456.7] * count))
@@ -85,6 +97,19 @@ def test_an_older_gateway_tells_no_rate_over_time(run: Run, api: ApiPaths, tmp_p
     assert "rate over time: this gateway does not tell it: bring it to the plugin's version" in done.out
     assert json.loads(run(*COMMAND, "-o", "json").out)["rates"] is None
     assert (tmp_path / "plots.png").is_file()
+
+
+@pytest.mark.parametrize("status", [403, 500, 503])
+def test_rates_that_are_refused_cost_nothing_else(run: Run, api: ApiPaths, tmp_path: Path, status: int) -> None:
+    api.answers[RATES] = (status, {"detail": "out of order"})
+    done = run(*COMMAND, "--png", str(tmp_path / "plots.png"))
+    assert (done.code, "400 results of 2 slots" in done.out) == (0, True), done.err
+    (why,) = [line for line in done.out.splitlines() if line.startswith("rate over time: ")]
+    assert "this gateway does not tell it" not in why
+    assert (tmp_path / "plots.png").is_file()
+    done = run(*COMMAND, "-o", "json")
+    assert (done.code, json.loads(done.out)["rates"]) == (0, None)
+    assert done.err == f"{why}\n"
 
 
 def test_programs_get_the_rates(run: Run) -> None:
@@ -148,6 +173,23 @@ def test_a_file_that_cannot_be_written_is_named(run: Run, tmp_path: Path, file: 
     done = run(*COMMAND, "--png", str(tmp_path / file))
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert f'--png: "{tmp_path / file}" cannot be written (No' in done.err
+
+
+def test_a_name_that_is_too_long_is_refused_before_anything_is_asked(run: Run, api: ApiPaths, tmp_path: Path) -> None:
+    file = tmp_path / f"{'x' * 300}.png"
+    done = run(*COMMAND, "--png", str(file))
+    assert (done.code, api.asked) == (1, [])
+    assert done.err == f'error: --png: "{file}" cannot be written (File name too long): name another file\n'
+
+
+def test_a_folder_without_access_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(_: Path, **__: object) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")  # root, as which tests may run, has access
+
+    monkeypatch.setattr(Path, "stat", refuses)
+    monkeypatch.setattr(Path, "exists", refuses)
+    with pytest.raises(UserError, match=r"cannot be written \(Permission denied\): name another file"):
+        plots.check_png(tmp_path / "plots.png")
 
 
 def test_without_results_nothing_is_drawn(run: Run, api: ApiPaths, tmp_path: Path) -> None:

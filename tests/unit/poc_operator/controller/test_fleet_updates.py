@@ -31,13 +31,19 @@ def body(
     holder: str = "",
     fleet: str = "demo",
     unfit: Sequence[str] = (),
+    started: bool = False,
 ) -> Any:  # noqa: ANN401
     slots = [{"uid": holder, "state": "Running"}] if holder else []
     return {
         "kind": kind,
         "metadata": {"uid": uid, "name": uid, "namespace": "ns", "creationTimestamp": NOW.isoformat()},
         "spec": {"fleetRef": {"name": fleet}},
-        "status": {"state": state, "assignments": slots, "unfitRevisions": list(unfit)},
+        "status": {
+            "state": state,
+            "assignments": slots,
+            "unfitRevisions": list(unfit),
+            **({"startTime": NOW.isoformat()} if started else {}),
+        },
     }
 
 
@@ -168,6 +174,14 @@ def test_work_is_known_until_it_is_gone() -> None:
     assert work.forget("r1") == "ns"
     assert work.forget("r1") is None
     assert not work.on(a_fleet(), LABELS)
+
+
+def test_the_fleet_hears_that_a_pod_has_begun_the_work() -> None:
+    """A short round may be gone before the fleet's next turn, and would be forgotten."""
+    work = WorkOnFleets()
+    assert work.put("PoCRound", body())
+    assert work.put("PoCRound", body(started=True))
+    assert not work.put("PoCRound", body(started=True))
 
 
 def test_work_may_select_pods_that_are_yet_to_come() -> None:

@@ -266,6 +266,50 @@ def test_what_no_pod_has_begun_tells_nothing_of_the_next_round(ends: str) -> Non
     assert found.startswith("a round, which is expected from 2026-01-01 12:10:00 UTC on")
 
 
+@pytest.mark.parametrize("ends", ["gone", "failed", "suspended"])
+@pytest.mark.parametrize("height", [None, 1_000_000], ids=["by times", "by heights"])
+def test_a_round_of_the_network_that_no_pod_has_begun_tells_when_the_next_one_comes(
+    height: int | None, ends: str
+) -> None:
+    """Day 1's round was begun, day 2's was missed, and day 3's comes in ten minutes."""
+    first = a_round(2 * DAY - 600, 2 * DAY - 780, network=True, height=height and height - EPOCH_BLOCKS)
+    missed: dict[str, Any] = {**NETWORK, "uid": "missed", "created": DAY - 600}
+    spec = {"fleetRef": {"name": "demo"}, "blockHeight": height}
+    pending = remembered([first], [work(**missed, state="Pending", spec=spec)], ago(DAY - 610))
+    state = {"failed": "Failed", "suspended": "Suspended"}.get(ends)
+    never = {"startTime": None, "completionTime": ago(DAY - 1500).isoformat()}
+    left = [work(**missed, state=state, spec=spec, status=never)] if state else []
+    found = blocker(remembered(pending, left, ago(DAY - 1500)), left, [OLD_POD], NOW, 3600)
+    assert found is not None
+    assert found.startswith("a round, which is expected from 2026-01-01 12:10:00 UTC on")
+
+
+def test_the_network_has_nothing_to_validate_of_a_round_that_no_pod_has_begun() -> None:
+    never = work(**NETWORK, uid="n1", state="Failed", status={"startTime": None, "completionTime": ago(5).isoformat()})
+    known = remembered([], [never], NOW)
+    assert [one.uid for one in known] == ["n1"]
+    assert blocker(known, [never], [OLD_POD], NOW, 1) is None
+
+
+@pytest.mark.parametrize("told", [{}, {"started": True}, {"started": False}], ids=["untold", "begun", "not begun"])
+@pytest.mark.parametrize("state", ["Pending", "Running"])
+def test_an_object_itself_says_whether_it_was_begun_unless_the_status_told_so(
+    told: dict[str, bool], state: str
+) -> None:
+    """Operators of before did not write it down."""
+    known = FleetRound.model_validate({"uid": "r1", "name": "r1", "startTime": ago(9).isoformat(), **told})
+    found = remembered([known], [work(uid="r1", state=state)], NOW)
+    assert [one.started for one in found] == [state == "Running" or told.get("started", False)]
+    # What is written down then is told, and what is gone counts as it was told.
+    stored = FleetRound.model_validate(found[0].model_dump(mode="json", by_alias=True, exclude_none=True))
+    assert len(remembered([stored], [], NOW)) == found[0].started
+
+
+def test_a_round_of_which_nobody_told_whether_it_was_begun_counts_once_it_is_gone() -> None:
+    known = FleetRound.model_validate({"uid": "r1", "name": "r1", "startTime": ago(9).isoformat()})
+    assert [one.uid for one in remembered([known], [], NOW)] == ["r1"]
+
+
 def test_a_round_that_was_begun_counts_whatever_becomes_of_it() -> None:
     """Resumed, it starts anew; deleted, it has begun all the same."""
     begun = remembered([], [work(uid="r1")], ago(5))
