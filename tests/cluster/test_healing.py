@@ -69,6 +69,7 @@ def test_a_pod_that_stands_still_is_told_again_and_nothing_is_lost(
     assert_nothing_is_missing(rounds.settled("frozen"), receiver)
 
 
+@pytest.mark.long
 def test_a_pod_that_stands_still_again_is_deleted_and_its_slot_moves_on(
     kube: Kube, rounds: Rounds, receiver: Receiver
 ) -> None:

@@ -7,11 +7,12 @@ Everything else goes well here. `test_namespace_histories` has such pods among a
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState
+from tests.unit.poc_operator.build import HISTORIES
 from tests.unit.poc_operator.rounds.namespace_checks import CheckedWorld
 from tests.unit.poc_operator.rounds.namespace_operator import LEASE_SECONDS
 from tests.unit.poc_operator.rounds.namespace_pods import NamespacePod
@@ -76,6 +77,7 @@ def fall_silent(pod: NamespacePod) -> None:
     pod.hears = pod.answers = False
 
 
+@settings(max_examples=HISTORIES // 5)
 @given(before=SKEWS, after=SKEWS, late=DELAYS, turns=st.integers(0, 12))
 def test_a_silent_pod_has_stopped_before_its_slot_moves(before: int, after: int, late: int, turns: int) -> None:
     """Another operator waits for the lease to end, by its own clock, and the pod's last poll came late."""
