@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from ssl import SSLContext
 
@@ -246,19 +246,8 @@ async def _live_alone(settings: Settings, outside: Outside, gates: Gates) -> Non
         rounds, outbox = Rounds(database, outside.read_round), Outbox(database, settings, clock, outside.read_secret)
         ml_nodes = await stack.enter_async_context(running_ml_nodes(settings, database, outside.cluster_of))
         stack.callback(_serve_metrics(settings, DatabaseGauges(database), JobGauges(ml_nodes)))
-        feed = Feed(database, gates.viewers, outside.list_objects)
-        await stack.enter_async_context(feed.running())
-        gates.open(
-            Components(
-                settings=settings,
-                database=database,
-                rounds=rounds,
-                outbox=outbox,
-                ml_nodes=ml_nodes,
-                feed=feed,
-                certificate=gates.certificate,
-            )
-        )
+        parts = Components(settings=settings, database=database, rounds=rounds, outbox=outbox, ml_nodes=ml_nodes)
+        await _open(stack, outside, gates, parts)
         retention = Retention(database, settings, rounds.forget, clock)
         _freeze()
         await while_owner(fence, database, outbox.run, retention.run, *archiving(database, settings))
@@ -277,21 +266,17 @@ async def _live_beside_others(settings: Settings, outside: Outside, gates: Gates
         owner = Owner(settings, commands=commands, rounds=rounds, ml_nodes=ml_nodes, read_secret=outside.read_secret)
         gauges = DatabaseGauges(database, lambda: owner.owns)
         stack.callback(_serve_metrics(settings, gauges, JobGauges(ml_nodes)))
-        feed = Feed(database, gates.viewers, outside.list_objects)
-        await stack.enter_async_context(feed.running())
-        gates.open(
-            Components(
-                settings=settings,
-                database=database,
-                rounds=rounds,
-                outbox=commands,
-                ml_nodes=ml_nodes,
-                feed=feed,
-                certificate=gates.certificate,
-            )
-        )
+        parts = Components(settings=settings, database=database, rounds=rounds, outbox=commands, ml_nodes=ml_nodes)
+        await _open(stack, outside, gates, parts)
         _freeze()
         await owner.run()
+
+
+async def _open(stack: AsyncExitStack, outside: Outside, gates: Gates, parts: Components) -> None:
+    """Serve these, with the web page and the certificate, until the stack ends."""
+    feed = Feed(parts.database, gates.viewers, outside.list_objects)
+    await stack.enter_async_context(feed.running())
+    gates.open(replace(parts, feed=feed, certificate=gates.certificate))
 
 
 def _serve_metrics(settings: Settings, *gauges: Collector) -> Callable[[], object]:
