@@ -236,6 +236,7 @@ def test_what_ends_early_leaves_a_sane_terminal_and_says_why(
 ) -> None:
     action = "time.sleep(60)" if how == "interrupt" else how
     script = f"""
+import signal
 import time
 from hack.toolchain.common import UserError, main
 from hack.toolchain.steps import step
@@ -243,6 +244,8 @@ def program():
     with step("cluster up"), step("etcd"):
         time.sleep(0.7)
         {action}
+# Where the tests run in a shell's background, programs begin with interrupts ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 main(program, resumes={resumes})
 """
     terminal = Terminal(script, home)

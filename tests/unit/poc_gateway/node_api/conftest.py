@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from poc_gateway.node_api import cluster, create_pocround, dispatch
+from poc_operator.clients.pods import client
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 
 #: What the pods' vLLM calls itself.
@@ -24,6 +25,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def _pods_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may hold up a pod that answers for longer than a gateway would wait for it."""
     monkeypatch.setattr(cluster, "ASK_SECONDS", 20.0)
+    monkeypatch.setattr(client, "STATUS_SECONDS", 20.0)
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,7 @@ def test_options_of_kubectl_stand_before_the_command_or_behind_it(
 
 def _ageless(told: str) -> str:
     """Return what was told without ages, which may grow by a second between two commands."""
-    return re.sub(r"\d+ s\b", "an age", told)
+    return re.sub(r'\d+ s\b|(?<=econds": )\d+', "an age", told)
 
 
 def _printed() -> list[str]:
