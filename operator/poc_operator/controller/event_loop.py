@@ -31,7 +31,8 @@ FRESH_SECONDS = 0.05
 GARBAGE_SECONDS = 0.05
 OLDER_STEPS = 10
 ALL_STEPS = 36_000
-#: So many new objects at once are a list of pods, which stay: looking through those of 5 000 pods takes half a second.
+#: So many new objects within `OLDER_STEPS` are lists of pods and the plans of rounds that begin, which stay. Looking
+#: through those of 5 000 pods takes half a second.
 KEPT_OBJECTS = 50_000
 
 T = TypeVar("T")
@@ -104,14 +105,21 @@ async def collect_garbage() -> None:
     looks at them, which stops the event loop for up to 0.1 s; docs/benchmarks.md has the figures.
     """
     gc.disable()
+    gathered = 0  # objects that the next search among what is not quite new would look at, at most
     for step in itertools.count(1):
         await asyncio.sleep(GARBAGE_SECONDS)
+        gathered += gc.get_count()[0]
         if step % ALL_STEPS == 0:
             gc.unfreeze()
             gc.collect()
-        elif gc.get_count()[0] > KEPT_OBJECTS:
+            gathered = 0
+        elif gathered > KEPT_OBJECTS:
             # Large plans make so many, too. Of what is set aside with them, little becomes garbage that only a search
             # can find, and what is older than two searches waits for the next search of everything anyway.
             gc.freeze()
+            gathered = 0
+        elif step % OLDER_STEPS == 0:
+            gc.collect(1)
+            gathered = 0
         else:
-            gc.collect(1 if step % OLDER_STEPS == 0 else 0)
+            gc.collect(0)

@@ -161,6 +161,27 @@ async def test_a_list_of_thousands_of_pods_is_set_aside_until_all_is_searched(mo
     assert gc.get_freeze_count() == 0
 
 
+async def test_no_search_looks_at_more_than_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a thousand rounds begin, each moment brings a few of their objects, which stay."""
+    monkeypatch.setattr(event_loop, "GARBAGE_SECONDS", 0.0)
+    monkeypatch.setattr(event_loop, "KEPT_OBJECTS", 5_000)
+    looked, kept, collect = list[int](), list[list[list[int]]](), gc.collect
+
+    def counted(generation: int = 2) -> int:
+        looked.append(sum(len(gc.get_objects(generation=one)) for one in range(generation + 1)))
+        return collect(generation)
+
+    gc.collect()
+    gc.disable()
+    monkeypatch.setattr(gc, "collect", counted)
+    async with collecting():
+        while len(looked) < 100:
+            kept.append([[number] for number in range(2_000)])
+            await asyncio.sleep(0)
+    gc.unfreeze()
+    assert max(looked) < 6_000, looked
+
+
 async def test_what_refers_to_itself_does_not_stay() -> None:
     class Node:
         def __init__(self) -> None:
