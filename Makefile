@@ -105,8 +105,9 @@ fuzz: .venv/.lock postgresql ## Ten thousand mutated requests to the pod's route
 histories: .venv/.lock ## Ten thousand random histories for each property of the plans (HISTORIES=10000)
 	HISTORIES=$(or $(HISTORIES),10000) .venv/bin/pytest --timeout 0 tests/unit/poc_operator/rounds -k 'histories or Histories or every_combination or take_turns'
 
-# A cache of its own: other tests run meanwhile, and would write down their failures in place of these.
-worker_tests = "$$python" -m pytest $(SERVERS) -o cache_dir=build/pytest-worker tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
+# A cache of its own: other tests run meanwhile, and would write down their failures in place of these. A report on a
+# release has the long tests, too.
+worker_tests = "$$python" -m pytest $(SERVERS) $(if $(REPORT),,-m 'not long') -o cache_dir=build/pytest-worker tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
 
 .PHONY: test-worker
 test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)
@@ -114,7 +115,7 @@ test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (
 	$(if $(REPORT),$(worker_tests) --junitxml $(REPORT),$(call tests,$(worker_tests)))
 
 .PHONY: test-versions
-test-versions: ## The same as test-worker on each supported release (VERSIONS='0.25 0.28'); keeps what ran for the table of releases
+test-versions: ## Tests of the worker, long ones too, on each supported release (VERSIONS='0.25 0.28'); keeps what ran for the table of releases
 	@failed=; for version in $(or $(VERSIONS),$$($(PYTHON) -m hack.vllm versions)); do \
 		report=build/reports/vllm-$$version.xml; echo "vLLM $$version"; \
 		$(MAKE) --no-print-directory test-worker VLLM=$$version REPORT=$$report && \

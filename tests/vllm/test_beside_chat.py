@@ -139,7 +139,11 @@ def latent_drafts() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("target", "family"), [("DeepseekV3ForCausalLM", "deepseek"), ("Glm4MoeForCausalLM", "qwen3-moe")]
+    ("target", "family"),
+    [
+        pytest.param("DeepseekV3ForCausalLM", "deepseek", marks=pytest.mark.long),
+        ("Glm4MoeForCausalLM", "qwen3-moe"),
+    ],
 )
 def test_layers_that_draft_change_no_result_and_poc_none_of_chats_tokens(
     target: str, family: str, model_folder: Path, tmp_path: Path

@@ -80,8 +80,8 @@ def found(name: str, vectors: Vectors, reference: Vectors) -> Comparison:
     ("name", "flags"),
     [
         ("the same", EAGER),
-        ("compiled kernels", ("--enable-poc",)),
-        ("bfloat16", (*EAGER, "--dtype", "bfloat16" if not ON_GPU else "float16")),
+        pytest.param("compiled kernels", ("--enable-poc",), marks=pytest.mark.long),
+        pytest.param("bfloat16", (*EAGER, "--dtype", "bfloat16" if not ON_GPU else "float16"), marks=pytest.mark.long),
     ],
 )
 def test_other_kernels_and_precision_pass(
@@ -118,10 +118,10 @@ def of_another_model(weights: Weights) -> None:
     ("name", "change", "failed"),
     [
         ("weights of 4 bits", partial(rounded, bits=4, group=128), True),
-        ("weights of 8 bits", partial(rounded, bits=8, group=128), False),
+        pytest.param("weights of 8 bits", partial(rounded, bits=8, group=128), False, marks=pytest.mark.long),
         ("another weight file", of_another_model, True),
-        ("the highest bit of one exponent", partial(flipped, bit=30), True),
-        ("one sign", partial(flipped, bit=31), False),
+        pytest.param("the highest bit of one exponent", partial(flipped, bit=30), True, marks=pytest.mark.long),
+        pytest.param("one sign", partial(flipped, bit=31), False, marks=pytest.mark.long),
     ],
 )
 def test_other_weights(
