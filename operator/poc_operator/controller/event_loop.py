@@ -29,7 +29,7 @@ FRESH_SECONDS = 0.05
 #: Seconds between two searches for garbage among what is new, steps of it between two among what is not quite new, and
 #: between two among everything, which takes a second where there are thousands of pods.
 GARBAGE_SECONDS = 0.05
-OLDER_STEPS = 10
+OLDER_STEPS = 4
 ALL_STEPS = 36_000
 #: So many new objects within `OLDER_STEPS` are lists of pods and the plans of rounds that begin, which stay. Looking
 #: through those of 5 000 pods takes half a second.
@@ -105,7 +105,7 @@ async def collect_garbage() -> None:
     looks at them, which stops the event loop for up to 0.1 s; docs/benchmarks.md has the figures.
     """
     gc.disable()
-    gathered = 0  # objects that the next search among what is not quite new would look at, at most
+    gathered = 0  # new objects, less those that were dropped, since the last search among what is not quite new
     for step in itertools.count(1):
         await asyncio.sleep(GARBAGE_SECONDS)
         gathered += gc.get_count()[0]

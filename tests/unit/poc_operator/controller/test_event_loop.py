@@ -133,7 +133,7 @@ async def test_garbage_is_searched_for_by_time_alone(monkeypatch: pytest.MonkeyP
     async with collecting():
         await until(lambda: len(searched) >= 25)
         assert not gc.isenabled(), "Python would search through all objects within a turn"
-    assert searched[:25] == [*[0] * 9, 1, *[0] * 9, 1, *[0] * 4, 2]
+    assert searched[:25] == [*([0] * 3 + [1]) * 6, 2]
 
 
 async def test_a_list_of_thousands_of_pods_is_set_aside_until_all_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
