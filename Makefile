@@ -47,7 +47,7 @@ test: ## Everything that this machine can prove
 	wait $$prepared; ended=$$?; trap - EXIT; cat build/prepare.log; test $$ended = 0 || exit $$ended; \
 	set -m; PATIENCE=3 nice -n 10 $(MAKE) --no-print-directory test-worker >build/test-worker.log 2>&1 </dev/null & set +m; \
 	worker=$$!; trap 'kill -- -$$worker 2>/dev/null' EXIT; \
-	$(MAKE) --no-print-directory test-cluster; failed=$$?; \
+	PATIENCE=3 $(MAKE) --no-print-directory test-cluster; failed=$$?; \
 	echo 'What the tests of the worker beside these say:'; \
 	wait $$worker; ended=$$?; trap - EXIT; cat build/test-worker.log; test $$failed = 0 || exit $$failed; exit $$ended
 

@@ -11,7 +11,7 @@ from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import crd
-from tests.cluster.objects import Rounds
+from tests.cluster.objects import PATIENCE, Rounds
 from tests.support.fakes.receiver import Receiver, receiving
 from tests.support.scopes import scheduling
 from tests.support.servers.api_server import ApiServer, api_server
@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _cluster_of(item.nodeid) != THE_CLUSTER and "kube" in getattr(item, "fixturenames", ()):
             raise pytest.UsageError(f"{item.nodeid} uses the cluster: take its module out of ALONE")
+        if PATIENCE > 1 and (limit := item.get_closest_marker("timeout")) and item.get_closest_marker("cluster"):
+            item.add_marker(pytest.mark.timeout(PATIENCE * limit.args[0], **limit.kwargs), append=False)
 
 
 @pytest.hookimpl(optionalhook=True)

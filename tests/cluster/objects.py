@@ -2,6 +2,7 @@
 """Rounds, validations and calibrations on the cluster, as a user handles them: with kubectl."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Self, TypeVar, cast
@@ -20,7 +21,9 @@ from tests.support.servers.cluster import diagnosis
 
 WorkT = TypeVar("WorkT", bound=PoCRound | PoCValidation | PoCCalibration)
 
-SECONDS = 60.0
+#: How many times as long a busy machine may take.
+PATIENCE = float(os.environ.get("PATIENCE", "1"))
+SECONDS = 60.0 * PATIENCE
 LABEL = "poc-test"
 #: What every object says of the block and the pods.
 BLOCK: dict[str, Any] = {
@@ -70,7 +73,7 @@ class Objects(Generic[WorkT]):
         self._kubectl("patch", self._name, name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
     def delete(self, name: str) -> None:
-        """Delete an object and wait until it is gone; fails after a minute."""
+        """Delete an object and wait until it is gone; fails after `SECONDS`."""
         self._kubectl("delete", self._name, name, f"--timeout={SECONDS:.0f}s", limit=SECONDS + 10)
 
     def get(self, name: str) -> WorkT:
