@@ -99,6 +99,24 @@ LOOKS = [
 ]
 
 
+#: Draws a histogram of distances as honest pods have them, which lie close together; returns what stands at its edges.
+CLOSE_DISTANCES = """async () => {
+    const { histogram } = await import(new URL("chart.js", document.querySelector("script[src]").src));
+    const drawn = document.createElement("div");
+    const edges = Array.from({ length: 21 }, (_, index) => 1.3887 + index * 0.00056);
+    histogram(drawn, { quantity: "distance", counts: Array(20).fill(3), edges, above: 0, counted: 60, sampled: false });
+    const texts = (selector) => [...drawn.querySelectorAll(selector)].map((one) => one.textContent);
+    return [texts("svg text").slice(-5), texts("tbody th")];
+}"""
+
+
+def test_distances_that_lie_close_together_are_told_apart(page: Page, site: Shown) -> None:
+    sign_in(page, site.page)
+    axis, table = page.evaluate(CLOSE_DISTANCES)
+    assert axis == ["1.3887", "1.3915", "1.3943", "1.3971", "1.3999"]
+    assert len(set(table)) == 20
+
+
 @pytest.mark.parametrize("page", LOOKS, indirect=True, ids=["light", "dark", "narrow"])
 def test_axe_finds_nothing_serious(page: Page, site: Shown) -> None:
     page.goto(site.page)

@@ -187,8 +187,9 @@ class SlotArrivals(BaseModel):
 class Histogram(BaseModel):
     """How many values lie in each of equally wide bins.
 
-    A bin includes its lower edge; ``above`` counts values from the last edge on. ``counted`` of the round's ``stored``
-    artifacts were looked at: all distances, of vectors, chains and of more than a million distances an even sample.
+    A bin includes its lower edge; ``above`` counts values from the last edge on. Bins of distances begin at the
+    smallest. ``counted`` of the round's ``stored`` artifacts were looked at: all distances, of vectors, chains and of
+    more than a million distances an even sample.
     """
 
     quantity: str

@@ -23,6 +23,8 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound
 
 _BINS = 20
+#: Values are counted by so many places from 0 to the upper end: many, since honest distances lie close together.
+_PLACES = 1000 * _BINS
 #: Values that are looked at: enough to see what is wrong with them, few enough to be read at once.
 SAMPLED_VALUES = 1_000
 #: Distances of a round that has no more are all looked at; a round of a day has far too many.
@@ -87,17 +89,31 @@ def rates(connection: Connection, known: KnownRound) -> Rates:
     )
 
 
-def histogram(quantity: str, places: Mapping[int, int], end: float, *, sampled: bool) -> Histogram:
-    """Return how many values lie in each bin from 0 to ``end``; ``places`` counts them by bin, `_BINS` being above."""
-    above = places.get(_BINS, 0)
+def histogram(quantity: str, places: Mapping[int, int], end: float, *, sampled: bool, first: int = 0) -> Histogram:
+    """Return how many values lie in each bin from place ``first`` to ``end``.
+
+    ``places`` counts values by place: of `_PLACES` up to ``end``, and beyond them what is above.
+    """
+    width = (_PLACES - first) // _BINS
+    counts = [0] * _BINS
+    for place, count in places.items():
+        if place < _PLACES:
+            counts[(place - first) // width] += count
     return Histogram(
         quantity=quantity,
-        edges=[end * place / _BINS for place in range(_BINS + 1)],
-        counts=[places.get(place, 0) for place in range(_BINS)],
-        above=above,
+        edges=[end * (first + width * number) / _PLACES for number in range(_BINS + 1)],
+        counts=counts,
+        above=sum(places.values()) - sum(counts),
         counted=sum(places.values()),
         sampled=sampled,
     )
+
+
+def _of_distances(places: Mapping[int, int], r_target: float, *, sampled: bool) -> Histogram:
+    """Return a histogram from the smallest distance on: below are none, and from 0 all would be in the last bin."""
+    smallest = min(places, default=0)
+    first = smallest - smallest % _BINS if smallest < _PLACES else 0
+    return histogram("distance", places, r_target, sampled=sampled, first=first)
 
 
 def _counts(connection: Connection, known: KnownRound) -> tuple[RoundEntry, list[SlotArrivals]]:
@@ -107,21 +123,21 @@ def _counts(connection: Connection, known: KnownRound) -> tuple[RoundEntry, list
 async def _histogram(database: Database, known: KnownRound, stored: int) -> Histogram:
     r_target = known.terms.r_target
     if r_target is not None and stored <= MOST_COUNTED:
-        places = await _places_of_distances(database, known, r_target)
-        return histogram("distance", places, r_target, sampled=False)
+        return _of_distances(await _places_of_distances(database, known, r_target), r_target, sampled=False)
     drawn = await database.read(lambda connection: draw(connection, known, SAMPLED_VALUES, "summary"))
     if r_target is not None:
-        return _sampled("distance", [each.distance or 0.0 for each in drawn], r_target)
+        places = _placed([each.distance or 0.0 for each in drawn], r_target)
+        return _of_distances(places, r_target, sampled=True)
     if known.terms.max_tokens is not None:
         points = [float(point) for each in drawn for point in each.vector or b""]
-        return _sampled("index of the codebook", points, _BINS)  # one bin for each, and some to spare
+        # One bin for each, and some to spare.
+        return histogram("index of the codebook", _placed(points, _BINS), _BINS, sampled=True)
     norms = [math.hypot(*struct.unpack(f"<{known.terms.k_dim}e", each.vector or b"")) for each in drawn]
-    return _sampled("vector norm", norms, _LARGEST_NORM)
+    return histogram("vector norm", _placed(norms, _LARGEST_NORM), _LARGEST_NORM, sampled=True)
 
 
-def _sampled(quantity: str, values: Sequence[float], end: float) -> Histogram:
-    places = Counter(min(int(value / end * _BINS), _BINS) for value in values)
-    return histogram(quantity, places, end, sampled=True)
+def _placed(values: Sequence[float], end: float) -> Mapping[int, int]:
+    return Counter(min(int(value / end * _PLACES), _PLACES) for value in values)
 
 
 async def _places_of_distances(database: Database, known: KnownRound, end: float) -> Mapping[int, int]:
@@ -130,8 +146,8 @@ async def _places_of_distances(database: Database, known: KnownRound, end: float
     async with aclosing(chunks(database, known, ArtifactsQuery(), {}, reached)) as tables:
         async for table in tables:
             pc = arrow().compute
-            scaled = pc.floor(pc.multiply(pc.divide(table["value"], end), float(_BINS)))
-            counted = pc.value_counts(pc.min_element_wise(scaled, float(_BINS)))
+            scaled = pc.floor(pc.multiply(pc.divide(table["value"], end), float(_PLACES)))
+            counted = pc.value_counts(pc.min_element_wise(scaled, float(_PLACES)))
             places.update({int(entry["values"]): entry["counts"] for entry in counted.to_pylist()})
     return places
 

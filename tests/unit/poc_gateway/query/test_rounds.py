@@ -136,6 +136,29 @@ async def test_a_summary_counts_distances(database: Database, client: AsyncClien
     assert body["slots"][1]["last_arrival"] == "2026-01-01T00:00:00.999000Z"
 
 
+@pytest.mark.parametrize("most", [1000, 0])
+@pytest.mark.parametrize("r_target", [1.4, 1.3999, 0.5])
+async def test_the_bins_of_distances_begin_at_the_smallest(
+    database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, most: int, r_target: float
+) -> None:
+    monkeypatch.setattr(summary, "MOST_COUNTED", most)
+    known = await store(database, a_round(**DISTANCES | {"rTarget": str(r_target)}), ())
+    honest = [1.3901 + nonce % 9 / 1000 for nonce in range(50)]
+    for nonce, value in enumerate(honest):
+        row = {"slot_id": known.slots[0], "nonce": nonce, "distance": value, "received_at": BEGAN}
+        await insert(database, schema.artifacts, **row)
+    counts = {"stored": 50, "last_nonce": 49}
+    await database.write(lambda connection: connection.execute(schema.slots.update().values(**counts)))
+    shown = (await client.get(f"{ROUND}/summary")).json()["histogram"]
+    assert (shown["counted"], shown["sampled"], shown["edges"][-1]) == (50, not most, r_target)
+    if r_target < 1:
+        assert (shown["above"], shown["edges"][0]) == (50, 0)
+        return
+    assert 1.3885 < shown["edges"][0] <= 1.3901
+    assert shown["counts"] == [sum(low <= value < high for value in honest) for low, high in pairwise(shown["edges"])]
+    assert sum(1 for count in shown["counts"] if count) == 9
+
+
 async def test_a_summary_samples_many_distances(
     database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

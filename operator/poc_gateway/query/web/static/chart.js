@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Curves and columns as SVG. Each has a text that says what it shows, and its figures as a table.
 
-import { clock, count, figure, h, moment, NONE, Table } from "./dom.js";
+import { clock, count, edge, figure, h, moment, NONE, Table } from "./dom.js";
 
 const SVG = "http://www.w3.org/2000/svg", WIDTH = 640, HEIGHT = 190, LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 20;
 
@@ -104,22 +104,22 @@ export function histogram(parent, shown) {
   const most = Math.max(...shown.counts, 1), top = nice(most), left = shown.edges[0], right = shown.edges.at(-1);
   const wide = (WIDTH - LEFT - RIGHT) / shown.counts.length;
   const sample = shown.sampled ? `a sample of ${count(shown.counted)}` : `all ${count(shown.counted)}`;
-  const above = shown.above ? `; ${count(shown.above)} lie at or above ${figure(right)}` : "";
-  const text = `The ${shown.quantity} of ${sample} results, from ${figure(left)} to ${figure(right)}${above}.`;
+  const above = shown.above ? `; ${count(shown.above)} lie at or above ${edge(right)}` : "";
+  const text = `The ${shown.quantity} of ${sample} results, from ${edge(left)} to ${edge(right)}${above}.`;
   const svg = frame(text, top);
   shown.counts.forEach((value, index) => {
     const y = yOf(value / top);
     svg.append(s("rect", { class: "column", x: LEFT + index * wide + 1, y, width: wide - 2, height: yOf(0) - y }));
   });
-  shown.edges.forEach((edge, index) => {
+  shown.edges.forEach((value, index) => {
     if (index % 5 === 0) {
       const anchor = index === 0 ? "start" : index === shown.counts.length ? "end" : "middle";
-      svg.append(s("text", { x: LEFT + index * wide, y: HEIGHT - 4, "text-anchor": anchor }, figure(edge)));
+      svg.append(s("text", { x: LEFT + index * wide, y: HEIGHT - 4, "text-anchor": anchor }, edge(value)));
     }
   });
   const table = h("div", { class: "scroll tall", role: "group", "aria-label": "Figures of the histogram", tabindex: "0" });
   new Table(table, text, [
-    { title: `From ${shown.quantity}`, head: true, cell: (row) => figure(row[0]) },
+    { title: `From ${shown.quantity}`, head: true, cell: (row) => edge(row[0]) },
     { title: "Results", number: true, cell: (row) => count(row[1]) },
   ]).update(shown.counts.map((value, index) => [shown.edges[index], value]), (row) => row[0]);
   parent.replaceChildren(svg, h("p", { class: "legend" }, text || NONE), h("details", {}, h("summary", {}, "Figures"), table));

@@ -17,10 +17,13 @@ export function h(tag, properties = {}, ...children) {
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const some = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+const close = new Intl.NumberFormat("en", { maximumSignificantDigits: 6 });
 
 export const NONE = "–";
 export const count = (value) => (value === null || value === undefined ? NONE : whole.format(value));
 export const figure = (value) => (value === null || value === undefined ? NONE : value >= 1000 ? whole.format(value) : some.format(value));
+/** One of several values that lie close together. */
+export const edge = (value) => close.format(value);
 export const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 export const clock = (at) => new Date(at).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
 export const moment = (at) => new Date(at).toLocaleTimeString("en-GB");
