@@ -21,17 +21,17 @@ def ensure_group() -> None:
         (MOUNT / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
     for parent in _parents():
         (parent / OWN_NAME).mkdir(exist_ok=True)
-    _weigh(os.cpu_count() or 1)
+    _weigh(len(os.sched_getaffinity(0)))
 
 
 def _weigh(cores: int) -> None:
-    """Give all pods together the weight of as many processes as there are cores, as the kubelet gives its own group.
+    """Give all pods together the weight of as many processes as there are cores.
 
     Without it they weigh as much as one process: beside tests or a build on the same machine they starve.
     """
-    for file, each in (("cpu/{}/cpu.shares", 1024), ("{}/cpu.weight", 100)):
+    for file, one, most in (("cpu/{}/cpu.shares", 1024, 262_144), ("{}/cpu.weight", 100, 10_000)):
         if (path := MOUNT / file.format(OWN_NAME)).exists():
-            path.write_text(str(each * cores))
+            path.write_text(str(min(one * cores, most)))
 
 
 def remove_group() -> None:

@@ -23,7 +23,7 @@ WorkT = TypeVar("WorkT", bound=PoCRound | PoCValidation | PoCCalibration)
 
 #: How many times as long a busy machine may take.
 PATIENCE = float(os.environ.get("PATIENCE", "1"))
-SECONDS = 60.0 * PATIENCE
+SECONDS = 60.0
 LABEL = "poc-test"
 #: What every object says of the block and the pods.
 BLOCK: dict[str, Any] = {
@@ -74,7 +74,7 @@ class Objects(Generic[WorkT]):
 
     def delete(self, name: str) -> None:
         """Delete an object and wait until it is gone; fails after `SECONDS`."""
-        self._kubectl("delete", self._name, name, f"--timeout={SECONDS:.0f}s", limit=SECONDS + 10)
+        self._kubectl("delete", self._name, name, f"--timeout={PATIENCE * SECONDS:.0f}s", limit=SECONDS + 10)
 
     def get(self, name: str) -> WorkT:
         """Return the object as it is now."""
@@ -88,8 +88,9 @@ class Objects(Generic[WorkT]):
 
     def wait(self, name: str, what: str, seconds: float = SECONDS) -> None:
         """``kubectl wait``; ``what`` is the value of ``--for``."""
+        limit = f"--timeout={PATIENCE * seconds:.0f}s"
         try:
-            self._kubectl("wait", self._name, name, f"--for={what}", f"--timeout={seconds:.0f}s", limit=seconds + 10)
+            self._kubectl("wait", self._name, name, f"--for={what}", limit, limit=seconds + 10)
         except UserError as error:
             pytest.fail(f"{error}\n{diagnosis(self._kube)}")
 
@@ -106,8 +107,8 @@ class Objects(Generic[WorkT]):
             last[0] = self.get(name)
             return holds(last[0])
 
-        if not wait_until(look, seconds, pause=0.5):
-            pytest.fail(f"not seen within {seconds:.0f} s; last: {last[0]}\n{diagnosis(self._kube)}")
+        if not wait_until(look, PATIENCE * seconds, pause=0.5):
+            pytest.fail(f"not seen within {PATIENCE * seconds:.0f} s; last: {last[0]}\n{diagnosis(self._kube)}")
         return last[0]
 
     def run_to_the_end(self, name: str, **spec: Any) -> WorkT:  # noqa: ANN401
@@ -120,7 +121,7 @@ class Objects(Generic[WorkT]):
         self._kubectl("delete", self._name, "--selector", LABEL, "--ignore-not-found", limit=150)
 
     def _kubectl(self, *arguments: str, stdin: str | None = None, limit: float = SECONDS) -> str:
-        return self._kube.kubectl("--namespace", self._namespace, *arguments, stdin=stdin, limit=limit)
+        return self._kube.kubectl("--namespace", self._namespace, *arguments, stdin=stdin, limit=PATIENCE * limit)
 
 
 class Rounds(Objects[PoCRound]):

@@ -187,14 +187,16 @@ class SlotArrivals(BaseModel):
 class Histogram(BaseModel):
     """How many values lie in each of equally wide bins.
 
-    A bin includes its lower edge; ``above`` counts values from the last edge on. Bins of distances begin at the
-    smallest. ``counted`` of the round's ``stored`` artifacts were looked at: all distances, of vectors, chains and of
-    more than a million distances an even sample.
+    A bin includes its lower edge; ``above`` counts values from the last edge on, and ``below`` those before the first.
+    Bins of distances begin just below the smallest, without those that are far from all others. ``counted`` of the
+    round's ``stored`` artifacts were looked at: all distances, of vectors, chains and of more than a million distances
+    an even sample.
     """
 
     quantity: str
     edges: list[float]
     counts: list[int]
+    below: int = 0
     above: int
     counted: int
     sampled: bool

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
+from itertools import accumulate
 from random import Random
 
 from sqlalchemy import Connection, Row, func, select
@@ -25,6 +26,8 @@ from poc_gateway.store.rounds import KnownRound
 _BINS = 20
 #: Values are counted by so many places from 0 to the upper end: many, since honest distances lie close together.
 _PLACES = 1000 * _BINS
+#: Bins of distances reach at most so many times as far below the median as r_target is above it.
+_LONGEST_TAIL = 6
 #: Values that are looked at: enough to see what is wrong with them, few enough to be read at once.
 SAMPLED_VALUES = 1_000
 #: Distances of a round that has no more are all looked at; a round of a day has far too many.
@@ -97,23 +100,36 @@ def histogram(quantity: str, places: Mapping[int, int], end: float, *, sampled: 
     width = (_PLACES - first) // _BINS
     counts = [0] * _BINS
     for place, count in places.items():
-        if place < _PLACES:
+        if first <= place < _PLACES:
             counts[(place - first) // width] += count
+    below = sum(count for place, count in places.items() if place < first)
     return Histogram(
         quantity=quantity,
         edges=[end * (first + width * number) / _PLACES for number in range(_BINS + 1)],
         counts=counts,
-        above=sum(places.values()) - sum(counts),
+        below=below,
+        above=sum(places.values()) - sum(counts) - below,
         counted=sum(places.values()),
         sampled=sampled,
     )
 
 
 def _of_distances(places: Mapping[int, int], r_target: float, *, sampled: bool) -> Histogram:
-    """Return a histogram from the smallest distance on: below are none, and from 0 all would be in the last bin."""
-    smallest = min(places, default=0)
-    first = smallest - smallest % _BINS if smallest < _PLACES else 0
-    return histogram("distance", places, r_target, sampled=sampled, first=first)
+    """Return a histogram from about the smallest distance on: with bins from 0 honest ones are all in the last.
+
+    One that is far from all others counts as below, since bins that reach to it would hide how the others lie.
+    """
+    within = Counter({place: count for place, count in places.items() if 0 <= place < _PLACES})
+    if not within:
+        return histogram("distance", places, r_target, sampled=sampled)
+    median = _median(within)
+    first = min(place for place in within if place >= median - _LONGEST_TAIL * (_PLACES - median))
+    return histogram("distance", places, r_target, sampled=sampled, first=first - first % _BINS)
+
+
+def _median(places: Mapping[int, int]) -> int:
+    half, passed = sum(places.values()) / 2, accumulate(places[place] for place in sorted(places))
+    return next(place for place, count in zip(sorted(places), passed, strict=True) if count >= half)
 
 
 def _counts(connection: Connection, known: KnownRound) -> tuple[RoundEntry, list[SlotArrivals]]:
@@ -126,7 +142,7 @@ async def _histogram(database: Database, known: KnownRound, stored: int) -> Hist
         return _of_distances(await _places_of_distances(database, known, r_target), r_target, sampled=False)
     drawn = await database.read(lambda connection: draw(connection, known, SAMPLED_VALUES, "summary"))
     if r_target is not None:
-        places = _placed([each.distance or 0.0 for each in drawn], r_target)
+        places = _placed([each.distance for each in drawn if each.distance is not None], r_target)
         return _of_distances(places, r_target, sampled=True)
     if known.terms.max_tokens is not None:
         points = [float(point) for each in drawn for point in each.vector or b""]
@@ -137,7 +153,7 @@ async def _histogram(database: Database, known: KnownRound, stored: int) -> Hist
 
 
 def _placed(values: Sequence[float], end: float) -> Mapping[int, int]:
-    return Counter(min(int(value / end * _PLACES), _PLACES) for value in values)
+    return Counter(min(math.floor(value / end * _PLACES), _PLACES) for value in values)
 
 
 async def _places_of_distances(database: Database, known: KnownRound, end: float) -> Mapping[int, int]:

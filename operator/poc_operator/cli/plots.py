@@ -39,12 +39,11 @@ def histogram_lines(histogram: Told) -> list[str]:
     counts, edges = histogram["counts"], histogram["edges"]
     most = max([*counts, histogram["above"], 1])
     lines = [f"{histogram['quantity']} of {number(histogram['counted'])} results{_sampled(histogram)}"]
-    for low, high, count in zip(edges, edges[1:], counts, strict=False):
-        lines.append(f"  {low:.4f} to {high:.4f}  {'█' * round(_BAR * count / most):<{_BAR}} {number(count)}")
-    if histogram["above"]:
-        lines.append(
-            f"  {'above':<16}  {'█' * round(_BAR * histogram['above'] / most):<{_BAR}} {number(histogram['above'])}"
-        )
+    rows = [(f"{low:.5f} to {high:.5f}", count) for low, high, count in zip(edges, edges[1:], counts, strict=False)]
+    outside = [(place, histogram.get(place, 0)) for place in ("below", "above")]  # older gateways tell no "below"
+    for name, count in [*outside[:1], *rows, *outside[1:]]:
+        if count or name not in ("below", "above"):
+            lines.append(f"  {name:<18}  {'█' * round(_BAR * count / most):<{_BAR}} {number(count)}")
     return lines
 
 
@@ -148,8 +147,8 @@ def _draw_rates(axes: "Axes", told: Told | str) -> None:
 
 
 def _draw_histogram(axes: "Axes", told: Told) -> None:
-    above = f", {number(told['above'])} are above" if told["above"] else ""
-    axes.set_title(f"Histogram of {number(told['counted'])} results{_sampled(told)}{above}")
+    outside = [f", {number(told[place])} are {place}" for place in ("below", "above") if told.get(place)]
+    axes.set_title(f"Histogram of {number(told['counted'])} results{_sampled(told)}{''.join(outside)}")
     axes.stairs(told["counts"], told["edges"], fill=True, color=_COLOUR)
     axes.set_xlabel(told["quantity"])
     axes.set_ylabel("results")

@@ -105,7 +105,7 @@ async def collect_garbage() -> None:
     looks at them, which stops the event loop for up to 0.1 s; docs/benchmarks.md has the figures.
     """
     gc.disable()
-    gathered = 0  # new objects, less those that were dropped, since the last search among what is not quite new
+    gathered = 0  # new objects since the last search among what is not quite new, less those that were dropped
     for step in itertools.count(1):
         await asyncio.sleep(GARBAGE_SECONDS)
         gathered += gc.get_count()[0]
@@ -122,4 +122,4 @@ async def collect_garbage() -> None:
             gc.collect(1)
             gathered = 0
         else:
-            gc.collect(0)
+            gathered -= gc.collect(0)

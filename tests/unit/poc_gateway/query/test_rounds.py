@@ -138,22 +138,30 @@ async def test_a_summary_counts_distances(database: Database, client: AsyncClien
 
 @pytest.mark.parametrize("most", [1000, 0])
 @pytest.mark.parametrize("r_target", [1.4, 1.3999, 0.5])
+@pytest.mark.parametrize("odd", [(), (0.03,), (0.0, -1000.0)])
 async def test_the_bins_of_distances_begin_at_the_smallest(
-    database: Database, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, most: int, r_target: float
+    database: Database,
+    client: AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+    r_target: float,
+    odd: tuple[float, ...],
 ) -> None:
     monkeypatch.setattr(summary, "MOST_COUNTED", most)
     known = await store(database, a_round(**DISTANCES | {"rTarget": str(r_target)}), ())
     honest = [1.3901 + nonce % 9 / 1000 for nonce in range(50)]
-    for nonce, value in enumerate(honest):
+    for nonce, value in enumerate([*odd, *honest]):
         row = {"slot_id": known.slots[0], "nonce": nonce, "distance": value, "received_at": BEGAN}
         await insert(database, schema.artifacts, **row)
-    counts = {"stored": 50, "last_nonce": 49}
+    stored = 50 + len(odd)
+    counts = {"stored": stored, "last_nonce": stored - 1}
     await database.write(lambda connection: connection.execute(schema.slots.update().values(**counts)))
     shown = (await client.get(f"{ROUND}/summary")).json()["histogram"]
-    assert (shown["counted"], shown["sampled"], shown["edges"][-1]) == (50, not most, r_target)
+    assert (shown["counted"], shown["sampled"], shown["edges"][-1]) == (stored, not most, r_target)
     if r_target < 1:
-        assert (shown["above"], shown["edges"][0]) == (50, 0)
+        assert shown["above"] == 50
         return
+    assert (shown["below"], shown["above"]) == (len(odd), 0)
     assert 1.3885 < shown["edges"][0] <= 1.3901
     assert shown["counts"] == [sum(low <= value < high for value in honest) for low, high in pairwise(shown["edges"])]
     assert sum(1 for count in shown["counts"] if count) == 9

@@ -279,7 +279,7 @@ def test_results_come_through_the_proxy_with_the_token(run: Run, api: ApiPaths) 
     for part in (
         "400 results of 2 slots, 99.5/s",
         "last error: HTTP 503",
-        "1.0000 to 2.0000  ████",
+        "1.00000 to 2.00000  ████",
         "nonce 5: b and a",
     ):
         assert part in done.out, part

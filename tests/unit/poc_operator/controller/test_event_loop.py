@@ -127,9 +127,14 @@ async def collecting() -> AsyncIterator[None]:
 
 async def test_garbage_is_searched_for_by_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = list[int]()
+
+    def counted(generation: int = 2) -> int:
+        searched.append(generation)
+        return 0
+
     monkeypatch.setattr(event_loop, "GARBAGE_SECONDS", 0.0)
     monkeypatch.setattr(event_loop, "ALL_STEPS", 25)
-    monkeypatch.setattr(gc, "collect", lambda generation=2: searched.append(generation))
+    monkeypatch.setattr(gc, "collect", counted)
     async with collecting():
         await until(lambda: len(searched) >= 25)
         assert not gc.isenabled(), "Python would search through all objects within a turn"
@@ -180,6 +185,21 @@ async def test_no_search_looks_at_more_than_a_list(monkeypatch: pytest.MonkeyPat
             await asyncio.sleep(0)
     gc.unfreeze()
     assert max(looked) < 6_000, looked
+
+
+async def test_what_a_search_frees_does_not_count_as_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = list[int]()
+    monkeypatch.setattr(event_loop, "GARBAGE_SECONDS", 0.0)
+    monkeypatch.setattr(event_loop, "KEPT_OBJECTS", 5_000)
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.get_count()[0]))
+    gc.collect()
+    async with collecting():
+        for _ in range(50):
+            for _ in range(2_000):
+                node: list[object] = []
+                node.append(node)
+            await asyncio.sleep(0)
+    assert not frozen
 
 
 async def test_what_refers_to_itself_does_not_stay() -> None:

@@ -105,7 +105,8 @@ export function histogram(parent, shown) {
   const wide = (WIDTH - LEFT - RIGHT) / shown.counts.length;
   const sample = shown.sampled ? `a sample of ${count(shown.counted)}` : `all ${count(shown.counted)}`;
   const above = shown.above ? `; ${count(shown.above)} lie at or above ${edge(right)}` : "";
-  const text = `The ${shown.quantity} of ${sample} results, from ${edge(left)} to ${edge(right)}${above}.`;
+  const below = shown.below ? `; ${count(shown.below)} lie below ${edge(left)}` : "";
+  const text = `The ${shown.quantity} of ${sample} results, from ${edge(left)} to ${edge(right)}${below}${above}.`;
   const svg = frame(text, top);
   shown.counts.forEach((value, index) => {
     const y = yOf(value / top);
