@@ -87,17 +87,19 @@ class CheckedWorld(NamespaceWorld):
             return
         assert self.liars or Reason.REPORT_CONTRADICTORY not in {event.reason for event in step.events}
         held = {slot.uid for slot in snapshot.round.status.assignments if slot.state.active}
-        bound = {slot.uid for slot in step.status.assignments if slot.state.active} - held
-        self._check_turn(loop, snapshot, {uid for uid in bound if uid is not None})
+        active = {slot.uid for slot in step.status.assignments if slot.state.active and slot.uid is not None}
+        self._check_turn(loop, snapshot, active - held, active & held)
         for start in (action for action in step.actions if isinstance(action, StartPod)):
             if start.pod.uid not in loop.in_flight:
                 self._check_start(loop, snapshot, step, start)
         self._check_end(loop, snapshot, step.status)
 
-    def _check_turn(self, loop: RoundLoop, snapshot: RoundSnapshot, bound: set[str]) -> None:
-        """A round takes no pod that a round needs which goes before it, nor one that another has."""
+    def _check_turn(self, loop: RoundLoop, snapshot: RoundSnapshot, bound: set[str], kept_by_it: set[str]) -> None:
+        """A round takes no pod that a round needs which goes before it, nor one that another has.
+
+        A pod that it gives up with this plan is as good for the other one.
+        """
         idle = {uid for uid, report in snapshot.reports.items() if uid in loop.usable and _computes_nothing(report)}
-        kept_before = {slot.uid for slot in snapshot.round.status.assignments if slot.state.active}
         for round_, other, status in self._others(loop):
             kept = {uid for uid in bound if holds(status, uid)}
             assert not kept or may_stop(snapshot.round, round_), f"{loop.uid} takes {kept} from {round_.id}"
@@ -106,7 +108,7 @@ class CheckedWorld(NamespaceWorld):
             slots = status.assignments
             needs = sum(slot.state is SlotState.WAITING for slot in slots) if slots else len(other.usable)
             held = {uid for _, _, found in self._others(loop) for uid in idle if holds(found, uid)}
-            wanted = (idle & other.usable) - held - kept_before
+            wanted = (idle & other.usable) - held - kept_by_it
             left = wanted - bound
             assert not wanted & bound or len(left) >= min(needs, len(wanted)), f"{loop.uid} goes before {round_.id}"
 
