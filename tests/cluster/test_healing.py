@@ -84,6 +84,7 @@ def test_a_pod_that_stands_still_again_is_deleted_and_its_slot_moves_on(
     assert_nothing_is_missing(rounds.settled("stuck"), receiver)
 
 
+@pytest.mark.long
 def test_an_eviction_is_free_of_charge(kube: Kube, rounds: Rounds) -> None:
     rounds.apply("evicted", retry={"backoffLimitPerSlot": 0})
     rounds.wait_until("evicted", is_running)
