@@ -11,8 +11,9 @@ from hack.deploy.kube import Kube
 from hack.deploy.releases import NAMESPACE
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import crd
-from tests.cluster.objects import PATIENCE, Rounds
+from tests.cluster.objects import Rounds
 from tests.support.fakes.receiver import Receiver, receiving
+from tests.support.patience import PATIENCE
 from tests.support.scopes import scheduling
 from tests.support.servers.api_server import ApiServer, api_server
 from tests.support.servers.cluster import deployed

@@ -2,7 +2,6 @@
 """Rounds, validations and calibrations on the cluster, as a user handles them: with kubectl."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Self, TypeVar, cast
@@ -17,12 +16,11 @@ from poc_operator.apis.v1alpha1.meta import API_VERSION
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from tests.cluster.gateway import wait_until_forwarded
+from tests.support.patience import PATIENCE
 from tests.support.servers.cluster import diagnosis
 
 WorkT = TypeVar("WorkT", bound=PoCRound | PoCValidation | PoCCalibration)
 
-#: How many times as long a busy machine may take.
-PATIENCE = float(os.environ.get("PATIENCE", "1"))
 SECONDS = 60.0
 LABEL = "poc-test"
 #: What every object says of the block and the pods.

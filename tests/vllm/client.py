@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tests.support.checks.metrics import parse_pod
-from tests.vllm.device import PATIENCE
+from tests.support.patience import PATIENCE
 from vllm_poc.rpc import DecodeRequest
 from vllm_poc.wire.messages import API_PREFIX
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.fakes.receiver import Receiver, receiving
+from tests.support.patience import PATIENCE
 from tests.support.scopes import scheduling
-from tests.vllm.device import PATIENCE
 from tests.vllm.families import FAMILIES, Family, is_servable
 from tests.vllm.server import serving
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What depends on the device that vLLM runs on here: the server's flags, how closely results agree, and time limits."""
 
-import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +12,6 @@ ON_GPU: bool = _TORCH is not None and _TORCH.cuda.is_available()
 LAYOUTS = {"tp": ("--tensor-parallel-size", "2"), "pp": ("--pipeline-parallel-size", "2")}
 #: Two ranks on a CPU: one core each.
 PARALLEL_ENVIRONMENT = {} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-#: How many times as long as usual a server's start, a request and a test may take: more beside other work.
-PATIENCE = float(os.environ.get("PATIENCE", "1"))
 #: Why two ranks cannot run here, or None.
 WHY_NOT_PARALLEL = "needs two GPUs" if _TORCH is not None and _TORCH.cuda.device_count() == 1 else None
 #: vLLM's attention on a GPU has no float32; several servers share the GPU.

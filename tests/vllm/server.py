@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hack.vllm.environment import ROOT
+from tests.support.patience import PATIENCE
 from tests.support.servers.http_server import free_port
 from tests.vllm.client import Client
-from tests.vllm.device import PATIENCE, SERVER_FLAGS
+from tests.vllm.device import SERVER_FLAGS
 
 MODEL_NAME = "tiny"
 READY_SECONDS = 180 * PATIENCE

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.fakes.engine import DECODE_FACTS, FACTS
-from tests.vllm.device import PATIENCE
+from tests.support.patience import PATIENCE
 from tests.vllm.server import FLAGS, command_environment
 from vllm_poc.cli import (
     EXTENSION_CLASS,

@@ -11,8 +11,9 @@ from urllib.error import HTTPError
 
 import pytest
 
+from tests.support.patience import PATIENCE
 from tests.vllm.client import ROUND, Client
-from tests.vllm.device import ON_GPU, PATIENCE
+from tests.vllm.device import ON_GPU
 from tests.vllm.families import POC_WITH_CHECKSUMS
 from tests.vllm.server import MODEL_NAME, serving
 

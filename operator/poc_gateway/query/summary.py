@@ -102,13 +102,12 @@ def histogram(quantity: str, places: Mapping[int, int], end: float, *, sampled: 
     for place, count in places.items():
         if first <= place < _PLACES:
             counts[(place - first) // width] += count
-    below = sum(count for place, count in places.items() if place < first)
     return Histogram(
         quantity=quantity,
         edges=[end * (first + width * number) / _PLACES for number in range(_BINS + 1)],
         counts=counts,
-        below=below,
-        above=sum(places.values()) - sum(counts) - below,
+        below=sum(count for place, count in places.items() if place < first),
+        above=sum(count for place, count in places.items() if place >= _PLACES),
         counted=sum(places.values()),
         sampled=sampled,
     )
@@ -119,7 +118,7 @@ def _of_distances(places: Mapping[int, int], r_target: float, *, sampled: bool) 
 
     One that is far from all others counts as below, since bins that reach to it would hide how the others lie.
     """
-    within = Counter({place: count for place, count in places.items() if 0 <= place < _PLACES})
+    within = {place: count for place, count in places.items() if 0 <= place < _PLACES}
     if not within:
         return histogram("distance", places, r_target, sampled=sampled)
     median = _median(within)
@@ -128,8 +127,9 @@ def _of_distances(places: Mapping[int, int], r_target: float, *, sampled: bool) 
 
 
 def _median(places: Mapping[int, int]) -> int:
-    half, passed = sum(places.values()) / 2, accumulate(places[place] for place in sorted(places))
-    return next(place for place, count in zip(sorted(places), passed, strict=True) if count >= half)
+    ordered, half = sorted(places), sum(places.values()) / 2
+    passed = accumulate(places[place] for place in ordered)
+    return next(place for place, count in zip(ordered, passed, strict=True) if count >= half)
 
 
 def _counts(connection: Connection, known: KnownRound) -> tuple[RoundEntry, list[SlotArrivals]]:

@@ -37,14 +37,19 @@ def histogram_lines(histogram: Told) -> list[str]:
     if not histogram["counted"]:
         return [f"{histogram['quantity']}: there is no result yet"]
     counts, edges = histogram["counts"], histogram["edges"]
-    most = max([*counts, histogram["above"], 1])
+    bins = [(f"{low:.5f} to {high:.5f}", count) for low, high, count in zip(edges, edges[1:], counts, strict=False)]
+    rows = [*_outside(histogram, "below"), *bins, *_outside(histogram, "above")]
+    most = max(1, *(count for _, count in rows))
     lines = [f"{histogram['quantity']} of {number(histogram['counted'])} results{_sampled(histogram)}"]
-    rows = [(f"{low:.5f} to {high:.5f}", count) for low, high, count in zip(edges, edges[1:], counts, strict=False)]
-    outside = [(place, histogram.get(place, 0)) for place in ("below", "above")]  # older gateways tell no "below"
-    for name, count in [*outside[:1], *rows, *outside[1:]]:
-        if count or name not in ("below", "above"):
-            lines.append(f"  {name:<18}  {'█' * round(_BAR * count / most):<{_BAR}} {number(count)}")
+    for name, count in rows:
+        lines.append(f"  {name:<18}  {'█' * round(_BAR * count / most):<{_BAR}} {number(count)}")
     return lines
+
+
+def _outside(histogram: Told, place: str) -> list[tuple[str, int]]:
+    """Return the row of what lies below or above the bins, if anything does; older gateways tell no ``below``."""
+    count = histogram.get(place, 0)
+    return [(place, count)] if count else []
 
 
 def rate_lines(told: Told | str) -> list[str]:
@@ -147,8 +152,9 @@ def _draw_rates(axes: "Axes", told: Told | str) -> None:
 
 
 def _draw_histogram(axes: "Axes", told: Told) -> None:
-    outside = [f", {number(told[place])} are {place}" for place in ("below", "above") if told.get(place)]
-    axes.set_title(f"Histogram of {number(told['counted'])} results{_sampled(told)}{''.join(outside)}")
+    outside = [*_outside(told, "below"), *_outside(told, "above")]
+    named = "".join(f", {number(count)} are {place}" for place, count in outside)
+    axes.set_title(f"Histogram of {number(told['counted'])} results{_sampled(told)}{named}")
     axes.stairs(told["counts"], told["edges"], fill=True, color=_COLOUR)
     axes.set_xlabel(told["quantity"])
     axes.set_ylabel("results")

@@ -142,9 +142,13 @@ def is_settled(snapshot: RoundSnapshot, slot: Assignment) -> bool:
 
 def _is_of(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse) -> bool:
     """Whether a report is of the work that the slot's pod was given: the same process may have had another slot."""
+    return names_slot(status, slot) and (status.round_id, status.session_id) == (snapshot.round.id, slot.session)
+
+
+def names_slot(status: StatusResponse, slot: Assignment) -> bool:
+    """Whether a report names this slot, or none."""
     config = status.config
-    same_slot = config is None or (config.node_id, config.group_id) == (slot.node, slot.group)
-    return same_slot and (status.round_id, status.session_id) == (snapshot.round.id, slot.session)
+    return config is None or (config.node_id, config.group_id) == (slot.node, slot.group)
 
 
 def _confirmed(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse, rejected: int) -> int:

@@ -16,7 +16,7 @@ from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
 from poc_operator.planning.snapshot import StopPod, WorkEvent
-from poc_operator.rounds.counters import is_settled
+from poc_operator.rounds.counters import is_settled, names_slot
 from poc_operator.rounds.leaving import lease_end
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import PowState, StatusResponse
@@ -52,9 +52,7 @@ def _event(snapshot: RoundSnapshot, slot: Assignment) -> WorkEvent:
 
 def is_of_slot(status: StatusResponse, slot: Assignment) -> bool:
     """Whether the pod's round, if it is this one, is this slot from where it was last given out."""
-    config = status.config
-    same_slot = config is None or (config.node_id, config.group_id) == (slot.node, slot.group)
-    return same_slot and status.start_index == slot.start
+    return names_slot(status, slot) and status.start_index == slot.start
 
 
 def computed_slots(snapshot: RoundSnapshot) -> frozenset[tuple[int, int]]:
