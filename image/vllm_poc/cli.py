@@ -24,7 +24,7 @@ from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.settings import PREFIX, Settings, SettingsError
-from vllm_poc.start_checks import FIRST_RELEASE, LAST_RELEASE, StartError, check_version, vllm_version
+from vllm_poc.start_checks import FIRST_RELEASE, LAST_RELEASE, StartError, check_front_end, check_version, vllm_version
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
@@ -89,6 +89,7 @@ def server_arguments(words: Sequence[str]) -> list[str]:
         )
     if poc:
         settings = _checked_settings()
+        check_front_end(os.environ)
         check_version(_vllm_version())
     parsed = parse_as_server([*options, *positionals])
     model = _model(parsed, options)
@@ -106,6 +107,8 @@ def server_arguments(words: Sequence[str]) -> list[str]:
 def check(words: Sequence[str]) -> None:
     """Start the engine that ``serve`` with these words would start, and print what it finds out about its model.
 
+    A sentence says why the pass is not fused, if it is not.
+
     With dummy weights, unless the words choose a ``--load-format``: no weights are downloaded.
     Exit status 1 if PoC does not run there. UsageError if ``serve`` would refuse the words.
     """
@@ -117,7 +120,7 @@ def check(words: Sequence[str]) -> None:
         sys.exit(f"PoC does not run here: vLLM's engine does not start with these flags: {error}")
     if facts["refusal"] is not None:
         sys.exit(f"PoC does not run here: {facts['refusal']}")
-    print(f"PoC runs here: {summary(facts)}.")  # noqa: T201 - a command line program
+    print(f"PoC runs here: {summary(facts)}.", *facts["findings"], sep="\n")  # noqa: T201 - a command line program
 
 
 async def _facts(parsed: argparse.Namespace) -> ModelFacts:

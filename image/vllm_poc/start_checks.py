@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold before vLLM loads a model: the release, and the settings.
+"""What must hold before vLLM loads a model: the release, its front end, and the settings.
 
 The command line checks it first. vLLM's own command knows nothing of it, and imports the extension before it loads the
 model, and the middleware before it serves. Both check it on import, since what fails later, while Starlette builds the
@@ -8,6 +8,7 @@ middleware, leaves a server that answers 500 to everything.
 
 import importlib
 import os
+from collections.abc import Mapping
 
 from vllm_poc.logs import get_logger
 from vllm_poc.settings import Settings
@@ -27,11 +28,18 @@ class StartError(Exception):
 def check_start() -> None:
     """Check the release that is installed, if any is, and the environment. StartError, or SettingsError."""
     Settings.from_environment(os.environ)
+    check_front_end(os.environ)
     try:
         version = vllm_version()
     except ImportError:
         return  # as where the API is documented or tested
     check_version(version)
+
+
+def check_front_end(environment: Mapping[str, str]) -> None:
+    """StartError if vLLM's API server is the one in Rust: it would serve without PoC's routes, and tell nobody."""
+    if environment.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise StartError("vLLM's server in Rust has no PoC routes: leave VLLM_USE_RUST_FRONTEND out.")
 
 
 def vllm_version() -> str:

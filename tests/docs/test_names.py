@@ -118,6 +118,14 @@ def _pod_series() -> set[str]:
     return {name for name in counters if not name.startswith("poc_gateway_")} | {gauge._name for gauge in values}
 
 
+def test_no_two_processes_share_a_series(gateway_series: set[str]) -> None:
+    operator, pod = _series([Metrics().text().decode()]), _pod_series()
+    assert operator
+    assert pod
+    assert not operator & pod
+    assert not gateway_series & (operator | pod)
+
+
 def test_metrics_of_operator_and_gateway_are_listed(gateway_series: set[str]) -> None:
     listed = {code for code in _first_cells("metrics.md") if code.startswith("poc_")}
     assert listed == _series([Metrics().text().decode()]) | gateway_series

@@ -202,7 +202,7 @@ def test_data_parallelism_by_environment_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_the_server_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    with pytest.raises(UsageError, match="leave VLLM_USE_RUST_FRONTEND out"):
+    with pytest.raises(StartError, match="leave VLLM_USE_RUST_FRONTEND out"):
         server_arguments(["m", "--enable-poc"])
 
 
@@ -324,3 +324,6 @@ def test_a_check_says_whether_poc_would_run(model_folder: Path, flags: list[str]
     )
     assert (done.returncode, answer in done.stdout + done.stderr) == (status, True), done.stderr[-2000:]
     assert ("sequences of up to 1024 tokens; attention by " in done.stdout) == (status == 0)
+    # And which pass, and why: a CPU has the plain one.
+    assert ("the plain pass" in done.stdout) == (status == 0)
+    assert ("\nPoC computes with vLLM's own operations: " in done.stdout) == (status == 0)

@@ -84,6 +84,24 @@ async def test_few_nonces_are_not_worth_a_search_until_there_have_been_many(fuse
     assert fused.engine.warmed_up == [8, 16]
 
 
+async def test_a_kind_that_made_way_is_worth_a_search_once_there_have_been_many_again(fused: Pod) -> None:
+    async def generate(seq_len: int, nonces: int) -> None:
+        params = ARTIFACT["params"] | {"seq_len": seq_len}
+        named = ARTIFACT | {"params": params, "nonces": list(range(nonces)), "batch_size": 1, "wait": True}
+        assert (await fused.post("generate", named)).status_code == 200
+
+    kinds = range(64, 65 + MAX_KINDS)
+    for seq_len in kinds:
+        await generate(seq_len, 64)
+    searched = len(fused.engine.warmed_up)
+    assert searched > 0
+    for seq_len in kinds:
+        await generate(seq_len, 2)
+    assert len(fused.engine.warmed_up) == searched
+    await generate(kinds[0], 64)
+    assert len(fused.engine.warmed_up) > searched
+
+
 async def test_nothing_is_searched_beside_a_round(fused: Pod) -> None:
     await fused.start(ARTIFACT | SLOT)
     await fused.reach(lambda s: s.total_checked > 0)

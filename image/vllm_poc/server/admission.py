@@ -170,8 +170,6 @@ def deployment_refusal(arguments: object, environment: Mapping[str, str]) -> str
     ]
     if environment.get("VLLM_DP_SIZE", "1") != "1":
         culprits.append("VLLM_DP_SIZE")
-    if environment.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
-        return "vLLM's server in Rust has no PoC routes: leave VLLM_USE_RUST_FRONTEND out."
     if not culprits:
         return None
     # Each API server would have a round of its own, and each engine would compute the same nonces.

@@ -79,6 +79,7 @@ class Autotuner:
         """Know nothing any more: the workers drop what they captured."""
         self._forgotten += 1
         self._tuned.clear()
+        self._asked.clear()
 
     def is_worth(self, request: RoundRequest, nonces: int, facts: ModelFacts) -> bool:
         """Whether so many nonces, with those of the same kind that were asked for before, pay for the search."""
@@ -106,7 +107,8 @@ class Autotuner:
             if not facts["fused"] or spec in self._tuned:
                 return
             while len(self._tuned) >= MAX_KINDS:  # whatever comes of this: the workers need the memory now
-                self._tuned.popitem(last=False)
+                made_way, _ = self._tuned.popitem(last=False)
+                self._asked.pop(made_way, None)  # what was asked for has paid for the search that is lost now
             found = await fastest_pass(
                 partial(self._warmed_up, request, self._forgotten, gives_way),
                 limit=_most_captured(spec, facts),

@@ -3,6 +3,7 @@
 
 import importlib
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -40,6 +41,14 @@ def test_the_range_does_not() -> None:
     middleware = app.PocMiddleware
     importlib.import_module("vllm_poc.start_checks").check_start()
     assert app.PocMiddleware is middleware
+
+
+@pytest.mark.usefixtures("release")
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_the_server_in_rust_ends_it(monkeypatch: pytest.MonkeyPatch, value: str, refused: bool) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
+    with pytest.raises(StartError, match="leave VLLM_USE_RUST_FRONTEND out") if refused else nullcontext():
+        importlib.import_module("vllm_poc.start_checks").check_start()
 
 
 def test_where_there_is_no_vllm_the_settings_count(monkeypatch: pytest.MonkeyPatch) -> None:

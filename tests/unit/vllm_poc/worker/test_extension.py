@@ -3,6 +3,7 @@
 
 import importlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,24 @@ class Worker(PocWorkerExtension):
 @pytest.fixture(autouse=True)
 def _logs_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
+def test_a_worker_that_forgets_checks_the_pass_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an update of the weights: what was compared before says nothing of them."""
+    checked: list[object] = []
+
+    def checks(plain: object) -> SimpleNamespace:
+        checked.append(plain)
+        return SimpleNamespace(facts={"findings": [f"check {len(checked)}"]})
+
+    worker = PocWorkerExtension()
+    monkeypatch.setattr(extension, "harmless", checks)
+    monkeypatch.setattr(worker, "_poc_prepared", lambda _: object)
+    assert [worker.poc_describe()["findings"] for _ in range(2)] == [["check 1"]] * 2  # type: ignore[typeddict-item]
+    worker.poc_forget()
+    assert worker.poc_describe()["findings"] == ["check 2"]  # type: ignore[typeddict-item]
+    first, second = checked
+    assert first is not second
 
 
 def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
