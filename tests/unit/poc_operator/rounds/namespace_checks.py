@@ -69,11 +69,13 @@ class CheckedWorld(NamespaceWorld):
         #: For how long the operator has looked at a round in which nothing gets on, and nothing is in its way.
         self.stuck_seconds: dict[str, float] = {}
         self.planned_at: dict[str, float] = {}
+        #: Round, pod and the round that has taken the pod meanwhile, while nobody waited for the first one.
+        self.taken_meanwhile: set[tuple[str, str, str]] = set()
 
     def _others(self, loop: RoundLoop) -> Iterator[tuple[PoCRound, RoundLoop, RoundStatus]]:
         """Yield the other rounds whose last plan is current, as they were then. A changed spec counts from the next."""
         for uid, other in self.operator.loops.items():
-            fresh = self.seconds - other.planned_at < KNOWN_SECONDS and other.paused_until <= self.seconds
+            fresh = self.seconds - other.planned_at < KNOWN_SECONDS
             if other is loop or uid not in self.store.rounds or not fresh:
                 continue
             if other.planned is not None and other.status is not None:
@@ -89,6 +91,7 @@ class CheckedWorld(NamespaceWorld):
         held = {slot.uid for slot in snapshot.round.status.assignments if slot.state.active}
         active = {slot.uid for slot in step.status.assignments if slot.state.active and slot.uid is not None}
         self._check_turn(loop, snapshot, active - held, active & held)
+        self._note_taken(loop, active - held)
         for start in (action for action in step.actions if isinstance(action, StartPod)):
             if start.pod.uid not in loop.in_flight:
                 self._check_start(loop, snapshot, step, start)
@@ -112,6 +115,14 @@ class CheckedWorld(NamespaceWorld):
             left = wanted - bound
             assert not wanted & bound or len(left) >= min(needs, len(wanted)), f"{loop.uid} goes before {round_.id}"
 
+    def _note_taken(self, loop: RoundLoop, bound: set[str]) -> None:
+        """Note which of the pods that a round takes belong to one that is not current: nobody waits for it."""
+        current = {round_.id for round_, _, _ in self._others(loop)}
+        for uid, round_ in self.store.rounds.items():
+            if uid not in current:
+                taken = (pod for pod in bound if holds(round_.status, pod))
+                self.taken_meanwhile.update((uid, pod, loop.uid) for pod in taken)
+
     def _check_start(self, loop: RoundLoop, snapshot: RoundSnapshot, step: RoundStep, start: StartPod) -> None:
         """A start is recorded first, can be repeated, and neither its pod nor its slot is anybody else's."""
         uid, wanted = start.pod.uid, slot_of(start)
@@ -124,9 +135,10 @@ class CheckedWorld(NamespaceWorld):
             assert not computed or pod.astray or report is None or report.status is None
         others = {other: action for other, action in loop.in_flight.items() if other != uid}
         assert wanted not in {slot_of(action) for action in others.values() if isinstance(action, StartPod)}
-        if self.seconds - self.planned_at.get(loop.uid, self.seconds) >= KNOWN_SECONDS:
-            return  # others did not wait for a round that was not planned for so long
         for round_, _, status in self._others(loop):
+            taken_meanwhile = (loop.uid, uid, round_.id) in self.taken_meanwhile
+            if taken_meanwhile and goes_before(snapshot.round, round_):
+                continue  # the other one gives the pod back with its next plan
             assert not holds(status, uid) or may_stop(snapshot.round, round_), f"{uid} is for {round_.id}"
 
     def _check_end(self, loop: RoundLoop, snapshot: RoundSnapshot, after: RoundStatus) -> None:

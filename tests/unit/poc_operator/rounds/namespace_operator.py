@@ -106,6 +106,7 @@ class RoundLoop:
     """The loop of one round.
 
     ``planned`` is the round of its last plan, ``status`` what that made of it, ``usable`` the pods that it saw.
+    ``planned`` is None while the operator fails on the round.
     """
 
     uid: str
@@ -140,6 +141,7 @@ class RoundLoop:
             self.known = None
         except ObjectInvalid:
             self.known, self.paused_until = None, self.operator.clock() + FIRST_PAUSE_SECONDS
+            self.planned = None  # nobody waits for it until it is planned anew
             self.operator.board.fail(self.uid)
         except (StoreUnavailable, StopIteration):
             pass
