@@ -25,7 +25,7 @@ from tests.support.fakes.lease_api import lease_api
 from tests.support.fakes.without_pods import WithoutPods
 from tests.unit.poc_operator.build import UID, a_pod, a_round, a_slot, a_status, newborn, says
 from tests.unit.poc_operator.controller.turns import note_turns
-from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.answers import CommandResponse, PowState
 
 DELETED = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -88,9 +88,10 @@ class Pods:
             raise PodTimeout("no answer")
         return says(self.state, next_index=5, delivered_index=5, delivered_valid=5).status
 
-    async def start(self, base: str, request: object) -> None:
+    async def start(self, base: str, request: object) -> CommandResponse | None:
         """Note the order."""
         self.orders.append("start")
+        return None
 
     async def stop(self, base: str, round_id: str) -> None:
         """Stop."""
@@ -100,6 +101,23 @@ class Pods:
 
     async def close(self) -> None:
         """Nothing is open."""
+
+
+class SlowPods(Pods):
+    """They are idle, and compute once a start that was told is let through."""
+
+    def __init__(self) -> None:
+        super().__init__(PowState.IDLE)
+        self.through = asyncio.Event()
+
+    async def start(self, base: str, request: object) -> CommandResponse:
+        """Note the order, and follow it late."""
+        self.orders.append("start")
+        await self.through.wait()
+        self.state = PowState.GENERATING
+        report = says(self.state)
+        assert report.status is not None
+        return CommandResponse(pow_status=report.status)
 
 
 @asynccontextmanager
@@ -156,6 +174,20 @@ async def test_a_deleted_round_that_waits_is_released_and_never_started() -> Non
         made.work_changed(RoundPlanner, body(store.round or PENDING), lambda _: None)
         assert await made.released(UID, 5.0)
         assert pods.orders == []
+
+
+async def test_a_start_that_is_on_its_way_comes_before_the_stop_of_a_deleted_round() -> None:
+    store, pods = Store(PENDING), SlowPods()
+    async with operator(store, pods) as made:
+        made.work_changed(RoundPlanner, body(PENDING), lambda _: None)
+        await until(lambda: pods.orders == ["start"])
+        store.round = a_deleted(store.round or PENDING)
+        made.work_changed(RoundPlanner, body(store.round), lambda _: None)
+        assert not await made.released(UID, 0.3)
+        assert pods.orders == ["start"]
+        pods.through.set()
+        assert await made.released(UID, 5.0)
+    assert (pods.orders, pods.state) == (["start", "stop"], PowState.STOPPED)
 
 
 async def test_nothing_is_ordered_for_a_round_that_is_gone_when_it_is_recorded() -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders that are refused: a pod that may not be evicted, and pods that refuse to start, are not asked all the time.
-Whatever a pod's server answers to a start but yes is told.
+Whatever a pod's server answers to a start but yes is told. A pod that has yet to answer gets no other order.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -21,9 +21,11 @@ from poc_operator.controller.event_loop import MOST_ORDERS, FewRequests
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.observed import PodReport, PodView
-from poc_operator.planning.snapshot import DeletePod, StartPod, WorkEvent
+from poc_operator.planning.snapshot import DeletePod, StartPod, StopPod, WorkEvent
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, look, says
+
+Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Evictions:
@@ -75,15 +77,20 @@ async def test_a_pod_that_may_not_be_evicted_is_told_of_once_and_tried_again_lat
     assert [event.message for event in events] == [told]
 
 
-@asynccontextmanager
-async def answering(status: int, text: str) -> AsyncIterator[int]:
-    """Serve whatever is asked for with this; yield the port. Without a status the connection is cut off."""
+def always(status: int, text: str) -> Answer:
+    """Answer whatever is asked with this. Without a status the connection is cut off."""
 
     async def answer(request: web.Request) -> web.Response:
         if not status and request.transport is not None:
             request.transport.abort()
         return web.Response(status=status or 200, text=text)
 
+    return answer
+
+
+@asynccontextmanager
+async def answering(answer: Answer) -> AsyncIterator[int]:
+    """Serve whatever is asked for with this; yield the port."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -108,7 +115,7 @@ async def test_a_start_that_fails_stands_in_the_slot_whatever_is_answered(status
     round_, pod = a_round(), a_pod("a", ip="127.0.0.1")
     step = plan(look(round_, (pod, says())))
     (start,) = [action for action in step.actions if isinstance(action, StartPod)]
-    async with answering(status, text) as port, PodClient() as client:
+    async with answering(always(status, text)) as port, PodClient() as client:
         orders = orders_of(client, store=Evictions(None), emit=lambda _: None, clock=lambda: 0.0)
         orders.begin(port, [start])
         await orders.finish()
@@ -118,6 +125,33 @@ async def test_a_start_that_fails_stands_in_the_slot_whatever_is_answered(status
     assert error.startswith(("pod a was told to start: ", "pod a refused to start: "))
     assert told in error
     assert [event.reason for event in after.events] == ["WorkLost"]
+
+
+async def test_a_pod_gets_no_order_while_another_is_on_its_way() -> None:
+    """A stop that overtakes a start stops nothing, and the pod computes on."""
+    told, arrived, through = list[str](), asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        told.append(request.path.rsplit("/", 1)[-1])
+        arrived.set()
+        await through.wait()
+        return web.json_response({"status": "OK"})
+
+    round_, pod = a_round(), a_pod("a", ip="127.0.0.1")
+    (start,) = [action for action in plan(look(round_, (pod, says()))).actions if isinstance(action, StartPod)]
+    stop = StopPod(pod=pod, round_id=round_.id)
+    async with answering(answer) as port, PodClient() as client:
+        orders = orders_of(client, store=Evictions(None), emit=lambda _: None, clock=lambda: 0.0)
+        orders.begin(port, [start])
+        await arrived.wait()
+        orders.begin(port, [stop])
+        assert orders.with_answer(pod.uid, says()).in_flight
+        through.set()
+        await orders.finish()
+        assert told == ["generate"]
+        orders.begin(port, [stop])
+        await orders.finish()
+    assert told == ["generate", "stop"]
 
 
 def test_a_pod_that_refuses_is_asked_again_less_and_less_often() -> None:

@@ -206,6 +206,16 @@ def test_a_pod_that_does_not_stop_is_named_and_keeps_no_round_open() -> None:
     assert "PodsLeft" in status.degraded
 
 
+def test_a_round_that_ends_waits_for_a_start_that_is_on_its_way() -> None:
+    """The pod is idle still, and computes once the start has come."""
+    round_ = a_started_round((SlotState.STARTING,), finish=True)
+    for in_flight, state in ((True, State.STOPPING), (True, State.STOPPING), (False, State.COMPLETE)):
+        status = plan(look(round_, (a_pod("p0"), replace(says(), in_flight=in_flight)))).status
+        round_ = round_.model_copy(update={"status": status})
+        assert (status.stop_time, status.state) == (NOW, state)
+        assert [slot.state for slot in status.assignments] == [SlotState.STARTING if in_flight else SlotState.DONE]
+
+
 def test_only_what_is_settled_counts_towards_the_stop() -> None:
     """Computed nonces that nobody has got are not enough."""
     computed = says(PowState.GENERATING, round_id="round-uid", next_index=100, delivered_index=0)
