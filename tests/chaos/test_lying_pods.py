@@ -104,7 +104,8 @@ def degraded(body: dict[str, Any], collected: CollectedRound) -> str:
     slots = [{"node": 0, "group": group, "state": "Running", "pod": "x", "uid": "x"} for group in (0, 1)]
     round_ = PoCRound.parse(body | {"status": {"slots": 2, "groups": 2, "assignments": slots}})
     report = GatewayReport(callback="http://gateway/", collected=collected, asked=now)
-    status = plan(RoundSnapshot(work=round_, pods=[], reports={}, now=now, gateway=report)).status
+    seen = RoundSnapshot(work=round_, pods=[], reports={}, now=now, find_other_rounds=tuple, gateway=report)
+    status = plan(seen).status
     assert status.outcome is None
     return next(one.message for one in status.conditions if isinstance(one, Condition) and one.type == "Degraded")
 

@@ -66,8 +66,8 @@ class Snapshot(Generic[WorkT_co]):
     pods: Sequence[PodView]
     reports: Mapping[str, PodReport]  # by pod uid
     now: datetime
+    find_other_rounds: Callable[[], Sequence[OtherRound] | None]
     others: Sequence[PodView] = ()
-    find_other_rounds: Callable[[], Sequence[OtherRound] | None] = tuple
     missing_fleet: str | None = None
 
     @cached_property

@@ -179,6 +179,7 @@ def look(
         pods=[pod for pod, _ in pods],
         reports={pod.uid: report for pod, report in [*pods, *others] if report is not None},
         others=[pod for pod, _ in others],
+        find_other_rounds=tuple,
         lease_seconds=lease_seconds,
         now=NOW + timedelta(seconds=after),
         gateway=gateway,

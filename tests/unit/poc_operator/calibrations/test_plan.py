@@ -18,7 +18,12 @@ def seen(
     calibration: PoCCalibration, *pods: tuple[str, PodReport], measured: Measured | None = None
 ) -> CalibrationSnapshot:
     return CalibrationSnapshot(
-        work=calibration, pods=[a_pod(name) for name, _ in pods], reports=dict(pods), now=NOW, measured=measured or {}
+        work=calibration,
+        pods=[a_pod(name) for name, _ in pods],
+        reports=dict(pods),
+        now=NOW,
+        find_other_rounds=tuple,
+        measured=measured or {},
     )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What work takes from its fleet: pods by a label, the port, and the groups of a round."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,7 @@ from poc_operator.observed import Container, PodView
 from poc_operator.planning.reaping import WorkRecord
 from poc_operator.planning.waiting import waits_for
 from poc_operator.rounds.plan import plan
-from poc_operator.rounds.snapshot import RoundSnapshot
-from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, says
+from tests.unit.poc_operator.build import a_calibration, a_pod, a_round, look, says
 from tests.unit.poc_operator.fleets.build import a_fleet
 from tests.unit.poc_operator.fleets.test_groups import spanning, templates_of
 
@@ -127,8 +127,7 @@ def test_a_round_of_a_spanning_fleet_has_a_group_for_each_leader() -> None:
     assert round_.spec.nodes.groups == 3
     selected = [pod for pod in made if round_.spec.pods.matches(pod.labels)]
     assert [pod.name for pod in selected] == ["demo-0", "demo-1"]
-    seen = RoundSnapshot(work=round_, pods=selected, reports={pod.uid: says() for pod in selected}, now=NOW)
-    slots = plan(seen).status.assignments
+    slots = plan(look(round_, *((pod, says()) for pod in selected))).status.assignments
     assert [slot.uid for slot in slots] == ["demo-0", "demo-1", None]
 
 
@@ -160,9 +159,7 @@ def test_a_round_without_its_fleet_waits_and_says_for_what() -> None:
     assert missing_fleet(round_, a_fleet()) is None
     assert missing_fleet(a_round(), None) is None
     for pods in ([], [a_pod("p")]):
-        seen = RoundSnapshot(
-            work=round_, pods=pods, reports={pod.uid: says() for pod in pods}, now=NOW, missing_fleet=missing
-        )
+        seen = replace(look(round_, *((pod, says()) for pod in pods)), missing_fleet=missing)
         status = plan(seen).status
         assert status.assignments == []
         assert missing in status.message
@@ -171,9 +168,9 @@ def test_a_round_without_its_fleet_waits_and_says_for_what() -> None:
 
 
 def test_other_work_without_its_fleet_says_so_too() -> None:
-    seen: Any = RoundSnapshot(work=of_fleet(), pods=[], reports={}, now=NOW, missing_fleet="there is none")
-    assert waits_for(seen) == (False, Reason.FLEET_NOT_FOUND, "there is none")
-    seen = RoundSnapshot(work=of_fleet(), pods=[], reports={}, now=NOW)
+    seen = look(of_fleet())
+    missing = replace(seen, missing_fleet="there is none")
+    assert waits_for(missing) == (False, Reason.FLEET_NOT_FOUND, "there is none")
     _, reason, message = waits_for(seen)
     assert reason is Reason.NO_MATCHING_PODS
     assert 'the PoCFleet "demo" has no pods yet: look at kubectl -n ns describe pocfleet demo' in message

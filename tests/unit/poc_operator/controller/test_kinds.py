@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a validation reads for its plan: its ConfigMap, now and then, and parsed when it has changed."""
+"""What the plans of each kind see: the rounds beside them, and of a validation its ConfigMap, which is read now and
+then, and parsed when it has changed.
+"""
 
 import json
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -9,10 +14,12 @@ import pytest
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller import kinds
-from poc_operator.controller.kinds import Sources, ValidationPlanner
+from poc_operator.controller.kinds import CalibrationPlanner, Planner, RoundPlanner, Sources, ValidationPlanner
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
+from poc_operator.planning.snapshot import Snapshot
 from poc_operator.validations import plan as validations
-from tests.unit.poc_operator.build import UID, a_validation
+from tests.unit.poc_operator.build import NOW, UID, a_calibration, a_pod, a_round, a_validation
+from tests.unit.poc_operator.planning.test_start_deadline import COMPUTES_FIRST, FIRST, LIMIT
 
 PROOFS = json.dumps([{"nonce": nonce, "vector": "AAAA"} for nonce in (1, 2)])
 OTHERS = json.dumps([{"nonce": nonce, "vector": "AAAA"} for nonce in (1, 2, 3)])
@@ -77,3 +84,29 @@ async def test_what_is_missing_is_looked_for_at_each_turn(monkeypatch: pytest.Mo
     assert "does not exist" in str(await asked.proofs())
     asked.maps.version, asked.maps.entry = 2, PROOFS
     assert await asked.proofs() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (RoundPlanner, a_round),
+        (ValidationPlanner, partial(a_validation, proofs={"inline": json.loads(PROOFS)})),
+        (CalibrationPlanner, a_calibration),
+    ],
+    ids=["round", "validation", "calibration"],
+)
+async def test_no_kind_ends_because_a_round_has_its_pods(kind: type[Planner[Any]], make: Callable[..., Any]) -> None:
+    planner = kind(Sources(store=cast(ObjectStore, None)), ObjectRef("ns", "r", UID), cast(ObjectLogger, None))
+    work = make(startDeadlineSeconds=LIMIT)
+    await planner.ask(work)
+    for seconds in (0, 2 * LIMIT):
+        seen = Snapshot(
+            work=work,
+            pods=[a_pod("a")],
+            reports={"a": COMPUTES_FIRST},
+            now=NOW + timedelta(seconds=seconds),
+            find_other_rounds=lambda: [FIRST],
+        )
+        status = planner.plan(seen).status
+        assert (status.outcome, status.idle_time) == (None, None)
+        work = work.model_copy(update={"status": status})

@@ -46,6 +46,7 @@ def planned(work: Work, report: PodReport | None, after: float = 0) -> WorkStatu
         "pods": [a_pod("a")] if report is not None else [],
         "reports": {"a": report} if report is not None else {},
         "now": NOW + timedelta(seconds=after),
+        "find_other_rounds": tuple,
     }
     match work:
         case PoCRound():

@@ -32,7 +32,8 @@ DOING: dict[str, dict[str, Any]] = {
 
 def planned(work: Work, report: PodReport, *, after: float = 0.0) -> Step[Any]:
     """The next step for an object with one pod."""
-    seen = Snapshot(work=work, pods=[a_pod("a")], reports={"a": report}, now=NOW + timedelta(seconds=after))
+    now = NOW + timedelta(seconds=after)
+    seen = Snapshot(work=work, pods=[a_pod("a")], reports={"a": report}, now=now, find_other_rounds=tuple)
     fields: dict[str, Any] = vars(seen)
     match work.KIND.plural:
         case "pocrounds":

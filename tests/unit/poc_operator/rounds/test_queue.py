@@ -20,7 +20,7 @@ from poc_operator.planning.queue import as_other, place_of
 from poc_operator.planning.snapshot import OtherRound, StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundSnapshot
-from tests.unit.poc_operator.build import HISTORIES, NOW, a_pod, a_round, says
+from tests.unit.poc_operator.build import HISTORIES, NOW, a_pod, a_round, look, says
 from tests.unit.poc_operator.planning.test_eligibility import holding
 from tests.unit.poc_operator.rounds.world import SimPod
 from vllm_poc.wire.answers import PowState
@@ -299,7 +299,7 @@ def test_a_new_operator_fails_no_round_before_it_knows_whether_it_is_queued() ->
 )
 def test_foreign_work_has_priority_0(priority: int, height: int | None, round_id: str | None, replaced: bool) -> None:
     round_ = a_round(concurrencyPolicy="Replace", priority=priority)
-    snapshot = RoundSnapshot(work=round_, pods=[a_pod("a")], reports={"a": holding(height, round_id)}, now=NOW)
+    snapshot = look(round_, (a_pod("a"), holding(height, round_id)))
     assert may_replace(snapshot, snapshot.reports["a"]) is replaced
 
 

@@ -34,6 +34,7 @@ def seen(
         pods=[a_pod(name) for name, _ in pods],
         reports=dict(pods),
         now=NOW + timedelta(seconds=after),
+        find_other_rounds=tuple,
         proofs=proofs,
     )
 
