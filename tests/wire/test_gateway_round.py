@@ -4,20 +4,21 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RoundStatus
-from poc_operator.apis.v1alpha1.status import State
+from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller import observing
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.fakes.gateway import CALLBACK_KEY, TOKEN, Gateway, gateway
 from tests.support.servers.fleet import RoundFleet, ValidationFleet
-from tests.wire.test_reference_pods import ReferenceFleet
+from tests.wire.test_reference_pods import WAYS, ReferenceFleet, leave
 from tests.wire.test_round import HOSTS, complete, computes
 
 
@@ -78,6 +79,23 @@ async def test_a_restarted_pod_loses_nothing_and_nothing_counts_twice(fleet: Rou
     assert (collecting.duplicates == 0) is resumes
     assert status.totals.delivered == status.totals.valid == len(collecting.stored)
     assert [event.reason for event in fleet.events] == ["Started", "WorkLost", "Completed"]
+
+
+@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
+async def test_what_a_pod_delivered_before_it_left_counts(
+    fleet: RoundFleet, collecting: Gateway, fields: dict[str, Any]
+) -> None:
+    fleet.change(stop=None)
+    await fleet.reconcile_until(computes)
+    leave(fleet, HOSTS[0], **fields)
+    await fleet.reconcile_until(lambda status: status.assignments[0].state is SlotState.WAITING)
+    if isinstance(fleet, ReferenceFleet):
+        assert fleet.servers[HOSTS[0]].request is None
+    fleet.change(finish=True)
+    status = await fleet.reconcile_until(complete)
+    assert status.totals.delivered == status.totals.valid == len(collecting.stored)
+    for slot in status.assignments:
+        assert indices(collecting, slot.group) == list(range(slot.delivered))
 
 
 async def test_a_gateway_that_is_away_is_told_and_the_round_goes_on(fleet: RoundFleet, collecting: Gateway) -> None:

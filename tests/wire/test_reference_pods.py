@@ -3,6 +3,7 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.pods.client import PodClient
 from poc_operator.controller.observing import ProgressWatch
 from poc_operator.observed import Container
@@ -23,6 +25,9 @@ from tests.wire.test_round import complete, computes
 from vllm_poc.wire.messages import API_PREFIX
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
+SPARE = "127.0.0.3"
+#: How a pod leaves a round: what the watch tells of it from then on.
+WAYS: dict[str, dict[str, Any]] = {"deleted": {"terminating": True}, "relabelled": {"labels": {}}}
 FOREIGN = {
     "block_hash": "other",
     "block_height": 1,
@@ -75,6 +80,12 @@ async def endless(receiver: CallbackReceiver) -> AsyncIterator[ReferenceFleet]:
     """The other pod cannot end the round meanwhile."""
     async with started(receiver, stop=None) as own:
         yield own
+
+
+def leave(fleet: RoundFleet, host: str, **fields: Any) -> None:  # noqa: ANN401
+    """Let the watch tell these fields of the host's pod anew."""
+    (pod,) = [pod for pod in fleet._pods.everywhere() if pod.ip == host]
+    fleet.see(replace(pod, **fields))
 
 
 def reasons(fleet: RoundFleet) -> list[str]:
@@ -185,6 +196,24 @@ async def test_a_pod_that_stands_still_is_stopped_and_told_again(
     await fleet.reconcile_until(complete)
     assert fleet.servers[HOSTS[0]].starts == 2
     assert reasons(fleet) == ["Started", "Stalled", "WorkLost", "Completed"]
+
+
+@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
+async def test_a_pod_that_leaves_is_stopped_before_another_gets_its_slot(
+    endless: ReferenceFleet, fields: dict[str, Any]
+) -> None:
+    fleet = endless
+    await fleet.reconcile_until(computes)
+    leave(fleet, HOSTS[0], **fields)
+    status = await fleet.reconcile_until(lambda status: status.assignments[0].state is SlotState.WAITING)
+    assert (fleet.servers[HOSTS[0]].request, status.assignments[0].pod) == (None, None)
+    assert fleet.servers[HOSTS[1]].request is not None
+    await fleet.start_pod(SPARE)
+    status = await fleet.reconcile_until(computes)
+    slot = status.assignments[0]
+    assert (slot.pod, slot.session, slot.start, slot.attempts) == (f"pod-{SPARE}", "vllm3#0", 0, 2)
+    assert [pod.starts for pod in fleet.servers.values()] == [1, 1, 1]
+    assert reasons(fleet) == ["Started", "SlotsLeaving", "WorkLost"]
 
 
 async def test_foreign_work_is_waited_for_and_not_stopped(fleet: ReferenceFleet) -> None:
