@@ -44,6 +44,7 @@ class Store(WithoutPods):
         self.round = round_
         self.faults: dict[str, Exception] = {}
         self.reads = 0
+        self.deleted = asyncio.Event()
 
     async def get(self, resource: type, namespace: str, name: str) -> PoCRound | None:
         """Return the round."""
@@ -62,6 +63,10 @@ class Store(WithoutPods):
         metadata = self.round.metadata.model_copy(update={"resource_version": version})
         self.round = round_.model_copy(update={"metadata": metadata, "status": status})
         return version
+
+    async def delete(self, _: PoCRound) -> None:
+        """Note it."""
+        self.deleted.set()
 
     async def write_conditions(self, *_: object, **__: object) -> None:
         """Have no place for them."""
@@ -281,8 +286,8 @@ def test_which_objects_have_a_loop(round_: PoCRound, metadata: Mapping[str, obje
 
 def finished(**spec: Any) -> PoCRound:  # noqa: ANN401
     """A round that was complete 100 s ago."""
-    over = FINISHED.model_copy(update={"completion_time": datetime.now(UTC) - timedelta(seconds=100)})
-    return newborn(a_round(over, **spec))
+    then = datetime.now(UTC).replace(microsecond=0) - timedelta(seconds=100)
+    return newborn(a_round(FINISHED.model_copy(update={"completion_time": then}), **spec))
 
 
 async def test_a_finished_round_takes_one_turn_until_its_time_to_live_has_passed() -> None:
@@ -294,16 +299,34 @@ async def test_a_finished_round_takes_one_turn_until_its_time_to_live_has_passed
         assert len(turns) == 1
 
 
-async def test_a_time_to_live_that_is_set_late_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, deleted = Store(finished()), asyncio.Event()
+async def test_a_finished_round_is_deleted_when_its_time_to_live_has_passed() -> None:
+    round_ = finished(ttlSecondsAfterFinished=103)
+    store = Store(round_)
+    async with operator(store, Pods()) as made:
+        made.work_changed(RoundPlanner, body(round_), lambda _: None)
+        turns = note_turns(made._reconcilers[UID])
+        assert not await made.released(UID, 0.5), "it rests"
+        assert not store.deleted.is_set()
+        await asyncio.wait_for(store.deleted.wait(), 20)
+    assert len(turns) <= 3, "one to see when it is due, and one then; the clocks may differ by a moment"
 
-    async def delete(_: object) -> None:
-        deleted.set()
 
-    monkeypatch.setattr(store, "delete", delete, raising=False)
+async def test_a_time_to_live_that_is_set_late_counts() -> None:
+    store = Store(finished())
     async with operator(store, Pods()) as made:
         made.work_changed(RoundPlanner, body(finished(), generation=2), lambda _: None)
         assert await made.released(UID, 5.0), "it rests"
         store.round = finished(ttlSecondsAfterFinished=60)
         made.work_changed(RoundPlanner, body(store.round, generation=3), lambda _: None)
-        await asyncio.wait_for(deleted.wait(), 20)
+        await asyncio.wait_for(store.deleted.wait(), 20)
+
+
+async def test_a_time_to_live_that_is_shortened_counts_at_once() -> None:
+    round_ = finished(ttlSecondsAfterFinished=3600)
+    store = Store(round_)
+    async with operator(store, Pods()) as made:
+        made.work_changed(RoundPlanner, body(round_), lambda _: None)
+        assert not await made.released(UID, 0.3), "it rests"
+        shorter = body(finished(ttlSecondsAfterFinished=60), generation=2, resourceVersion="9")
+        made.work_changed(RoundPlanner, shorter, lambda _: None)
+        await asyncio.wait_for(store.deleted.wait(), 20)
