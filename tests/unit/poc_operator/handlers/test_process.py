@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import kopf
 import pytest
 from kubernetes.aio.client import ApiClient
@@ -106,3 +107,11 @@ def test_without_the_keeper_of_the_lease_the_process_ends_and_says_why(what: str
     assert ended.returncode == 1, ended.stderr
     for text in (*said, "the lease is not renewed in time: ending at once, so that no two operators act"):
         assert text in ended.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_health_and_metrics_are_told_over_both_protocols(host: str) -> None:
+    async with started() as options, httpx.AsyncClient(timeout=30) as client:
+        health = await client.get(f"http://{host}:{options.health_port}/healthz")
+        metrics = await client.get(f"http://{host}:{options.metrics_port}/metrics")
+    assert (health.status_code, metrics.status_code) == (200, 200)
