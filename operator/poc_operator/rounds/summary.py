@@ -80,7 +80,12 @@ def tell(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 
 def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
-    pace = f"{status.running} pods compute {status.totals.rate} nonces/s"
+    running = [slot for slot in status.assignments if slot.state is SlotState.RUNNING]
+    silent = [slot for slot in running if snapshot.report_of(slot).status is None]
+    pace = f"{len(running) - len(silent)} pods compute {status.totals.rate} nonces/s"
+    if silent:  # they may compute on, or have restarted
+        told = [f"{slot.pod} ({snapshot.report_of(slot).error or 'not asked yet'})" for slot in silent]
+        pace = f"{pace}; no answer from {_some(told)}"
     spare = len(free_pods(snapshot, status.assignments))
     return f"{pace}; {spare} more have no slot (the {status.slots} slots are fixed at the start)" if spare else pace
 
