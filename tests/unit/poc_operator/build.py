@@ -17,7 +17,7 @@ from poc_operator.leases import LEASE_SECONDS
 from poc_operator.observed import CollectedRound, CollectedSlot, GatewayReport, PodReport, PodView
 from poc_operator.planning.snapshot import WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
-from vllm_poc.wire.answers import ModelLimits, PowState, StatusResponse
+from vllm_poc.wire.answers import ModelLimits, PowState, RoundConfig, StatusResponse
 
 WorkT = TypeVar("WorkT", PoCRound, PoCValidation, PoCCalibration)
 #: Random histories for each property; `make histories` sets more.
@@ -99,6 +99,23 @@ def a_pod(name: str, **fields: Any) -> PodView:  # noqa: ANN401
         "ready": True,
     }
     return PodView(name=name, **{**defaults, **fields})
+
+
+def a_config(**fields: Any) -> RoundConfig:  # noqa: ANN401
+    """What a pod says that it computes: the only slot of `a_round`, changed by ``fields``."""
+    defaults: dict[str, Any] = {
+        "block_hash": _WORK["blockHash"],
+        "block_height": _WORK["blockHeight"],
+        "public_key": _WORK["publicKey"],
+        "node_id": 0,
+        "node_count": 1,
+        "group_id": 0,
+        "n_groups": 1,
+        "seq_len": 64,
+        "batch_size": 32,
+        "protocol": "distance",
+    }
+    return RoundConfig.model_validate({**defaults, **fields})
 
 
 def says(state: PowState = PowState.IDLE, *, session: str = "s1", **fields: Any) -> PodReport:  # noqa: ANN401

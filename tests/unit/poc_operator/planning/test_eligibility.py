@@ -11,24 +11,13 @@ from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
-from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.answers import ModelLimits, PowState, RoundConfig
-from vllm_poc.wire.messages import Protocol, Scheme
+from tests.unit.poc_operator.build import a_config, a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.answers import ModelLimits, PowState
+from vllm_poc.wire.messages import Scheme
 
 
 def holding(height: int | None, round_id: str | None = "other") -> PodReport:
-    config = RoundConfig(
-        block_hash="cd",
-        block_height=height or 0,
-        public_key="key",
-        node_id=0,
-        node_count=1,
-        group_id=0,
-        n_groups=1,
-        seq_len=64,
-        protocol=Protocol.DISTANCE,
-        batch_size=32,
-    )
+    config = a_config(block_hash="cd", block_height=height or 0)
     return says(PowState.GENERATING, round_id=round_id, config=config if height is not None else None)
 
 

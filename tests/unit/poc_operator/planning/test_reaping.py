@@ -14,6 +14,7 @@ from tests.unit.poc_operator.build import (
     LABELS,
     UID,
     a_calibration,
+    a_config,
     a_pod,
     a_round,
     a_slot,
@@ -21,8 +22,7 @@ from tests.unit.poc_operator.build import (
     a_validation,
     says,
 )
-from vllm_poc.wire.answers import PowState, RoundConfig, StatusResponse
-from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.answers import PowState, StatusResponse
 
 OWNERS = ("cluster", "lease")
 OTHER_LABELS = {"app": "moved"}
@@ -113,19 +113,7 @@ def test_other_kinds_select_pods_and_hold_none(work: Any) -> None:  # noqa: ANN4
 
 def reference(round_id: str | None, node: int = 0, group: int = 0) -> StatusResponse:
     """What a reference pod says, told as one of ours."""
-    config = RoundConfig(
-        block_hash="ab" * 32,
-        block_height=7,
-        public_key="key",
-        node_id=node,
-        node_count=1,
-        group_id=group,
-        n_groups=1,
-        seq_len=64,
-        k_dim=4,
-        protocol=Protocol.ARTIFACT,
-        batch_size=0,
-    )
+    config = a_config(node_id=node, group_id=group, k_dim=4, protocol="artifact", batch_size=0)
     status = says(PowState.GENERATING, round_id=round_id, config=config).status
     assert status is not None
     return status

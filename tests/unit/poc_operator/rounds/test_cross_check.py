@@ -13,8 +13,8 @@ from poc_operator.planning.snapshot import AskPod
 from poc_operator.rounds.cross_check import deviations
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
-from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.answers import PowState, RoundConfig
+from tests.unit.poc_operator.build import NOW, a_config, a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.generate import GeneratedResponse
 
 NAMES = ("a", "b", "c")
@@ -31,18 +31,7 @@ def seen(round_: PoCRound, answers: dict[str, Answer] | None = None, after: floa
 
 
 def report(node: int, name: str, answers: dict[str, Answer]) -> PodReport:
-    config = RoundConfig(
-        block_hash="ab",
-        block_height=7,
-        public_key="k",
-        node_id=node,
-        node_count=3,
-        group_id=0,
-        n_groups=1,
-        batch_size=8,
-        protocol="distance",
-        seq_len=64,
-    )
+    config = a_config(node_id=node, node_count=len(NAMES), batch_size=8)
     running = says(PowState.GENERATING, session=f"s-{name}", next_index=20, config=config)
     return dataclasses.replace(running, answer=answers.get(name))
 

@@ -11,26 +11,14 @@ from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import StartPod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
-from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
-from vllm_poc.wire.answers import PowState, RoundConfig
-from vllm_poc.wire.messages import Protocol
+from tests.unit.poc_operator.build import NOW, a_config, a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.answers import PowState
 
 STARTING: dict[str, Any] = {"state": SlotState.STARTING, "start": 8, "next": 8, "delivered": 8}
 
 
 def computes(group: int, **fields: Any) -> PodReport:  # noqa: ANN401 - fields of StatusResponse
-    config = RoundConfig(
-        block_hash="ab" * 32,
-        block_height=7,
-        public_key="key",
-        node_id=0,
-        node_count=1,
-        group_id=group,
-        n_groups=2,
-        seq_len=64,
-        batch_size=32,
-        protocol=Protocol.DISTANCE,
-    )
+    config = a_config(group_id=group, n_groups=2)
     return says(PowState.GENERATING, config=config, **fields)
 
 

@@ -21,8 +21,21 @@ from poc_operator.controller.observing import GatewayObserver
 from poc_operator.observed import GatewayReport, PodReport
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
-from tests.unit.poc_operator.build import CALLBACK, NOW, UID, a_pod, a_round, a_slot, a_status, doubts, has, look, says
-from vllm_poc.wire.answers import PowState, RoundConfig
+from tests.unit.poc_operator.build import (
+    CALLBACK,
+    NOW,
+    UID,
+    a_config,
+    a_pod,
+    a_round,
+    a_slot,
+    a_status,
+    doubts,
+    has,
+    look,
+    says,
+)
+from vllm_poc.wire.answers import PowState
 
 GENERATING, STOPPED = PowState.GENERATING, PowState.STOPPED
 ARTIFACTS: dict[str, Any] = {"artifact": {"kDim": 12}, "rTarget": None}
@@ -168,9 +181,7 @@ def test_the_pod_is_named_with_what_it_says_and_what_there_is(protocol: str, gat
 def test_what_a_pod_said_in_another_session_or_of_another_slot_is_not_held_against_it() -> None:
     lie, report = claim(1200, 1000, 1000), claim(12, 9, 4)
     assert lie.status is not None
-    place = {"node_id": 0, "node_count": 1, "group_id": 1, "n_groups": 2}
-    block = {"block_hash": "", "block_height": 1, "public_key": "", "seq_len": 64, "batch_size": 8}
-    config = RoundConfig.model_validate({**place, **block, "protocol": "distance"})
+    config = a_config(group_id=1, n_groups=2)
     for changed in ({"session_id": "s0"}, {"round_id": "other"}, {"start_index": 7}, {"config": config}):
         heard = dataclasses.replace(lie, status=lie.status.model_copy(update=changed))
         assert planned(a_slot(), report, has((4, 10)), heard=heard).status.assignments[0].error is None
