@@ -228,8 +228,7 @@ def test_the_running_pods_are_those_that_run() -> None:
 def test_a_pod_that_does_not_answer_is_not_told_to_compute() -> None:
     """The kubelet may not know yet that its server has ended."""
     round_ = a_round(a_status(RUNNING, a_slot("b", group=1)), stop=None)
-    computed = {"next_index": 10, "delivered_index": 8, "delivered_valid": 3}
-    computes = says(GENERATING, rate_per_second=5.0, **computed)
+    computes = says(GENERATING, next_index=10, delivered_index=8, delivered_valid=3, rate_per_second=5.0)
     status = plan(look(round_, (a_pod("a"), computes), (a_pod("b"), replace(REFUSED, silent_seconds=8)))).status
     told = "1 pods compute 5.0 nonces/s; no answer from b (Cannot connect to host)"
     assert condition(status, "Progressing") == ("True", "Running", told)
