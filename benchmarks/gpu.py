@@ -59,7 +59,7 @@ def served(options: argparse.Namespace, *, extension: str) -> tuple[LLM, dict[st
         tensor_parallel_size=options.tensor_parallel,
         pipeline_parallel_size=options.pipeline_parallel,
         worker_extension_cls=extension,
-        moe_backend=options.moe_backend,
+        **({"moe_backend": options.moe_backend} if options.moe_backend is not None else {}),
         **ARGUMENTS.get(options.shape, {}),
         **(AS_SERVED.get(options.shape, {}) if options.as_served else {}),
     )
@@ -111,7 +111,7 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--batched-tokens", type=int, default=MAX_TOKENS, help="--max-num-batched-tokens of vllm serve")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory for vLLM")
     parser.add_argument("--sequences", type=int, default=1024, help="--max-num-seqs of vllm serve")
-    parser.add_argument("--moe-backend", default="auto", help="as of vllm serve")
+    parser.add_argument("--moe-backend", help="as of vllm serve, which chooses by itself without")
     parser.add_argument("--as-served", action="store_true", help="with the flags that the network asks for")
     return parser
 

@@ -80,7 +80,7 @@ def _help(command: str) -> NoReturn:
 
 
 def server_arguments(words: Sequence[str]) -> list[str]:
-    """Translate the words behind ``serve`` into the API server's. UsageError if PoC cannot run with them."""
+    """Translate the words behind ``serve`` into the API server's. StartError if PoC cannot run with them."""
     flags, options, positionals = _split(words)
     poc = "--enable-poc" in flags
     if not poc and "--poc-open" in flags:
@@ -110,7 +110,7 @@ def check(words: Sequence[str]) -> None:
     A sentence says why the pass is not fused, if it is not.
 
     With dummy weights, unless the words choose a ``--load-format``: no weights are downloaded.
-    Exit status 1 if PoC does not run there. UsageError if ``serve`` would refuse the words.
+    Exit status 1 if PoC does not run there. StartError if ``serve`` would refuse the words.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # what is printed is the answer
     parsed = parse_as_server(server_arguments(["--enable-poc", *words]))

@@ -120,8 +120,7 @@ def _pod_series() -> set[str]:
 
 def test_no_two_processes_share_a_series(gateway_series: set[str]) -> None:
     operator, pod = _series([Metrics().text().decode()]), _pod_series()
-    assert operator
-    assert pod
+    assert all((operator, pod, gateway_series))
     assert not operator & pod
     assert not gateway_series & (operator | pod)
 

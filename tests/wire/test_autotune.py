@@ -84,22 +84,30 @@ async def test_few_nonces_are_not_worth_a_search_until_there_have_been_many(fuse
     assert fused.engine.warmed_up == [8, 16]
 
 
-async def test_a_kind_that_made_way_is_worth_a_search_once_there_have_been_many_again(fused: Pod) -> None:
-    async def generate(seq_len: int, nonces: int) -> None:
-        params = ARTIFACT["params"] | {"seq_len": seq_len}
-        named = ARTIFACT | {"params": params, "nonces": list(range(nonces)), "batch_size": 1, "wait": True}
-        assert (await fused.post("generate", named)).status_code == 200
+async def searches(pod: Pod, nonces: int, seq_len: int = 64, *, status: int = 200) -> bool:
+    """Compute so many nonces: whether the server searches for a pass first."""
+    before, params = len(pod.engine.warmed_up), ARTIFACT["params"] | {"seq_len": seq_len}
+    named = ARTIFACT | {"params": params, "nonces": list(range(nonces)), "batch_size": 1, "wait": True}
+    assert (await pod.post("generate", named)).status_code == status
+    return len(pod.engine.warmed_up) > before
 
+
+async def test_a_kind_that_made_way_is_worth_a_search_once_there_have_been_many_again(fused: Pod) -> None:
     kinds = range(64, 65 + MAX_KINDS)
-    for seq_len in kinds:
-        await generate(seq_len, 64)
-    searched = len(fused.engine.warmed_up)
-    assert searched > 0
-    for seq_len in kinds:
-        await generate(seq_len, 2)
-    assert len(fused.engine.warmed_up) == searched
-    await generate(kinds[0], 64)
-    assert len(fused.engine.warmed_up) > searched
+    assert [await searches(fused, 64, kind) for kind in kinds] == [True] * len(kinds)
+    assert [await searches(fused, 2, kind) for kind in kinds] == [False] * len(kinds)
+    assert await searches(fused, 64, kinds[0])
+
+
+async def test_so_is_one_that_was_searched_for_in_vain_or_forgotten(fused: Pod) -> None:
+    fused.engine.has_room = False
+    assert await searches(fused, 64, status=503)
+    fused.engine.has_room = True
+    assert not await searches(fused, 2)
+    assert await searches(fused, 62)
+    assert (await fused.http.post("/update_weights")).status_code == 200
+    assert not await searches(fused, 2)
+    assert await searches(fused, 62)
 
 
 async def test_nothing_is_searched_beside_a_round(fused: Pod) -> None:

@@ -117,6 +117,8 @@ class Autotuner:
             )
             if found is not None:
                 self._tuned[spec] = found
+            else:
+                self._asked.pop(spec, None)  # requests have to pay for another search in vain, too
 
     async def _warmed_up(
         self,

@@ -84,8 +84,8 @@ def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
     silent = [slot for slot in running if snapshot.report_of(slot).status is None]
     pace = f"{len(running) - len(silent)} pods compute {status.totals.rate} nonces/s"
     if silent:  # they may compute on, or have restarted
-        told = [f"{slot.pod} ({snapshot.report_of(slot).error or 'not asked yet'})" for slot in silent]
-        pace = f"{pace}; no answer from {_some(told)}"
+        told = [f"{slot.pod} ({snapshot.report_of(slot).error or 'it has no address'})" for slot in silent]
+        pace = f"{pace}; nothing is known of {_some(told)}"
     spare = len(free_pods(snapshot, status.assignments))
     return f"{pace}; {spare} more have no slot (the {status.slots} slots are fixed at the start)" if spare else pace
 

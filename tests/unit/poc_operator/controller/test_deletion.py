@@ -300,9 +300,9 @@ async def test_a_finished_round_takes_one_turn_until_its_time_to_live_has_passed
 
 
 async def test_a_finished_round_is_deleted_when_its_time_to_live_has_passed() -> None:
-    round_ = finished(ttlSecondsAfterFinished=103)
-    store = Store(round_)
+    store = Store(finished())
     async with operator(store, Pods()) as made:
+        store.round = round_ = finished(ttlSecondsAfterFinished=106)  # in five to six seconds
         made.work_changed(RoundPlanner, body(round_), lambda _: None)
         turns = note_turns(made._reconcilers[UID])
         assert not await made.released(UID, 0.5), "it rests"

@@ -49,10 +49,17 @@ async def started() -> AsyncIterator[SimpleNamespace]:
                 yield options
             finally:
                 await end(memo=memo)
-                gc.enable()  # which the operator does itself
+                gc.enable()  # which the operator does itself, as it sets objects aside
+                gc.unfreeze()
 
 
-async def test_every_task_that_is_to_run_for_ever_is_supervised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _pytest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for long lets a lease run out, which ends the process."""
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+
+
+async def test_what_is_to_run_for_ever_is_supervised(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ends unseen would leave a process that only looks alive."""
     names = list[str]()
 

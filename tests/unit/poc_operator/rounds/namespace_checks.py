@@ -13,7 +13,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RetryPolicy, RoundSpec, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.apis.v1alpha1.work import ConcurrencyPolicy
-from poc_operator.controller.other_rounds import KNOWN_SECONDS
+from poc_operator.controller.other_rounds import KNOWN_SECONDS, UNREAD_SECONDS
 from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.end import DECISION_PATIENCE
@@ -91,6 +91,7 @@ class CheckedWorld(NamespaceWorld):
         held = {slot.uid for slot in snapshot.round.status.assignments if slot.state.active}
         active = {slot.uid for slot in step.status.assignments if slot.state.active and slot.uid is not None}
         self._check_turn(loop, snapshot, active - held, active & held)
+        self._forget_taken(loop, active)
         self._note_taken(loop, active - held)
         for start in (action for action in step.actions if isinstance(action, StartPod)):
             if start.pod.uid not in loop.in_flight:
@@ -116,12 +117,21 @@ class CheckedWorld(NamespaceWorld):
             assert not wanted & bound or len(left) >= min(needs, len(wanted)), f"{loop.uid} goes before {round_.id}"
 
     def _note_taken(self, loop: RoundLoop, bound: set[str]) -> None:
-        """Note which of the pods that a round takes belong to one that is not current: nobody waits for it."""
+        """Note which of the pods that a round takes belong to one that nobody waits for."""
         current = {round_.id for round_, _, _ in self._others(loop)}
-        for uid, round_ in self.store.rounds.items():
-            if uid not in current:
-                taken = (pod for pod in bound if holds(round_.status, pod))
+        for uid, other in self.operator.loops.items():
+            unread = other.planned_at < other.driven_at and self.seconds - other.driven_at < UNREAD_SECONDS
+            if uid in self.store.rounds and uid not in current and not unread:
+                taken = (pod for pod in bound if holds(self.store.rounds[uid].status, pod))
                 self.taken_meanwhile.update((uid, pod, loop.uid) for pod in taken)
+
+    def _forget_taken(self, loop: RoundLoop, active: set[str]) -> None:
+        """Forget what was noted of pods that one of both rounds has given up."""
+        self.taken_meanwhile = {
+            (uid, pod, taker)
+            for uid, pod, taker in self.taken_meanwhile
+            if loop.uid not in (uid, taker) or pod in active
+        }
 
     def _check_start(self, loop: RoundLoop, snapshot: RoundSnapshot, step: RoundStep, start: StartPod) -> None:
         """A start is recorded first, can be repeated, and neither its pod nor its slot is anybody else's."""
@@ -138,7 +148,7 @@ class CheckedWorld(NamespaceWorld):
         for round_, _, status in self._others(loop):
             taken_meanwhile = (loop.uid, uid, round_.id) in self.taken_meanwhile
             if taken_meanwhile and goes_before(snapshot.round, round_):
-                continue  # the other one gives the pod back with its next plan
+                continue  # the other one gives the pod back, unless its own start arrives first
             assert not holds(status, uid) or may_stop(snapshot.round, round_), f"{uid} is for {round_.id}"
 
     def _check_end(self, loop: RoundLoop, snapshot: RoundSnapshot, after: RoundStatus) -> None:
@@ -161,6 +171,12 @@ class CheckedWorld(NamespaceWorld):
         """Kill the operator: the next one measures anew for how long pods are silent."""
         super().replace_operator(skew)
         self.stuck_seconds, self.planned_at = {}, {}
+        rounds = self.store.rounds
+        self.taken_meanwhile = {
+            (uid, pod, taker)
+            for uid, pod, taker in self.taken_meanwhile
+            if all(one in rounds and holds(rounds[one].status, pod) for one in (uid, taker))
+        }
 
     def _gets_on(self, loop: RoundLoop, snapshot: RoundSnapshot, after: RoundStatus) -> bool:
         """Whether a round gets on, or waits for what no deadline is for: its user, its turn, a receiver."""

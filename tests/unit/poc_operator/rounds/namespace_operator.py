@@ -124,6 +124,7 @@ class RoundLoop:
     planned: PoCRound | None = None
     status: RoundStatus | None = None
     usable: frozenset[str] = frozenset()
+    driven_at: float = float("-inf")
     planned_at: float = float("-inf")
     paused_until: float = float("-inf")
     read_at: float = float("-inf")
@@ -279,7 +280,9 @@ class Operator:
     def drive(self, uid: str) -> None:
         """Begin the loop of a round."""
         recorder = StatusRecorder[PoCRound](self.world.store, self.clock, _Inline())
-        self.loops[uid] = RoundLoop(uid, self, ProgressWatch(self.clock), Refusals(self.clock), recorder)
+        loop = RoundLoop(uid, self, ProgressWatch(self.clock), Refusals(self.clock), recorder)
+        self.loops[uid] = loop
+        loop.driven_at = self.clock()
         self.board.expect(uid, NAMESPACE, asyncio.Event())
 
     def drop(self, uid: str) -> None:

@@ -230,7 +230,7 @@ def test_a_pod_that_does_not_answer_is_not_told_to_compute() -> None:
     round_ = a_round(a_status(RUNNING, a_slot("b", group=1)), stop=None)
     computes = says(GENERATING, next_index=10, delivered_index=8, delivered_valid=3, rate_per_second=5.0)
     status = plan(look(round_, (a_pod("a"), computes), (a_pod("b"), replace(REFUSED, silent_seconds=8)))).status
-    told = "1 pods compute 5.0 nonces/s; no answer from b (Cannot connect to host)"
+    told = "1 pods compute 5.0 nonces/s; nothing is known of b (Cannot connect to host)"
     assert condition(status, "Progressing") == ("True", "Running", told)
 
 
