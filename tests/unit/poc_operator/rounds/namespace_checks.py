@@ -69,8 +69,8 @@ class CheckedWorld(NamespaceWorld):
         #: For how long the operator has looked at a round in which nothing gets on, and nothing is in its way.
         self.stuck_seconds: dict[str, float] = {}
         self.planned_at: dict[str, float] = {}
-        #: Round, pod and the round that has taken the pod meanwhile, while nobody waited for the first one.
-        self.taken_meanwhile: set[tuple[str, str, str]] = set()
+        #: Round, pod and the round that has taken the pod from the first one.
+        self.taken: set[tuple[str, str, str]] = set()
 
     def _others(self, loop: RoundLoop) -> Iterator[tuple[PoCRound, RoundLoop, RoundStatus]]:
         """Yield the other rounds whose last plan is current, as they were then. A changed spec counts from the next."""
@@ -117,20 +117,17 @@ class CheckedWorld(NamespaceWorld):
             assert not wanted & bound or len(left) >= min(needs, len(wanted)), f"{loop.uid} goes before {round_.id}"
 
     def _note_taken(self, loop: RoundLoop, bound: set[str]) -> None:
-        """Note which of the pods that a round takes belong to one that nobody waits for."""
-        current = {round_.id for round_, _, _ in self._others(loop)}
+        """Note which of the pods that a round takes another one has, which it may stop, or which nobody waits for."""
         for uid, other in self.operator.loops.items():
             unread = other.planned_at < other.driven_at and self.seconds - other.driven_at < UNREAD_SECONDS
-            if uid in self.store.rounds and uid not in current and not unread:
+            if uid in self.store.rounds and uid != loop.uid and not unread:
                 taken = (pod for pod in bound if holds(self.store.rounds[uid].status, pod))
-                self.taken_meanwhile.update((uid, pod, loop.uid) for pod in taken)
+                self.taken.update((uid, pod, loop.uid) for pod in taken)
 
     def _forget_taken(self, loop: RoundLoop, active: set[str]) -> None:
         """Forget what was noted of pods that one of both rounds has given up."""
-        self.taken_meanwhile = {
-            (uid, pod, taker)
-            for uid, pod, taker in self.taken_meanwhile
-            if loop.uid not in (uid, taker) or pod in active
+        self.taken = {
+            (uid, pod, taker) for uid, pod, taker in self.taken if loop.uid not in (uid, taker) or pod in active
         }
 
     def _check_start(self, loop: RoundLoop, snapshot: RoundSnapshot, step: RoundStep, start: StartPod) -> None:
@@ -146,8 +143,8 @@ class CheckedWorld(NamespaceWorld):
         others = {other: action for other, action in loop.in_flight.items() if other != uid}
         assert wanted not in {slot_of(action) for action in others.values() if isinstance(action, StartPod)}
         for round_, _, status in self._others(loop):
-            taken_meanwhile = (loop.uid, uid, round_.id) in self.taken_meanwhile
-            if taken_meanwhile and goes_before(snapshot.round, round_):
+            both_have_it = {(loop.uid, uid, round_.id), (round_.id, uid, loop.uid)} & self.taken
+            if both_have_it and goes_before(snapshot.round, round_):
                 continue  # the other one gives the pod back, unless its own start arrives first
             assert not holds(status, uid) or may_stop(snapshot.round, round_), f"{uid} is for {round_.id}"
 
@@ -172,9 +169,9 @@ class CheckedWorld(NamespaceWorld):
         super().replace_operator(skew)
         self.stuck_seconds, self.planned_at = {}, {}
         rounds = self.store.rounds
-        self.taken_meanwhile = {
+        self.taken = {
             (uid, pod, taker)
-            for uid, pod, taker in self.taken_meanwhile
+            for uid, pod, taker in self.taken
             if all(one in rounds and holds(rounds[one].status, pod) for one in (uid, taker))
         }
 
