@@ -90,13 +90,16 @@ def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         return step
     slots = step.status.assignments
     free, doubtful = free_pods(snapshot, slots), given_up(slots)
+    if not any(_may_work(snapshot, pod) and pod.uid not in doubtful for pod in snapshot.live_pods):
+        doubtful = frozenset()
     return step.extended(assignments=[_bind(snapshot, slot, free, doubtful) for slot in slots])
 
 
 def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView], doubtful: Collection[str]) -> Assignment:
     """Take a free pod off the list for a waiting slot: the first one, but rather not that which had it before.
 
-    A ``doubtful`` one does not get it again: it would use up the slot's retries while a good pod restarts.
+    A ``doubtful`` one does not get it again: it would use up the slot's retries while a good pod restarts. Where no
+    other pod may come none is doubtful, or the slot would wait for nobody.
     """
     if slot.state is not SlotState.WAITING:
         return slot

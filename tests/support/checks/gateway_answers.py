@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 from fastapi import FastAPI
+from hypothesis import reject
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -61,10 +62,13 @@ class Fuzzing:
         await self._http.aclose()
 
     async def _judge(self, request: Request) -> None:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            answer = await self._http.request(
-                request.method, request.url, headers=request.headers, content=request.body
-            )
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await self._http.request(
+                    request.method, request.url, headers=request.headers, content=request.body
+                )
+        except httpx.InvalidURL:  # too long for the client
+            reject()
         before, self._before = self._before, self._state()
         if answer.is_error or request.method == "GET":
             assert self._before == before, f"answered {answer.status_code}, and has changed the store"

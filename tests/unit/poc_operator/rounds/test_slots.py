@@ -121,13 +121,21 @@ def test_a_pod_whose_slot_was_given_up_takes_a_slot_that_waits(spares: list[str]
     assert [slot.pod for slot in step.status.assignments] == ["a", expected]
 
 
-@pytest.mark.parametrize(("spares", "expected"), [([], None), (["b"], "b")])
-def test_a_pod_whose_slot_was_given_up_does_not_get_the_same_slot_again(
-    spares: list[str], expected: str | None
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        pytest.param([], "a", id="no other"),
+        pytest.param([(a_pod("b", ready=False), None)], None, id="another restarts"),
+        pytest.param([(a_pod("b"), says(model=ModelLimits(names=["other"])))], "a", id="another cannot do it"),
+        pytest.param([(a_pod("b"), says())], "b", id="another is free"),
+    ],
+)
+def test_a_pod_whose_slot_was_given_up_does_not_get_the_same_slot_again_while_another_may_come(
+    other: list[tuple[PodView, PodReport | None]], expected: str | None
 ) -> None:
     """It would use up the retries of the slots of good pods, one after the other, while these restart."""
     status = a_status(a_slot("a", SlotState.FAILED), a_slot(None, SlotState.WAITING, group=1, previous="a"))
-    step = plan(look(a_round(status), *((a_pod(name), says()) for name in ["a", *spares])))
+    step = plan(look(a_round(status), (a_pod("a"), says()), *other))
     assert [slot.pod for slot in step.status.assignments] == ["a", expected]
 
 
