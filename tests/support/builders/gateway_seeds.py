@@ -26,6 +26,7 @@ ROUNDS = [
 ]
 _DEAD = 3
 _REPLAYS: list[Any] = [{}, {"nonces": [_DEAD]}, {"nonces": [1, 2, _DEAD]}, None]
+_DECISIONS: list[Any] = [{"nonce": 7, "truth": "stored", "up_to": 1, "pod": "pod-2"}]
 _VERDICT = json.dumps(ROUND | {"n_total": 3, "fraud_detected": False}).encode()
 _VECTORS = [artifacts([7, 8, 9]), artifacts([30, 29, 31]), artifacts([1]), artifacts([])]
 _DISTANCES = [distances([(0, 0.5), (3, 0.25), (31, 1.0)]), distances([(7, 0.1)], node_id=1)]
@@ -48,6 +49,7 @@ def targets() -> list[Target]:
                 "/replay": _REPLAYS,
                 "/generated": [json.loads(body) for body in generated],
                 "/validated": [json.loads(_VERDICT)],
+                "/rivals": [{"uid": round_.metadata.uid, "decisions": _DECISIONS}],
             },
         )
         for round_, generated in zip(ROUNDS, (_VECTORS, _DISTANCES, *[_VECTORS] * 6), strict=True)
