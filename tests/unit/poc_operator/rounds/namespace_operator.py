@@ -280,9 +280,8 @@ class Operator:
     def drive(self, uid: str) -> None:
         """Begin the loop of a round."""
         recorder = StatusRecorder[PoCRound](self.world.store, self.clock, _Inline())
-        loop = RoundLoop(uid, self, ProgressWatch(self.clock), Refusals(self.clock), recorder)
-        self.loops[uid] = loop
-        loop.driven_at = self.clock()
+        watch, refusals, now = ProgressWatch(self.clock), Refusals(self.clock), self.clock()
+        self.loops[uid] = RoundLoop(uid, self, watch, refusals, recorder, driven_at=now)
         self.board.expect(uid, NAMESPACE, asyncio.Event())
 
     def drop(self, uid: str) -> None:
