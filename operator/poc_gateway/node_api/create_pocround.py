@@ -21,6 +21,7 @@ from poc_gateway.node_api.ml_nodes import MlNode
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.errors import ObjectInvalid, StaleObject
+from vllm_poc.wire.answers import FieldError
 from vllm_poc.wire.messages import InitGenerateRequest
 
 #: An operator that runs has looked at a round well before.
@@ -69,7 +70,7 @@ class NetworkRounds:
                 made = await self._cluster.create(name, self._ml_node.template.spec_of(asked))
                 return await self._first(made, wanted) if self._is_shared else made
             except ObjectInvalid as error:
-                raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", str(error)) from error
+                raise _refused(error, request) from error
             except StaleObject:
                 # Another process may have been asked for the same at the same time.
                 rounds = await self._cluster.list_rounds() if self._is_shared else []
@@ -159,6 +160,34 @@ def _free_name(name: str, rounds: Sequence[PoCRound]) -> str:
     taken = {round_.metadata.name for round_ in rounds}
     attempts = (f"{name}-{number}" if number > 1 else name for number in range(1, len(taken) + 2))
     return next(attempt for attempt in attempts if attempt not in taken)
+
+
+def _refused(error: ObjectInvalid, request: InitGenerateRequest) -> Refusal:
+    """Return what the API server says of the spec, in the request's words. What it does not name is of no field."""
+    told = error.fields or [("", str(error))]
+    fields = [FieldError(field=_field_of(path, request), message=message) for path, message in told]
+    detail = "; ".join(f"{one.field}: {one.message}" if one.field else one.message for one in fields)
+    return Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", detail, errors=fields)
+
+
+def _field_of(path: str, request: InitGenerateRequest) -> str:
+    """Return the field of the request that decides this one of the spec; a field of the template keeps its path."""
+    decided = {
+        "spec.blockHash": "block_hash",
+        "spec.blockHeight": "block_height",
+        "spec.publicKey": "public_key",
+        "spec.nodes.first": "node_id",
+        "spec.nodes.last": "node_id",
+        "spec.nodes.count": "node_count",
+        "spec.model.seqLen": "seq_len" if request.params is None else "params.seq_len",
+        "spec.model.strongRng": "poc_stronger_rng",
+        "spec.decode.maxTokens": "params.max_tokens",
+        "spec.artifact.kDim": "params.k_dim",
+        "spec.rTarget": "r_target",
+        "spec.batchSize": "batch_size",
+        "spec.callbackURL": "callback_url" if request.url is None else "url",
+    }
+    return decided.get(path, path)
 
 
 def asked_of(request: InitGenerateRequest, model: str) -> dict[str, Any]:

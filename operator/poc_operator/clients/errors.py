@@ -20,7 +20,7 @@
     UnreadableObject       no failed request: the object is not what the CRD allows, and stays so
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -69,7 +69,14 @@ class ObjectGone(StoreError):  # noqa: N818
 
 
 class ObjectInvalid(StoreError):  # noqa: N818
-    """The object's spec breaks a rule of the CRD; the text is the API server's."""
+    """The object's spec breaks a rule of the CRD; the text is the API server's.
+
+    ``fields`` are the paths that it names with what is wrong with each, as ``("spec.publicKey", "must be ...")``.
+    """
+
+    def __init__(self, message: str, fields: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.fields = tuple(fields)
 
 
 class StoreUnavailable(StoreError):  # noqa: N818

@@ -4,7 +4,7 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -29,16 +29,22 @@ DOCUMENTED = {
     for status, reasons in _ROW.findall(_DOCUMENT.read_text())
     for reason in re.findall(r"`(\w+)`", reasons)
 }
+#: What is stored, by its kind.
+State = Mapping[str, Sequence[object]]
 #: A detail that names no field has this many words at least.
 _SENTENCE = 6
 
 
 class Fuzzing:
-    """Sends requests to an app, each once, and judges the answers. Only one that succeeds may change ``state``."""
+    """Sends requests to an app, each once, and judges the answers. Only one that succeeds may change ``state``.
 
-    def __init__(self, app: FastAPI, state: Callable[[], object]) -> None:
+    ``refusing`` are the operations that cannot succeed here, each with the reason that it gives when all else is well.
+    """
+
+    def __init__(self, app: FastAPI, state: Callable[[], State], refusing: Mapping[str, str]) -> None:
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
         self._state = state
+        self._refusing = refusing
         self._before = state()
         self._asked = set[str]()
         self.statuses = Counter[int]()
@@ -71,13 +77,24 @@ class Fuzzing:
             reject()
         before, self._before = self._before, self._state()
         if answer.is_error or request.method == "GET":
-            assert self._before == before, f"answered {answer.status_code}, and has changed the store"
+            changed = _changed(before, self._before)
+            assert not changed, f"answered {answer.status_code}, and has changed the store: {changed}"
         check_error(request.method, answer)
         if request.on_route:
             request.case.validate_response(answer, checks=_CHECKS)
-            if answer.is_success or answer.status_code == httpx.codes.NOT_IMPLEMENTED:
+            if self._is_done(request.case.operation.label, answer):
                 self.done.add(request.case.operation.label)
         self.statuses[int(answer.status_code)] += 1
+
+    def _is_done(self, operation: str, answer: httpx.Response) -> bool:
+        if answer.is_success or answer.status_code == httpx.codes.NOT_IMPLEMENTED:
+            return True
+        return operation in self._refusing and answer.json()["reason"] == self._refusing[operation]
+
+
+def _changed(before: State, after: State) -> str:
+    lost = [f"-{name} {row}" for name in before for row in before[name] if row not in after[name]]
+    return "\n".join(lost + [f"+{name} {row}" for name in after for row in after[name] if row not in before[name]])
 
 
 def check_error(method: str, answer: httpx.Response) -> None:

@@ -8,9 +8,10 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from tests.support.builders.gateway_requests import NETWORK_TOKEN, Request, Targ
 from tests.support.builders.gateway_seeds import check_seeds, read_round, rows, store_seeds, targets
 from tests.support.builders.openapi_cases import cases
 from tests.support.builders.secrets import ENVIRONMENT
-from tests.support.checks.gateway_answers import Fuzzing
+from tests.support.checks.gateway_answers import Fuzzing, State
 from tests.unit.poc_gateway.node_api.cluster import World, running_world
 from tests.unit.poc_gateway.node_api.requests import BLOCK, INIT, PARAMS, URL, validation
 
@@ -61,6 +62,15 @@ NETWORK_BODIES: dict[str, Sequence[Any]] = {
         ),
     ],
     "inference/up": [{"model": "tiny"}],
+    "inference/up/async": [{"model": "tiny"}],
+}
+#: What no request can do here: pods without GPUs, whose weights are the cluster's, and callbacks that nobody has sent.
+NETWORK_REFUSING = {
+    "DELETE /api/v1/models": "ModelNotFound",
+    "GET /api/v1/models/space": "NotSupported",
+    "GET /api/v1/gpu/driver": "NoDriver",
+    "POST /api/v1/pow/callback-relay/{token}/{suffix}": "CallbackUnknown",
+    "POST /api/v1/inference/pow/callback-relay/{token}/{suffix}": "CallbackUnknown",
 }
 
 pytestmark = pytest.mark.timeout(120 + EXAMPLES // 5)
@@ -82,10 +92,15 @@ def _parts(database: Database, *ml_nodes: NodeApi) -> Components:
 
 
 def _fuzz(
-    runner: asyncio.Runner, app: FastAPI, state: Callable[[], object], about: Sequence[Target], name: str
+    runner: asyncio.Runner,
+    app: FastAPI,
+    state: Callable[[], State],
+    about: Sequence[Target],
+    name: str,
+    refusing: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     names, some = cases(app)
-    fuzzing = Fuzzing(app, state)
+    fuzzing = Fuzzing(app, state, refusing)
 
     @settings(
         max_examples=BATCH,
@@ -124,6 +139,7 @@ def test_the_inside(database: Database) -> None:
 def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create_pocround, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(dispatch, "REST_SECONDS", 0.05)
+    monkeypatch.setattr("vllm_poc.server.routes.vllm_version", lambda: "0.32.0")  # which is not installed here
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         world = runner.run(stack.enter_async_context(running_world(tmp_path, pods=1, one=None, also=None, **SETTINGS)))
@@ -138,18 +154,16 @@ def _fuzz_network(runner: asyncio.Runner, world: World) -> None:
         await store_seeds(world.database)
         return (await world.service.jobs.submit(NetworkGenerate.model_validate(QUEUED))).request_id
 
-    def state() -> object:
-        # Jobs end on their own, and then write callbacks: of them only which there are.
-        still = [table for table in schema.metadata.sorted_tables if table not in (schema.jobs, schema.callbacks)]
+    def state() -> State:
+        # Jobs end on their own, and then write callbacks: of them only which there are. The clock goes on.
+        own = (schema.jobs, schema.callbacks, schema.clock)
+        still = [table for table in schema.metadata.sorted_tables if table not in own]
         jobs = [job.id for job in rows(world.database, [schema.jobs])["jobs"]]
-        return (
-            rows(world.database, still),
-            jobs,
-            [(name, one.spec.finish) for name, one in world.cluster.rounds.items()],
-        )
+        rounds = [(name, one.spec.finish) for name, one in world.cluster.rounds.items()]
+        return {**rows(world.database, still), "jobs": jobs, "PoCRounds": rounds}
 
     target = Target({"request_id": runner.run(prepare())}, NETWORK_BODIES)
     before = rows(world.database)
     app = network_app(_parts(world.database, world.service))
-    _fuzz(runner, app, state, [target], "the network")
+    _fuzz(runner, app, state, [target], "the network", NETWORK_REFUSING)
     check_seeds(before, rows(world.database))

@@ -67,7 +67,7 @@ class LabelledRounds:
                 made: Any = await self._objects.create_namespaced_custom_object(body=body, **self._kind)
             except ApiException as error:
                 if error.status in _INVALID:
-                    raise ObjectInvalid(_message(error)) from error
+                    raise _invalid(error) from error
                 raise
             return parse_object(PoCRound, made)
         raise self._missing()
@@ -99,8 +99,10 @@ def _selector(labels: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in labels.items())
 
 
-def _message(error: ApiException) -> str:
+def _invalid(error: ApiException) -> ObjectInvalid:
     try:
-        return str(json.loads(error.body or "")["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {error.status}: {error.reason}"
+        answer = json.loads(error.body or "")
+        causes = (answer.get("details") or {}).get("causes") or []
+        return ObjectInvalid(str(answer["message"]), [(str(one["field"]), str(one["message"])) for one in causes])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ObjectInvalid(f"HTTP {error.status}: {error.reason}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from pydantic import ValidationError
 
 from poc_gateway.node_api.job_store import fail_foreign_jobs
 from poc_gateway.node_api.ml_nodes import MlNode
@@ -34,6 +35,12 @@ LABELS = {"poc.gonka.ai/worker": "true"}
 #: The fleet of every pod that is announced, and the template of an ML node that names it.
 FLEET = "h200"
 OF_FLEET: dict[str, Any] = {"namespace": "ns", "spec": {"fleetRef": {"name": FLEET}}}
+
+
+def _invalid(error: ValidationError) -> ObjectInvalid:
+    """Return what the API server would say, whose CRD has the same rules."""
+    causes = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+    return ObjectInvalid("; ".join(f"{path}: {message}" for path, message in causes), causes)
 
 
 class MemoryCluster:
@@ -59,7 +66,6 @@ class MemoryCluster:
             raise self.refusal
         if name in self.rounds:
             raise StaleObject("AlreadyExists")
-        self.specs.append(dict(spec))
         metadata = {
             "name": name,
             "namespace": "ns",
@@ -68,7 +74,11 @@ class MemoryCluster:
             "resourceVersion": "1",
             "creationTimestamp": datetime.now(UTC),
         }
-        made = PoCRound.parse({"metadata": metadata, "spec": dict(spec)})
+        try:
+            made = PoCRound.parse({"metadata": metadata, "spec": dict(spec)})
+        except ValidationError as error:
+            raise _invalid(error) from error
+        self.specs.append(dict(spec))
         self.rounds[name] = made
         if self.operator_runs:
             self.run(name, len(self.pods))

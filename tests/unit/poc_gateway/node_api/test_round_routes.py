@@ -165,6 +165,26 @@ async def test_what_the_api_server_refuses_is_passed_on(podless: World) -> None:
     assert error.detail.startswith("spec.blockHash")
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"block_hash": "xyz"}, "block_hash"),
+        ({"public_key": "two words"}, "public_key"),
+        ({"node_count": 200_000}, "node_count"),
+        ({"params": PARAMS | {"seq_len": 10_000_000}}, "params.seq_len"),
+        ({"params": PARAMS | {"k_dim": 10_000_000}}, "params.k_dim"),
+        ({"params": None, "r_target": 1.4, "seq_len": 10_000_000}, "seq_len"),
+    ],
+)
+async def test_what_the_crd_alone_refuses_is_named_as_in_the_request(
+    world: World, change: dict[str, Any], field: str
+) -> None:
+    error = error_of(await world.post("pow/init/generate", INIT | change), 422, "InvalidRequest")
+    assert [one.field for one in error.errors] == [field]
+    assert error.detail.startswith(f"{field}: ")
+    assert world.cluster.rounds == {}
+
+
 async def test_without_the_api_server_the_client_is_told_to_wait(podless: World) -> None:
     podless.cluster.fault = StoreUnavailable("HTTP 500: down")
     for answer in (

@@ -19,10 +19,11 @@ SPEC = a_round().spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 class Api:
-    """Answers rounds and pods, or with ``fault`` a status and a message; keeps what it was sent."""
+    """Answers rounds and pods, or with ``fault`` a status and a message, and ``details``; keeps what it was sent."""
 
     def __init__(self) -> None:
         self.fault: tuple[int, str] | None = None
+        self.details: Any = None
         self.round = _made("one")
         self.seen: list[tuple[str, str, dict[str, str], Any]] = []
 
@@ -31,7 +32,8 @@ class Api:
         self.seen.append((request.method, request.path, dict(request.query), body))
         if self.fault is not None:
             status, message = self.fault
-            return web.json_response({"kind": "Status", "code": status, "message": message}, status=status)
+            body = {"kind": "Status", "code": status, "message": message, "details": self.details}
+            return web.json_response(body, status=status)
         if request.path == PODS:
             pod = {"metadata": {"name": "a", "namespace": "ns", "uid": "u"}, "status": {"podIP": "10.0.0.1"}}
             return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": [pod]})
@@ -99,6 +101,28 @@ async def test_refusals(api: tuple[Api, LabelledRounds], status: int, error: typ
         await rounds.create("one", SPEC)
     assert type(caught.value) is error
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("details", "fields"),
+    [
+        (None, ()),
+        ({}, ()),
+        ({"causes": None}, ()),
+        (
+            {"causes": [{"reason": "FieldValueInvalid", "message": 'Invalid value: " "', "field": "spec.publicKey"}]},
+            (("spec.publicKey", 'Invalid value: " "'),),
+        ),
+    ],
+)
+async def test_fields_that_the_api_server_names(
+    api: tuple[Api, LabelledRounds], details: Any, fields: tuple[tuple[str, str], ...]
+) -> None:
+    server, rounds = api
+    server.fault, server.details = (422, "PoCRound is invalid"), details
+    with pytest.raises(ObjectInvalid, match="PoCRound is invalid") as caught:
+        await rounds.create("one", SPEC)
+    assert caught.value.fields == fields
 
 
 async def test_a_round_that_is_gone_needs_no_end(api: tuple[Api, LabelledRounds]) -> None:
