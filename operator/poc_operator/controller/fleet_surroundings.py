@@ -34,11 +34,12 @@ Body = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
     """How the process keeps fleets: in which namespaces, without any in all; with which image, where a fleet names
-    none; and with which Secret's token, which it also sends to pods."""
+    none; with which Secret's token, which it also sends to pods; and to which host pods deliver, with a gateway."""
 
     namespaces: Collection[str] = ()
     image: str | None = None
     token_secret: str = TOKEN_SECRET
+    gateway_host: str | None = None
 
 
 class FleetChildren:
@@ -109,6 +110,7 @@ class FleetSurroundings:
             products=self._products[1],
             image=self._options.image,
             token_secret=self._options.token_secret,
+            gateway_host=self._options.gateway_host,
             pod_monitors=self._pod_monitors[1],
             leader_worker_sets=self._groups[1],
         )

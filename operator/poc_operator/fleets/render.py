@@ -298,8 +298,8 @@ def _args(fleet: PoCFleet, resolved: Resolved) -> list[str]:
 def _env(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> list[Object]:
     spec = fleet.spec
     found: dict[str, Object] = {"HF_HOME": _value("/cache/huggingface"), "VLLM_CACHE_ROOT": _value("/cache/vllm")}
-    if spec.callback_allow:
-        found["VLLM_POC_CALLBACK_ALLOW"] = _value(",".join(spec.callback_allow))
+    if allowed := spec.callback_allow or ([around.gateway_host] if around.gateway_host is not None else []):
+        found["VLLM_POC_CALLBACK_ALLOW"] = _value(",".join(allowed))
     if spec.auth.open:
         found["VLLM_POC_OPEN"] = _value("1")
     else:

@@ -233,13 +233,14 @@ class Resolved:
 class Surroundings:
     """What a fleet is resolved in. ``products`` are those of the cluster's Kubernetes nodes, None if the operator may
     not read them. ``image`` is the worker image of fleets that name none, ``token_secret`` the Secret whose token the
-    operator sends to pods. ``pod_monitors`` says whether the cluster knows PodMonitors, and ``leader_worker_sets``
+    operator sends to pods, ``gateway_host`` where pods deliver if there is a gateway. ``pod_monitors`` says whether the cluster knows PodMonitors, and ``leader_worker_sets``
     whether it knows LeaderWorkerSets."""
 
     presets: Presets
     products: Sequence[str] | None = None
     image: str | None = None
     token_secret: str = TOKEN_SECRET
+    gateway_host: str | None = None
     pod_monitors: bool = False
     leader_worker_sets: bool = False
 

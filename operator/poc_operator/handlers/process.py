@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import kopf
+from yarl import URL
 
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FINALIZER, GROUP
 from poc_operator.clients.gateway import GatewayClient
@@ -61,6 +62,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: object) -
             namespaces=memo.options.namespace,
             image=memo.options.worker_image,
             token_secret=memo.options.pod_token_secret,
+            gateway_host=URL(url).host if (url := memo.options.gateway_url) is not None else None,
         ),
     )
     stack.push_async_callback(manager.close)

@@ -2,7 +2,9 @@
 """The pods of a fleet: those of the example Deployment, open to whom the spec names, and with time to end."""
 
 import json
+from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -82,6 +84,17 @@ def test_a_pod_answers_whom_the_spec_names(spec: dict[str, Any], answered: Answe
     access = Access.decide(Settings.from_environment(variables), None, {})
     assert access.answered is answered
     assert access.allows_callback_to("collector.example.org")
+
+
+@pytest.mark.parametrize("host", ["gateway.poc-system.svc", "fd00::7"])
+def test_pods_deliver_to_the_gateway_alone_unless_the_fleet_says_otherwise(host: str) -> None:
+    url = f"[{host}]" if ":" in host else host
+    for spec, elsewhere in (({}, False), ({"callbackAllow": ["*.example.org"]}, True)):
+        (vllm,) = template_of(spec, replace(AROUND, gateway_host=host))["spec"]["containers"]
+        variables = {entry["name"]: entry.get("value", "from-a-secret") for entry in vllm["env"]}
+        access = Access.decide(Settings.from_environment(variables), None, {})
+        assert access.allows_callback_to("collector.example.org") is elsewhere
+        assert access.allows_callback_to(str(urlsplit(f"http://{url}:8080/x").hostname)) is not elsewhere
 
 
 def test_a_pod_has_time_to_end() -> None:

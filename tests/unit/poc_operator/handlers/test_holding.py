@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which deleted objects the finalizer holds: none where the operator's rights may go before it, as with a namespace."""
+"""What the start makes of the command line, and which deleted objects the finalizer holds: none where the operator's
+rights may go before it, as with a namespace."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import kopf
 import pytest
 
 from poc_operator.apis.v1alpha1.status import State
+from poc_operator.controller.fleet_surroundings import FleetOptions
 from poc_operator.controller.manager import Manager
 from poc_operator.handlers import process
 from poc_operator.handlers.objects import _is_held
@@ -41,6 +43,26 @@ async def test_with_rights_in_namespaces_alone_nothing_is_held(
     with pytest.raises(Created) as found:
         await start(settings=kopf.OperatorSettings(), memo=memo)
     assert found.value.args == (holds,)
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [(None, None), ("http://gateway.poc.svc:8080", "gateway.poc.svc"), ("http://[fd00::7]:1", "fd00::7")],
+)
+async def test_pods_of_fleets_deliver_to_the_host_of_the_gateway(
+    url: str | None, host: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def create(*_: Any, fleet_options: FleetOptions, **__: Any) -> None:  # noqa: ANN401
+        raise Created(fleet_options.gateway_host)
+
+    for name in ("POC_GATEWAY_OPERATOR_TOKEN", "POC_GATEWAY_CALLBACK_KEY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setattr(Manager, "create", create)
+    start: Any = process.start
+    memo = kopf.Memo(options=SimpleNamespace(namespace=[], **OPTIONS | {"gateway_url": url}))
+    with pytest.raises(Created) as found:
+        await start(settings=kopf.OperatorSettings(), memo=memo)
+    assert found.value.args == (host,)
 
 
 @pytest.mark.parametrize("holds", [True, False])
