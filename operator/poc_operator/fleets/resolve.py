@@ -233,8 +233,8 @@ class Resolved:
 class Surroundings:
     """What a fleet is resolved in. ``products`` are those of the cluster's Kubernetes nodes, None if the operator may
     not read them. ``image`` is the worker image of fleets that name none, ``token_secret`` the Secret whose token the
-    operator sends to pods, ``gateway_host`` where pods deliver if there is a gateway. ``pod_monitors`` says whether the cluster knows PodMonitors, and ``leader_worker_sets``
-    whether it knows LeaderWorkerSets."""
+    operator sends to pods, ``gateway_host`` where pods deliver if there is a gateway. ``pod_monitors`` says whether
+    the cluster knows PodMonitors, and ``leader_worker_sets`` whether it knows LeaderWorkerSets."""
 
     presets: Presets
     products: Sequence[str] | None = None

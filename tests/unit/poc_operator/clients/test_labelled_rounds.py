@@ -116,7 +116,7 @@ async def test_refusals(api: tuple[Api, LabelledRounds], status: int, error: typ
     ],
 )
 async def test_fields_that_the_api_server_names(
-    api: tuple[Api, LabelledRounds], details: Any, fields: tuple[tuple[str, str], ...]
+    api: tuple[Api, LabelledRounds], details: object, fields: tuple[tuple[str, str], ...]
 ) -> None:
     server, rounds = api
     server.fault, server.details = (422, "PoCRound is invalid"), details
