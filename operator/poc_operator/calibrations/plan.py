@@ -222,7 +222,7 @@ def tell(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationSte
     if status.target is not None and not status.target.agrees:
         theory = f"by theory rTarget {status.target.r_target} makes {status.target.theory_rate} valid"
         findings.append((Reason.THEORY_DISAGREES, f"{theory}, measured is {status.target.valid_rate}"))
-    return set_conditions(snapshot, step, pace=pace(status.samples, status.checked), findings=findings)
+    return set_conditions(snapshot, step, pace=pace(snapshot, step), findings=findings)
 
 
 POLICIES: tuple[Policy, ...] = (

@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES, shorten
-from poc_operator.apis.v1alpha1.status import Result, SlotState, State, WorkStatus
+from poc_operator.apis.v1alpha1.status import Result, Share, SlotState, State, WorkStatus
 from poc_operator.planning.eligibility import Finding, incompatibility, unfit_revisions
 from poc_operator.planning.snapshot import Snapshot, Step, Work, WorkEvent
 from poc_operator.planning.waiting import waits_for
 
 #: Whether a condition is true, its reason, its message.
 Verdict = tuple[bool, str, str]
+#: So many slots or pods are named in a message.
+_NAMED = 3
 StepT = TypeVar("StepT", bound=Step[Any])
 
 
@@ -140,6 +142,24 @@ def _suspended(status: WorkStatus) -> Verdict:
     if status.state is State.SUSPENDED:
         return True, Reason.SUSPENDED, "spec.suspend is true"
     return False, Reason.NOT_SUSPENDED, "the work is not suspended"
+
+
+def first_few(texts: Sequence[str]) -> str:
+    """Return the first of the texts, and how many more there are."""
+    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return f"{', '.join(texts[:_NAMED])}{more}"
+
+
+def tell_pods(snapshot: Snapshot[Work], shares: Iterable[Share], does: str) -> str:
+    """Say how many pods of the ``shares`` are at work, each of which ``does`` it, and of which nothing is known."""
+    pods = {share.uid: share for share in shares}.values()
+    # They may compute on, or have restarted.
+    silent = [share for share in pods if snapshot.report_of(share).status is None]
+    told = f"{len(pods) - len(silent)} pods {does}"
+    if not silent:
+        return told
+    causes = [f"{share.pod} ({snapshot.report_of(share).error or 'it has no address'})" for share in silent]
+    return f"{told}; nothing is known of {first_few(causes)}"
 
 
 def conditions_of(verdicts: Mapping[ConditionType, Verdict], now: datetime, generation: int) -> Iterable[Condition]:

@@ -16,6 +16,7 @@ from poc_operator.apis.v1alpha1.status import Outcome, SlotState, WorkStatus
 from poc_operator.apis.v1alpha1.validation import PoCValidation, Sample
 from poc_operator.observed import Answer, PodReport, PodView
 from poc_operator.planning import lifecycle
+from poc_operator.planning.conditions import tell_pods
 from poc_operator.planning.eligibility import computes_other_work, holder, usable_pods
 from poc_operator.planning.snapshot import AskPod, Snapshot, Step, Work, WorkEvent
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
@@ -161,10 +162,11 @@ def count_samples(snapshot: Snapshot[NamedNonces], step: StepT) -> StepT:
     return lifecycle.tally(snapshot, step)
 
 
-def pace(samples: Sequence[AnySample], checked: int) -> str:
+def pace(snapshot: Snapshot[NamedNonces], step: Step[Any]) -> str:
     """Say how the work gets on."""
-    working = len({sample.uid for sample in samples if sample.state.active})
-    return f"{working} pods compute; {checked} of {sum(sample.count for sample in samples)} nonces are done"
+    samples: Sequence[AnySample] = step.status.samples
+    pods = tell_pods(snapshot, (sample for sample in samples if sample.state.active), "compute")
+    return f"{pods}; {step.status.checked} of {sum(sample.count for sample in samples)} nonces are done"
 
 
 def samples_failed(_: Snapshot[Work], status: WorkStatus) -> Outcome | None:

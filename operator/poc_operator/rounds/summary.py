@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a person reads of a round: totals, how it gets on, and what is lost, missing or in doubt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import CollectedSlot, is_container_session
 from poc_operator.planning import lifecycle
-from poc_operator.planning.conditions import given_up, set_conditions
+from poc_operator.planning.conditions import first_few, given_up, set_conditions, tell_pods
 from poc_operator.planning.eligibility import Finding, unusable_pods
 from poc_operator.planning.lifecycle import tally
 from poc_operator.rounds.allowance import waits_for_more
@@ -81,11 +81,7 @@ def tell(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
     running = [slot for slot in status.assignments if slot.state is SlotState.RUNNING]
-    silent = [slot for slot in running if snapshot.report_of(slot).status is None]
-    pace = f"{len(running) - len(silent)} pods compute {status.totals.rate} nonces/s"
-    if silent:  # they may compute on, or have restarted
-        told = [f"{slot.pod} ({snapshot.report_of(slot).error or 'it has no address'})" for slot in silent]
-        pace = f"{pace}; nothing is known of {_some(told)}"
+    pace = tell_pods(snapshot, running, f"compute {status.totals.rate} nonces/s")
     spare = len(free_pods(snapshot, status.assignments))
     return f"{pace}; {spare} more have no slot (the {status.slots} slots are fixed at the start)" if spare else pace
 
@@ -93,8 +89,6 @@ def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
 #: A receiver that has accepted nothing from a pod for so long is told of. What is shorter passes by itself, such as the
 #: restart of a gateway: a pod tries again within 30 s. The alert waits for another minute.
 FAILING_SECONDS = 60.0
-#: So many slots or pods are named in a message.
-_NAMED = 3
 #: Name of a pod that delivered before the gateway asked for credentials.
 UNKNOWN = "(unknown)"
 
@@ -113,7 +107,7 @@ def _stalled(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
 def _paused(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     told = [(slot, snapshot.report_of(slot).status) for slot in status.assignments if slot.state is SlotState.RUNNING]
     paused = [f"{slot.pod} ({found.paused_by})" for slot, found in told if found is not None and found.paused_by]
-    return (Reason.SLOTS_PAUSED, f"pods compute nothing meanwhile: {_some(paused)}") if paused else None
+    return (Reason.SLOTS_PAUSED, f"pods compute nothing meanwhile: {first_few(paused)}") if paused else None
 
 
 def _leaving(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -128,12 +122,12 @@ def _leaving(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
 
 def _pods_left(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     left = [slot.error or "" for slot in status.assignments if is_left(slot)]
-    return (Reason.PODS_LEFT, f"pods have not stopped: {_some(left)}") if left else None
+    return (Reason.PODS_LEFT, f"pods have not stopped: {first_few(left)}") if left else None
 
 
 def _not_believed(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     doubted = [slot.error or "" for slot in status.assignments if is_doubted(slot)]
-    return (Reason.REPORT_CONTRADICTORY, f"pods tell what cannot be true: {_some(doubted)}") if doubted else None
+    return (Reason.REPORT_CONTRADICTORY, f"pods tell what cannot be true: {first_few(doubted)}") if doubted else None
 
 
 def _pods_disagree(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -153,7 +147,7 @@ def _conflicts(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     ]
     if not named:
         return None
-    message = f"results came twice and differ: {_some(named)}; the first ones are kept"
+    message = f"results came twice and differ: {first_few(named)}; the first ones are kept"
     undecided = collected.undecided if collected is not None else 0
     return Reason.RESULTS_CONFLICT, f"{message}{_undecided(status, undecided)}"
 
@@ -172,7 +166,7 @@ def _results_forged(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
     if collected is None or not collected.forgers:
         return None
     named = [f"pod {one.pod} ({one.count})" for one in collected.forgers]
-    return Reason.RESULTS_FORGED, f"pods delivered results that others do not confirm: {_some(named)}"
+    return Reason.RESULTS_FORGED, f"pods delivered results that others do not confirm: {first_few(named)}"
 
 
 def _rivals(slot: Assignment, stored: CollectedSlot) -> str:
@@ -180,12 +174,7 @@ def _rivals(slot: Assignment, stored: CollectedSlot) -> str:
         f"{pair.count} from nonce {pair.nonce} on: pod {pair.kept or UNKNOWN}, then pod {pair.other or UNKNOWN}"
         for pair in stored.rivals
     ]
-    return _some(pairs) if pairs else f"pod {slot.pod}: {stored.conflicts}"
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    return f"{', '.join(texts[:_NAMED])}{more}"
+    return first_few(pairs) if pairs else f"pod {slot.pod}: {stored.conflicts}"
 
 
 def _deliveries_failing(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -198,7 +187,7 @@ def _deliveries_failing(snapshot: RoundSnapshot, status: RoundStatus) -> Finding
         for slot, report in told
         if report.status is not None and report.undelivered_seconds >= FAILING_SECONDS
     ]
-    return (Reason.DELIVERIES_FAILING, f"pods cannot deliver: {_some(failing)}") if failing else None
+    return (Reason.DELIVERIES_FAILING, f"pods cannot deliver: {first_few(failing)}") if failing else None
 
 
 def _lacks(slot: Assignment) -> bool:
@@ -211,7 +200,7 @@ def _deliveries_refused(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | No
     if collected is None or not collected.refused:
         return None
     named = [f"pod {one.pod} ({one.count} times, the last: {one.why})" for one in collected.refused]
-    return Reason.DELIVERIES_REFUSED, f"the gateway refuses what pods may not deliver: {_some(named)}"
+    return Reason.DELIVERIES_REFUSED, f"the gateway refuses what pods may not deliver: {first_few(named)}"
 
 
 def _round_full(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
@@ -228,7 +217,7 @@ def _gateway_contradictory(snapshot: RoundSnapshot, _: RoundStatus) -> Finding |
     found = [f"slot {slot}: {why}" for slot, why in sorted(snapshot.gateway_contradictions.items())]
     if not found:
         return None
-    return Reason.GATEWAY_CONTRADICTORY, f"the gateway's numbers cannot be true and are not counted: {_some(found)}"
+    return Reason.GATEWAY_CONTRADICTORY, f"the gateway's numbers cannot be true and are not counted: {first_few(found)}"
 
 
 def _gateway_unreachable(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:

@@ -261,8 +261,7 @@ def tell(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
         findings.append((Reason.RESULTS_REJECTED, message))
     if (lost := given_up(step.status, "samples")) is not None:
         findings.append(lost)
-    told = pace(step.status.samples, step.status.checked)
-    return set_conditions(snapshot, step, pace=told, findings=findings, blocked=blocked)
+    return set_conditions(snapshot, step, pace=pace(snapshot, step), findings=findings, blocked=blocked)
 
 
 POLICIES: tuple[Policy, ...] = (

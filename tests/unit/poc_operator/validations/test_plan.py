@@ -129,6 +129,20 @@ def test_distances_are_compared_with_the_target(claimed: str, computed: float, f
     assert over.verdict.fraud is fraud
 
 
+def test_a_pod_that_does_not_answer_is_not_told_to_compute() -> None:
+    validation = a_validation()
+    reports = [("a", says()), ("b", says())]
+    for told in (
+        "2 pods compute; 0 of 250 nonces are done",
+        "1 pods compute; nothing is known of b (refused); 0 of 250 nonces are done",
+    ):
+        status = plan(seen(validation, *reports)).status
+        progressing = next(one for one in status.conditions if one.type == "Progressing")
+        assert (progressing.reason, progressing.message) == ("Running", told)
+        validation = a_validation(status)
+        reports[1] = ("b", PodReport(error="refused"))
+
+
 def test_a_sample_whose_pod_is_gone_goes_to_another() -> None:
     step = plan(seen(a_validation(), ("a", says())))
     again = plan(seen(a_validation(step.status), ("b", says())))
