@@ -129,6 +129,10 @@ class Client:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
+    def forget_prompts(self) -> None:
+        """Drop the keys and values of earlier chats from the GPU; a KV connector may still have them."""
+        self._open("/reset_prefix_cache", {}).close()
+
     def job(self, request_id: str) -> Any:  # noqa: ANN401
         """Return the state or the result of queued work."""
         with self._open(f"{API_PREFIX}/generate/{request_id}") as answer:

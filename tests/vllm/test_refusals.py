@@ -25,8 +25,10 @@ KERNELS_FOR_LINEAR_ATTENTION = not ON_GPU or find_spec("flashinfer") is not None
 on_one_device = pytest.mark.skipif(ON_GPU, reason="asks what a model is made of, which the CPU has shown")
 
 
-def a_connector(name: str, module: str | None = None, several: Sequence[SimpleNamespace] = ()) -> SimpleNamespace:
-    parts = {"connectors": [vars(one) for one in several]} if several else {}
+def a_connector(
+    name: str, module: str | None = None, several: Sequence[SimpleNamespace] = (), **options: object
+) -> SimpleNamespace:
+    parts = {"connectors": [vars(one) for one in several]} if several else options
     return SimpleNamespace(kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=parts)
 
 
@@ -183,7 +185,18 @@ def test_layers_are_refused_that_do_more_than_their_attention_says(tmp_path: Pat
             "the KV connector ExampleConnector of own",
         ),
         ("kv_transfer_config", a_connector("NixlConnector"), "the KV connector NixlConnector: start vLLM without"),
-        ("kv_transfer_config", a_connector("MultiConnector"), "without --kv-transfer-config and --kv-offloading-size"),
+        (
+            "kv_transfer_config",
+            a_connector("MultiConnector"),
+            "without --kv-transfer-config, or with --kv-offloading-size alone",
+        ),
+        ("kv_transfer_config", a_connector("OffloadingConnector", cpu_bytes_to_use=2**30), None),
+        ("kv_transfer_config", a_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=2**30), None),
+        (
+            "kv_transfer_config",
+            a_connector("OffloadingConnector", cpu_bytes_to_use=2**30, spec_name="Other"),
+            "the KV connector OffloadingConnector with spec_name: start vLLM",
+        ),
         (
             "model_config.quantization",
             "modelopt",

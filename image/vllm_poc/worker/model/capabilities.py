@@ -29,8 +29,13 @@ if TYPE_CHECKING:
 _DRAFTS_WITHOUT_MODEL = {"ngram"}
 #: Models of layers that draft behind the target (method ``mtp``) and leave what it computes as it is.
 _COMPARED_DRAFT_LAYERS = {"DeepSeekMTPModel", "Glm4MoeMTPModel", "MiMoMTPModel"}
-#: KV connectors beside which chat and PoC have been compared with a server that has none, and the one that has several.
-_COMPARED_CONNECTORS = {"ExampleConnector"}
+#: KV connectors beside which chat and PoC have been compared with a server that has none, each with the options that it
+#: had then, and the one that has several. The last two keep chat's blocks in the CPU's memory.
+_COMPARED_CONNECTORS = {
+    "ExampleConnector": {"shared_storage_path"},
+    "OffloadingConnector": {"cpu_bytes_to_use"},
+    "SimpleCPUOffloadConnector": {"cpu_bytes_to_use"},
+}
 _CONNECTOR_OF_SEVERAL = "MultiConnector"
 #: Layers with adapters (``--enable-lora``) whose base layers are left as they were.
 _COMPARED_ADAPTED = {
@@ -346,25 +351,29 @@ def _drafts_refusal(speculative: SpeculativeConfig | None) -> str | None:
 
 
 def _connector_refusal(transfer: KVTransferConfig | None) -> str | None:
-    for connector, module in _connectors(vars(transfer) if transfer is not None else {}):
-        if connector not in _COMPARED_CONNECTORS or module is not None:
-            named = f"{connector} of {module}" if module is not None else connector
+    for connector, module, options in _connectors(vars(transfer) if transfer is not None else {}):
+        named = f"{connector} of {module}" if module is not None else connector
+        proven = _COMPARED_CONNECTORS.get(connector) if module is None else None
+        if proven is not None and not options <= proven:
+            named, proven = f"{named} with {min(options - proven)}", None
+        if proven is None:
             return (
                 f"PoC is not proven beside the KV connector {named}: "
-                "start vLLM without --kv-transfer-config and --kv-offloading-size."
+                "start vLLM without --kv-transfer-config, or with --kv-offloading-size alone."
             )
     return None
 
 
-def _connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of the KV connectors, and of the modules of those that are not vLLM's own."""
+def _connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, str | None, set[str]]]:
+    """Yield the names of the KV connectors, of the modules of those that are not vLLM's own, and of their options."""
     connector, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
-    several = (transfer.get("kv_connector_extra_config") or {}).get("connectors")
+    options = transfer.get("kv_connector_extra_config") or {}
+    several = options.get("connectors")
     if several and (connector, module) == (_CONNECTOR_OF_SEVERAL, None):
         for one in several:
             yield from _connectors(one)
     elif transfer:
-        yield str(connector), module
+        yield str(connector), module, set(options)
 
 
 def _adapters_refusal(model: nn.Module) -> str | None:
