@@ -210,7 +210,7 @@ SHAPES: dict[str, dict[str, Any]] = {
             "model_type": "glm5_next_vision",
             "depth": 1,
             "hidden_size": 128,
-            "num_heads": 2,
+            "num_heads": 4,
             "intermediate_size": 128,
             "out_hidden_size": 4096,
             "projection_intermediate_size": 128,

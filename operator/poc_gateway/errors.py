@@ -66,7 +66,11 @@ class Refusal(HTTPException):
 
 def invalid(status: HTTPStatus, entries: Sequence[Mapping[str, Any]], *, skip: int = 0) -> Refusal:
     """Return the refusal for pydantic's ``entries``, leaving out the first ``skip`` parts of their locations."""
-    fields = [_field_error(entry, skip) for entry in entries]
+    return fields_refusal([_field_error(entry, skip) for entry in entries], status)
+
+
+def fields_refusal(fields: Sequence[FieldError], status: HTTPStatus = HTTPStatus.UNPROCESSABLE_ENTITY) -> Refusal:
+    """Return a refusal that names each of the ``fields``, the first of them in its sentence, too."""
     detail = "; ".join(f"{error.field}: {error.message}" if error.field else error.message for error in fields[:3])
     return Refusal(status, "InvalidRequest", detail, errors=fields)
 

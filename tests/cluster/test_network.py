@@ -161,9 +161,10 @@ def test_what_this_cluster_cannot_do_is_refused_with_a_sentence(network: httpx.C
     answer = network.post(f"{NODE}/init/generate", json={**BLOCK, "params": decode})
     assert answer.status_code == 422
     assert "the decode scheme, which none of the ready pods offers" in answer.json()["detail"]
-    answer = network.post(f"{NODE}/init/generate", json={**BLOCK, "public_key": "two words"})
-    assert answer.status_code == 422
-    assert [error["field"] for error in answer.json()["errors"]] == ["public_key"]
+    for key in ("two words", "k" * 300):
+        answer = network.post(f"{NODE}/init/generate", json={**BLOCK, "public_key": key})
+        assert answer.status_code == 422
+        assert [error["field"] for error in answer.json()["errors"]] == ["public_key"]
     assert network.post("/api/v1/inference/up", json={"model": "another"}).status_code == 409
     assert post(network, "/api/v1/inference/up", {"model": SERVED_NAME}) == {"status": "OK"}
     assert httpx.get(str(network.base_url.join("/api/v1/state")), trust_env=False, timeout=30).status_code == 401

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 #: Tokens of prompts that a connector had, and the engine's own cache had not.
 FOUND = "vllm:external_prefix_cache_hits_total"
 FOUND_SECONDS = 15
-TOKENS = 200
+TOKENS, SHORT = 200, "x"
+#: Seconds of a part of a pass: so long that it has one.
+WHOLE = 10.0
 
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["OffloadingConnector", "SimpleCPUOffloadConnector"])
@@ -37,16 +39,27 @@ def offloading(
         yield client
 
 
-def found_again(client: Client, chat: Callable[[], list[int]]) -> list[int]:
-    """Return what a chat says whose prompt is found in the CPU's memory alone."""
-    before = client.metric(FOUND)
-    client.forget_prompts()
-    answer = chat()
+def kept(client: Client, beside: Callable[[], None]) -> tuple[list[int], list[int]]:
+    """Return what a chat says, and says again when its prompt is found in the CPU's memory alone.
+
+    The first has its blocks go there, the second has them come back, each with something ``beside`` it.
+    """
+    client.forget_prompts(everywhere=True)
+    answers = list[list[int]]()
+    for _ in range(2):
+        before = client.metric(FOUND)
+        with ThreadPoolExecutor(1) as pool:
+            chat = pool.submit(client.chat, LONG, tokens=TOKENS)
+            while not chat.done():
+                beside()
+        answers.append(chat.result())
+        client.chat(SHORT, tokens=4)  # the last blocks go with the engine's next step
+        client.forget_prompts()
     end = monotonic() + FOUND_SECONDS
     while client.metric(FOUND) <= before:
         assert monotonic() < end, "the prompt must be found in the CPU's memory"
         sleep(0.1)
-    return answer
+    return answers[0], answers[1]
 
 
 def test_results_are_those_of_a_server_without(small_client: Client, offloading: Client) -> None:
@@ -56,19 +69,11 @@ def test_results_are_those_of_a_server_without(small_client: Client, offloading:
     assert offloading.distances(NONCES) == small_client.distances(NONCES)
 
 
-def test_chats_blocks_come_back_as_they_went(offloading: Client) -> None:
-    request = a_batch(list(NONCES), seq_len=64)
-    offloading.chat(LONG, tokens=TOKENS)  # its last blocks go with the next step of the engine
-    offloading.chat("x", tokens=4)
-    expected = found_again(offloading, lambda: offloading.chat(LONG, tokens=TOKENS))
+def test_blocks_go_and_come_back_beside_poc(offloading: Client) -> None:
+    request, found = a_batch(list(NONCES), seq_len=64), list[object]()
+    assert offloading.worker("poc_warm_up", request, WHOLE)["seconds"] > 0
     computed = offloading.computed(request)[0]
-    with ThreadPoolExecutor(1) as beside:
-        chat = beside.submit(found_again, offloading, lambda: offloading.chat(LONG, tokens=TOKENS))
-        found = []
-        while not chat.done():
-            found.append(offloading.computed(request)[0])
-    assert len(found) > 2, "PoC must have run between the tokens of that chat"
+    beside = kept(offloading, lambda: found.append(offloading.computed(request)[0]))
+    assert len(found) > 4, "PoC must have run between the tokens of both chats"
     assert all(one == computed for one in found)
-    assert chat.result() == expected
-    # And once more, with what went to the CPU's memory while PoC computed.
-    assert found_again(offloading, lambda: offloading.chat(LONG, tokens=TOKENS)) == expected
+    assert beside == kept(offloading, lambda: sleep(0.01))

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from tests.vllm.client import Client
 
+#: Seconds of a part of a pass: so long that it has one.
+WHOLE = 10.0
+
 
 @pytest.fixture(scope="module")
 def sleepy(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
@@ -38,14 +41,19 @@ def sleepy(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     ids=["all", "in parts", "weights read anew"],
 )
 def test_poc_and_chat_are_the_same_after_sleep(sleepy: Client, begin: str, ends: list[str]) -> None:
+    """After other weights, the pass is captured anew."""
     request = a_batch(list(NONCES), seq_len=64)
+    sleepy.forget_prompts()  # as it is after sleep
     artifacts, answer = sleepy.artifacts(NONCES), sleepy.chat(LONG)
     assert sleepy.worker("poc_describe")["fused"]
+    assert sleepy.worker("poc_warm_up", request, WHOLE)["seconds"] > 0
     computed = sleepy.computed(request)[0]
     command(sleepy, begin)
     assert "vLLM sleeps" in sleepy.status()["paused_by"]
     for end in ends:
         command(sleepy, end)
-    assert sleepy.artifacts(NONCES) == artifacts
     assert sleepy.computed(request)[0] == computed
+    assert sleepy.worker("poc_warm_up", request, WHOLE)["seconds"] > 0
+    assert sleepy.computed(request)[0] == computed
+    assert sleepy.artifacts(NONCES) == artifacts
     assert sleepy.chat(LONG) == answer

@@ -4,6 +4,7 @@
 import base64
 import json
 import struct
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -129,9 +130,13 @@ class Client:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
-    def forget_prompts(self) -> None:
-        """Drop the keys and values of earlier chats from the GPU; a KV connector may still have them."""
-        self._open("/reset_prefix_cache", {}).close()
+    def forget_prompts(self, *, everywhere: bool = False) -> None:
+        """Drop the keys and values of earlier chats from the GPU; ``everywhere`` also those that a KV connector has."""
+        end = time.monotonic() + REQUEST_SECONDS
+        # It fails while blocks are on their way to the connector.
+        while not self._post(f"/reset_prefix_cache?reset_external={str(everywhere).lower()}", {})["success"]:
+            assert time.monotonic() < end, "the engine holds blocks of a chat that is over"
+            time.sleep(0.1)
 
     def job(self, request_id: str) -> Any:  # noqa: ANN401
         """Return the state or the result of queued work."""

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from time import monotonic
 from typing import Any
 
-from poc_gateway.errors import Refusal, field_refusal
+from poc_gateway.errors import Refusal, field_refusal, fields_refusal
 from poc_gateway.node_api.cluster import Cluster
 from poc_gateway.node_api.ml_nodes import MlNode
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -164,10 +164,10 @@ def _free_name(name: str, rounds: Sequence[PoCRound]) -> str:
 
 def _refused(error: ObjectInvalid, request: InitGenerateRequest) -> Refusal:
     """Return what the API server says of the spec, in the request's words. What it does not name is of no field."""
-    told = error.fields or [("", str(error))]
-    fields = [FieldError(field=_field_of(path, request), message=message) for path, message in told]
-    detail = "; ".join(f"{one.field}: {one.message}" if one.field else one.message for one in fields)
-    return Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", detail, errors=fields)
+    told = dict[str, str]()
+    for path, message in error.fields or [("", str(error))]:
+        told.setdefault(_field_of(path, request), message.replace(f"{path} in body ", ""))
+    return fields_refusal([FieldError(field=field, message=message) for field, message in told.items()])
 
 
 def _field_of(path: str, request: InitGenerateRequest) -> str:
@@ -184,9 +184,10 @@ def _field_of(path: str, request: InitGenerateRequest) -> str:
         "spec.decode.maxTokens": "params.max_tokens",
         "spec.artifact.kDim": "params.k_dim",
         "spec.rTarget": "r_target",
-        "spec.batchSize": "batch_size",
         "spec.callbackURL": "callback_url" if request.url is None else "url",
     }
+    if "batch_size" in request.model_fields_set:
+        decided["spec.batchSize"] = "batch_size"
     return decided.get(path, path)
 
 

@@ -18,6 +18,8 @@ from poc_operator.clients.kube.objects import parse_object, readable
 from poc_operator.observed import PodView
 
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
+#: What the API server calls the field of a cause that has none.
+_NO_FIELD = "<nil>"
 
 
 class LabelledRounds:
@@ -102,7 +104,12 @@ def _selector(labels: Mapping[str, str]) -> str:
 def _invalid(error: ApiException) -> ObjectInvalid:
     try:
         answer = json.loads(error.body or "")
-        causes = (answer.get("details") or {}).get("causes") or []
-        return ObjectInvalid(str(answer["message"]), [(str(one["field"]), str(one["message"])) for one in causes])
+        message, causes = str(answer["message"]), (answer.get("details") or {}).get("causes") or []
     except (ValueError, KeyError, TypeError, AttributeError):
         return ObjectInvalid(f"HTTP {error.status}: {error.reason}")
+    return ObjectInvalid(message, [(one["field"], str(one.get("message"))) for one in causes if _names_field(one)])
+
+
+def _names_field(cause: Mapping[str, Any]) -> bool:
+    """Whether it names one. Policies do not, nor does the remark that other rules were not checked."""
+    return cause.get("field") not in (None, "", _NO_FIELD)

@@ -171,6 +171,7 @@ async def test_what_the_api_server_refuses_is_passed_on(podless: World) -> None:
         ({"block_hash": "xyz"}, "block_hash"),
         ({"public_key": "two words"}, "public_key"),
         ({"node_count": 200_000}, "node_count"),
+        ({"node_id": 100_000, "node_count": 200_000}, "node_id,node_count"),
         ({"params": PARAMS | {"seq_len": 10_000_000}}, "params.seq_len"),
         ({"params": PARAMS | {"k_dim": 10_000_000}}, "params.k_dim"),
         ({"params": None, "r_target": 1.4, "seq_len": 10_000_000}, "seq_len"),
@@ -180,9 +181,21 @@ async def test_what_the_crd_alone_refuses_is_named_as_in_the_request(
     world: World, change: dict[str, Any], field: str
 ) -> None:
     error = error_of(await world.post("pow/init/generate", INIT | change), 422, "InvalidRequest")
-    assert [one.field for one in error.errors] == [field]
-    assert error.detail.startswith(f"{field}: ")
+    fields = field.split(",")
+    assert [one.field for one in error.errors] == fields
+    assert error.detail.startswith(f"{fields[0]}: ")
     assert world.cluster.rounds == {}
+
+
+async def test_what_is_wrong_in_the_template_is_not_blamed_on_the_request(podless: World) -> None:
+    podless.cluster.refusal = ObjectInvalid(
+        "invalid", [("spec.batchSize", "spec.batchSize in body should be greater than or equal to 1"), ("spec", "no")]
+    )
+    error = error_of(await podless.post("pow/init/generate", INIT), 422, "InvalidRequest")
+    assert [(one.field, one.message) for one in error.errors] == [
+        ("spec.batchSize", "should be greater than or equal to 1"),
+        ("spec", "no"),
+    ]
 
 
 async def test_without_the_api_server_the_client_is_told_to_wait(podless: World) -> None:

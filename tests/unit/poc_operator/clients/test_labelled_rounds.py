@@ -113,6 +113,11 @@ async def test_refusals(api: tuple[Api, LabelledRounds], status: int, error: typ
             {"causes": [{"reason": "FieldValueInvalid", "message": 'Invalid value: " "', "field": "spec.publicKey"}]},
             (("spec.publicKey", 'Invalid value: " "'),),
         ),
+        ({"causes": [{"message": "rounds are forbidden on Fridays"}]}, ()),
+        (
+            {"causes": [{"message": "Too long", "field": "spec.x"}, {"message": "some rules", "field": "<nil>"}]},
+            (("spec.x", "Too long"),),
+        ),
     ],
 )
 async def test_fields_that_the_api_server_names(
