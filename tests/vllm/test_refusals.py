@@ -190,6 +190,11 @@ def test_layers_are_refused_that_do_more_than_their_attention_says(tmp_path: Pat
             a_connector("MultiConnector"),
             "without --kv-transfer-config, or with --kv-offloading-size alone",
         ),
+        (
+            "kv_transfer_config",
+            a_connector("MultiConnector", None, [EXAMPLE, a_connector("OffloadingConnector", lazy=True)]),
+            "the KV connector OffloadingConnector with lazy: start vLLM",
+        ),
         ("kv_transfer_config", a_connector("OffloadingConnector", cpu_bytes_to_use=2**30), None),
         ("kv_transfer_config", a_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=2**30), None),
         (

@@ -6,7 +6,8 @@ makes of the same queries, keys and values. The first finds what is wrong anywhe
 behind the residual stream, such as tokens beyond a window.
 
 Lengths go beyond each sliding window, attention chunk and block of this server's caches, as far as its own limits
-allow. All of it takes at most `SECONDS`, and what was not compared by then is not used.
+allow. All of it takes at most `SECONDS`, or twice as long where kernels had to be compiled first, and what was not
+compared by then is not used.
 """
 
 from __future__ import annotations

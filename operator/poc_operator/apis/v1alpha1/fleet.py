@@ -151,8 +151,9 @@ class FleetSpec(ApiModel):
         ]
         | None
     ) = None
-    """Hosts that pods may post results to, as patterns such as `*.example.org`. Without it, the gateway's host if the
-    operator runs with `--gateway-url`, else any host that the caller names; callers have the token."""
+    """Hosts that pods may post results to, as patterns such as `*.example.org`. With a gateway, its host must be among
+    them. Without this list it is the only one if the operator runs with `--gateway-url`. Else it is any host that the
+    caller names; callers have the token."""
     decode: FleetDecode | None = None
     """The decode scheme. Without it, pods compute the prefill scheme alone."""
     port: Annotated[Int32, Field(ge=1, le=65_535)] = 8000

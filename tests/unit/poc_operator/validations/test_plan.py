@@ -143,6 +143,15 @@ def test_a_pod_that_does_not_answer_is_not_told_to_compute() -> None:
         reports[1] = ("b", PodReport(error="refused"))
 
 
+def test_a_few_of_the_pods_of_which_nothing_is_known_are_named() -> None:
+    many = [Proof(nonce=nonce, vector="AAAA") for nonce in range(1_000)]
+    silent = [(name, PodReport(error="refused")) for name in "abcde"]
+    status = plan(seen(a_validation(), *((name, says()) for name, _ in silent), proofs=many)).status
+    status = plan(seen(a_validation(status), *silent, proofs=many)).status
+    (told,) = [one.message for one in status.conditions if one.type == "Progressing"]
+    assert told.startswith("0 pods compute; nothing is known of a (refused), b (refused), c (refused) and 2 more; ")
+
+
 def test_a_sample_whose_pod_is_gone_goes_to_another() -> None:
     step = plan(seen(a_validation(), ("a", says())))
     again = plan(seen(a_validation(step.status), ("b", says())))

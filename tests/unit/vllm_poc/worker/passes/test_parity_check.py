@@ -114,6 +114,15 @@ def test_what_was_not_compared_in_time_is_not_chosen(ways: Any, monkeypatch: pyt
     assert ways.compared == []
 
 
+def test_kernels_may_take_long_to_compile(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
+    from vllm_poc.worker.passes import parity_check  # noqa: PLC0415 - needs vLLM
+
+    late = iter([True, False, False])
+    monkeypatch.setattr(parity_check.Deadline, "passed", lambda *_: next(late))
+    assert ways.fastest(ways.plain) is ways.fused
+    assert len(ways.compared) == 2
+
+
 def test_attention_of_another_form_is_left_to_vllm(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
     from vllm_poc.worker.passes import attention  # noqa: PLC0415
 
