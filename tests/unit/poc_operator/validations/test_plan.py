@@ -137,7 +137,7 @@ def test_a_pod_that_does_not_answer_is_not_told_to_compute() -> None:
         "1 pods compute; nothing is known of b (refused); 0 of 250 nonces are done",
     ):
         status = plan(seen(validation, *reports)).status
-        progressing = next(one for one in status.conditions if one.type == "Progressing")
+        progressing = next(one for one in status.own_conditions if one.type == "Progressing")
         assert (progressing.reason, progressing.message) == ("Running", told)
         validation = a_validation(status)
         reports[1] = ("b", PodReport(error="refused"))
@@ -148,7 +148,7 @@ def test_a_few_of_the_pods_of_which_nothing_is_known_are_named() -> None:
     silent = [(name, PodReport(error="refused")) for name in "abcde"]
     status = plan(seen(a_validation(), *((name, says()) for name, _ in silent), proofs=many)).status
     status = plan(seen(a_validation(status), *silent, proofs=many)).status
-    (told,) = [one.message for one in status.conditions if one.type == "Progressing"]
+    (told,) = [one.message for one in status.own_conditions if one.type == "Progressing"]
     assert told.startswith("0 pods compute; nothing is known of a (refused), b (refused), c (refused) and 2 more; ")
 
 
